@@ -1,0 +1,9 @@
+"""The ONNX graph, authored operator by operator from a `Model`'s weights; never traced.
+
+`builder` writes nodes and weights, `trunk` the encoder in one layout, `heads` what stands on it, `write` puts them
+together. The tensors that cross into the service are those of `model_store.interface`.
+"""
+
+from export.graph.write import WEIGHTS_FILE, write_graph
+
+__all__ = ["WEIGHTS_FILE", "write_graph"]

@@ -1,0 +1,83 @@
+"""Collects nodes and weights, and saves them as an ONNX file with its weights beside it. Knows no BERT."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+from torch import Tensor
+
+OPSET = 20
+_IR_VERSION = 10  # the first that may carry opset 20 and 21; older runtimes refuse newer ones
+_INLINE_BYTES = 1024
+_ALIGNMENT = 4096  # bytes: a page, so that a runtime may map a weight instead of copying it
+
+FUSED = "com.microsoft"
+"""The domain of onnxruntime's fused operators."""
+
+
+class GraphBuilder:
+    """An ONNX graph in the making. Values are referred to by name."""
+
+    def __init__(self) -> None:
+        self._nodes: list[onnx.NodeProto] = []
+        self._weights: dict[str, NDArray[np.generic]] = {}
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+
+    def input(self, name: str, dtype: int, shape: Sequence[str | int]) -> str:
+        """Declare an input of the graph; a string in the shape is a free dimension."""
+        self._inputs.append(helper.make_tensor_value_info(name, dtype, shape))
+        return name
+
+    def output(self, value: str, name: str, dtype: int, shape: Sequence[str | int]) -> None:
+        """Declare a value an output of the graph, under ``name``."""
+        self._nodes.append(helper.make_node("Identity", [value], [name], name=name))
+        self._outputs.append(helper.make_tensor_value_info(name, dtype, shape))
+
+    def weight(self, name: str, values: Tensor | NDArray[np.generic]) -> str:
+        """Add a constant, once: a name that is there already stands for the same values."""
+        if name not in self._weights:
+            array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+            self._weights[name] = np.ascontiguousarray(array)
+        return name
+
+    def op(self, kind: str, inputs: Sequence[str], *, domain: str = "", outputs: int = 1, **attributes: object) -> str:
+        """Add a node; returns its first output. An empty string is an absent input."""
+        name = f"{kind}_{len(self._nodes)}"
+        names = [name if number == 0 else f"{name}_{number}" for number in range(outputs)]
+        self._nodes.append(helper.make_node(kind, inputs, names, name=name, domain=domain, **attributes))
+        return name
+
+    def operators(self) -> dict[str, int]:
+        """How often each operator stands in the graph, by name."""
+        return dict(sorted(Counter(node.op_type for node in self._nodes).items()))
+
+    def save(self, graph_file: Path, weights_file: Path) -> None:
+        """Write the graph, and its larger weights to a file beside it, so that no protobuf nears its 2 GB limit.
+
+        Args:
+            graph_file: the ``.onnx`` file to write.
+            weights_file: the raw weights, in the same folder.
+        """
+        initializers = []
+        with weights_file.open("wb") as stream:
+            for name, array in self._weights.items():
+                tensor = TensorProto(name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))
+                if array.nbytes < _INLINE_BYTES:
+                    tensor.raw_data = array.tobytes()
+                else:
+                    stream.write(b"\0" * (-stream.tell() % _ALIGNMENT))
+                    location = {"location": weights_file.name, "offset": stream.tell(), "length": array.nbytes}
+                    tensor.data_location = TensorProto.EXTERNAL
+                    for key, value in location.items():
+                        tensor.external_data.add(key=key, value=str(value))
+                    stream.write(array.data)
+                initializers.append(tensor)
+        graph = helper.make_graph(self._nodes, "cloze", self._inputs, self._outputs, initializers)
+        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(FUSED, 1)]
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="cloze")
+        onnx.save_model(model, graph_file)

@@ -1,0 +1,35 @@
+"""The pieces that trunk and heads are both made of."""
+
+from torch import nn
+
+from export.graph.builder import FUSED, GraphBuilder
+
+
+def matmul(g: GraphBuilder, x: str, name: str, linear: nn.Linear) -> str:
+    """``x @ W^T`` without the bias: [..., in] -> [..., out]."""
+    return g.op("MatMul", [x, g.weight(f"{name}.weight", linear.weight.t())])
+
+
+def dense(g: GraphBuilder, x: str, name: str, linear: nn.Linear) -> str:
+    """``x @ W^T + b``: [..., in] -> [..., out]."""
+    return g.op("Add", [matmul(g, x, name, linear), g.weight(f"{name}.bias", linear.bias)])
+
+
+def activated(g: GraphBuilder, x: str, name: str, linear: nn.Linear, activation: str) -> str:
+    """``activation(x @ W^T + b)``, bias and activation fused where there is an operator for it."""
+    product = matmul(g, x, name, linear)
+    bias = g.weight(f"{name}.bias", linear.bias)
+    match activation:
+        case "gelu":
+            return g.op("BiasGelu", [product, bias], domain=FUSED)
+        case "gelu_new" | "gelu_pytorch_tanh":
+            return g.op("FastGelu", [product, bias], domain=FUSED)
+        case "relu":
+            return g.op("Relu", [g.op("Add", [product, bias])])
+    raise AssertionError(f"the loader let the activation {activation!r} through")
+
+
+def norm(g: GraphBuilder, x: str, name: str, layer: nn.LayerNorm) -> str:
+    """LayerNorm over the last axis."""
+    scale, shift = g.weight(f"{name}.weight", layer.weight), g.weight(f"{name}.bias", layer.bias)
+    return g.op("LayerNormalization", [x, scale, shift], axis=-1, epsilon=layer.eps)

@@ -1,0 +1,82 @@
+"""The encoder in the dense layout: all sequences of one length, hence no padding, no mask, and the flash kernel on a CPU.
+
+Biases of attention are folded exactly. With q' = q + b_q, k' = k + b_k, v' = v + b_v:
+
+- q' . k'_j = q' . k_j + q' . b_k, and the last term is the same for every j: it cancels in the softmax. K needs none.
+- The softmax weights of a row sum to 1, so b_v reaches the output as W_o b_v: it moves into the output's bias.
+"""
+
+from onnx import TensorProto
+
+from export.graph.builder import FUSED, GraphBuilder
+from export.graph.layers import activated, matmul
+from export.models import Model
+from export.models.encoder import Layer
+from model_store import interface
+
+
+def dense_trunk(g: GraphBuilder, model: Model) -> str:
+    """Write inputs, embeddings and layers; returns the name of ``hidden [B, S, H]``."""
+    embeddings = model.encoder.embeddings
+    input_ids = g.input(interface.INPUT_IDS, TensorProto.INT32, ["B", "S"])
+    types, type_weight = "", ""
+    if embeddings.token_type is not None:
+        types = g.input(interface.TOKEN_TYPE_IDS, TensorProto.INT32, ["B", "S"])
+        type_weight = g.weight("embeddings.token_type", embeddings.token_type.weight)
+    hidden = g.op(
+        "EmbedLayerNormalization",
+        [
+            input_ids,
+            types,
+            g.weight("embeddings.word", embeddings.word.weight),
+            g.weight("embeddings.position", embeddings.position.weight),
+            type_weight,
+            g.weight("embeddings.norm.weight", embeddings.norm.weight),
+            g.weight("embeddings.norm.bias", embeddings.norm.bias),
+        ],
+        domain=FUSED,
+        outputs=2,
+        epsilon=embeddings.norm.eps,
+    )
+    for number, layer in enumerate(model.encoder.layers):
+        assert isinstance(layer, Layer)
+        hidden = _layer(g, hidden, f"layers.{number}", layer, model.config.activation)
+    return hidden
+
+
+def _layer(g: GraphBuilder, x: str, name: str, layer: Layer, activation: str) -> str:
+    attention = layer.attention
+    query_bias = g.weight(f"{name}.query.bias", attention.query.bias)
+    query = g.op("Add", [matmul(g, x, f"{name}.query", attention.query), query_bias])
+    key = matmul(g, x, f"{name}.key", attention.key)
+    value = matmul(g, x, f"{name}.value", attention.value)
+    context = g.op("MultiHeadAttention", [query, key, value], domain=FUSED, num_heads=attention.heads)
+    output = matmul(g, context, f"{name}.output", attention.output)
+    output_bias = attention.output.bias + attention.output.weight @ attention.value.bias
+
+    epsilon = layer.attention_norm.eps
+    x = g.op(
+        "SkipLayerNormalization",
+        [
+            output,
+            x,
+            g.weight(f"{name}.attention_norm.weight", layer.attention_norm.weight),
+            g.weight(f"{name}.attention_norm.bias", layer.attention_norm.bias),
+            g.weight(f"{name}.output.bias", output_bias),
+        ],
+        domain=FUSED,
+        epsilon=epsilon,
+    )
+    up = activated(g, x, f"{name}.up", layer.up, activation)
+    return g.op(
+        "SkipLayerNormalization",
+        [
+            matmul(g, up, f"{name}.down", layer.down),
+            x,
+            g.weight(f"{name}.output_norm.weight", layer.output_norm.weight),
+            g.weight(f"{name}.output_norm.bias", layer.output_norm.bias),
+            g.weight(f"{name}.down.bias", layer.down.bias),
+        ],
+        domain=FUSED,
+        epsilon=layer.output_norm.eps,
+    )

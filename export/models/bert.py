@@ -1,0 +1,63 @@
+"""BERT: how its checkpoints name sizes and tensors. Source: google-research/bert, and transformers' ``BertFor*``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from export.models.config import EncoderConfig, Family, renames
+
+
+def read_config(config: Mapping[str, Any]) -> EncoderConfig:
+    """``config.json`` of a BERT checkpoint -> sizes.
+
+    Raises:
+        KeyError: a size is missing.
+        ValueError: a setting that is another architecture than the paper's.
+    """
+    if (kind := config.get("position_embedding_type", "absolute")) not in ("absolute", None):
+        raise ValueError(f"position_embedding_type {kind!r} is not supported (only 'absolute')")
+    if config.get("is_decoder") or config.get("add_cross_attention"):
+        raise ValueError("a BERT decoder (is_decoder, add_cross_attention) is not supported, only encoders")
+    return EncoderConfig(
+        family="bert",
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=config["num_attention_heads"],
+        intermediate_size=config["intermediate_size"],
+        max_positions=config["max_position_embeddings"],
+        type_vocab_size=config.get("type_vocab_size", 2),
+        activation=config.get("hidden_act", "gelu"),
+        layer_norm_eps=config.get("layer_norm_eps", 1e-12),
+        dropout=config.get("hidden_dropout_prob", 0.1),
+        pad_id=config.get("pad_token_id") or 0,
+    )
+
+
+FAMILY = Family(
+    name="bert",
+    read_config=read_config,
+    prefix="bert.",
+    renames=renames(
+        {
+            "embeddings.word_embeddings.weight": "encoder.embeddings.word.weight",
+            "embeddings.position_embeddings.weight": "encoder.embeddings.position.weight",
+            "embeddings.token_type_embeddings.weight": "encoder.embeddings.token_type.weight",
+            "embeddings.LayerNorm.{p}": "encoder.embeddings.norm.{p}",
+            "encoder.layer.*.attention.self.query.{p}": "encoder.layers.*.attention.query.{p}",
+            "encoder.layer.*.attention.self.key.{p}": "encoder.layers.*.attention.key.{p}",
+            "encoder.layer.*.attention.self.value.{p}": "encoder.layers.*.attention.value.{p}",
+            "encoder.layer.*.attention.output.dense.{p}": "encoder.layers.*.attention.output.{p}",
+            "encoder.layer.*.attention.output.LayerNorm.{p}": "encoder.layers.*.attention_norm.{p}",
+            "encoder.layer.*.intermediate.dense.{p}": "encoder.layers.*.up.{p}",
+            "encoder.layer.*.output.dense.{p}": "encoder.layers.*.down.{p}",
+            "encoder.layer.*.output.LayerNorm.{p}": "encoder.layers.*.output_norm.{p}",
+            "pooler.dense.{p}": "next_sentence.pooler.{p}",
+            "cls.seq_relationship.{p}": "next_sentence.classifier.{p}",
+            "cls.predictions.transform.dense.{p}": "masked_lm.transform.{p}",
+            "cls.predictions.transform.LayerNorm.{p}": "masked_lm.norm.{p}",
+            "cls.predictions.decoder.{p}": "masked_lm.decoder.{p}",
+            "cls.predictions.bias": "masked_lm.decoder.bias",
+            "qa_outputs.{p}": "span.classifier.{p}",
+        }
+    ),
+)

@@ -1,0 +1,54 @@
+"""DistilBERT: the same trunk without token types and pooler. Source: Sanh et al. 2019; transformers' ``DistilBertFor*``."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from export.models.config import EncoderConfig, Family, renames
+
+
+def read_config(config: Mapping[str, Any]) -> EncoderConfig:
+    """``config.json`` of a DistilBERT checkpoint -> sizes.
+
+    Raises:
+        KeyError: a size is missing.
+    """
+    return EncoderConfig(
+        family="distilbert",
+        vocab_size=config["vocab_size"],
+        hidden_size=config["dim"],
+        layers=config["n_layers"],
+        heads=config["n_heads"],
+        intermediate_size=config["hidden_dim"],
+        max_positions=config["max_position_embeddings"],
+        type_vocab_size=0,
+        activation=config.get("activation", "gelu"),
+        layer_norm_eps=1e-12,
+        dropout=config.get("dropout", 0.1),
+        pad_id=config.get("pad_token_id") or 0,
+    )
+
+
+FAMILY = Family(
+    name="distilbert",
+    read_config=read_config,
+    prefix="distilbert.",
+    renames=renames(
+        {
+            "embeddings.word_embeddings.weight": "encoder.embeddings.word.weight",
+            "embeddings.position_embeddings.weight": "encoder.embeddings.position.weight",
+            "embeddings.LayerNorm.{p}": "encoder.embeddings.norm.{p}",
+            "transformer.layer.*.attention.q_lin.{p}": "encoder.layers.*.attention.query.{p}",
+            "transformer.layer.*.attention.k_lin.{p}": "encoder.layers.*.attention.key.{p}",
+            "transformer.layer.*.attention.v_lin.{p}": "encoder.layers.*.attention.value.{p}",
+            "transformer.layer.*.attention.out_lin.{p}": "encoder.layers.*.attention.output.{p}",
+            "transformer.layer.*.sa_layer_norm.{p}": "encoder.layers.*.attention_norm.{p}",
+            "transformer.layer.*.ffn.lin1.{p}": "encoder.layers.*.up.{p}",
+            "transformer.layer.*.ffn.lin2.{p}": "encoder.layers.*.down.{p}",
+            "transformer.layer.*.output_layer_norm.{p}": "encoder.layers.*.output_norm.{p}",
+            "vocab_transform.{p}": "masked_lm.transform.{p}",
+            "vocab_layer_norm.{p}": "masked_lm.norm.{p}",
+            "vocab_projector.{p}": "masked_lm.decoder.{p}",
+            "qa_outputs.{p}": "span.classifier.{p}",
+        }
+    ),
+)

@@ -1,0 +1,106 @@
+"""The trunk that BERT and DistilBERT share: embeddings and a stack of transformer layers.
+
+Sources: Devlin et al. 2019, "BERT"; Vaswani et al. 2017, "Attention Is All You Need", section 3 (post-norm layers).
+Shapes: B sequences, S tokens each, H hidden size, N attention heads, I intermediate size.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from export.models.activations import ACTIVATIONS
+from export.models.config import EncoderConfig
+
+
+class Embeddings(nn.Module):
+    """Word + position (+ token type) embeddings, normalised."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.word = nn.Embedding(config.vocab_size, config.hidden_size, padding_idx=config.pad_id)
+        self.position = nn.Embedding(config.max_positions, config.hidden_size)
+        self.token_type = nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
+        """``input_ids``, ``token_type_ids``: int [B, S] -> [B, S, H]."""
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x: Tensor = self.word(input_ids) + self.position(positions)
+        if self.token_type is not None:
+            if token_type_ids is None:
+                token_type_ids = torch.zeros_like(input_ids)
+            x = x + self.token_type(token_type_ids)
+        return self.dropout(self.norm(x))  # type: ignore[no-any-return]
+
+
+class SelfAttention(nn.Module):
+    """Multi-head scaled dot-product attention over one sequence (Vaswani et al. 2017, section 3.2)."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.dropout = config.dropout
+        self.query = nn.Linear(config.hidden_size, config.hidden_size)
+        self.key = nn.Linear(config.hidden_size, config.hidden_size)
+        self.value = nn.Linear(config.hidden_size, config.hidden_size)
+        self.output = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """``x`` [B, S, H], ``attention_mask`` bool [B, S] (True: a real token) -> [B, S, H]."""
+        query, key, value = (self._split(linear(x)) for linear in (self.query, self.key, self.value))
+        context = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=None if attention_mask is None else attention_mask[:, None, None, :],
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, S, H] -> [B, N, S, H / N]
+
+
+class Layer(nn.Module):
+    """Attention, then a feed-forward network, each added to its input and normalised."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.attention = SelfAttention(config)
+        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.up = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.output_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.activation = ACTIVATIONS[config.activation]
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """``x`` [B, S, H] -> [B, S, H]."""
+        x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask)))
+        return self.output_norm(x + self.dropout(self.down(self.activation(self.up(x)))))  # type: ignore[no-any-return]
+
+
+class Encoder(nn.Module):
+    """Token ids to hidden states."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.embeddings = Embeddings(config)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
+        """Encode a batch.
+
+        Args:
+            input_ids: int [B, S], S at most ``config.max_positions``.
+            token_type_ids: int [B, S]; zeros if not given, ignored by a family without token types.
+            attention_mask: bool [B, S], True for real tokens; not given, all are real.
+
+        Returns:
+            hidden states [B, S, H].
+        """
+        x: Tensor = self.embeddings(input_ids, token_type_ids)
+        for layer in self.layers:
+            x = layer(x, attention_mask)
+        return x

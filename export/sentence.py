@@ -1,0 +1,153 @@
+"""Reads what a sentence-transformers directory says about turning hidden states into an embedding."""
+
+import json
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from export.errors import ExportError
+from export.settings_files import read_settings
+from export.tensors import read_tensors, weight_files
+
+
+class Pooling(StrEnum):
+    """How the hidden states of one sequence become one vector (Reimers & Gurevych 2019, section 3)."""
+
+    MEAN = "mean"
+    CLS = "cls"
+    MAX = "max"
+    MEAN_SQRT_LENGTH = "mean_sqrt_len_tokens"
+
+
+class Projection(nn.Module):
+    """A dense layer after pooling (sentence-transformers' ``Dense``)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, tanh: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(weight.shape[1], weight.shape[0])
+        self.linear.weight.data = weight.float()
+        self.linear.bias.data = torch.zeros(weight.shape[0]) if bias is None else bias.float()
+        self.tanh = tanh
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        """``pooled`` [E, H] -> [E, D]."""
+        projected: Tensor = self.linear(pooled)
+        return projected.tanh() if self.tanh else projected
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRecipe:
+    """From hidden states to an embedding. The default is what users of a bare encoder expect: mean, length 1.
+
+    Attributes:
+        max_tokens: longest sequence it was tuned for; None: as long as the encoder takes.
+    """
+
+    pooling: Pooling = Pooling.MEAN
+    projections: tuple[Projection, ...] = ()
+    normalize: bool = True
+    max_tokens: int | None = None
+    prompts: dict[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+
+    def pool(self, hidden: Tensor) -> Tensor:
+        """``hidden`` [E, S, H], all tokens real -> embeddings [E, D], not normalised."""
+        match self.pooling:
+            case Pooling.MEAN:
+                pooled = hidden.mean(1)
+            case Pooling.CLS:
+                pooled = hidden[:, 0]
+            case Pooling.MAX:
+                pooled = hidden.amax(1)
+            case Pooling.MEAN_SQRT_LENGTH:
+                pooled = hidden.sum(1) / hidden.shape[1] ** 0.5
+        for projection in self.projections:
+            pooled = projection(pooled)
+        return pooled
+
+    def dimensions(self, hidden_size: int) -> int:
+        """D, the length of an embedding."""
+        return self.projections[-1].linear.out_features if self.projections else hidden_size
+
+
+def encoder_folder(folder: Path) -> Path:
+    """Where the encoder lies in a sentence-transformers directory; the folder itself in any other."""
+    for kind, path in _modules(folder):
+        if kind == "Transformer":
+            return folder / path
+    return folder
+
+
+def read_recipe(folder: Path) -> EmbeddingRecipe | None:
+    """The embedding recipe of a sentence-transformers directory; None if it is not one.
+
+    Raises:
+        ExportError: a module or a setting that this release cannot reproduce.
+    """
+    modules = _modules(folder)
+    if not modules:
+        return None
+    pooling, projections, normalize = None, [], False
+    for kind, path in modules:
+        settings = read_settings(folder / path / "config.json")
+        if kind == "Pooling":
+            pooling = _pooling(settings)
+        elif kind == "Dense":
+            projections.append(_projection(folder / path, settings))
+        elif kind == "Normalize":
+            normalize = True
+        elif kind not in ("Transformer", "Dropout"):
+            raise ExportError(f"modules.json names a {kind} module, which is not supported")
+        if normalize and kind in ("Dense", "Pooling"):
+            raise ExportError(f"modules.json puts {kind} after Normalize, which is not supported")
+    if pooling is None:
+        raise ExportError("modules.json names no Pooling module")
+    limit = read_settings(encoder_folder(folder) / "sentence_bert_config.json").get("max_seq_length")
+    settings = read_settings(folder / "config_sentence_transformers.json")
+    prompts = {name: text for name, text in (settings.get("prompts") or {}).items() if isinstance(text, str)}
+    default = settings.get("default_prompt_name")
+    return EmbeddingRecipe(pooling, tuple(projections), normalize, limit, prompts, default if default in prompts else None)
+
+
+def _modules(folder: Path) -> list[tuple[str, str]]:
+    """(class name, path) of each module, in order."""
+    file = folder / "modules.json"
+    if not file.is_file():
+        return []
+    try:
+        modules = [(str(m["type"]).rsplit(".", 1)[-1], str(m["path"])) for m in json.loads(file.read_text())]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ExportError(f"modules.json cannot be read: {error}") from error
+    for _, path in modules:
+        if not (folder / path).resolve().is_relative_to(folder.resolve()):
+            raise ExportError(f"modules.json names {path!r}, which is outside the directory")
+    return modules
+
+
+def _pooling(settings: dict[str, Any]) -> Pooling:
+    modes = settings.get("pooling_mode")
+    if modes is None:  # before sentence-transformers 6: one boolean a mode
+        flags = {key: value for key, value in settings.items() if key.startswith("pooling_mode_") and value}
+        modes = [key.removeprefix("pooling_mode_").replace("_token", "") for key in flags]
+        modes = [{"means": "mean", "mean_sqrt_lens": "mean_sqrt_len_tokens"}.get(mode, mode) for mode in modes]
+    elif isinstance(modes, str):
+        modes = [modes]
+    if len(modes) != 1 or modes[0] not in list(Pooling):
+        raise ExportError(f"pooling {' + '.join(modes) or 'without a mode'} is not supported (one of {', '.join(Pooling)})")
+    if settings.get("include_prompt", True) is False:
+        raise ExportError("pooling that leaves out the prompt (include_prompt: false) is not supported")
+    return Pooling(modes[0])
+
+
+def _projection(folder: Path, settings: dict[str, Any]) -> Projection:
+    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rsplit(".", 1)[-1]
+    if activation not in ("Tanh", "Identity"):
+        raise ExportError(f"a Dense module with activation {activation} is not supported (Tanh or Identity)")
+    tensors = read_tensors(weight_files(folder))
+    if "linear.weight" not in tensors:
+        raise ExportError(f"the Dense module in {folder.name} has no linear.weight")
+    return Projection(tensors["linear.weight"], tensors.get("linear.bias"), activation == "Tanh")

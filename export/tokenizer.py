@@ -1,0 +1,138 @@
+"""Gets a checkpoint's WordPiece tokenizer: from ``tokenizer.json``, or built from ``vocab.txt`` as BERT defines it."""
+
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from export.errors import ExportError
+from export.settings_files import read_settings
+
+SPECIAL_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTokenizer:
+    """A tokenizer and what the manifest says about it.
+
+    Attributes:
+        max_tokens: the longest sequence the checkpoint's own settings allow; None where they name none.
+        note: what was guessed, for the user to read; None where nothing was.
+    """
+
+    tokenizer: Tokenizer
+    lowercase: bool
+    cls_id: int
+    sep_id: int
+    mask_id: int | None
+    mask_token: str | None
+    max_tokens: int | None
+    note: str | None
+
+    @property
+    def size(self) -> int:
+        """One more than the largest id."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def load_tokenizer(folder: Path) -> CheckpointTokenizer:
+    """Load the tokenizer of a checkpoint's folder.
+
+    ``tokenizer.json`` wins. With ``vocab.txt`` alone, ``do_lower_case`` of ``tokenizer_config.json`` says whether it is
+    uncased; without that, a vocabulary in which no token has an upper-case or accented letter is taken as uncased.
+
+    Raises:
+        ExportError: there is none, it is damaged, it is not WordPiece, or it lacks a special token.
+    """
+    settings = read_settings(folder / "tokenizer_config.json")
+    names = SPECIAL_TOKENS | {
+        key: value["content"] if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key in SPECIAL_TOKENS and value is not None
+    }
+    note = None
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = _from_json(folder / "tokenizer.json")
+    elif (folder / "vocab.txt").is_file():
+        tokenizer, note = _from_vocabulary(folder / "vocab.txt", settings, names)
+    else:
+        raise ExportError(f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.txt")
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    ids = {key: tokenizer.token_to_id(token) for key, token in names.items()}
+    for key in ("cls_token", "sep_token", "unk_token"):
+        if ids[key] is None:
+            raise ExportError(f"the tokenizer has no {names[key]} token, which BERT needs")
+    limit = settings.get("model_max_length")
+    return CheckpointTokenizer(
+        tokenizer=tokenizer,
+        lowercase=bool(getattr(tokenizer.normalizer, "lowercase", False)),
+        cls_id=ids["cls_token"],
+        sep_id=ids["sep_token"],
+        mask_id=ids["mask_token"],
+        mask_token=names["mask_token"] if ids["mask_token"] is not None else None,
+        max_tokens=int(limit) if isinstance(limit, int | float) and 2 < limit < 1e6 else None,
+        note=note,
+    )
+
+
+def _from_json(file: Path) -> Tokenizer:
+    # The library raises a bare Exception for anything wrong with the file.
+    try:
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:
+        raise ExportError(f"{file.name} is damaged: {error}") from error
+    if not isinstance(tokenizer.model, models.WordPiece):
+        raise ExportError(f"{file.name} is a {type(tokenizer.model).__name__} tokenizer; BERT and DistilBERT use WordPiece")
+    return tokenizer
+
+
+def _from_vocabulary(file: Path, settings: dict[str, Any], names: dict[str, str]) -> tuple[Tokenizer, str | None]:
+    try:
+        tokens = file.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ExportError(f"{file.name} is not UTF-8 text") from error
+    tokens = [token.rstrip("\r") for token in tokens]
+    while tokens and not tokens[-1]:
+        tokens.pop()
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    if names["unk_token"] not in vocabulary:
+        raise ExportError(f"{file.name} has no {names['unk_token']} token: it is not a WordPiece vocabulary, one token a line")
+
+    note = None
+    lowercase = settings.get("do_lower_case")
+    if lowercase is None:
+        lowercase = not any(_is_cased(token) for token in tokens if token not in names.values())
+        kind = "uncased (no token has an upper-case or accented letter)" if lowercase else "cased"
+        note = f"tokenizer: built from vocab.txt alone, taken as {kind}"
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=names["unk_token"], max_input_chars_per_word=100))
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
+        strip_accents=settings.get("strip_accents"),
+        lowercase=lowercase,
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in names.values() if token in vocabulary]
+    )
+    cls, sep = names["cls_token"], names["sep_token"]
+    if cls in vocabulary and sep in vocabulary:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{cls} $A {sep}",
+            pair=f"{cls} $A {sep} $B:1 {sep}:1",
+            special_tokens=[(cls, vocabulary[cls]), (sep, vocabulary[sep])],
+        )
+    return tokenizer, note
+
+
+def _is_cased(token: str) -> bool:
+    """Whether BERT's uncased normalisation would change it: then the vocabulary was not made with it."""
+    if token.startswith("[") or token.startswith("<"):
+        return False
+    stripped = "".join(c for c in unicodedata.normalize("NFD", token.lower()) if unicodedata.category(c) != "Mn")
+    return stripped != token

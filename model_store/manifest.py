@@ -1,0 +1,231 @@
+"""What a bundle promises, as a frozen pydantic model. Knows no disk: reading and writing is the store's."""
+
+import hashlib
+import json
+import re
+from datetime import datetime
+from enum import StrEnum
+from pathlib import PurePosixPath
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+SCHEMA_VERSION = 1
+
+BundleName = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+
+
+def _plain_file_name(name: object) -> object:
+    if not isinstance(name, str) or PurePosixPath(name).name != name or "\\" in name or "\0" in name or name[0] == ".":
+        raise ValueError(f"a bundle's file name must be a plain name without folders, got {name!r}")
+    return name
+
+
+FileName = Annotated[str, BeforeValidator(_plain_file_name)]
+
+
+class Task(StrEnum):
+    """What a bundle can be asked for; the value is its name in routes and on the command line."""
+
+    FILL_MASK = "fill-mask"
+    EMBED = "embed"
+    NSP = "nsp"
+    QA = "qa"
+
+
+class Precision(StrEnum):
+    """The arithmetic of a graph's matrix products."""
+
+    FP32 = "fp32"
+
+
+class Layout(StrEnum):
+    """How the tokens of a batch lie in memory."""
+
+    DENSE = "dense"
+    """``[B, S]``, all sequences of one length: no padding, hence no attention mask."""
+
+
+class Frozen(BaseModel):
+    """A value: immutable, and a field it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
+
+
+class Architecture(Frozen):
+    """Sizes of the encoder. ``type_vocab_size`` is 0 where the family has no token types."""
+
+    family: str
+    vocab_size: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    layers: int = Field(gt=0)
+    heads: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    max_positions: int = Field(gt=0)
+    type_vocab_size: int = Field(ge=0)
+    activation: str
+    layer_norm_eps: float = Field(gt=0)
+    parameters: int = Field(gt=0, description="of the encoder and the exported heads, tied weights counted once")
+
+
+class Source(Frozen):
+    """Where the weights came from."""
+
+    kind: Literal["directory", "hub"]
+    location: str = Field(description="the directory's name, or the hub id")
+    revision: str | None = Field(description="the hub's commit; none for a directory")
+    weights_sha256: Sha256
+
+
+class TokenizerFacts(Frozen):
+    """The tokenizer's file and the ids a server needs without asking it."""
+
+    file: FileName
+    vocab_size: int = Field(gt=0)
+    lowercase: bool
+    cls_id: int = Field(ge=0)
+    sep_id: int = Field(ge=0)
+    mask_id: int | None = Field(ge=0)
+    mask_token: str | None
+
+
+class Embedding(Frozen):
+    """How the ``embed`` task pools, and what its users may name."""
+
+    dimensions: int = Field(gt=0)
+    pooling: str
+    normalize: bool = Field(description="whether an answer is scaled to length 1 unless the request says otherwise")
+    max_tokens: int = Field(gt=0, description="longest sequence, special tokens included")
+    prompts: dict[str, str] = {}
+    default_prompt: str | None = None
+
+    @model_validator(mode="after")
+    def _default_is_known(self) -> Self:
+        if self.default_prompt is not None and self.default_prompt not in self.prompts:
+            raise ValueError(f"the default prompt {self.default_prompt!r} is not among the prompts")
+        return self
+
+
+class Limits(Frozen):
+    """What the model itself can take; a server may allow less."""
+
+    max_tokens: int = Field(gt=2, description="longest sequence, special tokens included")
+
+
+class Graph(Frozen):
+    """One ONNX graph; ``interface.py`` names its tensors."""
+
+    file: FileName
+    layout: Layout
+    precision: Precision
+    opset: int
+    operators: dict[str, int] = Field(description="how often each operator stands in the graph")
+
+
+class Parity(Frozen):
+    """What `export/verify.py` measured against torch before this bundle was published."""
+
+    tolerance: float = Field(gt=0, description="largest |ours - torch| / max(1, max |torch|) that is let through")
+    batches: tuple[int, ...]
+    lengths: tuple[int, ...]
+    max_error: dict[str, float] = Field(description="the largest error seen, by output")
+    golden_file: FileName
+
+
+class StoredFile(Frozen):
+    """A file of the bundle."""
+
+    sha256: Sha256
+    size: int = Field(ge=0, description="bytes")
+
+
+class Facts(Frozen):
+    """Everything an exporter knows before the store gives the bundle a version."""
+
+    name: BundleName
+    tasks: tuple[Task, ...] = Field(min_length=1)
+    architecture: Architecture
+    source: Source
+    license: str | None = Field(description="SPDX name or the source's own words; none where the source names none")
+    tokenizer: TokenizerFacts
+    limits: Limits
+    embedding: Embedding | None
+    graph: Graph
+    parity: Parity
+
+    @model_validator(mode="after")
+    def _tasks_have_what_they_need(self) -> Self:
+        if (Task.EMBED in self.tasks) != (self.embedding is not None):
+            raise ValueError("the task embed and the section embedding come together")
+        if Task.FILL_MASK in self.tasks and self.tokenizer.mask_id is None:
+            raise ValueError("the task fill-mask needs a mask token")
+        return self
+
+
+class Manifest(Facts):
+    """``manifest.json`` of a published bundle."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    version: int = Field(gt=0)
+    created: datetime
+    files: dict[FileName, StoredFile]
+
+    @model_validator(mode="after")
+    def _named_files_are_listed(self) -> Self:
+        for file in (self.tokenizer.file, self.graph.file, self.parity.golden_file):
+            if file not in self.files:
+                raise ValueError(f"the file {file!r} is named but not listed under files")
+        return self
+
+    @property
+    def reference(self) -> str:
+        """The full name, ``name@version``."""
+        return f"{self.name}@{self.version}"
+
+    def to_bytes(self) -> bytes:
+        """The one serialisation: JSON whose last field, ``digest``, is the sha256 of all before it."""
+        body = self.model_dump(mode="json")
+        return _dump(body | {"digest": _digest(body)})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Read what `to_bytes` wrote.
+
+        Raises:
+            ValueError: not JSON, not a manifest of this schema, or not the bytes that were written.
+        """
+        body = json.loads(data)
+        if not isinstance(body, dict):
+            raise ValueError("a manifest is a JSON object")
+        if (schema := body.get("schema_version")) != SCHEMA_VERSION:
+            raise ValueError(f"its schema_version is {schema!r}; this release reads {SCHEMA_VERSION}")
+        digest = body.pop("digest", None)
+        if digest != _digest(body) or data != _dump(body | {"digest": digest}):
+            raise ValueError("it was changed after it was published (its digest does not match)")
+        return cls.model_validate_json(json.dumps(body))
+
+
+def parse_reference(reference: str) -> tuple[str, int | None]:
+    """Split ``name`` or ``name@version``.
+
+    Raises:
+        ValueError: the name or the version is malformed.
+    """
+    name, at, version = reference.partition("@")
+    if not re.match(NAME_PATTERN, name):
+        raise ValueError(f"{name!r} is not a bundle name: 1 to 64 of letters, digits, '.', '_', '-', a letter or digit first")
+    if not at:
+        return name, None
+    if not (version.isascii() and version.isdigit() and int(version) > 0):
+        raise ValueError(f"{version!r} is not a version: versions are 1, 2, 3, ...")
+    return name, int(version)
+
+
+def _dump(body: dict[str, object]) -> bytes:
+    return json.dumps(body, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _digest(body: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

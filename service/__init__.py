@@ -1,0 +1,1 @@
+"""Online: a bundle answers. Never imports torch, transformers or onnx; never sees the export stage."""

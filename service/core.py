@@ -1,0 +1,168 @@
+"""The values that the service's rooms hand to each other, and the errors they raise. Imports nothing of ours.
+
+Errors, each naming what the caller can do; the HTTP status of each lies in one table in `api`:
+
+    ServiceError
+    +-- RequestError            the request is wrong; sending it again does not help
+    |   +-- InvalidRequest      a value is out of its limits
+    |   +-- EmptyRequest        no text at all
+    |   +-- RequestTooLarge     more bytes than a request may have
+    |   +-- UnknownModel        no model of that name
+    |   +-- WrongTask           the model has no head for it
+    +-- Overloaded              the queue is full; try again after `retry_after_s`
+    +-- DeadlineExceeded        no answer within the request's time
+    +-- ShuttingDown            the server is draining; another replica will answer
+    +-- EngineFailed            the engine raised on this very input
+    +-- EngineDead              the engine is gone; the process will exit
+    StartupError                the server cannot start; not a ServiceError, no client sees it
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+
+
+class ServiceError(Exception):
+    """A request that gets no result, and why. The message is for the client."""
+
+
+class RequestError(ServiceError):
+    """The request itself is wrong."""
+
+
+class InvalidRequest(RequestError):
+    """A value of the request is malformed or out of its limits."""
+
+
+class EmptyRequest(RequestError):
+    """The request holds no text."""
+
+
+class RequestTooLarge(RequestError):
+    """The body has more bytes than the server reads."""
+
+
+class UnknownModel(RequestError):
+    """The request names a model that is not served."""
+
+
+class WrongTask(RequestError):
+    """The model has no head for what is asked of it."""
+
+
+class Overloaded(ServiceError):
+    """The queue is full.
+
+    Attributes:
+        retry_after_s: when the tokens queued now will be gone, at the measured speed.
+    """
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(ServiceError):
+    """The request's time is over."""
+
+
+class ShuttingDown(ServiceError):
+    """The server admits nothing more."""
+
+
+class EngineFailed(ServiceError):
+    """The engine raised on this sequence when it ran alone."""
+
+
+class EngineDead(ServiceError):
+    """The engine cannot run anything any more."""
+
+
+class StartupError(Exception):
+    """The server cannot start: a setting, a bundle, a device or a port. The message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One sequence, and what is asked of each head about it. The unit that is queued, batched and answered.
+
+    Attributes:
+        input_ids: [S] int32, with ``[CLS]`` and ``[SEP]``.
+        token_type_ids: [S] int32.
+        masks: positions in the sequence to predict.
+        top_k: predictions a mask.
+        targets: vocabulary ids whose logits are wanted, for every mask.
+        pair: whether the next-sentence logits are wanted.
+        embed: whether the embedding is wanted.
+    """
+
+    input_ids: Int32
+    token_type_ids: Int32
+    masks: Sequence[int] = ()
+    top_k: int = 0
+    targets: Sequence[int] = ()
+    pair: bool = False
+    embed: bool = False
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the engine computed for one sequence; a head that was not asked for is None.
+
+    Attributes:
+        top_logits: [m, k] float32, best first.
+        top_ids: [m, k] int64.
+        logsumexp: [m] float32, over the vocabulary.
+        target_logits: [m, n] float32.
+        pair_logits: [2] float32: is next, is not.
+        embedding: [D] float32, not normalised.
+        span_logits: [S, 2] float32: start, end. From a model with that head, always.
+    """
+
+    top_logits: Float32 | None = None
+    top_ids: NDArray[np.int64] | None = None
+    logsumexp: Float32 | None = None
+    target_logits: Float32 | None = None
+    pair_logits: Float32 | None = None
+    embedding: Float32 | None = None
+    span_logits: Float32 | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the scheduler gives back for one request.
+
+    Attributes:
+        outputs: one a query, in the request's order.
+        queue_s: from its admission until its first query ran.
+        inference_s: from then until its last query was done.
+    """
+
+    outputs: list[Output]
+    queue_s: float
+    inference_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReport:
+    """What one run of the engine was, for the metrics.
+
+    Attributes:
+        sequences: in the batch.
+        tokens: real ones.
+        padding: tokens computed for nothing.
+        seconds: the run took.
+    """
+
+    sequences: int
+    tokens: int
+    padding: int
+    seconds: float

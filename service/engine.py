@@ -1,0 +1,163 @@
+"""Runs a bundle's graph. Hides onnxruntime: queries go in, outputs come out. Knows no queue, no text, no HTTP."""
+
+import json
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, Protocol
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from model_store import Bundle, Task
+from model_store import interface as names
+from service.core import Output, Query, StartupError
+
+Feeds = dict[str, NDArray[Any]]
+
+_CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+
+class Device(StrEnum):
+    """Where to run."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Engine(Protocol):
+    """The seam between scheduler and runtime. ``run`` is called by several threads at once."""
+
+    def run(self, batch: Sequence[Query]) -> list[Output]:
+        """Answer queries of one length, in order. Raises whatever the runtime raises."""
+        ...
+
+    def probe(self) -> None:
+        """Run something known to be good; raises if even that fails or comes back wrong."""
+        ...
+
+
+class OnnxEngine:
+    """A session on one bundle's dense graph, its goldens checked before it answers anything.
+
+    Args:
+        bundle: an opened, hence verified, bundle.
+        device: where to run; CUDA that does not come up is an error, never a silent CPU.
+
+    Raises:
+        StartupError: the device is not there, the graph does not load, or the goldens do not come back.
+    """
+
+    def __init__(self, bundle: Bundle, device: Device = Device.AUTO) -> None:
+        manifest = bundle.manifest
+        self._name = manifest.reference
+        self._tasks = frozenset(manifest.tasks)
+        self._has_token_types = manifest.architecture.type_vocab_size > 0
+        self._tolerance = manifest.parity.tolerance
+        self._session = _open_session(bundle, device)
+        self._outputs = [output.name for output in self._session.get_outputs()]
+        self.provider: str = self._session.get_providers()[0]
+        self._goldens = json.loads(bundle.file(manifest.parity.golden_file).read_bytes())
+        try:
+            for golden in self._goldens:
+                self._check(golden)
+        except Exception as error:
+            raise StartupError(f"bundle {self._name} does not reproduce its golden outputs: {_first_line(error)}") from error
+
+    def run(self, batch: Sequence[Query]) -> list[Output]:
+        """As `Engine.run`. Queries must have one length."""
+        feeds, counts = self._pack(batch)
+        values = dict(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
+        return _unpack(batch, values, counts)
+
+    def probe(self) -> None:
+        """As `Engine.probe`, with the first golden."""
+        self._check(self._goldens[0])
+
+    def _pack(self, batch: Sequence[Query]) -> tuple[Feeds, list[int]]:
+        """The graph's inputs, and each query's number of masks."""
+        length = len(batch[0])
+        feeds: Feeds = {names.INPUT_IDS: np.stack([query.input_ids for query in batch])}
+        if self._has_token_types:
+            feeds[names.TOKEN_TYPE_IDS] = np.stack([query.token_type_ids for query in batch])
+        counts = [len(query.masks) for query in batch]
+        if Task.FILL_MASK in self._tasks:
+            rows = [row * length + mask for row, query in enumerate(batch) for mask in query.masks]
+            pairs: list[tuple[int, int]] = []
+            first = 0
+            for query in batch:
+                pairs += [(first + mask, target) for mask in range(len(query.masks)) for target in query.targets]
+                first += len(query.masks)
+            asked = np.array(pairs, np.int32).reshape(-1, 2)
+            feeds[names.MASK_ROWS] = np.array(rows, np.int32)
+            feeds[names.TOP_K] = np.array([max(1, *(query.top_k for query in batch))], np.int64)
+            feeds[names.TARGET_MASKS] = asked[:, 0]
+            feeds[names.TARGET_IDS] = asked[:, 1]
+        if Task.NSP in self._tasks:
+            feeds[names.PAIR_ROWS] = np.array([row * length for row, query in enumerate(batch) if query.pair], np.int32)
+        if Task.EMBED in self._tasks:
+            feeds[names.EMBED_SEQUENCES] = np.array([row for row, query in enumerate(batch) if query.embed], np.int32)
+        return feeds, counts
+
+    def _check(self, golden: dict[str, dict[str, Any]]) -> None:
+        """Run a golden batch; every float output must come back within the manifest's tolerance."""
+        feeds: Feeds = {
+            node.name: np.array(golden["feeds"][node.name], np.int64 if node.name == names.TOP_K else np.int32)
+            for node in self._session.get_inputs()
+        }
+        expected = {name: np.array(values, np.float32) for name, values in golden["outputs"].items()}
+        for name, actual in zip(expected, self._session.run(list(expected), feeds), strict=True):
+            error = float(np.abs(actual - expected[name]).max(initial=0.0) / max(1.0, np.abs(expected[name]).max(initial=0.0)))
+            if not error <= self._tolerance:  # so that NaN fails
+                raise ValueError(f"{name} is off by {error:.1e}, more than {self._tolerance:.0e}")
+
+
+def _unpack(batch: Sequence[Query], values: dict[str, NDArray[Any]], counts: list[int]) -> list[Output]:
+    """Give every query its rows of the graph's outputs."""
+    outputs = []
+    mask = target = pair = embed = 0
+    for row, query in enumerate(batch):
+        fields: dict[str, NDArray[Any]] = {}
+        if count := counts[row]:
+            masks = slice(mask, mask + count)
+            fields["top_logits"] = values[names.TOP_LOGITS][masks, : query.top_k]
+            fields["top_ids"] = values[names.TOP_IDS][masks, : query.top_k]
+            fields["logsumexp"] = values[names.LOGSUMEXP][masks]
+            wanted = count * len(query.targets)
+            fields["target_logits"] = values[names.TARGET_LOGITS][target : target + wanted].reshape(count, -1)
+            mask, target = mask + count, target + wanted
+        if query.pair:
+            fields["pair_logits"] = values[names.PAIR_LOGITS][pair]
+            pair += 1
+        if query.embed:
+            fields["embedding"] = values[names.EMBEDDINGS][embed]
+            embed += 1
+        if names.SPAN_LOGITS in values:
+            fields["span_logits"] = values[names.SPAN_LOGITS].reshape(len(batch), len(query), 2)[row]
+        outputs.append(Output(**fields))
+    return outputs
+
+
+def _open_session(bundle: Bundle, device: Device) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = 1  # one run is one thread; the scheduler's workers bring the cores
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    there = ort.get_available_providers()
+    if device is Device.CUDA and _CUDA not in there:
+        raise StartupError(f"device cuda was asked for, but this onnxruntime has only {', '.join(there)}; install cloze[gpu]")
+    providers = [_CPU] if device is Device.CPU or _CUDA not in there else [_CUDA, _CPU]
+    try:
+        session = ort.InferenceSession(bundle.file(bundle.manifest.graph.file), options, providers=providers)
+    except Exception as error:
+        raise StartupError(f"bundle {bundle.manifest.reference}: its graph does not load: {_first_line(error)}") from error
+    session.disable_fallback()
+    if device is Device.CUDA and session.get_providers()[0] != _CUDA:
+        raise StartupError("device cuda was asked for, but it did not come up: its driver or its libraries are missing")
+    return session
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,318 @@
+"""Decides what runs next. Hides waiting: a request's queries go in at once, one future comes out. Knows no text, no HTTP.
+
+Work-conserving and late-binding: a worker that becomes idle takes what is useful now; nobody waits for a batch to fill.
+A batch holds queries of one length, so nothing is padded. Which length: that of the query whose turn it is by start-time
+fair queueing (Goyal et al. 1996) over tokens: each query is tagged with the virtual time of its request's arrival plus
+the request's tokens before it, and the smallest tag is next. So a single text does not wait behind a bulk request.
+"""
+
+import heapq
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+
+from service.core import (
+    Answer,
+    BatchReport,
+    DeadlineExceeded,
+    EngineDead,
+    EngineFailed,
+    Output,
+    Overloaded,
+    Query,
+    ServiceError,
+    ShuttingDown,
+)
+from service.engine import Engine
+
+_RATE_WEIGHT = 0.1
+"""Of the newest batch in the running mean of tokens a second."""
+
+_JOIN_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """A request's place in the scheduler: what it still waits for."""
+
+    future: Future[Answer]
+    deadline: float
+    submitted: float
+    outputs: list[Output | None]
+    missing: int
+    started: float | None = None
+
+
+@dataclass(slots=True, order=True)
+class _Entry:
+    """One queued query. Ordered by turn."""
+
+    tag: int
+    serial: int
+    query: Query = field(compare=False)
+    ticket: _Ticket = field(compare=False)
+    index: int = field(compare=False)
+
+
+class Scheduler:
+    """A queue and the workers that empty it, for one model.
+
+    Args:
+        engine: runs batches; called by all workers at once.
+        workers: threads, one a core.
+        max_batch_tokens: the most a batch may hold; a longer single query runs alone.
+        max_queue_tokens: the most that may wait. A request that finds the queue empty is admitted whatever its size.
+        stall_timeout_s: a run that takes longer means that the engine is dead.
+        on_batch: told of each run, on a worker's thread.
+        on_dead: told once, on any thread, that the engine is dead.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        workers: int,
+        max_batch_tokens: int,
+        max_queue_tokens: int,
+        stall_timeout_s: float,
+        on_batch: Callable[[BatchReport], None] = lambda _: None,
+        on_dead: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self._engine = engine
+        self._max_batch_tokens = max_batch_tokens
+        self._max_queue_tokens = max_queue_tokens
+        self._stall_timeout_s = stall_timeout_s
+        self._on_batch = on_batch
+        self._on_dead = on_dead
+
+        self._changed = threading.Condition()  # guards all below
+        self._groups: dict[int, list[_Entry]] = {}  # by length, each a heap by turn
+        self._tickets: set[_Ticket] = set()
+        self._running: dict[int, float] = {}  # worker's number -> when its run began
+        self._queued_tokens = 0
+        self._virtual_time = 0
+        self._serial = 0
+        self._idle = 0
+        self._tokens_per_s = 0.0  # of one worker
+        self._refusal: Callable[[], ServiceError] | None = None
+        self._dead: str | None = None
+        self._closing = False
+        self._ended = threading.Event()
+
+        self._workers = [
+            threading.Thread(target=self._work, args=(number,), name=f"worker-{number}", daemon=True) for number in range(workers)
+        ]
+        self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        for thread in (*self._workers, self._watchdog):
+            thread.start()
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that wait."""
+        return self._queued_tokens
+
+    @property
+    def dead(self) -> str | None:
+        """Why the engine is dead; None while it lives."""
+        return self._dead
+
+    def submit(self, queries: Sequence[Query], deadline: float) -> Future[Answer]:
+        """Admit all of a request's queries or none.
+
+        Args:
+            queries: at least one.
+            deadline: `time.monotonic` time after which nothing of it is run any more.
+
+        Returns:
+            A future that ends in every case: with the answer, or with a `ServiceError`. Cancelling it drops what has
+            not run yet.
+
+        Raises:
+            Overloaded: the queue is full.
+            ShuttingDown: the scheduler drains.
+            EngineDead: there is no engine any more.
+        """
+        tokens = sum(map(len, queries))
+        now = time.monotonic()
+        with self._changed:
+            if self._refusal is not None:
+                raise self._refusal()
+            if self._queued_tokens and self._queued_tokens + tokens > self._max_queue_tokens:
+                raise Overloaded(
+                    f"the queue holds {self._queued_tokens} tokens; with this request's {tokens} "
+                    f"it would pass its limit of {self._max_queue_tokens}",
+                    self._retry_after_s(),
+                )
+            ticket = _Ticket(Future(), deadline, now, [None] * len(queries), len(queries))
+            self._tickets.add(ticket)
+            tag = self._virtual_time
+            for index, query in enumerate(queries):
+                group = self._groups.setdefault(len(query), [])
+                heapq.heappush(group, _Entry(tag, self._serial, query, ticket, index))
+                self._serial += 1
+                tag += len(query)
+            self._queued_tokens += tokens
+            self._changed.notify(len(queries))
+        return ticket.future
+
+    def drain(self) -> None:
+        """Admit nothing more; what was admitted runs on."""
+        with self._changed:
+            self._refusal = self._refusal or (lambda: ShuttingDown("the server is shutting down"))
+
+    def close(self) -> None:
+        """Fail what is still pending with `ShuttingDown` and join the workers. A hung run is left behind."""
+        self.drain()
+        self._fail_pending(lambda: ShuttingDown("the server shut down before this request was answered"))
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._ended.set()
+        for thread in (*self._workers, self._watchdog):
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_TIMEOUT_S)
+
+    def _retry_after_s(self) -> int:
+        rate = self._tokens_per_s * len(self._workers)
+        return max(1, math.ceil(self._queued_tokens / rate)) if rate else 1
+
+    # ---- a worker's life -------------------------------------------------------------------------------------------
+
+    def _work(self, number: int) -> None:
+        try:
+            while batch := self._take():
+                self._run(number, batch)
+        except BaseException as error:  # whatever ends a worker ends the service, not just the thread
+            self._die(f"a worker ended with {type(error).__name__}")
+
+    def _take(self) -> list[_Entry]:
+        """Wait for something to do and take a batch of it; empty when the scheduler closes."""
+        with self._changed:
+            while not self._closing:
+                if self._groups:
+                    if batch := self._take_now():
+                        return batch
+                else:
+                    self._idle += 1
+                    self._changed.wait()
+                    self._idle -= 1
+            return []
+
+    def _take_now(self) -> list[_Entry]:
+        """The queries of one length whose turn it is, the dropped ones left out; the lock is held."""
+        length = min(self._groups, key=lambda length: self._groups[length][0])
+        group = self._groups[length]
+        self._virtual_time = max(self._virtual_time, group[0].tag)
+        share = math.ceil(len(group) / (self._idle + 1))  # leave the idle workers theirs
+        size = max(1, min(self._max_batch_tokens // length, share))
+        batch: list[_Entry] = []
+        now = time.monotonic()
+        while group and len(batch) < size:
+            entry = heapq.heappop(group)
+            self._queued_tokens -= length
+            if entry.ticket.future.done():  # cancelled, or failed already
+                self._tickets.discard(entry.ticket)
+                continue
+            if entry.ticket.deadline <= now:
+                self._finish(entry.ticket, DeadlineExceeded("the request's time was over before it ran"))
+                continue
+            if entry.ticket.started is None:
+                entry.ticket.started = now
+            batch.append(entry)
+        if not group:
+            del self._groups[length]
+        return batch
+
+    def _run(self, number: int, batch: list[_Entry]) -> None:
+        """Run a batch; if the engine raises, halve it until only the guilty query fails."""
+        started = time.monotonic()
+        with self._changed:
+            self._running[number] = started
+        try:
+            outputs = self._engine.run([entry.query for entry in batch])
+        except Exception as error:  # the runtime's errors have no common type; each ends in an answer
+            if len(batch) > 1:
+                middle = len(batch) // 2
+                for half in (batch[:middle], batch[middle:]):
+                    self._run(number, half)
+                return
+            self._fail_guilty(batch[0].ticket, error)
+            return
+        finally:
+            with self._changed:
+                self._running.pop(number, None)
+        seconds = time.monotonic() - started
+        tokens = sum(len(entry.query) for entry in batch)
+        self._deliver(batch, outputs, tokens / max(seconds, 1e-9))
+        self._on_batch(BatchReport(len(batch), tokens, 0, seconds))
+
+    def _deliver(self, batch: list[_Entry], outputs: list[Output], tokens_per_s: float) -> None:
+        done = []
+        with self._changed:
+            weight = _RATE_WEIGHT if self._tokens_per_s else 1.0
+            self._tokens_per_s += weight * (tokens_per_s - self._tokens_per_s)
+            for entry, output in zip(batch, outputs, strict=True):
+                ticket = entry.ticket
+                ticket.outputs[entry.index] = output
+                ticket.missing -= 1
+                if not ticket.missing:
+                    done.append(ticket)
+        for ticket in done:
+            self._finish(ticket, None)
+
+    def _fail_guilty(self, ticket: _Ticket, error: Exception) -> None:
+        self._finish(ticket, EngineFailed(f"the engine cannot run this input ({type(error).__name__})"))
+        try:
+            self._engine.probe()
+        except Exception as probe_error:  # not the input: the engine itself is broken
+            self._die(f"after an error it could not repeat its golden outputs ({type(probe_error).__name__})")
+
+    def _finish(self, ticket: _Ticket, error: ServiceError | None) -> None:
+        self._tickets.discard(ticket)
+        try:
+            if error is not None:
+                ticket.future.set_exception(error)
+                return
+            assert ticket.started is not None
+            outputs = [output for output in ticket.outputs if output is not None]
+            done = time.monotonic()
+            ticket.future.set_result(Answer(outputs, ticket.started - ticket.submitted, done - ticket.started))
+        except InvalidStateError:
+            pass  # it was cancelled, or failed by another thread, a moment ago
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Declare the engine dead when a run exceeds the stall timeout."""
+        wait_s = self._stall_timeout_s
+        while not self._ended.wait(wait_s):
+            with self._changed:
+                oldest = min(self._running.values(), default=None)
+            left_s = self._stall_timeout_s if oldest is None else oldest + self._stall_timeout_s - time.monotonic()
+            if left_s <= 0:
+                self._die(f"a run took longer than {self._stall_timeout_s:g} s")
+                return
+            wait_s = left_s
+
+    def _die(self, reason: str) -> None:
+        with self._changed:
+            if self._dead is not None or self._closing:
+                return
+            self._dead = reason
+            self._refusal = lambda: EngineDead(f"the engine is dead: {reason}")
+            self._closing = True  # workers that still live take nothing more
+            self._changed.notify_all()
+        self._ended.set()
+        self._fail_pending(lambda: EngineDead(f"the engine is dead: {reason}"))
+        self._on_dead(reason)
+
+    def _fail_pending(self, make_error: Callable[[], ServiceError]) -> None:
+        with self._changed:
+            pending = list(self._tickets)
+            self._groups.clear()
+            self._queued_tokens = 0
+        for ticket in pending:
+            self._finish(ticket, make_error())

@@ -129,8 +129,8 @@ def _fill(tensors: Mapping[str, Tensor], family: Family, config: EncoderConfig) 
     notes = []
     heads = []
     for head in Head:
-        state, note = _head_state(head, found, family)
-        if state:
+        there, note = _look_for_head(head, found, family)
+        if there:
             heads.append(head)
         if note:
             notes.append(note)
@@ -163,7 +163,7 @@ _HEAD_TENSORS = {
 }
 
 
-def _head_state(head: Head, found: Mapping[str, tuple[str, Tensor]], family: Family) -> tuple[bool, str | None]:
+def _look_for_head(head: Head, found: Mapping[str, tuple[str, Tensor]], family: Family) -> tuple[bool, str | None]:
     """Whether the checkpoint has this head, and what to say if it has it only in part."""
     there = [name for name in _HEAD_TENSORS[head] if f"{head}.{name}" in found]
     task = TASK_OF_HEAD[head]

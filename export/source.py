@@ -69,7 +69,7 @@ def _download(repository: str, revision: str | None) -> CheckpointFiles:
 
 def _choose(names: list[str]) -> list[str]:
     """The files worth downloading: safetensors where there are any, else PyTorch's; no other frameworks' weights."""
-    weights = [n for n in names if n.endswith(".safetensors") or n.endswith(".safetensors.index.json")]
+    weights = [n for n in names if n.endswith((".safetensors", ".safetensors.index.json"))]
     if not any("/" not in name or name.startswith("0_") for name in weights):
         weights += [n for n in names if Path(n).name.startswith("pytorch_model") and n.endswith((".bin", ".bin.index.json"))]
     settings = [n for n in names if Path(n).name in _WANTED and n.count("/") <= 1 and not n.startswith(("onnx/", "openvino/"))]

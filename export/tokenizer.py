@@ -62,21 +62,26 @@ def load_tokenizer(folder: Path) -> CheckpointTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
-    ids = {key: tokenizer.token_to_id(token) for key, token in names.items()}
-    for key in ("cls_token", "sep_token", "unk_token"):
-        if ids[key] is None:
-            raise ExportError(f"the tokenizer has no {names[key]} token, which BERT needs")
+    ids = {key: _required_id(tokenizer, names[key]) for key in ("cls_token", "sep_token", "unk_token")}
+    mask_id = tokenizer.token_to_id(names["mask_token"])
     limit = settings.get("model_max_length")
     return CheckpointTokenizer(
         tokenizer=tokenizer,
         lowercase=bool(getattr(tokenizer.normalizer, "lowercase", False)),
         cls_id=ids["cls_token"],
         sep_id=ids["sep_token"],
-        mask_id=ids["mask_token"],
-        mask_token=names["mask_token"] if ids["mask_token"] is not None else None,
+        mask_id=mask_id,
+        mask_token=None if mask_id is None else names["mask_token"],
         max_tokens=int(limit) if isinstance(limit, int | float) and 2 < limit < 1e6 else None,
         note=note,
     )
+
+
+def _required_id(tokenizer: Tokenizer, token: str) -> int:
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise ExportError(f"the tokenizer has no {token} token, which BERT needs")
+    return number
 
 
 def _from_json(file: Path) -> Tokenizer:
@@ -132,7 +137,7 @@ def _from_vocabulary(file: Path, settings: dict[str, Any], names: dict[str, str]
 
 def _is_cased(token: str) -> bool:
     """Whether BERT's uncased normalisation would change it: then the vocabulary was not made with it."""
-    if token.startswith("[") or token.startswith("<"):
+    if token.startswith(("[", "<")):
         return False
     stripped = "".join(c for c in unicodedata.normalize("NFD", token.lower()) if unicodedata.category(c) != "Mn")
     return stripped != token

@@ -167,7 +167,7 @@ class Facts(Frozen):
 class Manifest(Facts):
     """``manifest.json`` of a published bundle."""
 
-    schema_version: Literal[1] = SCHEMA_VERSION
+    schema_version: Literal[1] = 1
     version: int = Field(gt=0)
     created: datetime
     files: dict[FileName, StoredFile]

@@ -4,6 +4,7 @@ Errors, each naming what the caller can do; the HTTP status of each lies in one 
 
     ServiceError
     +-- RequestError            the request is wrong; sending it again does not help
+    |   +-- MalformedRequest    the body cannot be read at all
     |   +-- InvalidRequest      a value is out of its limits
     |   +-- EmptyRequest        no text at all
     |   +-- RequestTooLarge     more bytes than a request may have
@@ -11,6 +12,7 @@ Errors, each naming what the caller can do; the HTTP status of each lies in one 
     |   +-- WrongTask           the model has no head for it
     +-- Overloaded              the queue is full; try again after `retry_after_s`
     +-- DeadlineExceeded        no answer within the request's time
+    +-- ClientGone              nobody is left to answer
     +-- ShuttingDown            the server is draining; another replica will answer
     +-- EngineFailed            the engine raised on this very input
     +-- EngineDead              the engine is gone; the process will exit
@@ -19,6 +21,8 @@ Errors, each naming what the caller can do; the HTTP status of each lies in one 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +37,10 @@ class ServiceError(Exception):
 
 class RequestError(ServiceError):
     """The request itself is wrong."""
+
+
+class MalformedRequest(RequestError):
+    """The body is not JSON."""
 
 
 class InvalidRequest(RequestError):
@@ -69,6 +77,10 @@ class Overloaded(ServiceError):
 
 class DeadlineExceeded(ServiceError):
     """The request's time is over."""
+
+
+class ClientGone(ServiceError):
+    """The client closed its connection before its answer was ready."""
 
 
 class ShuttingDown(ServiceError):
@@ -152,6 +164,15 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
+class Timings:
+    """Where a request's time went, in seconds."""
+
+    tokenize_s: float
+    queue_s: float
+    inference_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class BatchReport:
     """What one run of the engine was, for the metrics.
 
@@ -166,3 +187,23 @@ class BatchReport:
     tokens: int
     padding: int
     seconds: float
+
+
+class Device(StrEnum):
+    """Where to run."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Engine(Protocol):
+    """The seam between scheduler and runtime. ``run`` is called by several threads at once."""
+
+    def run(self, batch: Sequence[Query]) -> list[Output]:
+        """Answer queries of one length, in order. Raises whatever the runtime raises."""
+        ...
+
+    def probe(self) -> None:
+        """Run something known to be good; raises if even that fails or comes back wrong."""
+        ...

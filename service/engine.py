@@ -2,8 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -11,31 +10,11 @@ from numpy.typing import NDArray
 
 from model_store import Bundle, Task
 from model_store import interface as names
-from service.core import Output, Query, StartupError
+from service.core import Device, Output, Query, StartupError
 
 Feeds = dict[str, NDArray[Any]]
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-
-
-class Device(StrEnum):
-    """Where to run."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
-
-class Engine(Protocol):
-    """The seam between scheduler and runtime. ``run`` is called by several threads at once."""
-
-    def run(self, batch: Sequence[Query]) -> list[Output]:
-        """Answer queries of one length, in order. Raises whatever the runtime raises."""
-        ...
-
-    def probe(self) -> None:
-        """Run something known to be good; raises if even that fails or comes back wrong."""
-        ...
 
 
 class OnnxEngine:

@@ -18,6 +18,7 @@ from service.core import (
     Answer,
     BatchReport,
     DeadlineExceeded,
+    Engine,
     EngineDead,
     EngineFailed,
     Output,
@@ -26,7 +27,6 @@ from service.core import (
     ServiceError,
     ShuttingDown,
 )
-from service.engine import Engine
 
 _RATE_WEIGHT = 0.1
 """Of the newest batch in the running mean of tokens a second."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -45,7 +46,7 @@ class GraphBuilder:
             self._weights[name] = np.ascontiguousarray(array)
         return name
 
-    def op(self, kind: str, inputs: Sequence[str], *, domain: str = "", outputs: int = 1, **attributes: object) -> str:
+    def op(self, kind: str, inputs: Sequence[str], *, domain: str = "", outputs: int = 1, **attributes: Any) -> str:
         """Add a node; returns its first output. An empty string is an absent input."""
         name = f"{kind}_{len(self._nodes)}"
         names = [name if number == 0 else f"{name}_{number}" for number in range(outputs)]

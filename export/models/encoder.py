@@ -59,7 +59,7 @@ class SelfAttention(nn.Module):
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, S, H] -> [B, N, S, H / N]
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)  # [B, S, H] -> [B, N, S, H / N]
 
 
 class Layer(nn.Module):

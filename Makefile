@@ -1,0 +1,39 @@
+# The commands of the project; CI runs the same ones. Everything is set up on first use.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help install serve test test-slow lint format clean
+
+help:  ## Show this list.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(VENV)/.installed  ## Make .venv with everything for work on the project.
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+serve: install  ## Export the default model if there is none, and serve it on port 8000.
+	scripts/export-default $(BIN)
+	$(BIN)/cloze serve
+
+lint: install  ## ruff, mypy --strict, import-linter.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: lint  ## Lint and the whole suite, but for the slow proofs.
+	$(BIN)/pytest
+
+test-slow: install  ## The proofs that take minutes.
+	$(BIN)/pytest -m slow
+
+format: install  ## Format the code.
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## Remove what the other commands made, but not the bundles.
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -1,0 +1,5 @@
+"""``python -m cloze``."""
+
+from cloze.cli import main
+
+main()

@@ -1,0 +1,241 @@
+"""``cloze export | store | serve``: parses arguments, calls one room, prints, and turns its errors into one line."""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import click
+
+from model_store.manifest import NAME_PATTERN, Manifest, Precision, Task
+from model_store.store import DEFAULT_ROOT, Store, StoreError
+
+T = TypeVar("T")
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script."""
+    cli.main(args=arguments, prog_name="cloze")
+
+
+@click.group(context_settings=_CONTEXT)
+@click.version_option(package_name="cloze")
+def cli() -> None:
+    """Serve BERT and DistilBERT: fill-mask, embeddings, next sentence and question answering.
+
+    A checkpoint becomes a bundle by `cloze export`; bundles lie in a model store, which `cloze store` looks after;
+    `cloze serve` answers from them over REST.
+    """
+
+
+_store_option = click.option(
+    "--model-store",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=DEFAULT_ROOT,
+    envvar="CLOZE_MODEL_STORE",
+    show_default="the project's own",
+    show_envvar=True,
+    help="Folder of the bundles.",
+)
+
+
+def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
+    if not re.match(NAME_PATTERN, value):
+        raise click.BadParameter("1 to 64 of letters, digits, '.', '_', '-', a letter or digit first")
+    return value
+
+
+@cli.command()
+@click.argument("source")
+@click.option("--name", required=True, callback=_check_name, help="The bundle's name; it gets the name's next version.")
+@click.option(
+    "--task",
+    "tasks",
+    multiple=True,
+    type=click.Choice([str(task) for task in Task]),
+    help="What to export it for; may be repeated. [default: all that its heads allow]",
+)
+@click.option(
+    "--precision",
+    type=click.Choice([str(p) for p in Precision]),
+    default=str(Precision.FP32),
+    help="Arithmetic of the matrix products.",
+)
+@click.option("--revision", help="Branch, tag or commit of a hub id; the commit it names is pinned and recorded.")
+@_store_option
+def export(source: str, name: str, tasks: tuple[str, ...], precision: str, revision: str | None, model_store: Path) -> None:
+    r"""Turn a checkpoint into a bundle.
+
+    SOURCE is a directory with config.json, weights (model.safetensors or pytorch_model.bin, whole or sharded) and a
+    tokenizer (tokenizer.json or vocab.txt); a sentence-transformers directory; or a hub id such as
+    google-bert/bert-base-uncased.
+
+    The bundle is published only if its graph agrees with torch over a grid of batches and lengths.
+
+    \b
+    Examples:
+      cloze export ./my-bert --name my-bert
+      cloze export google-bert/bert-base-uncased --name bert --revision 86b5e0934494bd15c9632b12f734a8a67f723594
+    """
+    assert Precision(precision) is Precision.FP32, "the only one so far"
+    try:
+        from export.errors import ExportError
+        from export.publish import export as export_checkpoint
+    except ModuleNotFoundError as error:
+        _fail(f"export needs {error.name}, which the serving install leaves out; install cloze[cpu,export]")
+    try:
+        bundle = export_checkpoint(
+            source,
+            name,
+            Store(model_store),
+            tasks=[Task(task) for task in tasks],
+            revision=revision,
+            say=lambda line: click.echo(line, err=True),
+        )
+    except (ExportError, StoreError) as error:
+        _fail(str(error))
+    worst = max(bundle.manifest.parity.max_error.values(), default=0.0)
+    click.echo(
+        f"{bundle.manifest.reference}: {', '.join(bundle.manifest.tasks)}; "
+        f"differs from torch by {worst:.1e} at most; in {bundle.path}"
+    )
+
+
+@cli.group()
+def store() -> None:
+    """Look after the model store: list, show, verify, remove."""
+
+
+@store.command("list")
+@_store_option
+def list_bundles(model_store: Path) -> None:
+    """One line a bundle: name@version, tasks, size, date."""
+    for manifest in _or_fail(lambda: Store(model_store).manifests()):
+        size = sum(file.size for file in manifest.files.values())
+        click.echo(
+            f"{manifest.reference:<32} {', '.join(manifest.tasks):<28} {manifest.architecture.family:<11}"
+            f" {size / 1e6:8.1f} MB  {manifest.created:%Y-%m-%d %H:%M}"
+        )
+
+
+@store.command()
+@click.argument("reference", metavar="NAME[@VERSION]")
+@click.option("--json", "as_json", is_flag=True, help="The whole manifest.")
+@_store_option
+def show(reference: str, as_json: bool, model_store: Path) -> None:
+    """What a bundle promises: sizes, tasks, source, fused operators, parity."""
+    manifest = _or_fail(lambda: Store(model_store).manifest(reference))
+    click.echo(json.dumps(manifest.model_dump(mode="json"), indent=2) if as_json else _describe(manifest))
+
+
+@store.command()
+@click.argument("references", metavar="[NAME[@VERSION]]...", nargs=-1)
+@_store_option
+def verify(references: tuple[str, ...], model_store: Path) -> None:
+    """Check every file of bundles against its manifest; without a name, of all."""
+    there = Store(model_store)
+    names = references or tuple(manifest.reference for manifest in _or_fail(there.manifests))
+    failed = 0
+    for name in names:
+        try:
+            click.echo(f"{there.open(name).manifest.reference}: ok")
+        except StoreError as error:
+            failed += 1
+            click.echo(f"cloze: {error}", err=True)
+    if failed:
+        sys.exit(1)
+
+
+@store.command()
+@click.argument("reference", metavar="NAME[@VERSION]")
+@_store_option
+def remove(reference: str, model_store: Path) -> None:
+    """Remove one version, or all versions of a bare name."""
+    _or_fail(lambda: Store(model_store).remove(reference))
+    click.echo(f"removed {reference}")
+
+
+def _describe(manifest: Manifest) -> str:
+    sizes, source, graph, parity = manifest.architecture, manifest.source, manifest.graph, manifest.parity
+    case = "uncased" if manifest.tokenizer.lowercase else "cased"
+    lines = {
+        "bundle": f"{manifest.reference}, published {manifest.created:%Y-%m-%d %H:%M} UTC",
+        "tasks": ", ".join(manifest.tasks),
+        "model": f"{sizes.family}, {sizes.layers} layers x {sizes.hidden_size}, {sizes.heads} heads, "
+        f"{sizes.parameters:,} parameters",
+        "tokens": f"{manifest.limits.max_tokens} at most; vocabulary of {manifest.tokenizer.vocab_size:,}, {case}",
+        "source": f"{source.kind} {source.location}" + (f" at {source.revision}" if source.revision else ""),
+        "license": manifest.license or "not named by the source",
+        "graph": f"{graph.layout}, {graph.precision}, opset {graph.opset}",
+        "operators": ", ".join(f"{name} {count}" for name, count in graph.operators.items()),
+        "parity": ", ".join(f"{name} {error:.1e}" for name, error in parity.max_error.items())
+        + f" (tolerance {parity.tolerance:.0e})",
+        "files": ", ".join(f"{name} {file.size:,} bytes" for name, file in manifest.files.items()),
+    }
+    if (recipe := manifest.embedding) is not None:
+        prompts = f"; prompts {', '.join(recipe.prompts)}" if recipe.prompts else ""
+        scaled = "normalised" if recipe.normalize else "not normalised"
+        lines["embedding"] = (
+            f"{recipe.dimensions} dimensions, {recipe.pooling} pooling, {scaled}, {recipe.max_tokens} tokens{prompts}"
+        )
+    return "\n".join(f"{name:<10} {value}" for name, value in lines.items())
+
+
+class _ServeCommand(click.Command):
+    """Has a flag for every setting, made from the settings class when it is first looked at."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The flags."""
+        if not self.params:
+            self.params = _setting_flags()
+        return super().get_params(ctx)
+
+
+def _setting_flags() -> list[click.Parameter]:
+    from service.settings import ENV_PREFIX, Settings
+
+    flags: list[click.Parameter] = []
+    for name, field in Settings.model_fields.items():
+        description = field.description or ""
+        default = "the project's own" if name == "model_store" else str(getattr(field.default, "value", field.default) or "")
+        shown = f"  [env: {ENV_PREFIX}{name.upper()}" + (f"; default: {default}]" if default else "]")
+        text = f"{description[:1].upper()}{description[1:]}." + shown
+        flags.append(click.Option([f"--{name.replace('_', '-')}"], help=text, multiple=name == "model", show_default=False))
+    return flags
+
+
+@cli.command(cls=_ServeCommand)
+def serve(**flags: Any) -> None:
+    """Answer requests from bundles over REST.
+
+    Serves the newest version of every bundle in the store unless --model names some. A request says which one it
+    means by its field "model"; without it the first that can do the task answers.
+
+    Ends with 0 after SIGTERM once accepted requests are answered, with 1 if an engine dies, with 2 if it cannot start.
+    """
+    try:
+        from service.app import serve as serve_forever
+        from service.core import StartupError
+        from service.settings import load_settings
+    except ModuleNotFoundError as error:
+        _fail(f"{error.name} is not installed; install cloze[cpu] or, for CUDA, cloze[gpu]", code=2)
+    try:
+        sys.exit(serve_forever(load_settings({**flags, "model": flags["model"] or None})))
+    except StartupError as error:
+        _fail(str(error), code=2)
+
+
+def _or_fail(call: Callable[[], T]) -> T:
+    try:
+        return call()
+    except StoreError as error:
+        _fail(str(error))
+
+
+def _fail(message: str, code: int = 1) -> NoReturn:
+    click.echo(f"cloze: {message}", err=True)
+    sys.exit(code)

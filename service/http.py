@@ -1,0 +1,126 @@
+"""What happens around every route: request ids, observation, bounded bodies, clients that went away. Knows no task."""
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+
+from fastapi import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.core import ClientGone, RequestTooLarge
+
+OTHER_ROUTE = "other"
+"""How a request to no route of ours is labelled, so that labels stay bounded."""
+
+_WATCH_AFTER_S = 0.05
+"""Most requests are answered sooner; only the others pay for a task that watches their connection."""
+
+_DISCARD_FACTOR = 8
+"""How many times the limit of an oversized body is read and thrown away, so that its client hears why."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+class Connection:
+    """ASGI middleware: gives a request its id and reports its route, model, status and time.
+
+    Args:
+        app: what it wraps.
+        known_routes: paths that may become labels.
+        observe: told (route, model, status, seconds) of every answered request.
+    """
+
+    def __init__(self, app: ASGIApp, known_routes: Collection[str], observe: Callable[[str, str, int, float], None]) -> None:
+        self._app = app
+        self._known_routes = frozenset(known_routes)
+        self._observe = observe
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        request_id = _request_id(scope)
+        status = 500
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            route = scope["path"] if scope["path"] in self._known_routes else OTHER_ROUTE
+            self._observe(route, scope.get("cloze.model", ""), status, time.perf_counter() - started)
+
+
+def _request_id(scope: Scope) -> bytes:
+    """The client's own, if it is harmless in a header; else a random one."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
+            return bytes(value)
+    return secrets.token_hex(8).encode()
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body.
+
+    Raises:
+        RequestTooLarge: it has more than ``limit`` bytes.
+    """
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size <= limit:
+            chunks.append(chunk)
+        elif size > limit * _DISCARD_FACTOR:
+            break
+    if size > limit:
+        declared = request.headers.get("content-length", "")
+        raise RequestTooLarge(f"the body has {declared or f'at least {size}'} bytes; the limit is {limit}")
+    return b"".join(chunks)
+
+
+@asynccontextmanager
+async def client_gone(request: Request) -> AsyncIterator[None]:
+    """Cancel what is awaited inside when the client closes its connection.
+
+    Raises:
+        ClientGone: it did.
+    """
+    gone = False
+    watcher: asyncio.Task[None] | None = None
+    task = asyncio.current_task()
+    assert task is not None
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        task.cancel()
+
+    def start_watching() -> None:
+        nonlocal watcher
+        watcher = asyncio.create_task(watch())
+
+    timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, start_watching)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        task.uncancel()
+        raise ClientGone("the client closed its connection") from None
+    finally:
+        timer.cancel()
+        if watcher is not None:
+            watcher.cancel()

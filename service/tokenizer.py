@@ -1,0 +1,96 @@
+"""Text to token ids and back, and the one place where sequences are cut. Hides the tokenizers library."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Tokenizer as Backend
+
+from model_store import Bundle
+from service.core import Query, StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class Spans:
+    """A text's tokens with their places in it.
+
+    Attributes:
+        ids: vocabulary ids, no special tokens added.
+        offsets: (start, end) of each token, in characters of the text.
+        words: the number of the word each token belongs to; None for a special token.
+    """
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+    words: list[int | None]
+
+
+class Tokenizer:
+    """A bundle's WordPiece tokenizer. Safe to call from several threads.
+
+    Raises:
+        StartupError: the bundle's tokenizer file cannot be read.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        facts = bundle.manifest.tokenizer
+        try:
+            self._backend = Backend.from_str(bundle.file(facts.file).read_text(encoding="utf-8"))
+        except Exception as error:  # the library raises a bare Exception
+            raise StartupError(f"bundle {bundle.manifest.reference}: its tokenizer cannot be read: {error}") from error
+        self.mask_id = facts.mask_id
+        self.mask_token = facts.mask_token
+        self.vocab_size = facts.vocab_size
+        self._cls_id = facts.cls_id
+        self._sep_id = facts.sep_id
+
+    def ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """Vocabulary ids of each text, no special tokens added, nothing cut."""
+        if len(texts) == 1:
+            return [self._backend.encode(texts[0], add_special_tokens=False).ids]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def spans(self, text: str) -> Spans:
+        """Ids, character offsets and words of a text."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return Spans(encoding.ids, encoding.offsets, encoding.words)
+
+    def single(self, ids: Sequence[int], max_tokens: int, *, keep_end: bool = False) -> tuple[list[int], bool]:
+        """``[CLS] ids [SEP]``, cut to ``max_tokens`` at its end, or at its start to keep the end.
+
+        Returns:
+            The ids, and whether any were cut.
+        """
+        room = max_tokens - 2
+        kept = ids[-room:] if keep_end else ids[:room]
+        return [self._cls_id, *kept, self._sep_id], len(ids) > room
+
+    def pair(self, first: Sequence[int], second: Sequence[int], max_tokens: int) -> tuple[Query, bool]:
+        """``[CLS] first [SEP] second [SEP]``, the longer of the two cut first, as transformers' ``longest_first``.
+
+        Returns:
+            A query that asks for nothing yet, and whether any tokens were cut.
+        """
+        room = max_tokens - 3
+        cut = len(first) + len(second) > room
+        if cut:
+            shorter = min(len(first), len(second), room // 2)
+            longer = room - shorter
+            lengths = (shorter, longer) if len(first) <= len(second) else (longer, shorter)
+            first, second = first[: lengths[0]], second[: lengths[1]]
+        ids = [self._cls_id, *first, self._sep_id, *second, self._sep_id]
+        types = np.zeros(len(ids), np.int32)
+        types[len(first) + 2 :] = 1
+        return Query(np.array(ids, np.int32), types), cut
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Ids to text, WordPiece joined and spaces before punctuation removed."""
+        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def id_of(self, token: str) -> int | None:
+        """A token's id; None if the vocabulary does not have it."""
+        return self._backend.token_to_id(token)
+
+    def is_wrapped(self, ids: Sequence[int]) -> bool:
+        """Whether ids already begin with ``[CLS]`` and end with ``[SEP]``."""
+        return len(ids) >= 2 and ids[0] == self._cls_id and ids[-1] == self._sep_id

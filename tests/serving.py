@@ -1,0 +1,77 @@
+"""A real server process on loopback, for tests."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+START_TIMEOUT_S = 30.0
+
+
+@dataclass
+class Server:
+    url: str
+    process: subprocess.Popen[str]
+    log: list[str] = field(default_factory=list)
+
+    def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
+        """Send a signal and return the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(timeout_s)
+
+
+@contextmanager
+def running_server(store: Path, *arguments: str, command: tuple[str, ...] = (), **environment: str) -> Iterator[Server]:
+    """``cloze serve`` on a free port, ready; killed at the end if it still runs."""
+    command = command or (sys.executable, "-m", "cloze", "serve")
+    env = {k: v for k, v in os.environ.items() if not k.startswith("CLOZE_")} | environment
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--model-store", str(store), *arguments], env=env, stderr=subprocess.PIPE, text=True
+    )
+    log: list[str] = []
+    listening = threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            log.append(line)
+            if "listening on" in line:
+                listening.set()
+        listening.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert listening.wait(START_TIMEOUT_S), "the server did not start"
+        found = re.search(r"listening on (http://\S+)", "".join(log))
+        assert found, "".join(log)
+        server = Server(found[1], process, log)
+        wait_until_ready(server)
+        yield server
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        reader.join()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def wait_until_ready(server: Server) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        try:
+            if httpx.get(f"{server.url}/readyz").status_code == 200:
+                return
+        except httpx.TransportError:
+            time.sleep(0.02)  # it takes the port before it listens
+    raise AssertionError("the server did not become ready: " + "".join(server.log))

@@ -1,0 +1,261 @@
+"""Loading: every form a checkpoint comes in gives the same model, and every damage gives one clear line."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from export.checkpoint import Checkpoint, load_checkpoint
+from export.errors import ExportError
+from model_store import Task
+from tests.tiny import make_model, save_checkpoint, vocabulary
+
+IDS = torch.arange(5, 25)[None]
+
+
+def hidden(checkpoint: Checkpoint) -> torch.Tensor:
+    with torch.no_grad():
+        return checkpoint.model(IDS)
+
+
+@pytest.fixture
+def folder(checkpoints: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of the tiny BERT that a test may damage."""
+    return Path(shutil.copytree(checkpoints["bert"], tmp_path / "bert"))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def rename(tensors: dict[str, torch.Tensor], change: Callable[[str], str]) -> None:
+    renamed = {change(name): tensor for name, tensor in tensors.items()}
+    tensors.clear()
+    tensors.update(renamed)
+
+
+# ---- forms ---------------------------------------------------------------------------------------------------------
+
+
+def as_pytorch(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def as_shards(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"model-1.safetensors": names[::2], "model-2.safetensors": names[1::2]}
+    for file, part in parts.items():
+        save_file({name: tensors[name] for name in part}, folder / file)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+
+
+def as_pytorch_shards(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"a.bin": names[:10], "b.bin": names[10:]}
+    for file, part in parts.items():
+        torch.save({name: tensors[name] for name in part}, folder / file)
+    index = {"weight_map": {name: file for file, part in parts.items() for name in part}}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").unlink()
+
+
+def without_prefix(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: rename(tensors, lambda name: name.removeprefix("bert.")))
+
+
+def with_old_names(folder: Path) -> None:
+    edit_tensors(
+        folder,
+        lambda tensors: rename(
+            tensors, lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        ),
+    )
+
+
+def with_buffers_and_tied_copies(folder: Path) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["bert.embeddings.position_ids"] = torch.arange(160)[None]
+        tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+        tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
+
+    edit_tensors(folder, edit)
+
+
+@pytest.mark.parametrize(
+    "transform", [as_pytorch, as_shards, as_pytorch_shards, without_prefix, with_old_names, with_buffers_and_tied_copies]
+)
+def test_every_form_gives_the_same_model(checkpoints: dict[str, Path], folder: Path, transform: Callable[[Path], None]) -> None:
+    expected = load_checkpoint(str(checkpoints["bert"]))
+    transform(folder)
+    loaded = load_checkpoint(str(folder))
+    assert loaded.tasks == expected.tasks == (Task.FILL_MASK, Task.NSP, Task.EMBED)
+    assert torch.equal(hidden(loaded), hidden(expected))
+    assert not [note for note in loaded.notes if "ignored" in note]
+
+
+def test_half_precision_weights_are_widened(checkpoints: dict[str, Path], folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))
+    loaded = load_checkpoint(str(folder))
+    assert loaded.model.encoder.embeddings.word.weight.dtype is torch.float32
+    torch.testing.assert_close(hidden(loaded), hidden(load_checkpoint(str(checkpoints["bert"]))), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tasks", "default", "note"),
+    [
+        ("bert", "fill-mask nsp embed", "fill-mask nsp embed", "qa is not offered"),
+        ("bert-plain", "embed", "embed", "nsp is not offered: the checkpoint has a pooler but no"),
+        ("bert-qa", "qa embed", "qa", "fill-mask is not offered"),
+        ("distilbert", "fill-mask embed", "fill-mask embed", "nsp is not offered"),
+        ("distilbert-qa", "qa embed", "qa", "fill-mask is not offered"),
+    ],
+)
+def test_a_checkpoint_offers_what_it_has_heads_for(
+    checkpoints: dict[str, Path], kind: str, tasks: str, default: str, note: str
+) -> None:
+    loaded = load_checkpoint(str(checkpoints[kind]))
+    assert loaded.tasks == tuple(map(Task, tasks.split()))
+    assert loaded.default_tasks == tuple(map(Task, default.split()))
+    assert any(line.startswith(note) for line in loaded.notes)
+
+
+def test_a_missing_pooler_takes_nsp_away_and_says_so(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "pooler" in name])
+    loaded = load_checkpoint(str(folder))
+    assert Task.NSP not in loaded.tasks
+    assert any("classifier but no pooler" in note for note in loaded.notes)
+
+
+def test_rows_beyond_the_vocabulary_are_never_predicted(tmp_path: Path) -> None:
+    size = len(vocabulary())
+    folder = save_checkpoint(tmp_path / "padded", "bert", vocab_size=size + 20)
+    model = load_checkpoint(str(folder)).model
+    with torch.no_grad():
+        assert model.masked_lm is not None
+        logits = model.masked_lm(torch.randn(50, 64))
+    assert logits.argmax(1).max() < size
+    torch.testing.assert_close(logits.logsumexp(1), logits[:, :size].logsumexp(1))
+
+
+def test_foreign_heads_are_named_and_ignored(folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({"classifier.weight": torch.zeros(3, 64)}))
+    assert "ignored tensors of no known head: classifier" in load_checkpoint(str(folder)).notes
+
+
+def test_the_model_cards_license_is_read(folder: Path) -> None:
+    (folder / "README.md").write_text("---\nlanguage: en\nlicense: mit\n---\n# Model\nlicense: none\n")
+    assert load_checkpoint(str(folder)).license == "mit"
+
+
+# ---- damage --------------------------------------------------------------------------------------------------------
+
+
+def cut(name: str, size: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[:size] if size > 0 else data[: len(data) + size])
+
+    return damage
+
+
+def tensors(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    return lambda folder: edit_tensors(folder, edit)
+
+
+def config(**changes: object) -> Callable[[Path], None]:
+    return lambda folder: edit_config(folder, **changes)
+
+
+def evil_pickle(folder: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return Path.touch, (folder / "executed",)  # type: ignore[return-value]
+
+    torch.save({"x": Evil()}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def with_file(name: str, text: str, remove: str = "model.safetensors") -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).write_text(text)
+        (folder / remove).unlink(missing_ok=True)
+
+    return damage
+
+
+WORD = "bert.embeddings.word_embeddings.weight"
+DOWN = "bert.encoder.layer.1.output.dense.weight"
+UNTIED = "cls.predictions.decoder.weight"
+
+DAMAGES = {
+    "no config": (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+    "config is not JSON": (with_file("config.json", "{", remove="x"), "config.json is not JSON"),
+    "unknown architecture": (config(model_type="roberta"), r"architecture 'roberta' is not supported .*bert, distilbert"),
+    "missing size": (lambda f: (f / "config.json").write_text('{"model_type": "bert", "vocab_size": 3}'), "does not give 'hidden_size'"),
+    "relative positions": (config(position_embedding_type="relative_key"), "'relative_key' is not supported"),
+    "decoder": (config(is_decoder=True), "only encoders"),
+    "activation": (config(hidden_act="mish"), "activation 'mish' is not supported"),
+    "heads do not divide": (config(num_attention_heads=5), "not a multiple of the 5 attention heads"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
+    "truncated file": (cut("model.safetensors", -1000), "model.safetensors is damaged"),
+    "tiny file": (cut("model.safetensors", 5), "model.safetensors is damaged"),
+    "renamed tensor": (tensors(lambda t: t.update({"bert.encoder.layer.1.out.weight": t.pop(DOWN)})), r"lacks encoder.layers.1.down.weight.*bert.encoder.layer.1.out.weight"),
+    "missing tensor": (tensors(lambda t: t.pop(DOWN)), "lacks encoder.layers.1.down.weight: a tensor is missing"),
+    "truncated tensor": (tensors(lambda t: t.update({DOWN: t[DOWN][:5].clone()})), r"has shape \[5, 128\], but config.json's sizes ask for \[64, 128\]"),
+    "integer tensor": (tensors(lambda t: t.update({DOWN: t[DOWN].int()})), "not floating-point"),
+    "NaN": (tensors(lambda t: t[DOWN].fill_(float("nan"))), "holds NaN"),
+    "half a head": (tensors(lambda t: t.pop("cls.predictions.transform.dense.bias")), "fill-mask head lacks transform.bias"),
+    "more layers than the config": (config(num_hidden_layers=1), "config.json names only 1 layers"),
+    "untied decoder": (tensors(lambda t: t.update({UNTIED: t[WORD] + 1})), "only tied decoders"),
+    "larger vocabulary": (lambda f: (f / "vocab.txt").write_text("\n".join([*vocabulary(), "extra"])), r"tokenizer has \d+ tokens, but the embedding has \d+ rows"),
+    "other vocabulary": (lambda f: (f / "vocab.txt").write_text("\n".join(vocabulary()[:20])), "do not belong together"),
+    "no mask token": (lambda f: (f / "vocab.txt").write_text("\n".join(vocabulary()).replace("[MASK]", "[NONE]")), r"no \[MASK\] token"),
+    "code in a pickle": (evil_pickle, "more than tensors"),
+    "rubbish in a pickle": (with_file("pytorch_model.bin", "rubbish"), "pytorch_model.bin"),
+    "index names no file": (with_file("model.safetensors.index.json", '{"weight_map": {"x": "gone.safetensors"}}'), "gone.safetensors, which is missing"),
+    "index climbs out": (with_file("model.safetensors.index.json", '{"weight_map": {"x": "../model.safetensors"}}'), "not a file beside it"),
+    "index is no index": (with_file("model.safetensors.index.json", "[]"), "not an index of shards"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_damage_gets_one_clear_line(folder: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(folder)
+    with pytest.raises(ExportError, match=message) as caught:
+        load_checkpoint(str(folder))
+    assert "\n" not in str(caught.value)
+    assert not (folder / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "revision", "message"),
+    [("./nowhere", None, "no directory ./nowhere"), ("/a/b/c", None, "no directory"), (".", "main", "names a hub revision")],
+)
+def test_a_source_that_is_not_there(source: str, revision: str | None, message: str) -> None:
+    with pytest.raises(ExportError, match=message):
+        load_checkpoint(source, revision)
+
+
+def test_the_oracle_itself_varies(tmp_path: Path) -> None:
+    """Guards the tests above: a random checkpoint must tell texts, seeds and layers apart."""
+    first, second = (make_model("bert-plain", seed) for seed in (0, 1))
+    with torch.no_grad():
+        one, other = first(IDS).last_hidden_state, second(IDS).last_hidden_state
+    assert (one - other).abs().mean() > 0.1
+    assert one.std(1).mean() > 0.1

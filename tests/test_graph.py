@@ -1,0 +1,193 @@
+"""The authored graph against transformers, which nobody here wrote: every head, several seeds, sizes and shapes."""
+
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from export.checkpoint import Checkpoint, load_checkpoint
+from export.errors import ExportError
+from export.graph import write_graph
+from export.publish import export
+from export.verify import verify
+from model_store import Store, Task
+from model_store import interface as names
+from tests.tiny import make_model, save_checkpoint, vocabulary
+
+CASES = [
+    pytest.param(kind, seed, sizes, id=f"{kind}-{seed}-{'-'.join(map(str, sizes.values())) or 'tiny'}")
+    for kind, shapes in {
+        "bert": [
+            {},
+            {"hidden_size": 96, "num_attention_heads": 3, "num_hidden_layers": 4},
+            {"hidden_act": "gelu_new"},
+            {"hidden_act": "relu"},
+        ],
+        "bert-qa": [{}],
+        "distilbert": [{}, {"dim": 48, "n_heads": 2, "n_layers": 3}, {"activation": "relu"}],
+        "distilbert-qa": [{}],
+    }.items()
+    for sizes in shapes
+    for seed in (0, 1)
+]
+
+
+def open_graph(checkpoint: Checkpoint, tasks: tuple[Task, ...], folder: Path) -> ort.InferenceSession:
+    graph = write_graph(checkpoint.model, checkpoint.recipe, tasks, folder)
+    return ort.InferenceSession(folder / graph.file, providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize(("kind", "seed", "sizes"), CASES)
+@torch.no_grad()
+def test_every_head_agrees_with_transformers(kind: str, seed: int, sizes: dict[str, object], tmp_path: Path) -> None:
+    oracle = make_model(kind, seed, **sizes)
+    checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "checkpoint", kind, seed, **sizes)))
+    session = open_graph(checkpoint, checkpoint.tasks, tmp_path)
+    rng = np.random.default_rng(seed)
+    for batch, length in ((1, 3), (3, 17), (2, 160)):
+        ids = rng.integers(0, len(vocabulary()), (batch, length)).astype(np.int32)
+        types = (np.arange(length) >= length // 2).astype(np.int32)[None].repeat(batch, 0)
+        inputs = {"input_ids": torch.from_numpy(ids).long()}
+        feeds = {names.INPUT_IDS: ids}
+        if kind.startswith("bert"):
+            inputs["token_type_ids"] = torch.from_numpy(types).long()
+            feeds[names.TOKEN_TYPE_IDS] = types
+        out = oracle(**inputs, output_hidden_states=True)
+        expected = {}
+        if Task.FILL_MASK in checkpoint.tasks:
+            logits = (out.prediction_logits if "prediction_logits" in out else out.logits).flatten(0, 1)
+            rows = rng.choice(batch * length, 3, replace=False).astype(np.int32)
+            top = logits[torch.from_numpy(rows).long()].topk(4)
+            feeds |= {
+                names.MASK_ROWS: rows,
+                names.TOP_K: np.array([4]),
+                names.TARGET_MASKS: np.array([2, 0], np.int32),
+                names.TARGET_IDS: np.array([7, 9], np.int32),
+            }
+            expected[names.TOP_LOGITS] = top.values
+            expected[names.TOP_IDS] = top.indices
+            expected[names.LOGSUMEXP] = logits[torch.from_numpy(rows).long()].logsumexp(1)
+            expected[names.TARGET_LOGITS] = torch.stack([logits[rows[2], 7], logits[rows[0], 9]])
+        if Task.NSP in checkpoint.tasks:
+            feeds[names.PAIR_ROWS] = np.arange(batch, dtype=np.int32) * np.int32(length)
+            expected[names.PAIR_LOGITS] = out.seq_relationship_logits
+        if Task.QA in checkpoint.tasks:
+            expected[names.SPAN_LOGITS] = torch.stack([out.start_logits, out.end_logits], -1).flatten(0, 1)
+        feeds[names.EMBED_SEQUENCES] = np.arange(batch, dtype=np.int32)
+        expected[names.EMBEDDINGS] = out.hidden_states[-1].mean(1)
+        for name, actual in zip(expected, session.run(list(expected), feeds), strict=True):
+            np.testing.assert_allclose(actual, expected[name].numpy(), atol=1e-4, err_msg=f"{name} at {batch} x {length}")
+
+
+@torch.no_grad()
+def test_our_modules_agree_with_transformers_on_padded_batches(tmp_path: Path) -> None:
+    for kind in ("bert-plain", "distilbert"):
+        oracle = make_model(kind)
+        ids = torch.randint(5, len(vocabulary()), (3, 20))
+        mask = torch.arange(20) < torch.tensor([[20], [7], [1]])
+        expected = oracle(input_ids=ids, attention_mask=mask.long(), output_hidden_states=True).hidden_states[-1]
+        ours = load_checkpoint(str(save_checkpoint(tmp_path / kind, kind))).model(ids, attention_mask=mask)
+        torch.testing.assert_close(ours[mask], expected[mask], atol=1e-4, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def bert(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> ort.InferenceSession:
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    return open_graph(checkpoint, checkpoint.tasks, tmp_path_factory.mktemp("graph"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_mix_of_heads_gives_each_what_it_gives_alone(bert: ort.InferenceSession, data: st.DataObject) -> None:
+    """Rows of one head never depend on what other heads are asked for, zero rows included."""
+    batch, length = data.draw(st.integers(1, 4)), data.draw(st.integers(3, 40))
+    ids = np.random.default_rng(length).integers(0, len(vocabulary()), (batch, length)).astype(np.int32)
+    row_sets = st.lists(st.integers(0, batch * length - 1), max_size=5)
+    masks, pairs = data.draw(row_sets), data.draw(st.lists(st.integers(0, batch - 1), max_size=batch))
+    embeds = data.draw(st.lists(st.integers(0, batch - 1), max_size=batch))
+
+    def run(masks: list[int], pairs: list[int], embeds: list[int]) -> dict[str, np.ndarray]:
+        feeds = {
+            names.INPUT_IDS: ids,
+            names.TOKEN_TYPE_IDS: np.zeros_like(ids),
+            names.MASK_ROWS: np.array(masks, np.int32),
+            names.TOP_K: np.array([3]),
+            names.TARGET_MASKS: np.arange(len(masks), dtype=np.int32),
+            names.TARGET_IDS: np.full(len(masks), 11, np.int32),
+            names.PAIR_ROWS: np.array([pair * length for pair in pairs], np.int32),
+            names.EMBED_SEQUENCES: np.array(embeds, np.int32),
+        }
+        return dict(zip([o.name for o in bert.get_outputs()], bert.run(None, feeds), strict=True))
+
+    together = run(masks, pairs, embeds)
+    assert together[names.TOP_LOGITS].shape == (len(masks), 3)
+    assert together[names.LOGSUMEXP].shape == together[names.TARGET_LOGITS].shape == (len(masks),)
+    assert together[names.PAIR_LOGITS].shape == (len(pairs), 2)
+    assert together[names.EMBEDDINGS].shape == (len(embeds), 64)
+    for alone, head in (
+        (run(masks, [], []), (names.TOP_LOGITS, names.LOGSUMEXP, names.TARGET_LOGITS)),
+        (run([], pairs, []), (names.PAIR_LOGITS,)),
+        (run([], [], embeds), (names.EMBEDDINGS,)),
+    ):
+        for name in head:
+            np.testing.assert_allclose(together[name], alone[name], atol=1e-5)
+
+
+def test_fused_operators_are_all_there(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    operators = write_graph(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path).operators
+    layers = checkpoint.model.config.layers
+    assert operators["MultiHeadAttention"] == layers
+    assert operators["SkipLayerNormalization"] == 2 * layers
+    assert operators["BiasGelu"] == layers + 1  # and the masked-language-model head's
+    assert operators["EmbedLayerNormalization"] == 1
+    assert "Softmax" not in operators
+
+
+def test_the_tied_decoder_is_stored_once(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    write_graph(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path)
+    stored = (tmp_path / "weights.bin").stat().st_size
+    assert stored < 4 * checkpoint.model.parameter_count() + 4096 * 100  # alignment; an untied copy would not fit for large V
+
+
+@pytest.mark.parametrize("damage", ["encoder.layers.1.down.weight", "masked_lm.transform.bias", "next_sentence.pooler.weight"])
+def test_a_graph_that_differs_from_torch_is_not_published(checkpoints: dict[str, Path], tmp_path: Path, damage: str) -> None:
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    graph = write_graph(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path)
+    with torch.no_grad():
+        checkpoint.model.get_parameter(damage)[0].add_(0.05)
+    with pytest.raises(ExportError, match="differs from torch"):
+        verify(tmp_path, graph, checkpoint, checkpoint.tasks, 160)
+
+
+def test_parity_in_the_manifest_covers_the_grid(tiny_store: Path) -> None:
+    parity = Store(tiny_store).manifest("bert").parity
+    assert parity.batches == (1, 2, 8)
+    assert parity.lengths == (3, 16, 128, 160)
+    assert set(parity.max_error) == {names.TOP_LOGITS, names.LOGSUMEXP, names.TARGET_LOGITS, names.PAIR_LOGITS, names.EMBEDDINGS}
+    assert all(0 <= error <= parity.tolerance for error in parity.max_error.values())
+
+
+@pytest.mark.slow
+def test_bert_large_exports_past_the_protobuf_limit(tmp_path: Path) -> None:
+    """335 M parameters and a vocabulary that brings the weights over 2 GB."""
+    folder = save_checkpoint(
+        tmp_path / "large",
+        "bert",
+        vocab_size=220_000,
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        max_position_embeddings=512,
+    )
+    pieces = vocabulary() + [f"word{number}" for number in range(220_000 - len(vocabulary()))]
+    (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    bundle = export(str(folder), "large", Store(tmp_path / "store"))
+    assert bundle.manifest.files["weights.bin"].size > 2**31
+    assert bundle.manifest.graph.operators["MultiHeadAttention"] == 24

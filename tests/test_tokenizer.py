@@ -1,0 +1,133 @@
+"""Tokenization against the original tokenizer's published ids, and vocabularies against their own ``tokenizer.json``."""
+
+import json
+import lzma
+import shutil
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as Backend
+
+from export.errors import ExportError
+from export.tokenizer import load_tokenizer
+from model_store import Store
+from service.tokenizer import Tokenizer
+from tests.tiny import vocabulary
+
+SENTENCES = [
+    "Hello, World! It's 3.14 o'clock.",
+    "Ünïcödé naïve café, coöperate; ÅNGSTRÖM",
+    "机器学习是人工智能的一个分支。BERT模型很有用!",
+    "Привет, мир! Как дела?",
+    "مرحبا بالعالم",
+    "日本語のテキスト と English mixed",
+    "tabs\tand\nnewlines\u00a0and\u200bzero width",
+    "emoji 😀 and a verylongwordthatisnotinanyvocabulary" + "x" * 120,
+    "",
+]
+
+
+def test_golden_questions_come_out_identical(shared_data: Path, tmp_path: Path) -> None:
+    """All 5,285 questions, by ``tokenizer.json`` and by ``vocab.txt`` alone."""
+    folder = shared_data / "tokenization" / "bert-base-uncased"
+    with lzma.open(shared_data / "tokenization" / "bert-base-uncased-golden.json.xz") as file:
+        golden = json.load(file)
+    texts = [entry["original"] for entry in golden["tokens"]]
+    ids = golden["ids"]
+    assert len(texts) == len(ids) == 5285
+    shutil.copy(folder / "vocab.txt", tmp_path)
+    for source in (folder, tmp_path):
+        tokenizer = load_tokenizer(source).tokenizer
+        encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
+        wrong = [text for text, encoding, expected in zip(texts, encodings, ids, strict=True) if encoding.ids != expected]
+        assert not wrong
+
+
+@pytest.mark.parametrize("name", ["bert-base-uncased", "bert-base-multilingual-cased", "bert-base-chinese"])
+def test_published_vocabularies_agree_with_their_tokenizer_json(shared_data: Path, tmp_path: Path, name: str) -> None:
+    folder = shared_data / "tokenization" / name
+    expected = Backend.from_file(str(folder / "tokenizer.json"))
+    shutil.copy(folder / "vocab.txt", tmp_path)
+    lowercase = name == "bert-base-uncased"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase}))
+    for source in (folder, tmp_path):
+        loaded = load_tokenizer(source)
+        assert loaded.size == expected.get_vocab_size()
+        assert loaded.lowercase == lowercase
+        for text in SENTENCES:
+            for special in (False, True):
+                ours = loaded.tokenizer.encode(text, add_special_tokens=special)
+                theirs = expected.encode(text, add_special_tokens=special)
+                assert (ours.ids, ours.offsets) == (theirs.ids, theirs.offsets)
+            assert loaded.tokenizer.decode(ours.ids) == expected.decode(theirs.ids)
+
+
+@pytest.mark.parametrize(("name", "lowercase"), [("bert-base-uncased", True), ("bert-base-multilingual-cased", False)])
+def test_case_is_read_off_a_vocabulary_alone(shared_data: Path, tmp_path: Path, name: str, lowercase: bool) -> None:
+    shutil.copy(shared_data / "tokenization" / name / "vocab.txt", tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.lowercase is lowercase
+    assert loaded.note is not None
+    assert ("uncased" in loaded.note) is lowercase
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "no tokenizer"),
+        ({"vocab.txt": b"hello\nworld\n"}, "not a WordPiece vocabulary"),
+        ({"vocab.txt": b"\xff\xfe\x00"}, "not UTF-8"),
+        ({"vocab.txt": b"[UNK]\n[CLS]\na\n"}, r"no \[SEP\] token"),
+        ({"tokenizer.json": b"{"}, "damaged"),
+        (
+            {
+                "tokenizer.json": json.dumps(
+                    {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+                ).encode()
+            },
+            "BPE tokenizer",
+        ),
+        ({"vocab.txt": b"[UNK]\n", "tokenizer_config.json": b"[]"}, "not a JSON object"),
+    ],
+)
+def test_a_wrong_tokenizer_gets_one_clear_line(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(ExportError, match=message) as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_store: Path) -> Tokenizer:
+    return Tokenizer(Store(tiny_store).open("bert"))
+
+
+def test_pairs_are_cut_as_transformers_cuts_them(tokenizer: Tokenizer) -> None:
+    """Against the library's own ``longest_first``."""
+    backend = Backend.from_str(load_for_pairs())
+    for first in range(14):
+        for second in range(14):
+            for limit in range(5, 16):
+                backend.enable_truncation(limit, strategy="longest_first")
+                texts = "a " * first, "b " * second
+                expected = backend.encode(*texts)
+                query, cut = tokenizer.pair(*tokenizer.ids(texts), limit)
+                assert query.input_ids.tolist() == expected.ids
+                assert query.token_type_ids.tolist() == expected.type_ids
+                assert cut == (first + second > limit - 3)
+
+
+def load_for_pairs() -> str:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "vocab.txt").write_text("\n".join(vocabulary()) + "\n")
+        return load_tokenizer(Path(folder)).tokenizer.to_str()
+
+
+def test_singles_are_cut_at_either_end(tokenizer: Tokenizer) -> None:
+    cls, sep = 2, 3
+    assert tokenizer.single([7, 8, 9], 5) == ([cls, 7, 8, 9, sep], False)
+    assert tokenizer.single([7, 8, 9], 4) == ([cls, 7, 8, sep], True)
+    assert tokenizer.single([7, 8, 9], 4, keep_end=True) == ([cls, 8, 9, sep], True)

@@ -1,0 +1,68 @@
+"""Real, tiny, random checkpoints, made by transformers itself and saved as its users save them."""
+
+import string
+from pathlib import Path
+
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertModel,
+    DistilBertConfig,
+    DistilBertForMaskedLM,
+    DistilBertForQuestionAnswering,
+    PreTrainedModel,
+)
+
+WORDS = """
+    the a of and to in is was he she it for on with as his her they at by this had not are but from or have an
+    what all were when we there can who paris france capital city river door opened house time year people water
+    first new great old long little world war king answer question moon sun tree green house red walk run see say
+    ask ##s ##ed ##ing ##er ##ly
+""".split()  # noqa: SIM905 (a list of words reads best as words)
+
+
+def vocabulary() -> list[str]:
+    characters = string.ascii_lowercase + string.digits + string.punctuation
+    pieces = [*characters, *(f"##{c}" for c in string.ascii_lowercase + string.digits)]
+    return list(dict.fromkeys(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces, *WORDS]))
+
+
+def config(family: str, **sizes: object) -> BertConfig | DistilBertConfig:
+    common: dict[str, object] = {"vocab_size": len(vocabulary()), "max_position_embeddings": 160, "attn_implementation": "eager"}
+    if family == "bert":
+        return BertConfig(
+            **(common | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128} | sizes)
+        )
+    return DistilBertConfig(**(common | {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128} | sizes))
+
+
+CLASSES = {
+    "bert": BertForPreTraining,
+    "bert-mlm": BertForMaskedLM,
+    "bert-plain": BertModel,
+    "bert-qa": BertForQuestionAnswering,
+    "distilbert": DistilBertForMaskedLM,
+    "distilbert-qa": DistilBertForQuestionAnswering,
+}
+
+
+def make_model(kind: str, seed: int = 0, **sizes: object) -> PreTrainedModel:
+    """A random model whose weights are large enough for its outputs to differ from text to text."""
+    torch.manual_seed(seed)
+    model = CLASSES[kind](config(kind.split("-")[0], **sizes))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_norm = "norm" in name.lower() and name.endswith("weight")
+            parameter.normal_(1.0 if is_norm else 0.0, 0.1)
+    model.tie_weights()
+    return model.eval()
+
+
+def save_checkpoint(folder: Path, kind: str, seed: int = 0, **sizes: object) -> Path:
+    """``config.json``, ``model.safetensors`` and ``vocab.txt``, uncased."""
+    make_model(kind, seed, **sizes).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(vocabulary()) + "\n")
+    return folder

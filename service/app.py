@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from model_store import Bundle, Store, StoreError
 from service.api import STATUS, TASK_ROUTES, ApiLimits, Health, create_api
-from service.core import BatchReport, StartupError
+from service.core import BatchReport, Device, Engine, StartupError
 from service.engine import OnnxEngine
 from service.metrics import Metrics
 from service.pipeline import Models, Pipeline
@@ -24,6 +24,8 @@ from service.settings import Settings, unknown_variables
 from service.tokenizer import Tokenizer
 
 log = logging.getLogger("cloze")
+
+EngineFactory = Callable[[Bundle, Device], Engine]
 
 _DRAIN_MARGIN_S = 5
 """How much longer uvicorn waits for connections than the scheduler for answers: for these to be written."""
@@ -34,18 +36,19 @@ class Service:
 
     Args:
         settings: see `Settings`.
+        make_engine: opens a bundle's engine; tests give one that fails when told to.
 
     Raises:
         StartupError: the store is empty, a bundle does not open, or a device is missing.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, make_engine: EngineFactory = OnnxEngine) -> None:
         self.on_dead: Callable[[], None] = lambda: None
         """Told, on any thread, that an engine died."""
         self._settings = settings
         self._draining = False
         bundles = open_bundles(settings)
-        engines = [OnnxEngine(bundle, settings.device) for bundle in bundles]
+        engines = [make_engine(bundle, settings.device) for bundle in bundles]
         references = [bundle.manifest.reference for bundle in bundles]
         tasks = {path: [b.manifest.reference for b in bundles if task in b.manifest.tasks] for path, task in TASK_ROUTES.items()}
         statuses = sorted({200, *(status for status, _ in STATUS.values())})
@@ -58,7 +61,7 @@ class Service:
             ready=lambda: not self._draining and self.dead() is None,
         )
         for bundle, engine in zip(bundles, engines, strict=True):
-            log.info("serving %s for %s on %s", bundle.manifest.reference, ", ".join(bundle.manifest.tasks), engine.provider)
+            log.info("serving %s for %s on %s", bundle.manifest.reference, ", ".join(bundle.manifest.tasks), engine.device)
 
     def api(self) -> FastAPI:
         """The HTTP application; when it shuts down, so does this service."""
@@ -89,7 +92,7 @@ class Service:
         for pipeline in self.models.pipelines:
             pipeline.scheduler.close()
 
-    def _pipeline(self, bundle: Bundle, engine: OnnxEngine) -> Pipeline:
+    def _pipeline(self, bundle: Bundle, engine: Engine) -> Pipeline:
         settings, reference = self._settings, bundle.manifest.reference
 
         def on_batch(report: BatchReport) -> None:
@@ -136,7 +139,7 @@ def open_bundles(settings: Settings) -> list[Bundle]:
         raise StartupError(str(error)) from error
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: Settings, make_engine: EngineFactory = OnnxEngine) -> int:
     """Serve until SIGTERM or SIGINT, or until an engine dies.
 
     Returns:
@@ -149,7 +152,7 @@ def serve(settings: Settings) -> int:
     for name in unknown_variables():
         log.warning("the variable %s is not a setting; see `cloze serve --help`", name)
     listener = _listen(settings)
-    service = Service(settings)
+    service = Service(settings, make_engine)
     server = _Server(service, settings)
     service.on_dead = server.stop
     log.info("listening on http://%s:%d", *listener.getsockname()[:2])

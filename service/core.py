@@ -198,7 +198,13 @@ class Device(StrEnum):
 
 
 class Engine(Protocol):
-    """The seam between scheduler and runtime. ``run`` is called by several threads at once."""
+    """The seam between scheduler and runtime. ``run`` is called by several threads at once.
+
+    Attributes:
+        device: where it runs, once that is settled.
+    """
+
+    device: Device
 
     def run(self, batch: Sequence[Query]) -> list[Output]:
         """Answer queries of one length, in order. Raises whatever the runtime raises."""

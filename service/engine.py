@@ -36,7 +36,7 @@ class OnnxEngine:
         self._tolerance = manifest.parity.tolerance
         self._session = _open_session(bundle, device)
         self._outputs = [output.name for output in self._session.get_outputs()]
-        self.provider: str = self._session.get_providers()[0]
+        self.device = Device.CUDA if self._session.get_providers()[0] == _CUDA else Device.CPU
         self._goldens = json.loads(bundle.file(manifest.parity.golden_file).read_bytes())
         try:
             for golden in self._goldens:

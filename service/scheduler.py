@@ -214,7 +214,7 @@ class Scheduler:
             entry = heapq.heappop(group)
             self._queued_tokens -= length
             if entry.ticket.future.done():  # cancelled, or failed already
-                self._tickets.discard(entry.ticket)
+                self._forget(entry.ticket)
                 continue
             if entry.ticket.deadline <= now:
                 self._finish(entry.ticket, DeadlineExceeded("the request's time was over before it ran"))
@@ -271,7 +271,7 @@ class Scheduler:
             self._die(f"after an error it could not repeat its golden outputs ({type(probe_error).__name__})")
 
     def _finish(self, ticket: _Ticket, error: ServiceError | None) -> None:
-        self._tickets.discard(ticket)
+        self._forget(ticket)
         try:
             if error is not None:
                 ticket.future.set_exception(error)
@@ -282,6 +282,14 @@ class Scheduler:
             ticket.future.set_result(Answer(outputs, ticket.started - ticket.submitted, done - ticket.started))
         except InvalidStateError:
             pass  # it was cancelled, or failed by another thread, a moment ago
+
+    def _forget(self, ticket: _Ticket) -> None:
+        """Let go of a ticket; whoever waits on a cancelled future in another thread hears of it now."""
+        with self._changed:
+            if ticket in self._tickets:
+                self._tickets.discard(ticket)
+                if ticket.future.cancelled():
+                    ticket.future.set_running_or_notify_cancel()
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

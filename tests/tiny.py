@@ -51,10 +51,10 @@ CLASSES = {
 
 def make_model(kind: str, seed: int = 0, **sizes: object) -> PreTrainedModel:
     """A random model whose weights are large enough for its outputs to differ from text to text."""
-    torch.manual_seed(seed)
     model = CLASSES[kind](config(kind.split("-")[0], **sizes))
+    torch.manual_seed(seed)  # after the library's own draws, so that the weights do not depend on its version
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in sorted(model.named_parameters()):
             is_norm = "norm" in name.lower() and name.endswith("weight")
             parameter.normal_(1.0 if is_norm else 0.0, 0.1)
     model.tie_weights()

@@ -1,0 +1,48 @@
+"""``cloze serve`` whose real engine misbehaves on certain words: run as ``python -m tests.faulty_server FLAGS``."""
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+from model_store import Bundle
+from service.app import serve
+from service.core import Device, Output, Query
+from service.engine import OnnxEngine
+from service.settings import load_settings
+from tests.tiny import vocabulary
+
+WORDS = {vocabulary().index(word): word for word in ("moon", "sun", "tree", "king", "war")}
+SLOW_S = 0.15
+
+
+class FaultyEngine(OnnxEngine):
+    """moon: slow. sun: raises. tree: hangs. king: raises, and is broken from then on. war: ends its thread."""
+
+    def __init__(self, bundle: Bundle, device: Device) -> None:
+        super().__init__(bundle, device)
+        self._broken = False
+
+    def run(self, batch: Sequence[Query]) -> list[Output]:
+        words = {WORDS[token] for query in batch for token in query.input_ids.tolist() if token in WORDS}
+        if "moon" in words:
+            time.sleep(SLOW_S)
+        if "tree" in words:
+            threading.Event().wait()
+        if "war" in words:
+            raise SystemExit
+        if "king" in words:
+            self._broken = True
+        if "king" in words or "sun" in words:
+            raise RuntimeError("a word this engine cannot bear")
+        return super().run(batch)
+
+    def probe(self) -> None:
+        if self._broken:
+            raise RuntimeError("broken")
+        super().probe()
+
+
+if __name__ == "__main__":
+    names = [name.removeprefix("--").replace("-", "_") for name in sys.argv[1::2]]
+    sys.exit(serve(load_settings(dict(zip(names, sys.argv[2::2], strict=True))), FaultyEngine))

@@ -1,0 +1,377 @@
+"""What is deployed agrees with what runs: Dockerfile, docker-compose.yml, monitoring/, k8s/base and docs/deployment.md.
+
+No engine is needed: the Dockerfile only calls scripts, and the slow tests call them as it does.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import yaml
+from kubernetes_validate import utils as kubernetes
+
+from model_store import Store
+from service.app import _DRAIN_MARGIN_S
+from service.settings import ENV_PREFIX, Settings, load_settings
+from tests.serving import Server, running_server
+
+ROOT = Path(__file__).parents[1]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+NOT_IN_THE_IMAGE = ("torch", "onnx", "transformers", "huggingface_hub")
+
+Instructions = list[tuple[str, str]]
+
+
+def load(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def parse_dockerfile() -> dict[str, Instructions]:
+    """Each stage's instructions, in order; continued lines are joined."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    stages: dict[str, Instructions] = {}
+    for line in "\n".join(lines).replace("\\\n", " ").splitlines():
+        if not line.strip():
+            continue
+        name, value = line.split(maxsplit=1)
+        if name == "FROM":
+            stages[value.split(" AS ")[1]] = []
+        list(stages.values())[-1].append((name, value))
+    return stages
+
+
+STAGES = parse_dockerfile()
+IMAGE = STAGES["serving"]
+COMPOSE = load("docker-compose.yml")
+DEPLOYMENT = load("k8s/base/deployment.yaml")
+POD = DEPLOYMENT["spec"]["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+SERVICE = load("k8s/base/service.yaml")
+KUSTOMIZATION = load("k8s/base/kustomization.yaml")
+(SCRAPE,) = load("monitoring/prometheus.yml")["scrape_configs"]
+(SCRAPE_TARGET,) = SCRAPE["static_configs"][0]["targets"]
+ANNOTATIONS = DEPLOYMENT["spec"]["template"]["metadata"]["annotations"]
+PROBES = {kind: CONTAINER[f"{kind}Probe"] for kind in ("startup", "readiness", "liveness")}
+
+
+def values_of(name: str, instructions: Instructions) -> list[str]:
+    return [value for each, value in instructions if each == name]
+
+
+def copied(stage: str) -> list[tuple[list[str], str]]:
+    """Sources and target of each COPY from the build context."""
+    copies = [shlex.split(value) for value in values_of("COPY", STAGES[stage])]
+    return [(words[:-1], words[-1]) for words in copies if not words[0].startswith("--from=")]
+
+
+def image_environment() -> dict[str, str]:
+    words = [word for value in values_of("ENV", STAGES["interpreter"] + IMAGE) for word in shlex.split(value)]
+    return dict(word.split("=", 1) for word in words)
+
+
+def healthcheck_url() -> str:
+    (check,) = values_of("HEALTHCHECK", IMAGE)
+    found = re.search(r"http://[^'\"]+", check)
+    assert found
+    return found[0]
+
+
+ENVIRONMENTS = {
+    "image": image_environment(),
+    "compose": image_environment() | COMPOSE["services"]["cloze"]["environment"],
+    "kubernetes": image_environment() | {variable["name"]: variable["value"] for variable in CONTAINER["env"]},
+}
+
+
+def settings_in(environment: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """What the service would make of it."""
+    for name in [name for name in os.environ if name.startswith(ENV_PREFIX)]:
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        if name.startswith(ENV_PREFIX):
+            monkeypatch.setenv(name, value)
+    return load_settings()
+
+
+def tool(name: str) -> str:
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not on PATH")
+    return path
+
+
+# ---- tools' own checks -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rendered() -> list[dict[str, Any]]:
+    command = [tool("kubectl"), "kustomize", str(ROOT / "k8s/base")]
+    return list(yaml.safe_load_all(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout))
+
+
+# The first version that has the sleep of preStop without a feature gate, and the newest known.
+@pytest.mark.parametrize("version", ["1.30", kubernetes.latest_version()])
+def test_kubernetes_accepts_every_object(rendered: list[dict[str, Any]], version: str) -> None:
+    assert sorted(each["kind"] for each in rendered) == ["Deployment", "Service", "ServiceAccount"]
+    for each in rendered:
+        kubernetes.validate(each, version, strict=True)
+
+
+def test_rendering_names_the_image_and_its_version(rendered: list[dict[str, Any]]) -> None:
+    (deployment,) = [each for each in rendered if each["kind"] == "Deployment"]
+    template = deployment["spec"]["template"]
+    assert template["spec"]["containers"][0]["image"] == COMPOSE["services"]["cloze"]["image"] == f"cloze:{VERSION}"
+    assert template["metadata"]["labels"]["app.kubernetes.io/version"] == VERSION
+    # A selector cannot change, a version does.
+    assert "app.kubernetes.io/version" not in deployment["spec"]["selector"]["matchLabels"]
+
+
+def test_prometheus_accepts_its_configuration() -> None:
+    command = [tool("promtool"), "check", "config", str(ROOT / "monitoring/prometheus.yml")]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+# ---- agreement with the service ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "file", ["Dockerfile", "docker-compose.yml", "k8s/base/deployment.yaml", "k8s/base/kustomization.yaml", "docs/deployment.md"]
+)
+def test_every_variable_is_a_setting(file: str) -> None:
+    named = set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]+\b", (ROOT / file).read_text()))
+    assert named <= {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
+
+
+@pytest.mark.parametrize("place", ENVIRONMENTS)
+def test_the_service_accepts_its_variables(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_in(ENVIRONMENTS[place], monkeypatch)
+    assert settings.host == "0.0.0.0"
+    assert settings.model_store == Path("/bundles")
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted(
+        {probe["httpGet"]["path"] for probe in PROBES.values()}
+        | {urlsplit(healthcheck_url()).path, SCRAPE["metrics_path"], ANNOTATIONS["prometheus.io/path"]}
+    ),
+)
+def test_every_path_asked_for_is_answered(server: Server, path: str) -> None:
+    assert httpx.get(server.url + path).status_code == 200
+
+
+def test_the_healthcheck_tells_ready_from_not(server: Server) -> None:
+    (check,) = values_of("HEALTHCHECK", IMAGE)
+    _, *arguments = json.loads(check.split("CMD", 1)[1])
+    # A proxy that the container inherits must not be asked for loopback.
+    env = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+
+    def exit_code(url: str) -> int:
+        words = [word.replace("http://127.0.0.1:8000", url) for word in arguments]
+        return subprocess.run([sys.executable, *words], env=env, capture_output=True, timeout=30, check=False).returncode
+
+    assert exit_code(server.url) == 0
+    assert exit_code(server.url + "/nowhere") == 1
+    assert exit_code("http://127.0.0.1:9") == 1
+
+
+def test_probes_ask_what_they_are_for() -> None:
+    paths = {kind: probe["httpGet"]["path"] for kind, probe in PROBES.items()}
+    assert paths == {"startup": "/readyz", "readiness": "/readyz", "liveness": "/healthz"}
+    assert urlsplit(healthcheck_url()).path == "/readyz"
+
+
+@pytest.mark.parametrize("place", ENVIRONMENTS)
+def test_ports_agree(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = settings_in(ENVIRONMENTS[place], monkeypatch).port
+    (container_port,) = CONTAINER["ports"]
+    (service_port,) = SERVICE["spec"]["ports"]
+    (published,) = COMPOSE["services"]["cloze"]["ports"]
+    by_name = {container_port["name"]: container_port["containerPort"]}
+    assert {
+        int(values_of("EXPOSE", IMAGE)[0]),
+        urlsplit(healthcheck_url()).port,
+        int(published.split(":")[-1]),
+        urlsplit(f"//{SCRAPE_TARGET}").port,
+        int(ANNOTATIONS["prometheus.io/port"]),
+        service_port["port"],
+        by_name[service_port["targetPort"]],
+        *(by_name[probe["httpGet"]["port"]] for probe in PROBES.values()),
+    } == {port}
+
+
+def test_the_scraped_host_is_the_compose_service() -> None:
+    assert urlsplit(f"//{SCRAPE_TARGET}").hostname in COMPOSE["services"]
+
+
+def test_the_service_selects_the_pods() -> None:
+    labels = DEPLOYMENT["spec"]["template"]["metadata"]["labels"]
+    assert SERVICE["spec"]["selector"] == DEPLOYMENT["spec"]["selector"]["matchLabels"] == labels
+
+
+def test_no_service_link_becomes_a_setting() -> None:
+    assert f"{SERVICE['metadata']['name']}_PORT".upper() in {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
+    assert POD["enableServiceLinks"] is False
+
+
+def test_a_drain_ends_before_the_kill(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drain_s(place: str) -> float:
+        return settings_in(ENVIRONMENTS[place], monkeypatch).shutdown_grace_ms / 1000 + _DRAIN_MARGIN_S
+
+    pre_stop_s = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pre_stop_s + drain_s("kubernetes") < POD["terminationGracePeriodSeconds"]
+    assert drain_s("compose") < int(COMPOSE["services"]["cloze"]["stop_grace_period"].removesuffix("s"))
+
+
+def test_mounts_lie_on_the_bundles_folder_or_tmp() -> None:
+    """Never on ``model_store/``: that would hide the package."""
+    text = (ROOT / "docker-compose.yml").read_text()
+    assert ":/bundles:ro" in text
+    assert not re.search(r":/\S*model_store", text)
+    assert [mount["mountPath"] for mount in CONTAINER["volumeMounts"]] == ["/tmp"]
+
+
+# ---- least privilege ---------------------------------------------------------------------------------------------------
+
+
+def test_the_user_is_the_same_number_and_not_root() -> None:
+    (user,) = values_of("USER", IMAGE)
+    security = POD["securityContext"]
+    assert user == f"{security['runAsUser']}:{security['runAsGroup']}"
+    assert security["runAsUser"] > 0
+    assert security["runAsNonRoot"]
+
+
+def test_the_pod_may_do_nothing_it_need_not() -> None:
+    security = CONTAINER["securityContext"]
+    assert security["readOnlyRootFilesystem"]
+    assert security["allowPrivilegeEscalation"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]}
+    assert POD["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert POD["automountServiceAccountToken"] is False
+    assert set(CONTAINER["resources"]["limits"]) == set(CONTAINER["resources"]["requests"]) == {"cpu", "memory"}
+
+
+@pytest.mark.parametrize("name", COMPOSE["services"])
+def test_compose_services_may_do_nothing_they_need_not(name: str) -> None:
+    service = COMPOSE["services"][name]
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_foreign_images_are_pinned() -> None:
+    assert re.fullmatch(r"prom/prometheus:v\d+\.\d+\.\d+", COMPOSE["services"]["prometheus"]["image"])
+
+
+# ---- the Dockerfile ----------------------------------------------------------------------------------------------------
+
+
+def test_all_stages_share_one_interpreter() -> None:
+    """A virtual environment is copied between stages: its interpreter and its path must be the same in both."""
+    (first, *others) = STAGES
+    assert all(STAGES[stage][0] == ("FROM", f"{first} AS {stage}") for stage in others)
+    installs = [shlex.split(value)[1] for value in values_of("RUN", STAGES["install"])]
+    assert f"--from=install {installs[0]} {installs[0]}" in values_of("COPY", IMAGE)
+
+
+def test_every_run_is_a_script() -> None:
+    runs = [value for stage in STAGES for value in values_of("RUN", STAGES[stage])]
+    assert runs
+    for run in runs:
+        assert re.fullmatch(r"scripts/[a-z-]+( [\w./-]+)*", run), f"not a plain call of a script: {run}"
+        script = ROOT / run.split()[0]
+        assert script.is_file()
+        assert os.access(script, os.X_OK), f"not executable: {script.name}"
+
+
+def test_every_copied_path_is_there_and_not_ignored() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert "*" in ignored
+    for stage in STAGES:
+        for sources, _ in copied(stage):
+            for source in sources:
+                assert (ROOT / source).exists(), source
+                assert f"!{Path(source).parts[0]}" in ignored, source
+
+
+def test_what_the_image_copies_was_made_in_its_stage() -> None:
+    for value in values_of("COPY", IMAGE):
+        stage, source, _ = value.removeprefix("--from=").split()
+        assert any(source in shlex.split(run) for run in values_of("RUN", STAGES[stage])), value
+
+
+def test_signals_reach_the_server() -> None:
+    """The exec form: in the shell form a shell would be process 1 and keep SIGTERM to itself."""
+    assert [json.loads(value) for value in values_of("ENTRYPOINT", IMAGE)] == [["cloze"]]
+    assert [json.loads(value) for value in values_of("CMD", IMAGE)] == [["serve"]]
+    assert not values_of("STOPSIGNAL", IMAGE)
+
+
+# ---- the stages, run ---------------------------------------------------------------------------------------------------
+
+
+def test_the_image_calls_nobody(tmp_path: Path, tiny_store: Path) -> None:
+    """Onnxruntime's telemetry keeps an identity and a queue under HOME before it sends anything."""
+    quiet = {"ORT_DISABLE_TELEMETRY": image_environment()["ORT_DISABLE_TELEMETRY"]}
+    with running_server(tiny_store, HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path), **quiet):
+        assert list(tmp_path.iterdir()) == []
+
+
+def run_stage(stage: str, folder: Path, moved: dict[str, Path]) -> None:
+    """Do in a folder what the stage does in /src, with its absolute paths moved."""
+    for name, value in STAGES[stage]:
+        words = shlex.split(value)
+        if name == "COPY":
+            for source in words[:-1]:
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, folder / words[-1], ignore=shutil.ignore_patterns("__pycache__", "bundles"))
+                else:
+                    target = folder / words[-1] / Path(source).name
+                    target.parent.mkdir(exist_ok=True)
+                    shutil.copy2(ROOT / source, target)
+        elif name == "RUN":
+            for old, new in moved.items():
+                words = [re.sub(rf"^{old}(?=/|$)", str(new), word) for word in words]
+            env = {**os.environ, "PYTHON": sys.executable, "ORT_DISABLE_TELEMETRY": "1"}
+            result = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
+            assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_install_stage_makes_a_server_without_torch(tmp_path: Path, tiny_store: Path) -> None:
+    venv = tmp_path / "cloze"
+    (tmp_path / "src").mkdir()
+    run_stage("install", tmp_path / "src", {"/opt/cloze": venv})
+
+    found = f"import importlib.util as u; print([name for name in {NOT_IN_THE_IMAGE} if u.find_spec(name)])"
+    result = subprocess.run([venv / "bin/python", "-I", "-c", found], check=True, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "[]"
+
+    with running_server(tiny_store, command=(str(venv / "bin/cloze"), "serve")) as server:
+        assert httpx.get(f"{server.url}/readyz").status_code == 200
+        vectors = httpx.post(f"{server.url}/embed", json={"inputs": ["paris is a city", "france"]}).raise_for_status().json()
+        assert [len(vector) > 0 for vector in vectors] == [True, True]
+        assert server.stop() == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_export_stage_makes_the_default_bundle(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    run_stage("export", tmp_path / "src", {"/opt/export": tmp_path / "export", "/bundles": tmp_path / "bundles"})
+    bundle = Store(tmp_path / "bundles").open("minilm")
+    # Exported by root, read by another user.
+    assert all(file.stat().st_mode & 0o004 for file in bundle.path.iterdir())

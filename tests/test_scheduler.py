@@ -1,0 +1,272 @@
+"""The scheduler alone, on the shipped fake engine: properties over random arrivals, and each rule by itself."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from service.core import Answer, BatchReport, DeadlineExceeded, EngineDead, EngineFailed, Overloaded, Query, ShuttingDown
+from service.fake_engine import FakeEngine
+from service.scheduler import Scheduler
+
+WAIT_S = 10.0
+
+
+def query(length: int, value: int = 1) -> Query:
+    return Query(np.full(length, value, np.int32), np.zeros(length, np.int32), embed=True)
+
+
+def later(seconds: float = WAIT_S) -> float:
+    return time.monotonic() + seconds
+
+
+@contextmanager
+def running(engine: FakeEngine, **options: object) -> Iterator[Scheduler]:
+    defaults: dict[str, object] = {"workers": 2, "max_batch_tokens": 64, "max_queue_tokens": 10_000, "stall_timeout_s": 30.0}
+    scheduler = Scheduler(engine, **(defaults | options))  # type: ignore[arg-type]
+    try:
+        yield scheduler
+    finally:
+        engine.gate.set()
+        scheduler.close()
+
+
+def sums(future: "Future[Answer]") -> list[float]:
+    return [float(output.embedding[0]) for output in future.result(WAIT_S).outputs if output.embedding is not None]
+
+
+requests = st.lists(
+    st.tuples(
+        st.lists(st.tuples(st.integers(1, 20), st.integers(1, 50)), min_size=1, max_size=8),  # (length, value) of each query
+        st.sampled_from(["keep", "keep", "keep", "cancel", "late"]),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(
+    max_examples=150, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)  # shrinking a race takes for ever
+@given(arrivals=requests, workers=st.integers(1, 3), held=st.booleans(), poison=st.sets(st.integers(1, 50), max_size=3))
+def test_every_request_ends_once_and_rightly(
+    arrivals: list[tuple[list[tuple[int, int]], str]], workers: int, held: bool, poison: set[int]
+) -> None:
+    """Whatever arrives: each future ends; answers are the request's own, in order; batches keep their rules."""
+    engine = FakeEngine(poison=lambda one: int(one.input_ids[0]) in poison)
+    reports: list[BatchReport] = []
+    if held:
+        engine.gate.clear()
+    with running(engine, workers=workers, on_batch=reports.append) as scheduler:
+        futures = []
+        for queries, fate in arrivals:
+            future = scheduler.submit([query(*one) for one in queries], later(-1 if fate == "late" else WAIT_S))
+            if fate == "cancel":
+                future.cancel()
+            futures.append(future)
+        engine.gate.set()
+        assert not wait(futures, WAIT_S).not_done
+        for future, (queries, fate) in zip(futures, arrivals, strict=True):
+            if future.cancelled():
+                assert fate == "cancel"
+            elif fate == "late":
+                assert isinstance(future.exception(), DeadlineExceeded)
+            elif any(value in poison for _, value in queries):
+                assert isinstance(future.exception(), EngineFailed)
+            else:
+                assert sums(future) == [length * value for length, value in queries]
+        deadline = later()
+        while scheduler.queued_tokens and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert scheduler.queued_tokens == 0
+    assert not scheduler._tickets, "a finished request is forgotten"
+    assert sum(report.sequences for report in reports) == sum(map(len, engine.batches))
+    assert all(report.padding == 0 for report in reports)
+    for batch in engine.batches:
+        assert len({len(one) for one in batch}) == 1, "a batch has one length"
+        assert len(batch) == 1 or sum(map(len, batch)) <= 64
+
+
+def test_a_single_text_does_not_wait_behind_a_bulk_request() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=1, max_batch_tokens=10) as scheduler:
+        bulk = scheduler.submit([query(10, value) for value in range(1, 51)], later())
+        assert engine.entered.wait(WAIT_S)
+        single = scheduler.submit([query(10, 99)], later())
+        engine.gate.set()
+        assert sums(bulk) == [10.0 * value for value in range(1, 51)]
+        assert sums(single) == [990.0]
+    order = [int(batch[0].input_ids[0]) for batch in engine.batches]
+    assert order.index(99) <= 3, f"it ran as number {order.index(99)} of {len(order)}"
+
+
+def test_requests_of_equal_size_are_served_in_their_order() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=1, max_batch_tokens=4) as scheduler:
+        futures = [scheduler.submit([query(4, value)], later()) for value in range(1, 10)]
+        engine.gate.set()
+        wait(futures, WAIT_S)
+    assert [int(batch[0].input_ids[0]) for batch in engine.batches] == list(range(1, 10))
+
+
+def test_idle_workers_share_what_is_there() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=2) as scheduler:
+        time.sleep(0.05)  # both workers wait by now; if not, the test is only weaker
+        future = scheduler.submit([query(4, value) for value in (1, 2, 3, 4)], later())
+        engine.gate.set()
+        sums(future)
+    assert max(len(batch) for batch in engine.batches) == 2
+
+
+def test_a_full_queue_admits_all_of_a_request_or_none() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=1, max_queue_tokens=30, max_batch_tokens=10) as scheduler:
+        first = scheduler.submit([query(10)], later())
+        assert engine.entered.wait(WAIT_S)
+        second = scheduler.submit([query(10), query(10)], later())
+        assert scheduler.queued_tokens == 20
+        with pytest.raises(Overloaded, match="holds 20 tokens; with this request's 11 it would pass its limit of 30") as caught:
+            scheduler.submit([query(1), query(10)], later())
+        assert caught.value.retry_after_s >= 1
+        assert scheduler.queued_tokens == 20
+        third = scheduler.submit([query(10)], later())
+        engine.gate.set()
+        assert [sums(first), sums(second), sums(third)] == [[10.0], [10.0, 10.0], [10.0]]
+
+
+def test_a_request_beyond_the_limit_is_admitted_when_nothing_waits() -> None:
+    """Else it would be refused for ever."""
+    with running(FakeEngine(), max_queue_tokens=5) as scheduler:
+        assert sums(scheduler.submit([query(10), query(10)], later())) == [10.0, 10.0]
+
+
+def test_retry_after_is_queued_tokens_over_measured_speed() -> None:
+    class Slow(FakeEngine):
+        def run(self, batch: list[Query]) -> list:  # type: ignore[override, type-arg]
+            time.sleep(0.1)
+            return super().run(batch)
+
+    engine = Slow()
+    with running(engine, workers=1, max_queue_tokens=2000, max_batch_tokens=100) as scheduler:
+        sums(scheduler.submit([query(100)], later()))  # 100 tokens in 0.1 s: about 1,000 a second
+        engine.gate.clear()
+        engine.entered.clear()
+        running_now = scheduler.submit([query(100)], later())
+        assert engine.entered.wait(WAIT_S)
+        waiting = scheduler.submit([query(100) for _ in range(20)], later())
+        with pytest.raises(Overloaded) as caught:
+            scheduler.submit([query(100)], later())
+        assert caught.value.retry_after_s in (2, 3)
+        running_now.cancel()
+        waiting.cancel()
+
+
+def test_expired_and_cancelled_work_never_runs() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=1) as scheduler:
+        first = scheduler.submit([query(3)], later())
+        assert engine.entered.wait(WAIT_S)
+        expired = scheduler.submit([query(5)], later(0.01))
+        cancelled = scheduler.submit([query(6), query(7)], later())
+        assert cancelled.cancel()
+        time.sleep(0.02)
+        engine.gate.set()
+        sums(first)
+        assert isinstance(expired.exception(WAIT_S), DeadlineExceeded)
+        sums(scheduler.submit([query(8)], later()))
+    assert sorted(len(batch[0]) for batch in engine.batches) == [3, 8]
+
+
+def test_only_the_guilty_query_of_a_batch_fails() -> None:
+    engine = FakeEngine(poison=lambda one: int(one.input_ids[0]) == 7)
+    engine.gate.clear()
+    with running(engine, workers=1, max_batch_tokens=10_000) as scheduler:
+        blocker = scheduler.submit([query(2)], later())
+        assert engine.entered.wait(WAIT_S)
+        futures = [scheduler.submit([query(4, value)], later()) for value in range(1, 17)]
+        engine.gate.set()
+        sums(blocker)
+        for value, future in enumerate(futures, start=1):
+            if value == 7:
+                with pytest.raises(EngineFailed, match="RuntimeError"):
+                    future.result(WAIT_S)
+            else:
+                assert sums(future) == [4.0 * value]
+        assert scheduler.dead is None
+
+
+def test_an_engine_that_fails_its_probe_is_dead() -> None:
+    engine = FakeEngine(poison=lambda _: True)
+    engine.broken = True
+    told: list[str] = []
+    with running(engine, workers=1, on_dead=told.append) as scheduler:
+        engine.gate.clear()
+        futures = [scheduler.submit([query(length)], later()) for length in (3, 4, 5)]
+        engine.gate.set()
+        errors = [future.exception(WAIT_S) for future in futures]
+        assert {type(error) for error in errors[1:]} == {EngineDead}
+        with pytest.raises(EngineDead, match="golden outputs"):
+            scheduler.submit([query(3)], later())
+        assert scheduler.dead is not None
+    assert len(told) == 1
+
+
+def test_a_run_that_hangs_is_a_dead_engine() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=1, stall_timeout_s=0.2) as scheduler:
+        futures = [scheduler.submit([query(length)], later()) for length in (3, 4)]
+        for future in futures:
+            assert isinstance(future.exception(WAIT_S), EngineDead)
+        assert scheduler.dead == "a run took longer than 0.2 s"
+
+
+def test_a_worker_that_ends_is_a_dead_engine() -> None:
+    class Exits(FakeEngine):
+        def run(self, _: list[Query]) -> list:  # type: ignore[override, type-arg]
+            raise SystemExit
+
+    with running(Exits(), workers=2) as scheduler:
+        assert isinstance(scheduler.submit([query(3)], later()).exception(WAIT_S), EngineDead)
+        assert scheduler.dead == "a worker ended with SystemExit"
+
+
+def test_a_drain_finishes_what_was_admitted_and_admits_no_more() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=1) as scheduler:
+        futures = [scheduler.submit([query(length)], later()) for length in (3, 4, 5)]
+        scheduler.drain()
+        with pytest.raises(ShuttingDown):
+            scheduler.submit([query(3)], later())
+        engine.gate.set()
+        assert [sums(future) for future in futures] == [[3.0], [4.0], [5.0]]
+
+
+def test_close_fails_what_is_pending_and_joins_the_threads() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    before = threading.active_count()
+    scheduler = Scheduler(engine, workers=2, max_batch_tokens=8, max_queue_tokens=1000, stall_timeout_s=30.0)
+    futures = [scheduler.submit([query(length)], later()) for length in (3, 4, 5)]
+    assert engine.entered.wait(WAIT_S)
+    releaser = threading.Timer(0.1, engine.gate.set)
+    releaser.start()
+    scheduler.close()
+    releaser.join()
+    for future in futures:
+        assert isinstance(future.exception(WAIT_S), ShuttingDown)
+    assert threading.active_count() == before
+    scheduler.close()  # twice is once

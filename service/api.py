@@ -46,6 +46,8 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
 TASK_ROUTES = {"/fill-mask": Task.FILL_MASK, "/embed": Task.EMBED, "/nsp": Task.NSP, "/qa": Task.QA}
 """The task that each route answers with."""
 
+_SERVICE_ROUTES = ("/healthz", "/readyz", "/health", "/info", "/metrics", "/docs", "/openapi.json")
+
 _BODIES: dict[str, type[Body]] = {"/fill-mask": FillMaskBody, "/embed": EmbedBody, "/nsp": NspBody, "/qa": QaBody}
 
 _JSON = "application/json"
@@ -96,8 +98,7 @@ def create_api(models: Models, metrics: Metrics, health: Health, limits: ApiLimi
     for kind in (core.ServiceError, HTTPException, Exception):
         app.add_exception_handler(kind, _respond_to_error)
     _document(app)
-    known = {route.path for route in app.routes if hasattr(route, "path")}
-    app.add_middleware(Connection, known_routes=known, observe=metrics.observe_request)
+    app.add_middleware(Connection, known_routes=(*TASK_ROUTES, *_SERVICE_ROUTES), observe=metrics.observe_request)
     return app
 
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import FrameType
+from typing import NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -148,6 +149,9 @@ def serve(settings: Settings, make_engine: EngineFactory = OnnxEngine) -> int:
     Raises:
         StartupError: see `Service`, or the port is taken.
     """
+    # Until the server takes over: process 1 of a container ignores signals that it has no handler for.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _leave)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
     for name in unknown_variables():
         log.warning("the variable %s is not a setting; see `cloze serve --help`", name)
@@ -196,6 +200,10 @@ class _Server(uvicorn.Server):
     def stop(self) -> None:
         """End as soon as the failed requests are answered."""
         self.should_exit = True
+
+
+def _leave(number: int, _: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def _queue_of(scheduler: Scheduler) -> Callable[[], float]:

@@ -1,10 +1,13 @@
 """Runs a bundle's graph. Hides onnxruntime: queries go in, outputs come out. Knows no queue, no text, no HTTP."""
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the official builds otherwise report to their maker from the import on
 import onnxruntime as ort
 from numpy.typing import NDArray
 

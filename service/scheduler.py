@@ -171,8 +171,8 @@ class Scheduler:
             self._closing = True
             self._changed.notify_all()
         self._ended.set()
-        for thread in (*self._workers, self._watchdog):
-            if thread is not threading.current_thread():
+        if self._dead is None:  # a dead engine's threads may never end
+            for thread in (*self._workers, self._watchdog):
                 thread.join(_JOIN_TIMEOUT_S)
 
     def _retry_after_s(self) -> int:

@@ -10,7 +10,7 @@ from service.app import serve
 from service.core import Device, Output, Query
 from service.engine import OnnxEngine
 from service.settings import load_settings
-from tests.tiny import vocabulary
+from tests.vocabulary import vocabulary
 
 WORDS = {vocabulary().index(word): word for word in ("moon", "sun", "tree", "king", "war")}
 SLOW_S = 0.15

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from export.checkpoint import Checkpoint, load_checkpoint
 from export.errors import ExportError
 from model_store import Task
-from tests.tiny import make_model, save_checkpoint, vocabulary
+from tests.tiny import make_model, save_checkpoint
+from tests.vocabulary import vocabulary
 
 IDS = torch.arange(5, 25)[None]
 

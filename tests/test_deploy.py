@@ -27,7 +27,7 @@ from tests.serving import Server, running_server
 
 ROOT = Path(__file__).parents[1]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-NOT_IN_THE_IMAGE = ("torch", "onnx", "transformers", "huggingface_hub")
+NOT_IN_THE_IMAGE = ("torch", "onnx", "transformers", "safetensors")  # a hub client is: tokenizers depends on it
 
 Instructions = list[tuple[str, str]]
 
@@ -322,10 +322,9 @@ def test_signals_reach_the_server() -> None:
 # ---- the stages, run ---------------------------------------------------------------------------------------------------
 
 
-def test_the_image_calls_nobody(tmp_path: Path, tiny_store: Path) -> None:
+def test_the_server_calls_nobody(tmp_path: Path, tiny_store: Path) -> None:
     """Onnxruntime's telemetry keeps an identity and a queue under HOME before it sends anything."""
-    quiet = {"ORT_DISABLE_TELEMETRY": image_environment()["ORT_DISABLE_TELEMETRY"]}
-    with running_server(tiny_store, HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path), **quiet):
+    with running_server(tiny_store, HOME=str(tmp_path), XDG_CACHE_HOME=str(tmp_path)):
         assert list(tmp_path.iterdir()) == []
 
 
@@ -344,13 +343,12 @@ def run_stage(stage: str, folder: Path, moved: dict[str, Path]) -> None:
         elif name == "RUN":
             for old, new in moved.items():
                 words = [re.sub(rf"^{old}(?=/|$)", str(new), word) for word in words]
-            env = {**os.environ, "PYTHON": sys.executable, "ORT_DISABLE_TELEMETRY": "1"}
+            env = {**os.environ, "PYTHON": sys.executable}
             result = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
             assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_the_install_stage_makes_a_server_without_torch(tmp_path: Path, tiny_store: Path) -> None:
     venv = tmp_path / "cloze"
     (tmp_path / "src").mkdir()
@@ -367,8 +365,7 @@ def test_the_install_stage_makes_a_server_without_torch(tmp_path: Path, tiny_sto
         assert server.stop() == 0
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(600)
 def test_the_export_stage_makes_the_default_bundle(tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     run_stage("export", tmp_path / "src", {"/opt/export": tmp_path / "export", "/bundles": tmp_path / "bundles"})

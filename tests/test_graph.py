@@ -16,7 +16,8 @@ from export.publish import export
 from export.verify import verify
 from model_store import Store, Task
 from model_store import interface as names
-from tests.tiny import make_model, save_checkpoint, vocabulary
+from tests.tiny import make_model, save_checkpoint
+from tests.vocabulary import vocabulary
 
 CASES = [
     pytest.param(kind, seed, sizes, id=f"{kind}-{seed}-{'-'.join(map(str, sizes.values())) or 'tiny'}")

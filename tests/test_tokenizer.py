@@ -12,7 +12,7 @@ from export.errors import ExportError
 from export.tokenizer import load_tokenizer
 from model_store import Store
 from service.tokenizer import Tokenizer
-from tests.tiny import vocabulary
+from tests.vocabulary import vocabulary
 
 SENTENCES = [
     "Hello, World! It's 3.14 o'clock.",

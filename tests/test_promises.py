@@ -1,0 +1,367 @@
+"""The seven promises of the design, each broken on purpose, on real server processes."""
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import onnx
+import pytest
+from fastapi.testclient import TestClient
+
+from model_store import Store, Task
+from service.app import Service
+from service.core import Device, StartupError
+from service.engine import OnnxEngine
+from service.fake_engine import FakeEngine
+from service.settings import load_settings
+from tests.serving import Server, running_server
+
+FAULTY = (sys.executable, "-m", "tests.faulty_server")
+WORDS = ["paris", "france", "door", "house", "time", "year", "water", "answer", "red", "green", "walk", "run"]
+
+
+@contextmanager
+def faulty_server(store: Path, **environment: str) -> Iterator[Server]:
+    with running_server(store, "--model", "bert", command=FAULTY, **environment) as server:
+        yield server
+
+
+def embed(server: Server, inputs: str | list[str], timeout: float = 30.0) -> httpx.Response:
+    return httpx.post(f"{server.url}/embed", json={"inputs": inputs}, timeout=timeout)
+
+
+def at_once(server: Server, texts: list[Any]) -> list[httpx.Response]:
+    with ThreadPoolExecutor(len(texts)) as pool:
+        return list(pool.map(lambda text: embed(server, text), texts))
+
+
+def metric(server: Server, pattern: str) -> float:
+    found = re.search(rf"^{pattern} (\S+)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+# ---- 1: every accepted request is answered exactly once -------------------------------------------------------------
+
+
+def test_1_every_request_is_answered_whatever_happens(tiny_store: Path) -> None:
+    """Good, slow, poisonous and oversized requests together: each gets the one answer it should."""
+    kinds = {"paris walk": 200, "moon": 200, "sun": 500, "": 422}
+    texts = list(kinds) * 8
+    with faulty_server(tiny_store) as server:
+        responses = at_once(server, texts)
+        assert [response.status_code for response in responses] == [kinds[text] for text in texts]
+        counted = httpx.get(f"{server.url}/metrics").text
+        answered = re.findall(
+            r'cloze_request_duration_seconds_count\{model="[^"]*",route="/embed",status="(\d+)"\} (\S+)', counted
+        )
+        assert {status: float(count) for status, count in answered if float(count)} == {"200": 16, "500": 8, "422": 8}
+
+
+def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path) -> None:
+    with faulty_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="700", CLOZE_WORKERS="2") as server:
+        with ThreadPoolExecutor(1) as pool:
+            hung = pool.submit(embed, server, "tree")
+            time.sleep(0.2)  # until it runs
+            responses = at_once(server, WORDS)
+        assert hung.result().status_code == 504
+        assert hung.result().json() == {"error": "no answer within the limit of 700 ms", "error_type": "Overloaded"}
+        assert {response.status_code for response in responses} == {200}
+        assert httpx.get(f"{server.url}/healthz").status_code == 200
+
+
+def test_1_late_requests_are_told_in_time(tiny_store: Path) -> None:
+    """One worker, slow work: those who wait longer than their time get 504 and are never run."""
+    with faulty_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="500", CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server:
+        started = time.monotonic()
+        responses = at_once(server, ["moon " * n for n in range(1, 13)])
+        assert time.monotonic() - started < 5
+        statuses = [response.status_code for response in responses]
+        assert set(statuses) == {200, 504}
+        time.sleep(0.3)
+        ran = metric(server, r'cloze_batch_sequences_count\{model="bert@1"\}')
+        assert statuses.count(200) <= ran <= statuses.count(200) + 1  # one may have been running when its time ended
+
+
+def test_1_a_full_queue_says_when_to_come_back(tiny_store: Path) -> None:
+    with faulty_server(tiny_store, CLOZE_MAX_QUEUE_TOKENS="20", CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server:
+        responses = at_once(server, ["moon " * n for n in range(2, 14)])
+        statuses = [response.status_code for response in responses]
+        assert set(statuses) == {200, 429}
+        refused = responses[statuses.index(429)]
+        assert refused.json()["error_type"] == "Overloaded"
+        assert "limit of 20" in refused.json()["error"]
+        assert int(refused.headers["retry-after"]) >= 1
+
+
+def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path) -> None:
+    with faulty_server(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server:
+        body = json.dumps({"inputs": ["moon " * n for n in range(1, 101)]}).encode()  # 15 s of work
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            time.sleep(0.5)
+        started = time.monotonic()
+        assert embed(server, "paris").status_code == 200
+        assert time.monotonic() - started < 3
+        assert metric(server, r'cloze_queue_tokens\{model="bert@1"\}') == 0
+        assert metric(server, r'cloze_batch_sequences_count\{model="bert@1"\}') < 20
+        assert metric(server, r'cloze_request_duration_seconds_count\{model="bert@1",route="/embed",status="499"\}') == 1
+
+
+# ---- 2: a poisonous item never harms its batch-mates -----------------------------------------------------------------
+
+
+def test_2_batch_mates_of_a_poisonous_text_get_their_answers(tiny_store: Path, server: Server) -> None:
+    expected = {word: embed(server, word).json() for word in WORDS}
+    with faulty_server(tiny_store, CLOZE_WORKERS="1") as faulty, ThreadPoolExecutor(32) as pool:
+        blocker = pool.submit(embed, faulty, "moon moon")  # while it runs, the others queue up and share a batch
+        time.sleep(0.03)
+        texts = [*WORDS, "sun", *WORDS]
+        responses = list(pool.map(lambda text: embed(faulty, text), texts))
+        assert blocker.result().status_code == 200
+        for text, response in zip(texts, responses, strict=True):
+            if text == "sun":
+                assert response.status_code == 500
+                assert response.json()["error_type"] == "Backend"
+            else:
+                np.testing.assert_allclose(response.json(), expected[text], atol=1e-5)
+        assert metric(faulty, r'cloze_batch_sequences_bucket\{le="1.0",model="bert@1"\}') < metric(
+            faulty, r'cloze_batch_sequences_count\{model="bert@1"\}'
+        ), "some must have shared a batch, or this shows nothing"
+        assert httpx.get(f"{faulty.url}/healthz").status_code == 200
+
+
+# ---- 3: a batched answer equals the single answer (the same against torch: test_graph, test_answers, test_main_job) ----
+
+
+def test_3_batched_equals_single_for_mixed_tasks(server: Server) -> None:
+    requests: list[tuple[str, dict[str, Any]]] = []
+    for word in WORDS:
+        requests += [
+            ("/embed", {"inputs": f"the {word} of"}),
+            ("/fill-mask", {"inputs": f"{word} [MASK]"}),
+            ("/nsp", {"inputs": {"text": word, "next": "of"}}),
+            ("/embed", {"inputs": [f"{word} " * n for n in (1, 5, 5, 30)]}),
+        ]
+
+    def post(request: tuple[str, dict[str, Any]]) -> Any:
+        response = httpx.post(server.url + request[0], json=request[1], timeout=30)
+        assert response.status_code == 200
+        return response.json()
+
+    single = [post(request) for request in requests]
+    with ThreadPoolExecutor(32) as pool:
+        for _ in range(3):
+            for batched, alone in zip(pool.map(post, requests), single, strict=True):
+                assert_close(batched, alone)
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key in expected:
+            assert_close(actual[key], expected[key])
+    elif isinstance(expected, list):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_close(one, other)
+    elif isinstance(expected, float):
+        assert actual == pytest.approx(expected, abs=1e-5)
+    else:
+        assert actual == expected
+
+
+# ---- 4: a dead engine is known, and ends the process -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "reason"),
+    [
+        ("king", {}, "could not repeat its golden outputs"),
+        ("war", {}, "a worker ended with SystemExit"),
+        ("tree", {"CLOZE_STALL_TIMEOUT_MS": "500"}, "a run took longer than 0.5 s"),
+    ],
+)
+def test_4_a_dead_engine_ends_the_process(tiny_store: Path, text: str, environment: dict[str, str], reason: str) -> None:
+    with faulty_server(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1", **environment) as server:
+        with ThreadPoolExecutor(8) as pool:
+            guilty = pool.submit(embed, server, text)
+            time.sleep(0.02)
+            queued = [pool.submit(embed, server, "moon " * n) for n in (1, 2)] if text == "tree" else []
+            assert guilty.result().status_code in (500, 503)
+            assert {future.result().status_code for future in queued} <= {503}
+        assert server.process.wait(15) == 1
+    assert any(reason in line for line in server.log)
+
+
+def test_4_probes_say_that_the_engine_is_dead(tiny_store: Path) -> None:
+    engine = FakeEngine(poison=lambda _: True)
+    engine.broken = True
+    service = Service(load_settings({"model_store": tiny_store, "model": "bert"}), lambda *_: engine)
+    died = threading.Event()
+    service.on_dead = died.set
+    with TestClient(service.api()) as client:
+        for probe in ("/healthz", "/readyz", "/health"):
+            assert client.get(probe).status_code == 200
+        assert client.post("/embed", json={"inputs": "a"}).status_code in (500, 503)
+        assert died.wait(5)
+        for probe in ("/healthz", "/readyz", "/health"):
+            response = client.get(probe)
+            assert response.status_code == 503
+            assert response.json()["error_type"] == "Unhealthy"
+        assert client.post("/embed", json={"inputs": "a"}).status_code == 503
+        assert "cloze_ready 0.0" in client.get("/metrics").text
+
+
+# ---- 5: no silent CPU ------------------------------------------------------------------------------------------------
+
+
+def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cloze", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={"PATH": "/usr/bin:/bin"} | environment,
+    )
+
+
+def test_5_a_gpu_that_was_asked_for_and_is_not_there_stops_the_start(tiny_store: Path) -> None:
+    import onnxruntime
+
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this onnxruntime can do CUDA")
+    done = cli("serve", "--port", "0", "--model-store", str(tiny_store), "--device", "cuda")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("cloze: device cuda was asked for, but this onnxruntime has only")
+
+
+# ---- 6: a bundle never executes code and fails on a wrong hash ---------------------------------------------------------
+
+
+def test_6_a_flipped_byte_stops_the_start(tiny_store: Path, tmp_path: Path) -> None:
+    import shutil
+
+    store = tmp_path / "store"
+    shutil.copytree(tiny_store, store)
+    for name in ("dense.onnx", "weights.bin", "tokenizer.json", "golden.json", "manifest.json"):
+        file = store / "bert" / "1" / name
+        data = file.read_bytes()
+        file.write_bytes(data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
+        done = cli("serve", "--port", "0", "--model-store", str(store))
+        assert done.returncode == 2, name
+        assert re.fullmatch(r"cloze: .*(sha256|refused).*\n", done.stderr), done.stderr
+        file.write_bytes(data)
+
+
+def rebuild(store: Path, source: Path, change: Any) -> None:
+    """Publish a copy of a bundle after changing its files, with right hashes: as an attacker would."""
+    import shutil
+
+    original = Store(source).open("bert")
+    with Store(store).staging() as folder:
+        for name in original.manifest.files:
+            shutil.copy(original.file(name), folder / name)
+        change(folder)
+        facts = {name: getattr(original.manifest, name) for name in type(original.manifest).__mro__[1].model_fields}
+        Store(store).publish(folder, type(original.manifest).__mro__[1](**facts))
+
+
+def test_6_a_graph_cannot_reach_outside_its_bundle(tiny_store: Path, tmp_path: Path) -> None:
+    def point_outside(folder: Path) -> None:
+        model = onnx.load(folder / "dense.onnx", load_external_data=False)
+        shutil_target = tmp_path / "secret.bin"
+        shutil_target.write_bytes((folder / "weights.bin").read_bytes())
+        for tensor in model.graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location":
+                    entry.value = "../../../secret.bin"
+        onnx.save(model, folder / "dense.onnx")
+
+    rebuild(tmp_path / "store", tiny_store, point_outside)
+    with pytest.raises(StartupError, match="its graph does not load"):
+        OnnxEngine(Store(tmp_path / "store").open("bert"), Device.CPU)
+
+
+def test_6_weights_that_are_not_the_verified_ones_are_refused(tiny_store: Path, tmp_path: Path) -> None:
+    """Right hashes, wrong numbers: the goldens do not come back."""
+
+    def damage(folder: Path) -> None:
+        weights = np.frombuffer((folder / "weights.bin").read_bytes(), np.float32).copy()
+        weights[np.flatnonzero(weights)[::7]] *= 1.05
+        (folder / "weights.bin").write_bytes(weights.tobytes())
+
+    rebuild(tmp_path / "store", tiny_store, damage)
+    with pytest.raises(StartupError, match=r"does not reproduce its golden outputs: \w+ is off by"):
+        OnnxEngine(Store(tmp_path / "store").open("bert"), Device.CPU)
+
+
+def test_6_nothing_in_service_or_store_can_unpickle() -> None:
+    root = Path(__file__).parents[1]
+    for file in [*root.glob("service/**/*.py"), *root.glob("model_store/**/*.py")]:
+        found = re.findall(
+            r"\b(?:pickle|marshal|shelve|joblib|allow_pickle|eval|exec|importlib\.import_module)\b", file.read_text()
+        )
+        assert not found, f"{file.name}: {found}"
+
+
+# ---- 7: SIGTERM ------------------------------------------------------------------------------------------------------
+
+
+def test_7_sigterm_under_load_finishes_what_was_accepted(tiny_store: Path) -> None:
+    with faulty_server(tiny_store, CLOZE_WORKERS="2", CLOZE_MAX_BATCH_TOKENS="1") as server, ThreadPoolExecutor(16) as pool:
+        accepted = [pool.submit(embed, server, "moon " * n) for n in range(1, 13)]
+        deadline = time.monotonic() + 10
+        while metric(server, r'cloze_queue_tokens\{model="bert@1"\}') < 30 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert [future.result().status_code for future in accepted] == [200] * 12
+        assert server.process.wait(20) == 0
+        assert time.monotonic() - started < 15
+        with pytest.raises(httpx.TransportError):
+            embed(server, "paris")
+
+
+def test_7_what_cannot_finish_in_the_grace_period_is_told_so(tiny_store: Path) -> None:
+    with faulty_server(tiny_store, CLOZE_WORKERS="1", CLOZE_SHUTDOWN_GRACE_MS="500") as server, ThreadPoolExecutor(4) as pool:
+        hung = pool.submit(embed, server, "tree")
+        time.sleep(0.2)  # until it runs
+        queued = pool.submit(embed, server, "paris walk")
+        time.sleep(0.2)
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        for future in (hung, queued):
+            response = future.result()
+            assert response.status_code == 503
+            assert response.json()["error_type"] == "Unhealthy"
+        assert server.process.wait(20) == 0
+        assert time.monotonic() - started < 12
+
+
+def test_7_readiness_goes_before_the_server_does(tiny_store: Path) -> None:
+    service = Service(load_settings({"model_store": tiny_store, "model": "bert"}))
+    with TestClient(service.api()) as client:
+        assert client.get("/readyz").status_code == 200
+        service.drain()
+        assert client.get("/readyz").status_code == 503
+        assert client.get("/healthz").status_code == 200
+        response = client.post("/embed", json={"inputs": "a"})
+        assert response.status_code == 503
+        assert response.json() == {"error": "the server is shutting down", "error_type": "Unhealthy"}
+
+
+def test_the_store_fixture_has_what_these_tests_need(tiny_store: Path) -> None:
+    assert Task.EMBED in Store(tiny_store).manifest("bert").tasks

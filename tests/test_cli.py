@@ -1,0 +1,111 @@
+"""The command line as a user types it."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.settings import Settings
+
+
+def cloze(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "cloze", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"PATH": "/usr/bin:/bin", "COLUMNS": "120"} | environment,
+    )
+
+
+def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    store = ("--model-store", str(tmp_path / "store"))
+    done = cloze("export", str(checkpoints["bert"]), "--name", "tiny", "--task", "embed", "--task", "fill-mask", *store)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("tiny@1: embed, fill-mask; differs from torch by ")
+    assert "note: qa is not offered" in done.stderr
+
+    assert cloze("store", "list", *store).stdout.startswith("tiny@1 ")
+    described = cloze("store", "show", "tiny", *store).stdout
+    assert "MultiHeadAttention 2" in described
+    assert "SkipLayerNormalization 4" in described
+    assert "BiasGelu 3" in described
+    assert json.loads(cloze("store", "show", "tiny@1", "--json", *store).stdout)["tasks"] == ["embed", "fill-mask"]
+    assert cloze("store", "verify", CLOZE_MODEL_STORE=str(tmp_path / "store")).stdout == "tiny@1: ok\n"
+
+    weights = tmp_path / "store" / "tiny" / "1" / "weights.bin"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    broken = cloze("store", "verify", "tiny", *store)
+    assert broken.returncode == 1
+    assert broken.stderr == "cloze: bundle tiny@1: weights.bin was changed after it was published (wrong sha256)\n"
+
+    assert cloze("store", "remove", "tiny@1", *store).stdout == "removed tiny@1\n"
+    assert cloze("store", "list", *store).stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("export", "./nowhere", "--name", "x"), 1, "cloze: no directory ./nowhere\n"),
+        (("store", "show", "x"), 1, "cloze: no bundle named 'x' in {store} (there: none; `cloze export` makes one)\n"),
+        (("store", "remove", "x@0"), 1, "cloze: '0' is not a version: versions are 1, 2, 3, ...\n"),
+        (("serve",), 2, "cloze: the model store {store} has no bundle; make one with `cloze export SOURCE --name NAME`\n"),
+        (("serve", "--port", "99999"), 2, "cloze: --port: input should be less than or equal to 65535, got '99999'\n"),
+    ],
+)
+def test_errors_are_one_line(tmp_path: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+    store = str(tmp_path / "missing")
+    done = cloze(*arguments, CLOZE_MODEL_STORE=store)
+    assert done.returncode == code
+    assert done.stderr.splitlines(keepends=True)[-1] == message.format(store=store)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("export", "x"), "Missing option '--name'"),
+        (("export", "x", "--name", "../x"), "1 to 64 of letters"),
+        (("export", "x", "--name", "x", "--task", "translate"), "'translate' is not one of"),
+        (("nonsense",), "No such command 'nonsense'"),
+    ],
+)
+def test_wrong_usage_says_so(arguments: tuple[str, ...], message: str) -> None:
+    done = cloze(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_a_task_without_a_head_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    done = cloze("export", str(checkpoints["distilbert"]), "--name", "x", "--task", "nsp", "--model-store", str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.endswith("cloze: the checkpoint cannot do nsp: it has heads for fill-mask, embed\n")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_taken_port_is_one_line(tiny_store: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = cloze("serve", "--port", str(port), "--model-store", str(tiny_store))
+    assert done.returncode == 2
+    assert done.stderr == f"cloze: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+def test_an_unknown_model_and_a_misspelt_variable(tiny_store: Path) -> None:
+    done = cloze("serve", "--model", "nobody", "--model-store", str(tiny_store), CLOZE_PROT="1")
+    assert done.returncode == 2
+    assert "the variable CLOZE_PROT is not a setting" in done.stderr
+    assert done.stderr.endswith(f"cloze: no bundle named 'nobody' in {tiny_store} (there: bert, bert-qa, distilbert)\n")
+
+
+def test_help_names_every_setting_and_every_command() -> None:
+    text = cloze("serve", "--help").stdout
+    for name in Settings.model_fields:
+        assert f"--{name.replace('_', '-')}" in text
+        assert f"CLOZE_{name.upper()}" in text.replace("\n", "").replace(" ", "")
+    assert {"export", "serve", "store"} <= set(cloze("--help").stdout.split())
+    assert "sentence-transformers directory" in cloze("export", "--help").stdout

@@ -1,0 +1,28 @@
+"""What a server process has in memory, asked of a fresh interpreter."""
+
+import json
+import subprocess
+import sys
+
+HEAVY = ["torch", "transformers", "onnx", "safetensors", "huggingface_hub", "sentence_transformers", "export"]
+
+
+def modules_after(code: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout)
+
+
+def test_the_service_never_imports_what_export_needs() -> None:
+    loaded = modules_after("import service.app")
+    assert "onnxruntime" in loaded
+    assert not [name for name in HEAVY if name in loaded]
+
+
+def test_the_command_line_imports_a_room_only_when_asked() -> None:
+    loaded = modules_after("import cloze.cli")
+    assert not [name for name in [*HEAVY, "service", "fastapi", "onnxruntime"] if name in loaded]

@@ -1,0 +1,83 @@
+"""Settings: flag over environment over default; a bad one is one clear line; the README's table is the class."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.core import StartupError
+from service.settings import Settings, available_cpus, load_settings, unknown_variables
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("CLOZE_"):
+            monkeypatch.delenv(name)
+
+
+def test_flags_win_over_the_environment_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings().port == 8000
+    monkeypatch.setenv("CLOZE_PORT", "9000")
+    assert load_settings().port == 9000
+    assert load_settings({"port": "9001", "host": None}).port == 9001
+
+
+def test_models_are_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLOZE_MODEL", "a, b@2,")
+    assert load_settings().model == ("a", "b@2")
+    assert load_settings({"model": ("c", "d")}).model == ("c", "d")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("CLOZE_PORT", "http", r"^CLOZE_PORT: input should be a valid integer.*, got 'http'$"),
+        ("CLOZE_PORT", "70000", r"^CLOZE_PORT: input should be less than or equal to 65535, got '70000'$"),
+        ("CLOZE_PORT", "tcp://10.0.0.1:8000", r"^CLOZE_PORT: .*'tcp://10.0.0.1:8000'$"),
+        ("CLOZE_DEVICE", "tpu", r"^CLOZE_DEVICE: input should be 'auto', 'cpu' or 'cuda', got 'tpu'$"),
+        ("CLOZE_MAX_BATCH_TOKENS", "0", r"^CLOZE_MAX_BATCH_TOKENS: .*greater than or equal to 1, got '0'$"),
+        ("CLOZE_LOG_LEVEL", "loud", r"^CLOZE_LOG_LEVEL: .*got 'loud'$"),
+    ],
+)
+def test_a_bad_value_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(StartupError, match=message):
+        load_settings()
+
+
+def test_a_bad_flag_is_named_as_a_flag() -> None:
+    with pytest.raises(StartupError, match=r"^--max-top-k: .*got '0'$"):
+        load_settings({"max_top_k": "0"})
+
+
+def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLOZE_PROT", "1")
+    monkeypatch.setenv("CLOZE_PORT", "1")
+    assert unknown_variables() == ["CLOZE_PROT"]
+
+
+def test_workers_default_to_the_cores_there_are() -> None:
+    assert 1 <= available_cpus() == load_settings().worker_count()
+    assert load_settings({"workers": 3}).worker_count() == 3
+
+
+def shown(default: Any) -> str:
+    return str(getattr(default, "value", default))
+
+
+def test_the_readme_has_every_setting() -> None:
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    rows = {
+        name: (default, text)
+        for name, default, text in re.findall(r"^\| `CLOZE_(\w+)` \| (.*?) \| (.*?) \|$", readme, re.MULTILINE)
+    }
+    assert list(rows) == [name.upper() for name in Settings.model_fields]
+    for name, field in Settings.model_fields.items():
+        default, text = rows[name.upper()]
+        assert text == field.description
+        if name not in ("model_store", "model"):
+            assert default == f"`{shown(field.default)}`"

@@ -196,7 +196,9 @@ def _parse(kind: type[B], data: bytes) -> B:
     except ValidationError as error:
         problems = error.errors(include_url=False)
         if problems[0]["type"] == "json_invalid":
-            raise core.MalformedRequest(f"the body is not JSON: {problems[0]['ctx']['error']}") from None
+            reason = problems[0]["ctx"]["error"]
+            hint = "; \\ud800 to \\udfff, surrogates, must come in pairs" if "hex escape" in reason else ""
+            raise core.MalformedRequest(f"the body is not JSON: {reason}{hint}") from None
         raise core.InvalidRequest(_describe(problems)) from None
 
 

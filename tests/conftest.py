@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach a hub; those of the hub's path set an endpoint of their own
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test may reach a hub; those of the hub's path set one of their own
 
 import pytest
 

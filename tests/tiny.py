@@ -1,5 +1,6 @@
 """Real, tiny, random checkpoints, made by transformers itself and saved as its users save them."""
 
+import sys
 from pathlib import Path
 
 import torch
@@ -54,3 +55,8 @@ def save_checkpoint(folder: Path, kind: str, seed: int = 0, **sizes: object) -> 
     make_model(kind, seed, **sizes).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(vocabulary()) + "\n")
     return folder
+
+
+if __name__ == "__main__":
+    for name in ("bert", "bert-qa"):
+        print(save_checkpoint(Path(sys.argv[1]) / name, name))

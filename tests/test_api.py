@@ -1,0 +1,263 @@
+"""The wire: bad input in every form gets its status, its shape and its reason; released clients understand us."""
+
+import http.client
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import HfHubHTTPError, ValidationError
+
+from tests.serving import Server
+
+JSON = dict[str, Any]
+PAIR = {"question": "who?", "context": "the king"}
+
+
+def call(server: Server, route: str, content: bytes | None = None, **body: Any) -> httpx.Response:
+    data = content if content is not None else json.dumps(body).encode()
+    return httpx.post(server.url + route, content=data, headers={"content-type": "application/json"}, timeout=30)
+
+
+BAD: list[tuple[str, JSON | bytes, int, str, str]] = [
+    # bodies that cannot be read
+    ("/embed", b"", 400, "Validation", r"the body is empty"),
+    ("/embed", b"  \n", 400, "Validation", r"the body is empty"),
+    ("/embed", b"{", 400, "Validation", r"the body is not JSON: EOF"),
+    ("/embed", b"{'inputs': 'x'}", 400, "Validation", r"the body is not JSON"),
+    ("/embed", b'\xff\xfe{"inputs": "x"}', 400, "Validation", r"the body is not JSON"),
+    ("/embed", b'{"inputs": "\\ud800"}', 400, "Validation", r"the body is not JSON: .*surrogate"),
+    ("/fill-mask", b'{"inputs": "[MASK] \\udfff"}', 400, "Validation", r"surrogate"),
+    ("/qa", b'{"inputs": {"question": "\\ud83d", "context": "x"}}', 400, "Validation", r"surrogate"),
+    ("/embed", b"[" * 100_000, 400, "Validation", r"the body is not JSON: recursion"),
+    ("/embed", b"[]", 422, "Validation", r"the body: "),
+    ("/embed", b'"text"', 422, "Validation", r"the body: "),
+    ("/embed", b"null", 422, "Validation", r"the body: "),
+    # wrong types, missing and unknown fields
+    ("/embed", {}, 422, "Validation", r"^inputs: Field required$"),
+    ("/embed", {"inputs": None}, 422, "Validation", r"^inputs: "),
+    ("/embed", {"inputs": 5}, 422, "Validation", r"^inputs: Input should be a valid string; inputs: Input should be a valid array"),
+    ("/embed", {"inputs": {"text": "x"}}, 422, "Validation", r"^inputs: "),
+    ("/embed", {"inputs": ["a", None]}, 422, "Validation", r"inputs\.1: "),
+    ("/embed", {"inputs": "x", "normalise": True}, 422, "Validation", r"^normalise: Extra inputs are not permitted$"),
+    ("/embed", {"inputs": "x", "normalize": "yes"}, 422, "Validation", r"^normalize: Input should be a valid boolean$"),
+    ("/embed", {"inputs": "x", "truncation_direction": "up"}, 422, "Validation", r"truncation_direction: .*'left' or 'right'"),
+    ("/fill-mask", {"inputs": ["[MASK]"], "parameters": {"top_k": "5"}}, 422, "Validation", r"^parameters\.top_k: Input should be a valid integer$"),
+    ("/fill-mask", {"inputs": "[MASK]", "parameters": {"topk": 5}}, 422, "Validation", r"^parameters\.topk: Extra"),
+    ("/nsp", {"inputs": {"text": "a"}}, 422, "Validation", r"inputs\.next: Field required"),
+    ("/nsp", {"inputs": "a"}, 422, "Validation", r"^inputs: "),
+    ("/qa", {"inputs": {"question": "a"}}, 422, "Validation", r"inputs\.context: Field required"),
+    # empty
+    ("/embed", {"inputs": []}, 400, "Empty", r"inputs is an empty list"),
+    ("/fill-mask", {"inputs": []}, 400, "Empty", r"inputs is an empty list"),
+    ("/nsp", {"inputs": []}, 400, "Empty", r"empty list"),
+    ("/nsp", {"inputs": {"text": "a", "candidates": []}}, 400, "Empty", r"empty list"),
+    ("/qa", {"inputs": []}, 400, "Empty", r"empty list"),
+    ("/embed", {"inputs": ""}, 422, "Validation", r"^inputs is empty; it needs at least 1 character$"),
+    ("/embed", {"inputs": ["a", ""]}, 422, "Validation", r"^inputs\[1\] is empty"),
+    ("/embed", {"inputs": [[5, 6], []]}, 422, "Validation", r"^inputs\[1\] is empty; it needs at least 1 token id$"),
+    ("/fill-mask", {"inputs": ""}, 422, "Validation", r"^inputs is empty"),
+    ("/nsp", {"inputs": {"text": "", "next": "a"}}, 422, "Validation", r"^inputs\.text is empty"),
+    ("/nsp", {"inputs": [{"text": "a", "next": ""}]}, 422, "Validation", r"^inputs\[0\]\.next is empty"),
+    ("/qa", {"inputs": {"question": "", "context": "a"}}, 422, "Validation", r"^inputs\.question is empty"),
+    ("/qa", {"inputs": {"question": "a", "context": " \n "}}, 422, "Validation", r"^inputs\.context holds no token"),
+    # masks
+    ("/fill-mask", {"inputs": "no mask"}, 422, "Validation", r"holds no mask token; put \[MASK\]"),
+    ("/fill-mask", {"inputs": ["[MASK]", "none"]}, 422, "Validation", r"^inputs\[1\] holds no mask token"),
+    ("/fill-mask", {"inputs": "[MASK]" * 600}, 422, "Validation", r"holds 600 mask tokens; the limit is 64"),
+    ("/fill-mask", {"inputs": "a " * 200 + "[MASK]"}, 422, "Validation", r"mask token at token 201, but the model reads only the first 158"),
+    ("/fill-mask", {"inputs": "[MASK]", "parameters": {"top_k": 0}}, 422, "Validation", r"top_k must be between 1 and \d+, got 0"),
+    ("/fill-mask", {"inputs": "[MASK]", "parameters": {"top_k": 100_000}}, 422, "Validation", r"top_k must be between 1 and \d+, got 100000"),
+    ("/fill-mask", {"inputs": "[MASK]", "parameters": {"targets": ["", " "]}}, 422, "Validation", r"none of the targets"),
+    # limits
+    ("/embed", {"inputs": "a" * 10_000_000}, 413, "Validation", r"the body has 10\d{6} bytes; the limit is 8388608"),
+    ("/embed", {"inputs": ["a"] * 2049}, 422, "Validation", r"inputs has 2049 texts; the limit is 2048"),
+    ("/embed", {"inputs": "a " * 400, "truncate": False}, 422, "Validation", r"has 402 tokens; the model reads 160, and truncate is false"),
+    ("/embed", {"inputs": "a", "dimensions": 65}, 422, "Validation", r"dimensions must be between 1 and 64, got 65"),
+    ("/embed", {"inputs": "a", "dimensions": 0}, 422, "Validation", r"dimensions must be between 1 and 64, got 0"),
+    ("/embed", {"inputs": "a", "prompt_name": "query"}, 422, "Validation", r"prompt_name 'query' is not one of the model's prompts"),
+    ("/embed", {"inputs": [5, 10**6]}, 422, "Validation", r"token ids from 5 to 1000000; this model's are 0 to \d+"),
+    ("/embed", {"inputs": [-1]}, 422, "Validation", r"token ids from -1 to -1"),
+    ("/embed", {"inputs": [10**30]}, 422, "Validation", r"inputs"),
+    ("/qa", {"inputs": PAIR, "parameters": {"top_k": 0}}, 422, "Validation", r"top_k must be between 1 and 1000, got 0"),
+    ("/qa", {"inputs": PAIR, "parameters": {"max_seq_len": 161}}, 422, "Validation", r"max_seq_len must be between 8 and 160, got 161"),
+    ("/qa", {"inputs": PAIR, "parameters": {"max_seq_len": 20, "doc_stride": 20}}, 422, "Validation", r"doc_stride must be between 0 and \d+, got 20"),
+    ("/qa", {"inputs": PAIR | {"question": "a " * 50}, "parameters": {"max_seq_len": 20}}, 422, "Validation", r"leaves no room for the context"),
+    ("/qa", {"inputs": PAIR, "parameters": {"max_answer_len": 0}}, 422, "Validation", r"max_answer_len must be between 1 and 160, got 0"),
+    # models
+    ("/embed", {"inputs": "a", "model": "nobody"}, 404, "Validation", r"no model 'nobody' is served"),
+    ("/embed", {"inputs": "a", "model": "bert@7"}, 404, "Validation", r"no model 'bert@7' is served"),
+    ("/embed", {"inputs": "a", "model": "bert-qa"}, 424, "Backend", r"model bert-qa cannot do embed; it does qa"),
+    ("/nsp", {"inputs": {"text": "a", "next": "b"}, "model": "distilbert"}, 424, "Backend", r"model distilbert cannot do nsp"),
+    # routes
+    ("/translate", {"inputs": "a"}, 404, "Validation", r"there is no route '/translate'"),
+    ("/healthz", {}, 405, "Validation", r"/healthz does not answer POST"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "kind", "message"), BAD, ids=[f"{i}-{b[0]}-{b[2]}" for i, b in enumerate(BAD)]
+)
+def test_bad_input_is_told_what_is_wrong(
+    server: Server, route: str, body: JSON | bytes, status: int, kind: str, message: str
+) -> None:
+    response = call(server, route, content=body if isinstance(body, bytes) else None, **(body if isinstance(body, dict) else {}))
+    assert response.status_code == status, response.text[:300]
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    answer = response.json()
+    assert answer.keys() == {"error", "error_type"}
+    assert answer["error_type"] == kind
+    assert re.search(message, answer["error"]), answer["error"][:300]
+    assert len(answer["error"]) < 500, "an error does not repeat what was sent"
+
+
+def test_control_characters_are_cleaned_as_bert_cleans_them(server: Server) -> None:
+    """NUL and U+FFFD disappear; so does nothing else."""
+    plain = call(server, "/embed", inputs="the king").json()
+    assert call(server, "/embed", inputs="the\x00 ki\x00ng\ufffd").json() == plain
+    assert call(server, "/embed", inputs="\x00").status_code == 200
+
+
+def test_the_same_server_still_works_after_all_that(server: Server) -> None:
+    assert call(server, "/embed", inputs="the king").status_code == 200
+    assert httpx.get(f"{server.url}/healthz").status_code == 200
+
+
+def test_truncation_is_reported_and_can_be_turned(server: Server) -> None:
+    long = "king " + "a " * 300 + "moon"
+    response = call(server, "/embed", inputs=[long, "a", long])
+    assert response.headers["x-truncated"] == "2"
+    assert int(response.headers["x-compute-tokens"]) == 160 + 3 + 160
+    left = call(server, "/embed", inputs=long, truncation_direction="Left")
+    assert left.headers["x-truncated"] == "1"
+    assert left.json() != response.json()[:1]
+    assert left.json() == call(server, "/embed", inputs="a " * 157 + "moon").json()
+    assert call(server, "/embed", inputs="a").headers["x-truncated"] == "0"
+    assert call(server, "/nsp", inputs={"text": long, "next": long}).headers["x-truncated"] == "1"
+    assert call(server, "/qa", inputs={"question": "who " * 100, "context": "the king"}).headers["x-truncated"] == "1"
+    assert call(server, "/qa", inputs={"question": "who", "context": long}).headers["x-truncated"] == "0", "windows read it all"
+
+
+def test_answers_say_where_the_time_went(server: Server) -> None:
+    headers = call(server, "/fill-mask", inputs="the [MASK]").headers
+    for name in ("x-compute-time", "x-total-time", "x-tokenization-time", "x-queue-time", "x-inference-time"):
+        assert 0 <= int(headers[name]) < 10_000
+    assert headers["x-compute-tokens"] == "4"
+
+
+def test_a_request_id_is_echoed_if_it_is_harmless(server: Server) -> None:
+    assert httpx.get(f"{server.url}/healthz", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert httpx.get(f"{server.url}/healthz", headers={"x-request-id": "a b\tc"}).headers["x-request-id"] != "a b\tc"
+
+
+def test_a_model_is_chosen_by_name_version_or_default(server: Server) -> None:
+    default = call(server, "/embed", inputs="the king").json()
+    assert call(server, "/embed", inputs="the king", model="bert").json() == default
+    assert call(server, "/embed", inputs="the king", model="bert@1").json() == default
+    assert call(server, "/embed", inputs="the king", model="distilbert").json() != default
+
+
+def test_a_request_may_have_as_many_texts_as_it_may(server: Server) -> None:
+    response = call(server, "/embed", inputs=["the king"] * 2048)
+    assert response.status_code == 200
+    assert len(response.json()) == 2048
+
+
+def test_chunked_bodies_are_bounded_too(server: Server) -> None:
+    def chunks() -> Any:
+        yield b'{"inputs": "'
+        for _ in range(200):
+            yield b"a" * 65536
+        yield b'"}'
+
+    response = httpx.post(f"{server.url}/embed", content=chunks(), timeout=30)
+    assert response.status_code == 413
+    assert "limit is 8388608" in response.json()["error"]
+
+
+def test_one_connection_serves_many_requests(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = http.client.HTTPConnection(host, int(port), timeout=10)
+    for body in ('{"inputs": "a"}', "{", '{"inputs": "b"}'):
+        connection.request("POST", "/embed", body)
+        response = connection.getresponse()
+        assert response.status == (400 if body == "{" else 200)
+        response.read()
+    connection.close()
+
+
+# ---- what is served besides tasks ------------------------------------------------------------------------------------
+
+
+def test_info_names_models_tasks_and_limits(server: Server) -> None:
+    info = httpx.get(f"{server.url}/info").json()
+    assert info["defaults"] == {"fill-mask": "bert@1", "embed": "bert@1", "nsp": "bert@1", "qa": "bert-qa@1"}
+    assert [model["name"] for model in info["models"]] == ["bert", "bert-qa", "distilbert"]
+    assert info["max_input_length"] == 160
+    assert info["max_client_batch_size"] == 2048
+
+
+def test_documentation_is_served_by_us_alone(server: Server) -> None:
+    page = httpx.get(f"{server.url}/docs").text
+    links = re.findall(r"(?:src|href)=\"([^\"]+)\"", page)
+    assert links
+    for link in links:
+        assert link.startswith("/"), f"{link} is elsewhere"
+        assert httpx.get(server.url + link).status_code == 200, link
+    assert "https://" not in page
+
+
+def test_openapi_describes_every_body(server: Server) -> None:
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    for route, name in {"/fill-mask": "FillMaskBody", "/embed": "EmbedBody", "/nsp": "NspBody", "/qa": "QaBody"}.items():
+        schema = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": f"#/components/schemas/{name}"}
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert references <= document["components"]["schemas"].keys()
+
+
+def test_logs_hold_no_text_of_a_client(server: Server) -> None:
+    call(server, "/embed", inputs="confidential xyzzy")
+    call(server, "/fill-mask", inputs="confidential xyzzy")
+    httpx.post(f"{server.url}/embed", content=b"{confidential xyzzy", headers={"authorization": "Bearer xyzzy"})
+    assert not [line for line in server.log if "xyzzy" in line or "confidential" in line]
+
+
+# ---- huggingface_hub, as released ------------------------------------------------------------------------------------
+
+
+def client(server: Server, route: str) -> InferenceClient:
+    return InferenceClient(model=server.url + route, token="hf_test", timeout=30)
+
+
+def test_huggingface_client_fills_masks(server: Server) -> None:
+    predictions = client(server, "/fill-mask").fill_mask("Paris is the [MASK] of France.", top_k=3)
+    assert [prediction.score for prediction in predictions] == sorted((p.score for p in predictions), reverse=True)
+    assert len(predictions) == 3
+    chosen = client(server, "/fill-mask").fill_mask("the [MASK]", targets=["king", "moon"])
+    assert {prediction.token_str for prediction in chosen} == {"king", "moon"}
+
+
+def test_huggingface_client_embeds(server: Server) -> None:
+    vector = client(server, "/embed").feature_extraction("the king", normalize=True, truncate=True)
+    assert vector.shape == (1, 64)
+    assert float((vector**2).sum()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_huggingface_client_answers_questions(server: Server) -> None:
+    context = "Paris is the capital of France."
+    answer = client(server, "/qa").question_answering(question="What is Paris?", context=context)
+    assert context[answer.start : answer.end] == answer.answer
+    answers = client(server, "/qa").question_answering(
+        question="What is Paris?", context=context, top_k=2, max_seq_len=64, doc_stride=8
+    )
+    assert isinstance(answers, list)
+    assert len(answers) == 2
+
+
+def test_huggingface_client_shows_our_errors(server: Server) -> None:
+    with pytest.raises((HfHubHTTPError, ValidationError), match="holds no mask token"):
+        client(server, "/fill-mask").fill_mask("no mask")

@@ -1,0 +1,170 @@
+"""What Prometheus sees: valid, there before the first request, bounded, and right."""
+
+import math
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serving import Server, running_server
+
+FAMILIES = {
+    "cloze_request_duration_seconds": "histogram",
+    "cloze_request_part_duration_seconds": "histogram",
+    "cloze_batch_sequences": "histogram",
+    "cloze_batch_tokens": "histogram",
+    "cloze_batch_duration_seconds": "histogram",
+    "cloze_tokens": "counter",
+    "cloze_padding_tokens": "counter",
+    "cloze_truncated_texts": "counter",
+    "cloze_queue_tokens": "gauge",
+    "cloze_ready": "gauge",
+    "process_resident_memory_bytes": "gauge",
+}
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(server: Server) -> Samples:
+    text = httpx.get(f"{server.url}/metrics").text
+    return {
+        (s.name, frozenset(s.labels.items())): s.value for family in text_string_to_metric_families(text) for s in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float:
+    return samples.get((name, frozenset(labels.items())), 0.0)
+
+
+@pytest.fixture
+def fresh(tiny_store: Path) -> Server:  # type: ignore[misc]
+    with running_server(tiny_store) as server:
+        yield server
+
+
+def test_every_family_is_there_before_the_first_request(fresh: Server) -> None:
+    text = httpx.get(f"{fresh.url}/metrics").text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for name, kind in FAMILIES.items():
+        assert families[name].type == kind, name
+        assert families[name].documentation
+        assert families[name].samples, f"{name} has no series yet"
+    samples = scrape(fresh)
+    for route, model in (("/embed", "bert@1"), ("/fill-mask", "distilbert@1"), ("/nsp", "bert@1"), ("/qa", "bert-qa@1")):
+        for status in ("200", "422", "429", "500", "504"):
+            assert (
+                "cloze_request_duration_seconds_count",
+                frozenset({"route": route, "model": model, "status": status}.items()),
+            ) in samples
+
+
+def test_numbers_are_what_happened(fresh: Server) -> None:
+    before = scrape(fresh)
+    for body in ({"inputs": "the king"}, {"inputs": ["the moon", "a " * 400]}):
+        assert httpx.post(f"{fresh.url}/embed", json=body).status_code == 200
+    assert httpx.post(f"{fresh.url}/embed", json={"inputs": 1}).status_code == 422
+    assert httpx.post(f"{fresh.url}/qa", json={"inputs": {"question": "who?", "context": "the king"}}).status_code == 200
+    time.sleep(0.05)
+    after = scrape(fresh)
+
+    def grew(name: str, **labels: str) -> float:
+        return value(after, name, **labels) - value(before, name, **labels)
+
+    assert grew("cloze_request_duration_seconds_count", route="/embed", model="bert@1", status="200") == 2
+    assert grew("cloze_request_duration_seconds_count", route="/embed", model="", status="422") == 1
+    assert grew("cloze_request_duration_seconds_count", route="/qa", model="bert-qa@1", status="200") == 1
+    for part in ("tokenize", "queue", "inference"):
+        assert grew("cloze_request_part_duration_seconds_count", part=part, model="bert@1") == 2
+    assert grew("cloze_tokens_total", model="bert@1") == 4 + 4 + 160
+    assert grew("cloze_batch_tokens_sum", model="bert@1") == 168
+    assert grew("cloze_batch_sequences_sum", model="bert@1") == 3
+    assert grew("cloze_truncated_texts_total", model="bert@1") == 1
+    assert value(after, "cloze_padding_tokens_total", model="bert@1") == 0
+    assert value(after, "cloze_queue_tokens", model="bert@1") == 0
+    assert value(after, "cloze_ready") == 1
+    total = grew("cloze_request_duration_seconds_sum", route="/embed", model="bert@1", status="200")
+    parts = sum(
+        grew("cloze_request_part_duration_seconds_sum", part=part, model="bert@1") for part in ("tokenize", "queue", "inference")
+    )
+    assert 0 < parts <= total < 10
+
+
+def test_labels_stay_bounded_whatever_is_asked(fresh: Server) -> None:
+    def label_values() -> dict[str, set[str]]:
+        values: dict[str, set[str]] = {}
+        for _, labels in scrape(fresh):
+            for key, label in labels:
+                values.setdefault(key, set()).add(label)
+        return values
+
+    for number in range(30):
+        httpx.post(f"{fresh.url}/random-{number}", json={})
+        httpx.get(f"{fresh.url}/docs/assets/{number}")
+        httpx.post(f"{fresh.url}/embed", json={"inputs": "a", "model": f"model-{number}"})
+        httpx.request(f"VERB{number}", f"{fresh.url}/embed")
+    time.sleep(0.05)
+    values = label_values()
+    assert values["model"] <= {"", "bert@1", "bert-qa@1", "distilbert@1"}
+    assert values["route"] <= {"/fill-mask", "/embed", "/nsp", "/qa", "/healthz", "/readyz", "/metrics", "other"}
+    assert all(re.fullmatch(r"[1-5]\d\d", status) for status in values["status"])
+    assert not any(math.isnan(number) for number in scrape(fresh).values())
+
+
+def test_promtool_finds_nothing_to_mend(server: Server) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian's package prometheus)")
+    text = httpx.get(f"{server.url}/metrics").content
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30)
+    assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
+
+
+def test_a_real_prometheus_answers_from_our_series(fresh: Server, tmp_path: Path) -> None:
+    """With the configuration we ship, but for the address and the interval."""
+    if shutil.which("prometheus") is None:
+        pytest.skip("prometheus is not installed (Debian's package prometheus)")
+    config = yaml.safe_load((Path(__file__).parents[1] / "monitoring" / "prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "200ms", "scrape_timeout": "200ms"}
+    for job in config["scrape_configs"]:
+        job.pop("scrape_interval", None)
+        job["static_configs"] = [{"targets": [fresh.url.removeprefix("http://")]}]
+    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    process = subprocess.Popen(
+        [
+            "prometheus",
+            f"--config.file={tmp_path}/prometheus.yml",
+            f"--storage.tsdb.path={tmp_path}/data",
+            f"--web.listen-address={address}",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        quantile = 'histogram_quantile(0.99, sum by (le, route) (rate(cloze_request_duration_seconds_bucket{route="/embed",status="200"}[5s])))'
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            httpx.post(f"{fresh.url}/embed", json={"inputs": "the king"})
+            try:
+                result = httpx.get(f"http://{address}/api/v1/query", params={"query": quantile}).json()["data"]["result"]
+            except (httpx.TransportError, ValueError, KeyError):
+                result = []
+            if result and not math.isnan(float(result[0]["value"][1])):
+                break
+            time.sleep(0.1)
+        else:
+            pytest.fail("Prometheus gave no p99 of /embed")
+        assert 0 < float(result[0]["value"][1]) < 5
+        assert result[0]["metric"] == {"route": "/embed"}
+    finally:
+        process.terminate()
+        process.wait(10)

@@ -53,7 +53,7 @@ class Tokenizer:
     def spans(self, text: str) -> Spans:
         """Ids, character offsets and words of a text."""
         encoding = self._backend.encode(text, add_special_tokens=False)
-        return Spans(encoding.ids, encoding.offsets, encoding.words)
+        return Spans(encoding.ids, encoding.offsets, encoding.word_ids)
 
     def single(self, ids: Sequence[int], max_tokens: int, *, keep_end: bool = False) -> tuple[list[int], bool]:
         """``[CLS] ids [SEP]``, cut to ``max_tokens`` at its end, or at its start to keep the end.

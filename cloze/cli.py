@@ -114,12 +114,17 @@ def store() -> None:
 @_store_option
 def list_bundles(model_store: Path) -> None:
     """One line a bundle: name@version, tasks, size, date."""
-    for manifest in _or_fail(lambda: Store(model_store).manifests()):
+    there = Store(model_store)
+
+    def line(reference: str) -> str:
+        manifest = there.manifest(reference)
         size = sum(file.size for file in manifest.files.values())
-        click.echo(
+        return (
             f"{manifest.reference:<32} {', '.join(manifest.tasks):<28} {manifest.architecture.family:<11}"
             f" {size / 1e6:8.1f} MB  {manifest.created:%Y-%m-%d %H:%M}"
         )
+
+    _for_each(there.references(), line)
 
 
 @store.command()
@@ -138,16 +143,7 @@ def show(reference: str, as_json: bool, model_store: Path) -> None:
 def verify(references: tuple[str, ...], model_store: Path) -> None:
     """Check every file of bundles against its manifest; without a name, of all."""
     there = Store(model_store)
-    names = references or tuple(manifest.reference for manifest in _or_fail(there.manifests))
-    failed = 0
-    for name in names:
-        try:
-            click.echo(f"{there.open(name).manifest.reference}: ok")
-        except StoreError as error:
-            failed += 1
-            click.echo(f"cloze: {error}", err=True)
-    if failed:
-        sys.exit(1)
+    _for_each(references or there.references(), lambda reference: f"{there.open(reference).manifest.reference}: ok")
 
 
 @store.command()
@@ -227,6 +223,19 @@ def serve(**flags: Any) -> None:
         sys.exit(serve_forever(load_settings({**flags, "model": flags["model"] or None})))
     except StartupError as error:
         _fail(str(error), code=2)
+
+
+def _for_each(references: Sequence[str], line: Callable[[str], str]) -> None:
+    """Print a line for each bundle, or what is wrong with it; any that is wrong makes the exit code 1."""
+    failed = False
+    for reference in references:
+        try:
+            click.echo(line(reference))
+        except StoreError as error:
+            failed = True
+            click.echo(f"cloze: {error}", err=True)
+    if failed:
+        sys.exit(1)
 
 
 def _or_fail(call: Callable[[], T]) -> T:

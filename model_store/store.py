@@ -54,13 +54,9 @@ class Store:
     def __init__(self, root: Path = DEFAULT_ROOT) -> None:
         self.root = root
 
-    def manifests(self) -> list[Manifest]:
-        """The manifests of all published bundles, by name and version. Their files are not checked.
-
-        Raises:
-            StoreError: a manifest cannot be read.
-        """
-        return [_read_manifest(self.root / name / str(version)) for name in self._names() for version in self._versions(name)]
+    def references(self) -> list[str]:
+        """``name@version`` of all published bundles, by name and version. None of them is looked into."""
+        return [f"{name}@{version}" for name in self._names() for version in self._versions(name)]
 
     def resolve(self, reference: str) -> Path:
         """The folder of ``name`` (its newest version) or ``name@version``.

@@ -15,13 +15,15 @@ import uvicorn
 from fastapi import FastAPI
 
 from model_store import Bundle, Store, StoreError
-from service.api import STATUS, TASK_ROUTES, ApiLimits, Health, create_api
+from service.api import STATUS, Health, create_api
 from service.core import BatchReport, Device, Engine, StartupError
 from service.engine import OnnxEngine
 from service.metrics import Metrics
 from service.pipeline import Models, Pipeline
 from service.scheduler import Scheduler
 from service.settings import Settings, unknown_variables
+from service.task_api import TASK_ROUTES, ApiLimits
+from service.tasks import TaskLimits
 from service.tokenizer import Tokenizer
 
 log = logging.getLogger("cloze")
@@ -116,8 +118,13 @@ class Service:
             bundle.manifest,
             Tokenizer(bundle),
             scheduler,
-            max_masks=settings.max_masks,
-            max_top_k=settings.max_top_k,
+            limits=TaskLimits(
+                max_tokens=bundle.manifest.limits.max_tokens,
+                max_masks=settings.max_masks,
+                max_top_k=settings.max_top_k,
+                max_results=settings.max_request_results,
+                max_request_tokens=settings.max_request_tokens,
+            ),
             request_timeout_s=settings.request_timeout_ms / 1000,
         )
 
@@ -130,7 +137,7 @@ def open_bundles(settings: Settings) -> list[Bundle]:
     """
     store = Store(settings.model_store)
     try:
-        names = settings.model or tuple(dict.fromkeys(manifest.name for manifest in store.manifests()))
+        names = settings.model or tuple(dict.fromkeys(reference.split("@")[0] for reference in store.references()))
         if not names:
             raise StartupError(
                 f"the model store {settings.model_store} has no bundle; make one with `cloze export SOURCE --name NAME`"

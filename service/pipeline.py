@@ -42,7 +42,7 @@ class Pipeline:
         manifest: its bundle's.
         tokenizer: its bundle's.
         scheduler: runs its engine.
-        max_masks, max_top_k: see `TaskLimits`.
+        limits: the most that a request may ask of a task.
         request_timeout_s: after this a request fails with `DeadlineExceeded`.
     """
 
@@ -52,14 +52,13 @@ class Pipeline:
         tokenizer: Tokenizer,
         scheduler: Scheduler,
         *,
-        max_masks: int,
-        max_top_k: int,
+        limits: TaskLimits,
         request_timeout_s: float,
     ) -> None:
         self.manifest = manifest
         self.scheduler = scheduler
         self._tokenizer = tokenizer
-        self._limits = TaskLimits(manifest.limits.max_tokens, max_masks, max_top_k)
+        self._limits = limits
         self._request_timeout_s = request_timeout_s
 
     async def fill_mask(

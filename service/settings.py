@@ -67,6 +67,12 @@ class Settings(BaseSettings):
         8_388_608, ge=1024, description="largest request body; 2,048 texts of 512 tokens are about 5 MB"
     )
     max_request_texts: int = Field(2048, ge=1, description="most texts in one request; what OpenAI's API allows")
+    max_request_tokens: int = Field(
+        1_048_576, ge=1, description="most tokens run for one request, windows of long contexts counted; 2,048 sequences of 512"
+    )
+    max_request_results: int = Field(
+        100_000, ge=1, description="most predictions or answers in one request: masks or questions, times top_k"
+    )
     max_masks: int = Field(64, ge=1, description="most mask tokens in one text")
     max_top_k: int = Field(1000, ge=1, description="most predictions a mask, or answers a question")
     request_timeout_ms: int = Field(30_000, ge=1, description="a request without an answer by then gets 504")

@@ -42,6 +42,14 @@ def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(checkpo
     assert broken.returncode == 1
     assert broken.stderr == "cloze: bundle tiny@1: weights.bin was changed after it was published (wrong sha256)\n"
 
+    assert cloze("export", str(checkpoints["distilbert"]), "--name", "other", *store).returncode == 0
+    (tmp_path / "store" / "tiny" / "1" / "manifest.json").write_text("{}")
+    listed = cloze("store", "list", *store)
+    assert listed.returncode == 1, "one damaged bundle"
+    assert listed.stdout.startswith("other@1 "), "hides no other"
+    assert "the manifest of tiny@1 is refused" in listed.stderr
+    cloze("store", "remove", "other", *store)
+
     assert cloze("store", "remove", "tiny@1", *store).stdout == "removed tiny@1\n"
     assert cloze("store", "list", *store).stdout == ""
 

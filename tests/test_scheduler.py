@@ -117,6 +117,21 @@ def test_requests_of_equal_size_are_served_in_their_order() -> None:
     assert [int(batch[0].input_ids[0]) for batch in engine.batches] == list(range(1, 10))
 
 
+def test_masks_in_a_batch_are_bounded() -> None:
+    """Each costs memory in proportion to the vocabulary, whatever its sequence's length."""
+    engine = FakeEngine()
+    engine.gate.clear()
+    masked = [Query(np.ones(50, np.int32), np.zeros(50, np.int32), masks=range(40), embed=True) for _ in range(12)]
+    with running(engine, workers=1, max_batch_tokens=10_000) as scheduler:
+        blocker = scheduler.submit([query(2)], later())
+        assert engine.entered.wait(WAIT_S)
+        future = scheduler.submit(masked, later())
+        engine.gate.set()
+        assert len(sums(future)) == 12
+        sums(blocker)
+    assert [len(batch) for batch in engine.batches] == [1, 3, 3, 3, 3]
+
+
 def test_idle_workers_share_what_is_there() -> None:
     engine = FakeEngine()
     engine.gate.clear()

@@ -56,7 +56,7 @@ def test_versions_count_up_and_resolve(tmp_path: Path) -> None:
     assert store.open("tiny").manifest.version == 2
     assert publish(tmp_path).version == 3
     store.remove("tiny")
-    assert store.manifests() == []
+    assert store.references() == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -79,7 +79,7 @@ def test_a_reference_to_nothing_is_one_clear_line(tmp_path: Path, reference: str
 
 
 def test_an_empty_or_missing_store_is_empty(tmp_path: Path) -> None:
-    assert Store(tmp_path / "missing").manifests() == []
+    assert Store(tmp_path / "missing").references() == []
     with pytest.raises(StoreError, match="cloze export"):
         Store(tmp_path / "missing").open("tiny")
 
@@ -163,7 +163,7 @@ def test_killed_publishers_leave_only_whole_bundles(tmp_path: Path) -> None:
             process.send_signal(signal.SIGKILL)
             process.wait()
     store = Store(tmp_path)
-    versions = [manifest.version for manifest in store.manifests()]
+    versions = [store.manifest(reference).version for reference in store.references()]
     assert versions == list(range(1, len(versions) + 1))
     assert versions
     for version in versions:
@@ -189,7 +189,7 @@ def test_two_publishers_at_once_lose_nothing(tmp_path: Path) -> None:
         process.join(60)
         assert process.exitcode == 0
     store = Store(tmp_path)
-    payloads = [store.open(manifest.reference).file("g.onnx").read_bytes()[:1] for manifest in store.manifests()]
+    payloads = [store.open(reference).file("g.onnx").read_bytes()[:1] for reference in store.references()]
     assert sorted(payloads) == sorted(bytes([n]) for n in range(3) for _ in range(5))
 
 

@@ -55,8 +55,11 @@ def prepare(
     queries, truncated = [], 0
     for index, text in enumerate(texts):
         check_text(text, place(index, many))
+    predictions = 0
     for index, ids in enumerate(tokenizer.ids(texts)):
-        _check_masks(tokenizer, ids, place(index, many), limits)
+        predictions += top_k * _count_masks(tokenizer, ids, place(index, many), limits)
+        if predictions > limits.max_results:
+            raise InvalidRequest(f"the request asks for more than {limits.max_results} predictions (masks x top_k), the limit")
         sequence, cut = tokenizer.single(ids, limits.max_tokens)
         truncated += cut
         queries.append(
@@ -75,7 +78,7 @@ def prepare(
     return Prepared(queries, decode, truncated, warnings)
 
 
-def _check_masks(tokenizer: Tokenizer, ids: Sequence[int], name: str, limits: TaskLimits) -> None:
+def _count_masks(tokenizer: Tokenizer, ids: Sequence[int], name: str, limits: TaskLimits) -> int:
     places = [position for position, token in enumerate(ids) if token == tokenizer.mask_id]
     if not places:
         raise InvalidRequest(f"{name} holds no mask token; put {tokenizer.mask_token} where a word is to be guessed")
@@ -85,6 +88,7 @@ def _check_masks(tokenizer: Tokenizer, ids: Sequence[int], name: str, limits: Ta
         raise InvalidRequest(
             f"{name} has a mask token at token {last}, but the model reads only the first {limits.max_tokens - 2} of a text"
         )
+    return len(places)
 
 
 def _target_ids(tokenizer: Tokenizer, targets: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:

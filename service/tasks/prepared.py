@@ -17,11 +17,15 @@ class TaskLimits:
         max_tokens: of one sequence, special tokens included; the model's.
         max_masks: mask tokens in one text.
         max_top_k: predictions a mask, or answers a question.
+        max_results: predictions, or answers, of a whole request.
+        max_request_tokens: run for one request, all windows of its contexts counted.
     """
 
     max_tokens: int
     max_masks: int
     max_top_k: int
+    max_results: int
+    max_request_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,9 +86,11 @@ def prepare(
         InvalidRequest: an empty text, or an option out of its limits.
     """
     sequence_tokens = _check_options(options, limits)
+    if len(pairs) * options.top_k > limits.max_results:
+        raise InvalidRequest(f"the request asks for {len(pairs) * options.top_k} answers; the limit is {limits.max_results}")
     questions: list[_Question] = []
     queries: list[Query] = []
-    truncated = 0
+    truncated = tokens = 0
     for (question, context), name in zip(pairs, names, strict=True):
         check_text(question, f"{name}.question")
         check_text(context, f"{name}.context")
@@ -96,12 +98,17 @@ def prepare(
         spans = tokenizer.spans(context)
         if not question_ids or not spans.ids:
             raise InvalidRequest(
-                f"{name}.{'context' if question_ids else 'question'} holds no token: only spaces or control characters"
+                f"{name}.{'context' if question_ids else 'question'} has no token, only spaces or control characters"
             )
         cut = question_ids[: options.max_question_len]
         truncated += len(cut) < len(question_ids)
         room = sequence_tokens - len(cut) - 3
         windows = _windows(len(spans.ids), room, _stride(options, sequence_tokens, room, name))
+        tokens += len(windows) * sequence_tokens
+        if tokens > limits.max_request_tokens:
+            raise InvalidRequest(
+                f"up to {name} the contexts make windows of {tokens} tokens; the limit of a request is {limits.max_request_tokens}"
+            )
         questions.append(_Question(context, spans, len(cut), windows))
         queries += [tokenizer.pair(cut, spans.ids[first:end], sequence_tokens)[0] for first, end in windows]
 

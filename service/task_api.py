@@ -1,0 +1,234 @@
+"""The task routes: parse a body, ask a pipeline, shape its answer as the protocols have it. Errors are `api`'s."""
+
+import asyncio
+import io
+from collections.abc import Awaitable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import orjson
+from fastapi import APIRouter, Request, Response
+from pydantic import ValidationError
+
+from model_store import Task
+from service import core
+from service.http import client_gone, read_body
+from service.metrics import Metrics
+from service.pipeline import Models, Pipeline, Reply
+from service.schemas import Body, Candidates, EmbedBody, FillMaskBody, FillMaskParameters, NspBody, Pair, QaBody, QaPair
+from service.tasks.embed import EmbedOptions
+from service.tasks.fill_mask import Masks
+from service.tasks.qa import QaAnswer, QaOptions
+
+B = TypeVar("B", bound=Body)
+T = TypeVar("T")
+
+TASK_ROUTES = {"/fill-mask": Task.FILL_MASK, "/embed": Task.EMBED, "/nsp": Task.NSP, "/qa": Task.QA}
+"""The task that each route answers with."""
+
+BODIES: dict[str, type[Body]] = {"/fill-mask": FillMaskBody, "/embed": EmbedBody, "/nsp": NspBody, "/qa": QaBody}
+"""The body that each route reads."""
+
+_INLINE_BYTES = 65_536
+"""Larger bodies are parsed on a thread, so that the event loop answers probes meanwhile."""
+
+JSON = "application/json"
+_RAW = "application/octet-stream"
+_NPY = "application/x-npy"
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    """What the API itself refuses; the tasks have limits of their own."""
+
+    max_request_bytes: int
+    max_request_texts: int
+
+
+class TaskApi:
+    """One method a route.
+
+    Args:
+        models: who answers.
+        metrics: told of each answer's parts.
+        limits: see `ApiLimits`.
+    """
+
+    def __init__(self, models: Models, metrics: Metrics, limits: ApiLimits) -> None:
+        self._models = models
+        self._metrics = metrics
+        self._limits = limits
+
+    def router(self) -> APIRouter:
+        """The routes."""
+        router = APIRouter(tags=["tasks"])
+        router.post("/fill-mask", summary="The likeliest tokens at each [MASK]")(self.fill_mask)
+        router.post("/embed", summary="One vector a text")(self.embed)
+        router.post("/nsp", summary="Whether one text follows another")(self.nsp)
+        router.post("/qa", summary="The span of a context that answers a question")(self.qa)
+        return router
+
+    async def fill_mask(self, request: Request) -> Response:
+        """One text with masks or many; an answer each."""
+        body = await self._receive(request, FillMaskBody)
+        texts = self._listed(body.inputs)
+        pipeline = self._choose(request, body.model)
+        asked = body.parameters or FillMaskParameters()
+        targets = [asked.targets] if isinstance(asked.targets, str) else asked.targets or []
+        top_k = 5 if asked.top_k is None else asked.top_k
+        many = isinstance(body.inputs, list)
+        reply = await self._answer(request, pipeline, pipeline.fill_mask(texts, top_k=top_k, targets=targets, many=many))
+        results = [_masks(masks) for masks in reply.value]
+        return _respond(reply, orjson.dumps(results if many else results[0]))
+
+    async def embed(self, request: Request) -> Response:
+        """One text or many; a vector each."""
+        body = await self._receive(request, EmbedBody)
+        inputs: Any = body.inputs
+        is_one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
+        texts = self._listed([inputs] if is_one else inputs)
+        pipeline = self._choose(request, body.model)
+        options = EmbedOptions(
+            body.normalize, body.dimensions, body.prompt_name, body.truncate, keep_end=body.truncation_direction == "left"
+        )
+        reply = await self._answer(request, pipeline, pipeline.embed(texts, options, many=not is_one))
+        return _respond_vectors(request, reply)
+
+    async def nsp(self, request: Request) -> Response:
+        """A pair, many pairs, or a text with candidates to rank."""
+        body = await self._receive(request, NspBody)
+        inputs = body.inputs
+        if isinstance(inputs, Candidates):
+            pairs = [(inputs.text, candidate) for candidate in self._listed(inputs.candidates)]
+            names = [f"inputs.candidates[{index}]" for index in range(len(pairs))]
+        else:
+            pairs = [(pair.text, pair.next) for pair in self._listed(inputs)]
+            names = _names(inputs)
+        pipeline = self._choose(request, body.model)
+        reply = await self._answer(request, pipeline, pipeline.nsp(pairs, names))
+        scores = reply.value.tolist()
+        if isinstance(inputs, Candidates):
+            order = sorted(range(len(scores)), key=lambda index: -scores[index][0])
+            return _respond(
+                reply, orjson.dumps([{"index": index, "score": scores[index][0], "text": pairs[index][1]} for index in order])
+            )
+        results = [[{"label": "IsNext", "score": one}, {"label": "NotNext", "score": other}] for one, other in scores]
+        return _respond(reply, orjson.dumps(results[0] if isinstance(inputs, Pair) else results))
+
+    async def qa(self, request: Request) -> Response:
+        """A question with its context or many; the best answers to each."""
+        body = await self._receive(request, QaBody)
+        pairs = [(pair.question, pair.context) for pair in self._listed(body.inputs)]
+        options = QaOptions(**(body.parameters.model_dump(exclude_none=True) if body.parameters else {}))
+        pipeline = self._choose(request, body.model)
+        reply = await self._answer(request, pipeline, pipeline.qa(pairs, _names(body.inputs), options))
+        results = [_answers(answers) for answers in reply.value]
+        return _respond(reply, orjson.dumps(results[0] if isinstance(body.inputs, QaPair) else results))
+
+    async def _receive(self, request: Request, kind: type[B]) -> B:
+        data = await read_body(request, self._limits.max_request_bytes)
+        return _parse(kind, data) if len(data) <= _INLINE_BYTES else await asyncio.to_thread(_parse, kind, data)
+
+    def _listed(self, inputs: Any) -> list[Any]:
+        """One or many as a list, neither empty nor too long."""
+        texts = inputs if isinstance(inputs, list) else [inputs]
+        if not texts:
+            raise core.EmptyRequest("inputs is an empty list; it needs at least 1 text")
+        if len(texts) > self._limits.max_request_texts:
+            raise core.InvalidRequest(f"inputs has {len(texts)} texts; the limit is {self._limits.max_request_texts}")
+        return texts
+
+    def _choose(self, request: Request, name: str | None) -> Pipeline:
+        pipeline = self._models.choose(TASK_ROUTES[request.url.path], name)
+        request.scope["cloze.model"] = pipeline.manifest.reference
+        return pipeline
+
+    async def _answer(self, request: Request, pipeline: Pipeline, work: Awaitable[Reply[T]]) -> Reply[T]:
+        async with client_gone(request):
+            reply = await work
+        self._metrics.observe_parts(pipeline.manifest.reference, reply.timings, reply.truncated)
+        return reply
+
+
+def _parse(kind: type[B], data: bytes) -> B:
+    if not data.strip():
+        raise core.MalformedRequest("the body is empty; send a JSON object")
+    try:
+        return kind.model_validate_json(data)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        if problems[0]["type"] == "json_invalid":
+            reason = problems[0]["ctx"]["error"]
+            hint = "; \\ud800 to \\udfff, surrogates, must come in pairs" if "hex escape" in reason else ""
+            raise core.MalformedRequest(f"the body is not JSON: {reason}{hint}") from None
+        raise core.InvalidRequest(_describe(problems)) from None
+
+
+def _describe(problems: Sequence[Any]) -> str:
+    """The first problem and, where it is a choice of several shapes, the others at that place; never the value."""
+    first = problems[0]["loc"][0] if problems[0]["loc"] else "the body"
+    lines = dict.fromkeys(
+        f"{'.'.join(str(part) for part in problem['loc'] if not _is_shape(part)) or 'the body'}: {problem['msg']}"
+        for problem in problems
+        if not problem["loc"] or problem["loc"][0] == first
+    )
+    return "; ".join(list(lines)[:4])
+
+
+def _is_shape(part: object) -> bool:
+    """Whether a part of a location is pydantic's name of a union's member, not a field or an index."""
+    return isinstance(part, str) and (
+        part in ("str", "int", "Pair", "Candidates", "QaPair") or part.startswith(("list[", "function-"))
+    )
+
+
+def _names(inputs: object) -> list[str]:
+    return [f"inputs[{index}]" for index in range(len(inputs))] if isinstance(inputs, list) else ["inputs"]
+
+
+def _masks(masks: Masks) -> object:
+    results = [[asdict(prediction) for prediction in predictions] for predictions in masks]
+    return results[0] if len(results) == 1 else results
+
+
+def _answers(answers: list[QaAnswer]) -> object:
+    results = [asdict(answer) for answer in answers]
+    return results[0] if len(results) == 1 else results
+
+
+def _respond(reply: Reply[Any], content: bytes, media_type: str = JSON, headers: dict[str, str] | None = None) -> Response:
+    timings = reply.timings
+    total = timings.tokenize_s + timings.queue_s + timings.inference_s
+    return Response(
+        content,
+        media_type=media_type,
+        headers={
+            "x-compute-time": _milliseconds(total),
+            "x-total-time": _milliseconds(total),
+            "x-tokenization-time": _milliseconds(timings.tokenize_s),
+            "x-queue-time": _milliseconds(timings.queue_s),
+            "x-inference-time": _milliseconds(timings.inference_s),
+            "x-compute-tokens": str(reply.tokens),
+            "x-truncated": str(reply.truncated),
+            **({"x-warning": "; ".join(reply.warnings)[:2000]} if reply.warnings else {}),
+            **(headers or {}),
+        },
+    )
+
+
+def _respond_vectors(request: Request, reply: Reply[core.Float32]) -> Response:
+    """Vectors as the client accepts them: JSON, raw little-endian float32 with ``x-shape``, or NumPy's file format."""
+    accept = request.headers.get("accept", "")
+    vectors = reply.value.astype("<f4", copy=False)
+    if _RAW in accept:
+        return _respond(reply, vectors.tobytes(), _RAW, {"x-shape": ",".join(map(str, vectors.shape))})
+    if _NPY in accept:
+        file = io.BytesIO()
+        np.save(file, vectors)
+        return _respond(reply, file.getvalue(), _NPY)
+    return _respond(reply, orjson.dumps(vectors, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def _milliseconds(seconds: float) -> str:
+    return str(round(seconds * 1000))  # whole numbers, as text-embeddings-inference's clients expect

@@ -107,7 +107,7 @@ def prepare(
         tokens += len(windows) * sequence_tokens
         if tokens > limits.max_request_tokens:
             raise InvalidRequest(
-                f"up to {name} the contexts make windows of {tokens} tokens; the limit of a request is {limits.max_request_tokens}"
+                f"up to {name} the windows hold {tokens} tokens; the limit of a request is {limits.max_request_tokens}"
             )
         questions.append(_Question(context, spans, len(cut), windows))
         queries += [tokenizer.pair(cut, spans.ids[first:end], sequence_tokens)[0] for first, end in windows]

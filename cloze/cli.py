@@ -44,7 +44,7 @@ _store_option = click.option(
 
 
 def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
-    if not re.match(NAME_PATTERN, value):
+    if not re.fullmatch(NAME_PATTERN, value):
         raise click.BadParameter("1 to 64 of letters, digits, '.', '_', '-', a letter or digit first")
     return value
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from export.errors import ExportError
@@ -22,6 +23,9 @@ from export.tokenizer import CheckpointTokenizer, load_tokenizer
 from model_store.manifest import Source, Task
 
 TASK_OF_HEAD = {Head.MASKED_LM: Task.FILL_MASK, Head.NEXT_SENTENCE: Task.NSP, Head.SPAN: Task.QA}
+
+_ENCODER_PREFIXES = ("embeddings.", "encoder.", "transformer.")
+"""How the names of an encoder's tensors begin, its family's prefix removed."""
 
 _PADDING_ROWS = 127
 """How many rows an embedding may have beyond the vocabulary: it is often padded to a multiple of up to 128."""
@@ -96,11 +100,17 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig]:
     kind = settings.get("model_type")
     if kind not in FAMILIES:
         raise ExportError(f"architecture {kind!r} is not supported (config.json's model_type: {', '.join(FAMILIES)})")
+    if settings.get("quantization_config"):
+        raise ExportError("the checkpoint is quantised (config.json's quantization_config); export the original weights")
     try:
         config = FAMILIES[kind].read_config(settings)
     except KeyError as error:
         raise ExportError(f"config.json does not give {error}") from error
-    except (ValueError, TypeError) as error:
+    except ValidationError as error:
+        first = error.errors()[0]
+        at = f"{first['loc'][0]}: {first['msg']}, got {first['input']!r}" if first["loc"] else first["msg"]
+        raise ExportError(f"config.json: {at}") from error
+    except ValueError as error:
         raise ExportError(f"config.json: {error}") from error
     if config.activation not in ACTIVATIONS:
         raise ExportError(f"activation {config.activation!r} is not supported ({', '.join(ACTIVATIONS)})")
@@ -120,7 +130,8 @@ def _fill(tensors: Mapping[str, Tensor], family: Family, config: EncoderConfig) 
     for theirs, tensor in tensors.items():
         ours = family.rename(theirs)
         if ours is None:
-            unknown.append(theirs)
+            if not theirs.endswith("position_ids"):
+                unknown.append(theirs)
         elif ours in found and not torch.equal(found[ours][1], tensor):
             raise ExportError(f"{theirs} and {found[ours][0]} should be one tensor, but differ")
         else:
@@ -143,6 +154,8 @@ def _fill(tensors: Mapping[str, Tensor], family: Family, config: EncoderConfig) 
     state = {name: _checked(name, *found[name], parameter.shape) for name, parameter in wanted.items()}
     if Head.MASKED_LM in heads:
         _check_tied(found)
+    if foreign := [name for name in unknown if name.removeprefix(family.prefix).startswith(_ENCODER_PREFIXES)]:
+        raise ExportError(f"{foreign[0]} is part of the encoder, but no {family.name} has it: it would be left out silently")
     extra_layers = [
         theirs for ours, (theirs, _) in found.items() if re.match(r"encoder\.layers\.\d+\.", ours) and ours not in wanted
     ]
@@ -151,7 +164,7 @@ def _fill(tensors: Mapping[str, Tensor], family: Family, config: EncoderConfig) 
     model.load_state_dict(state, strict=False, assign=True)
     if model.masked_lm is not None:
         model.masked_lm.decoder.weight = model.encoder.embeddings.word.weight
-    if ignored := sorted({name.split(".")[0] for name in unknown if not name.endswith("position_ids")}):
+    if ignored := sorted({name.split(".")[0] for name in unknown}):
         notes.append(f"ignored tensors of no known head: {', '.join(ignored)}")
     return model, notes
 
@@ -211,5 +224,5 @@ def _license(folder: Path) -> str | None:
     if not card.is_file():
         return None
     front = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
-    found = re.search(r"^license:\s*(\S+)", front[1], re.MULTILINE) if front else None
+    found = re.search(r"^license:[ \t]+([\w.+-]*\w)[ \t]*$", front[1], re.MULTILINE) if front else None
     return found[1] if found else None

@@ -71,7 +71,8 @@ def _choose_tasks(checkpoint: Checkpoint, asked: Sequence[Task]) -> tuple[Task, 
 
 def _limits(checkpoint: Checkpoint) -> Limits:
     positions = checkpoint.model.config.max_positions
-    return Limits(max_tokens=min(positions, checkpoint.tokenizer.max_tokens or positions))
+    # What a sentence-transformer was tuned for wins over what its tokenizer says, as in sentence-transformers.
+    return Limits(max_tokens=min(positions, max(checkpoint.tokenizer.max_tokens or positions, checkpoint.recipe.max_tokens or 0)))
 
 
 def _architecture(checkpoint: Checkpoint) -> Architecture:

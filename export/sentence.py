@@ -23,6 +23,15 @@ class Pooling(StrEnum):
     MEAN_SQRT_LENGTH = "mean_sqrt_len_tokens"
 
 
+_OLD_FLAGS = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+}
+"""How sentence-transformers before version 6 names them."""
+
+
 class Projection(nn.Module):
     """A dense layer after pooling (sentence-transformers' ``Dense``)."""
 
@@ -94,19 +103,21 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
     pooling, projections, normalize = None, [], False
     for kind, path in modules:
         settings = read_settings(folder / path / "config.json")
+        if kind in ("Transformer", "Dropout"):
+            continue
+        if normalize or (kind == "Pooling") != (pooling is None):
+            raise ExportError(f"modules.json puts {kind} where it is not supported (Transformer, Pooling, any Dense, Normalize)")
         if kind == "Pooling":
             pooling = _pooling(settings)
         elif kind == "Dense":
             projections.append(_projection(folder / path, settings))
         elif kind == "Normalize":
             normalize = True
-        elif kind not in ("Transformer", "Dropout"):
+        else:
             raise ExportError(f"modules.json names a {kind} module, which is not supported")
-        if normalize and kind in ("Dense", "Pooling"):
-            raise ExportError(f"modules.json puts {kind} after Normalize, which is not supported")
     if pooling is None:
         raise ExportError("modules.json names no Pooling module")
-    limit = read_settings(encoder_folder(folder) / "sentence_bert_config.json").get("max_seq_length")
+    limit = _max_tokens(encoder_folder(folder))
     settings = read_settings(folder / "config_sentence_transformers.json")
     prompts = {name: text for name, text in (settings.get("prompts") or {}).items() if isinstance(text, str)}
     default = settings.get("default_prompt_name")
@@ -128,16 +139,28 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     return modules
 
 
+def _max_tokens(folder: Path) -> int | None:
+    """The longest sequence it was tuned for, from the first settings file there is, in sentence-transformers' order."""
+    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"):
+        file = folder / f"sentence_{kind}_config.json"
+        if file.is_file():
+            limit = read_settings(file).get("max_seq_length")
+            if limit is not None and (not isinstance(limit, int) or limit < 3):
+                raise ExportError(f"{file.name}: max_seq_length must be a number of at least 3, got {limit!r}")
+            return limit
+    return None
+
+
 def _pooling(settings: dict[str, Any]) -> Pooling:
     modes = settings.get("pooling_mode")
     if modes is None:  # before sentence-transformers 6: one boolean a mode
-        flags = {key: value for key, value in settings.items() if key.startswith("pooling_mode_") and value}
-        modes = [key.removeprefix("pooling_mode_").replace("_token", "") for key in flags]
-        modes = [{"means": "mean", "mean_sqrt_lens": "mean_sqrt_len_tokens"}.get(mode, mode) for mode in modes]
+        flags = [key for key, value in settings.items() if key.startswith("pooling_mode_") and value]
+        modes = [_OLD_FLAGS.get(flag, flag.removeprefix("pooling_mode_")) for flag in flags]
     elif isinstance(modes, str):
         modes = [modes]
-    if len(modes) != 1 or modes[0] not in list(Pooling):
-        raise ExportError(f"pooling {' + '.join(modes) or 'without a mode'} is not supported (one of {', '.join(Pooling)})")
+    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in list(Pooling):
+        shown = " + ".join(map(str, modes)) if isinstance(modes, list) and modes else "without a mode"
+        raise ExportError(f"pooling {shown} is not supported (one of {', '.join(Pooling)})")
     if settings.get("include_prompt", True) is False:
         raise ExportError("pooling that leaves out the prompt (include_prompt: false) is not supported")
     return Pooling(modes[0])
@@ -147,7 +170,10 @@ def _projection(folder: Path, settings: dict[str, Any]) -> Projection:
     activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rsplit(".", 1)[-1]
     if activation not in ("Tanh", "Identity"):
         raise ExportError(f"a Dense module with activation {activation} is not supported (Tanh or Identity)")
+    for key in ("module_input_name", "module_output_name"):
+        if settings.get(key, "sentence_embedding") != "sentence_embedding":
+            raise ExportError(f"a Dense module with {key} {settings[key]!r} is not supported (sentence_embedding)")
     tensors = read_tensors(weight_files(folder))
-    if "linear.weight" not in tensors:
-        raise ExportError(f"the Dense module in {folder.name} has no linear.weight")
+    if settings.get("use_residual") or not {"linear.weight"} <= tensors.keys() <= {"linear.weight", "linear.bias"}:
+        raise ExportError(f"the Dense module in {folder.name} is more than one linear layer ({', '.join(sorted(tensors))})")
     return Projection(tensors["linear.weight"], tensors.get("linear.bias"), activation == "Tanh")

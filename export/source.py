@@ -1,5 +1,6 @@
 """Where a checkpoint's files are: a directory here, or a hub repository at one commit, downloaded first."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,9 +15,17 @@ _WANTED = (
     "added_tokens.json",
     "special_tokens_map.json",
     "modules.json",
-    "sentence_bert_config.json",
+    *(
+        f"sentence_{kind}_config.json"
+        for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+    ),
     "config_sentence_transformers.json",
     "README.md",
+)
+
+_WEIGHTS = tuple(
+    re.compile(rf"{stem}(-\d+-of-\d+)?\.{ending}(\.index\.json)?")
+    for stem, ending in (("model", "safetensors"), ("pytorch_model", "bin"))
 )
 
 
@@ -53,24 +62,32 @@ def locate(source: str, revision: str | None = None) -> CheckpointFiles:
 
 
 def _download(repository: str, revision: str | None) -> CheckpointFiles:
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
 
     # The hub client raises errors of several libraries (its own, the HTTP client's, the system's): all end the export.
     try:
+        if constants.is_offline_mode():  # what was downloaded before; its folder is named by its commit
+            patterns = [*_WANTED, "model*.safetensors*"]
+            folder = Path(snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=patterns))
+            return CheckpointFiles(folder, "hub", repository, folder.name)
         info = HfApi().model_info(repository, revision=revision)
         names = [sibling.rfilename for sibling in info.siblings or []]
-        folder = snapshot_download(repository, revision=info.sha, allow_patterns=_choose(names))
+        folder = Path(snapshot_download(repository, revision=info.sha, allow_patterns=_choose(names)))
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         at = "" if revision is None else f" at revision {revision}"
         raise ExportError(f"cannot load {repository}{at} from the hub (and no directory has that name): {reason}") from error
-    return CheckpointFiles(Path(folder), "hub", repository, info.sha)
+    return CheckpointFiles(folder, "hub", repository, info.sha)
 
 
 def _choose(names: list[str]) -> list[str]:
-    """The files worth downloading: safetensors where there are any, else PyTorch's; no other frameworks' weights."""
-    weights = [n for n in names if n.endswith((".safetensors", ".safetensors.index.json"))]
-    if not any("/" not in name or name.startswith("0_") for name in weights):
-        weights += [n for n in names if Path(n).name.startswith("pytorch_model") and n.endswith((".bin", ".bin.index.json"))]
-    settings = [n for n in names if Path(n).name in _WANTED and n.count("/") <= 1 and not n.startswith(("onnx/", "openvino/"))]
-    return settings + [n for n in weights if n.count("/") <= 1]
+    """The files worth downloading: in each folder safetensors where it has them, else PyTorch's; no other weights."""
+    chosen = []
+    for folder in {str(Path(name).parent) for name in names if name.count("/") <= 1}:
+        files = [name for name in names if str(Path(name).parent) == folder]
+        chosen += [name for name in files if Path(name).name in _WANTED]
+        for weights in _WEIGHTS:
+            if found := [name for name in files if weights.fullmatch(Path(name).name)]:
+                chosen += found
+                break
+    return [name for name in chosen if not name.startswith(("onnx/", "openvino/"))]

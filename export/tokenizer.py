@@ -12,6 +12,13 @@ from export.settings_files import read_settings
 
 SPECIAL_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 
+_NORMALIZER_SETTINGS = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+_BERT_CLASSES = (None, "BertTokenizer", "BertTokenizerFast", "DistilBertTokenizer", "DistilBertTokenizerFast")
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTokenizer:
@@ -47,16 +54,13 @@ def load_tokenizer(folder: Path) -> CheckpointTokenizer:
         ExportError: there is none, it is damaged, it is not WordPiece, or it lacks a special token.
     """
     settings = read_settings(folder / "tokenizer_config.json")
-    names = SPECIAL_TOKENS | {
-        key: value["content"] if isinstance(value, dict) else value
-        for key, value in settings.items()
-        if key in SPECIAL_TOKENS and value is not None
-    }
-    note = None
+    names = _special_tokens(folder, settings)
     if (folder / "tokenizer.json").is_file():
         tokenizer = _from_json(folder / "tokenizer.json")
+        note = _apply_settings(tokenizer, settings)
     elif (folder / "vocab.txt").is_file():
         tokenizer, note = _from_vocabulary(folder / "vocab.txt", settings, names)
+        _add_tokens(tokenizer, folder, settings)
     else:
         raise ExportError(f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.txt")
     tokenizer.no_truncation()
@@ -75,6 +79,45 @@ def load_tokenizer(folder: Path) -> CheckpointTokenizer:
         max_tokens=int(limit) if isinstance(limit, int | float) and 2 < limit < 1e6 else None,
         note=note,
     )
+
+
+def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
+    """What the special tokens are called: BERT's names unless the checkpoint has others."""
+    named = read_settings(folder / "special_tokens_map.json") | settings
+    contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+    return SPECIAL_TOKENS | {key: value for key, value in contents.items() if key in SPECIAL_TOKENS and isinstance(value, str)}
+
+
+def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | None:
+    """Let ``tokenizer_config.json`` overrule ``tokenizer.json``'s normaliser where it names a setting, as transformers does."""
+    normalizer = tokenizer.normalizer
+    named = {ours: settings[theirs] for theirs, ours in _NORMALIZER_SETTINGS.items() if theirs in settings}
+    if not isinstance(normalizer, normalizers.BertNormalizer):
+        if named.get("lowercase") and "Lowercase" not in repr(normalizer):
+            raise ExportError("tokenizer_config.json says do_lower_case, but tokenizer.json's normaliser does not lower-case")
+        return None
+    changed = {key: value for key, value in named.items() if getattr(normalizer, key) != value}
+    for key, value in changed.items():
+        setattr(normalizer, key, value)
+    tokenizer.normalizer = normalizer
+    shown = ", ".join(f"{key} {value}" for key, value in changed.items())
+    return f"tokenizer: tokenizer_config.json overrules tokenizer.json ({shown})" if changed else None
+
+
+def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> None:
+    """Add the tokens that a checkpoint keeps beside ``vocab.txt``, each with the id it was trained under."""
+    listed = {token: number for token, number in read_settings(folder / "added_tokens.json").items() if isinstance(number, int)}
+    special: dict[str, bool] = {}
+    for number, entry in (settings.get("added_tokens_decoder") or {}).items():
+        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and str(number).isdigit():
+            listed[entry["content"]] = int(number)
+            special[entry["content"]] = bool(entry.get("special"))
+    for token, number in sorted(listed.items(), key=lambda item: item[1]):
+        is_special = special.get(token, False)
+        if tokenizer.token_to_id(token) is None:
+            tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=not is_special)])
+        if (given := tokenizer.token_to_id(token)) != number:
+            raise ExportError(f"the added token {token!r} should have id {number}, but vocab.txt leaves it {given}")
 
 
 def _required_id(tokenizer: Tokenizer, token: str) -> int:
@@ -107,6 +150,8 @@ def _from_vocabulary(file: Path, settings: dict[str, Any], names: dict[str, str]
     if names["unk_token"] not in vocabulary:
         raise ExportError(f"{file.name} has no {names['unk_token']} token: it is not a WordPiece vocabulary, one token a line")
 
+    if (kind := settings.get("tokenizer_class")) not in _BERT_CLASSES:
+        raise ExportError(f"the tokenizer is a {kind}, which vocab.txt alone does not describe; a tokenizer.json would")
     note = None
     lowercase = settings.get("do_lower_case")
     if lowercase is None:

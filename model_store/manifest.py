@@ -10,10 +10,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 SCHEMA_VERSION = 1
 
-BundleName = Annotated[str, StringConstraints(pattern=NAME_PATTERN)]
+BundleName = Annotated[str, StringConstraints(pattern=rf"^{NAME_PATTERN}$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -214,7 +214,7 @@ def parse_reference(reference: str) -> tuple[str, int | None]:
         ValueError: the name or the version is malformed.
     """
     name, at, version = reference.partition("@")
-    if not re.match(NAME_PATTERN, name):
+    if not re.fullmatch(NAME_PATTERN, name):
         raise ValueError(f"{name!r} is not a bundle name: 1 to 64 of letters, digits, '.', '_', '-', a letter or digit first")
     if not at:
         return name, None

@@ -10,16 +10,17 @@ the first's folder, and it goes on to the next number.
 
 import hashlib
 import os
+import re
 import secrets
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from model_store.manifest import Facts, Manifest, StoredFile, parse_reference
+from model_store.manifest import NAME_PATTERN, Facts, Manifest, StoredFile, parse_reference
 
 DEFAULT_ROOT = Path(__file__).parent / "bundles"
 
@@ -95,13 +96,12 @@ class Store:
         path = self.resolve(reference)
         manifest = _read_manifest(path)
         for name, expected in manifest.files.items():
-            file = path / name
-            if file.is_symlink() or not file.is_file():
-                raise StoreError(f"bundle {manifest.reference}: {name} is missing from {path}")
-            if (size := file.stat().st_size) != expected.size:
-                raise StoreError(f"bundle {manifest.reference}: {name} has {size} bytes, published with {expected.size}")
-            if _sha256(file) != expected.sha256:
-                raise StoreError(f"bundle {manifest.reference}: {name} was changed after it was published (wrong sha256)")
+            try:
+                problem = _check_file(path / name, expected)
+            except OSError as error:
+                problem = f"cannot be read ({error.strerror})"
+            if problem:
+                raise StoreError(f"bundle {manifest.reference}: {name} {problem}")
         return Bundle(manifest, path)
 
     @contextmanager
@@ -120,6 +120,8 @@ class Store:
             raise StoreError(f"cannot write to the model store {self.root}: {error.strerror}") from error
         try:
             yield folder
+        except OSError as error:
+            raise StoreError(f"cannot write to the model store {self.root}: {error.strerror}") from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -173,23 +175,24 @@ class Store:
             raise StoreError(f"cannot remove {reference!r} from {self.root}: {error.strerror}") from error
 
     def _names(self) -> list[str]:
-        if not self.root.is_dir():
-            return []
-        return sorted(entry.name for entry in self.root.iterdir() if entry.name[0] != "." and self._versions(entry.name))
+        """Names with a version; whatever else lies on the volume (``lost+found``) is none of ours."""
+        names = (entry for entry in _entries(self.root) if re.fullmatch(NAME_PATTERN, entry))
+        return sorted(name for name in names if self._versions(name))
 
     def _versions(self, name: str) -> list[int]:
         folder = self.root / name
-        if not folder.is_dir():
-            return []
-        return sorted(int(entry.name) for entry in folder.iterdir() if entry.name.isdigit() and entry.is_dir())
+        return sorted(
+            int(entry) for entry in _entries(folder) if re.fullmatch(r"[1-9][0-9]{0,8}", entry) and (folder / entry).is_dir()
+        )
 
     def _newest(self, name: str) -> int:
         return max(self._versions(name), default=0)
 
     def _remove_stale_staging(self) -> None:
         for folder in self.root.glob(_STAGING_PREFIX + "*"):
-            if time.time() - folder.stat().st_mtime > _STALE_STAGING_S:
-                shutil.rmtree(folder, ignore_errors=True)
+            with suppress(FileNotFoundError):  # another publisher has just finished with it
+                if time.time() - folder.stat().st_mtime > _STALE_STAGING_S:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -202,6 +205,23 @@ def _read_manifest(path: Path) -> Manifest:
         raise StoreError(f"cannot read the manifest of {path.parent.name}@{path.name}: {error.strerror}") from error
     except ValueError as error:
         raise StoreError(f"the manifest of {path.parent.name}@{path.name} is refused: {error}") from error
+
+
+def _entries(folder: Path) -> list[str]:
+    """The names in a folder; none if it is no folder, or not for us to read."""
+    try:
+        return [entry.name for entry in folder.iterdir()]
+    except OSError:
+        return []
+
+
+def _check_file(file: Path, expected: StoredFile) -> str | None:
+    """What is wrong with a file, if anything."""
+    if file.is_symlink() or not file.is_file():
+        return f"is missing from {file.parent}"
+    if (size := file.stat().st_size) != expected.size:
+        return f"has {size} bytes, published with {expected.size}"
+    return None if _sha256(file) == expected.sha256 else "was changed after it was published (wrong sha256)"
 
 
 def _sha256(file: Path) -> str:

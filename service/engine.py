@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from model_store import Bundle, Task
 from model_store import interface as names
+from model_store.parity import errors
 from service.core import Device, Output, Query, StartupError
 
 Feeds = dict[str, NDArray[Any]]
@@ -83,15 +84,15 @@ class OnnxEngine:
         return feeds, counts
 
     def _check(self, golden: dict[str, dict[str, Any]]) -> None:
-        """Run a golden batch; every float output must come back within the manifest's tolerance."""
+        """Run a golden batch; every output must come back within the manifest's tolerance."""
         feeds: Feeds = {
             node.name: np.array(golden["feeds"][node.name], np.int64 if node.name == names.TOP_K else np.int32)
             for node in self._session.get_inputs()
         }
-        expected = {name: np.array(values, np.float32) for name, values in golden["outputs"].items()}
-        for name, actual in zip(expected, self._session.run(list(expected), feeds), strict=True):
-            error = float(np.abs(actual - expected[name]).max(initial=0.0) / max(1.0, np.abs(expected[name]).max(initial=0.0)))
-            if not error <= self._tolerance:  # so that NaN fails
+        expected = {name: np.array(values) for name, values in golden["outputs"].items()}
+        outputs = dict(zip(expected, self._session.run(list(expected), feeds), strict=True))
+        for name, error in errors(outputs, expected, self._tolerance).items():
+            if error > self._tolerance:
                 raise ValueError(f"{name} is off by {error:.1e}, more than {self._tolerance:.0e}")
 
 

@@ -43,6 +43,7 @@ class Tokenizer:
         self.vocab_size = facts.vocab_size
         self._cls_id = facts.cls_id
         self._sep_id = facts.sep_id
+        self._second_type = min(1, max(0, bundle.manifest.architecture.type_vocab_size - 1))
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Vocabulary ids of each text, no special tokens added, nothing cut."""
@@ -80,7 +81,7 @@ class Tokenizer:
             first, second = first[: lengths[0]], second[: lengths[1]]
         ids = [self._cls_id, *first, self._sep_id, *second, self._sep_id]
         types = np.zeros(len(ids), np.int32)
-        types[len(first) + 2 :] = 1
+        types[len(first) + 2 :] = self._second_type
         return Query(np.array(ids, np.int32), types), cut
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from export.checkpoint import Checkpoint, load_checkpoint
 from export.errors import ExportError
-from model_store import Task
+from export.publish import export
+from model_store import Store, Task
+from service.core import Device
+from service.engine import OnnxEngine
+from service.tokenizer import Tokenizer
 from tests.tiny import make_model, save_checkpoint
 from tests.vocabulary import vocabulary
 
@@ -154,6 +159,18 @@ def test_rows_beyond_the_vocabulary_are_never_predicted(tmp_path: Path) -> None:
     torch.testing.assert_close(logits.logsumexp(1), logits[:, :size].logsumexp(1))
 
 
+def test_one_token_type_is_enough(tmp_path: Path) -> None:
+    bundle = export(str(save_checkpoint(tmp_path / "one", "bert", type_vocab_size=1)), "one", Store(tmp_path / "store"))
+    query, _ = Tokenizer(bundle).pair([5, 6], [7], 20)
+    assert not query.token_type_ids.any()
+    OnnxEngine(bundle, Device.CPU).run([replace(query, pair=True)])
+
+
+def test_a_pad_id_beyond_the_vocabulary_does_not_matter(folder: Path) -> None:
+    edit_config(folder, pad_token_id=10**6)
+    assert load_checkpoint(str(folder)).tasks
+
+
 def test_foreign_heads_are_named_and_ignored(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: tensors.update({"classifier.weight": torch.zeros(3, 64)}))
     assert "ignored tensors of no known head: classifier" in load_checkpoint(str(folder)).notes
@@ -162,6 +179,12 @@ def test_foreign_heads_are_named_and_ignored(folder: Path) -> None:
 def test_the_model_cards_license_is_read(folder: Path) -> None:
     (folder / "README.md").write_text("---\nlanguage: en\nlicense: mit\n---\n# Model\nlicense: none\n")
     assert load_checkpoint(str(folder)).license == "mit"
+
+
+@pytest.mark.parametrize("front", ["license:\n- mit\n- other", "license:\ntags: x", "license: [mit]", "lang: en"])
+def test_a_license_that_is_not_one_name_is_not_guessed(folder: Path, front: str) -> None:
+    (folder / "README.md").write_bytes(f"---\n{front}\n---\n".encode() + b"\xff")
+    assert load_checkpoint(str(folder)).license is None
 
 
 # ---- damage --------------------------------------------------------------------------------------------------------
@@ -213,6 +236,12 @@ DAMAGES = {
     "decoder": (config(is_decoder=True), "only encoders"),
     "activation": (config(hidden_act="mish"), "activation 'mish' is not supported"),
     "heads do not divide": (config(num_attention_heads=5), "not a multiple of the 5 attention heads"),
+    "quantised": (config(quantization_config={"quant_method": "fp8"}), "quantised"),
+    "null size": (config(layer_norm_eps=None), "layer_norm_eps: Input should be a valid number, got None"),
+    "no heads": (config(num_attention_heads=0), "heads: Input should be greater than 0, got 0"),
+    "no positions": (config(max_position_embeddings=2), "max_positions: Input should be greater than 2, got 2"),
+    "adapter": (tensors(lambda t: t.update({"bert.encoder.layer.0.adapter.weight": torch.zeros(1)})), "adapter.weight is part of the encoder"),
+    "scales": (tensors(lambda t: t.update({DOWN + "_scale": torch.ones(1)})), "weight_scale is part of the encoder"),
     "no weights": (lambda f: (f / "model.safetensors").unlink(), "holds no weights"),
     "truncated file": (cut("model.safetensors", -1000), "model.safetensors is damaged"),
     "tiny file": (cut("model.safetensors", 5), "model.safetensors is damaged"),

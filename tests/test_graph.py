@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 import torch
@@ -166,11 +167,32 @@ def test_a_graph_that_differs_from_torch_is_not_published(checkpoints: dict[str,
         verify(tmp_path, graph, checkpoint, checkpoint.tasks, 160)
 
 
+def test_a_graph_with_wrong_ids_is_not_published(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Right logits under wrong names."""
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    graph = write_graph(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path)
+    model = onnx.load(tmp_path / graph.file, load_external_data=False)
+    node = next(node for node in model.graph.node if node.output[0] == names.TOP_IDS)
+    one = onnx.numpy_helper.from_array(np.array(1), "one")
+    model.graph.initializer.append(one)
+    node.op_type, node.input[:] = "Add", [node.input[0], "one"]
+    onnx.save(model, tmp_path / graph.file)
+    with pytest.raises(ExportError, match=r"top_ids at .* differs from torch by inf"):
+        verify(tmp_path, graph, checkpoint, checkpoint.tasks, 160)
+
+
 def test_parity_in_the_manifest_covers_the_grid(tiny_store: Path) -> None:
     parity = Store(tiny_store).manifest("bert").parity
     assert parity.batches == (1, 2, 8)
     assert parity.lengths == (3, 16, 128, 160)
-    assert set(parity.max_error) == {names.TOP_LOGITS, names.LOGSUMEXP, names.TARGET_LOGITS, names.PAIR_LOGITS, names.EMBEDDINGS}
+    assert set(parity.max_error) == {
+        names.TOP_LOGITS,
+        names.TOP_IDS,
+        names.LOGSUMEXP,
+        names.TARGET_LOGITS,
+        names.PAIR_LOGITS,
+        names.EMBEDDINGS,
+    }
     assert all(0 <= error <= parity.tolerance for error in parity.max_error.values())
 
 

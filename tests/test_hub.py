@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from export.source import _choose
 from model_store import Store
 
 COMMIT = "86b5e0934494bd15c9632b12f734a8a67f723594"
@@ -75,6 +76,7 @@ def hub(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[FakeHub]:
         hub.files["README.md"] = b"---\nlicense: apache-2.0\n---\n"
         hub.files["pytorch_model.bin"] = b"must not be downloaded: there is a safer form"
         hub.files["tf_model.h5"] = b"neither"
+        hub.files["adapter_model.safetensors"] = b"nor this"
         thread = threading.Thread(target=hub.serve_forever)
         thread.start()
         yield hub
@@ -82,13 +84,14 @@ def hub(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[FakeHub]:
         thread.join()
 
 
-def export(endpoint: str, tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def export(endpoint: str, tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "cloze", "export", *arguments, "--name", "x", "--model-store", str(tmp_path / "store")],
         capture_output=True,
         text=True,
         timeout=120,
-        env={"PATH": "/usr/bin:/bin", "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"},
+        env={"PATH": "/usr/bin:/bin", "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
+        | environment,
     )
 
 
@@ -101,8 +104,31 @@ def test_a_hub_id_is_downloaded_at_one_commit_that_is_recorded(hub: FakeHub, tmp
     assert manifest.source.location == "tiny/bert"
     assert manifest.source.revision == COMMIT
     assert manifest.license == "apache-2.0"
-    assert not [path for path in hub.asked if "pytorch_model.bin" in path or "tf_model" in path]
+    assert not [path for path in hub.asked if "pytorch_model.bin" in path or "tf_model" in path or "adapter" in path]
     assert "%" in done.stderr, "a progress bar"
+
+
+def test_what_was_downloaded_before_needs_no_hub(hub: FakeHub, tmp_path: Path) -> None:
+    assert export(hub.url, tmp_path, "tiny/bert", "--revision", COMMIT).returncode == 0
+    asked = len(hub.asked)
+    done = export(hub.url, tmp_path, "tiny/bert", "--revision", COMMIT, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert Store(tmp_path / "store").manifest("x@2").source.revision == COMMIT
+    assert len(hub.asked) == asked
+
+
+def test_weights_are_chosen_folder_by_folder() -> None:
+    names = [
+        "config.json",
+        "model.safetensors",
+        "pytorch_model.bin",
+        "2_Dense/config.json",
+        "2_Dense/pytorch_model.bin",
+        "onnx/model.safetensors",
+    ]
+    shards = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
+    assert sorted(_choose(names)) == ["2_Dense/config.json", "2_Dense/pytorch_model.bin", "config.json", "model.safetensors"]
+    assert sorted(_choose([*shards, "adapter_model.safetensors", "training_args.bin"])) == sorted(shards)
 
 
 @pytest.mark.parametrize(

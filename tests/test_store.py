@@ -1,5 +1,6 @@
 """The store: publish all or nothing, open only what was published, versions, two publishers at once."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -69,6 +70,7 @@ def test_versions_count_up_and_resolve(tmp_path: Path) -> None:
         ("tiny@x", "not a version"),
         ("../tiny", "not a bundle name"),
         ("", "not a bundle name"),
+        ("tiny\n", "not a bundle name"),
         (".staging", "not a bundle name"),
     ],
 )
@@ -114,6 +116,47 @@ def test_missing_linked_and_longer_files_are_refused(tmp_path: Path) -> None:
     file.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StoreError, match="missing"):
         Store(tmp_path).open("tiny")
+
+
+def test_whatever_else_lies_on_the_volume_is_left_alone(tmp_path: Path) -> None:
+    publish(tmp_path)
+    (tmp_path / "lost+found").mkdir(mode=0o000)
+    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for odd in ("\u00b2", "01", "x", "-1"):
+        (tmp_path / "tiny" / odd).mkdir()
+    assert Store(tmp_path).references() == ["tiny@1"]
+
+
+def test_files_that_may_not_be_read_are_one_clear_line(tmp_path: Path) -> None:
+    """As another user, where the tests run as root."""
+    publish(tmp_path)
+    (tmp_path / "tiny" / "1" / "g.onnx").chmod(0)
+    (tmp_path / "lost+found").mkdir(mode=0o700)
+    tmp_path.chmod(0o755)
+    for parent in tmp_path.parents:
+        if parent.owner() == "root" and parent != Path("/") and "pytest" in parent.name:
+            parent.chmod(0o755)
+    code = f"""
+import os, sys
+from pathlib import Path
+from model_store import Store, StoreError
+if os.geteuid() == 0:
+    os.setuid(65534)
+print(Store(Path({str(tmp_path)!r})).references())
+try:
+    Store(Path({str(tmp_path)!r})).open("tiny")
+except StoreError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[1])
+    assert done.stdout == "['tiny@1']\nbundle tiny@1: g.onnx cannot be read (Permission denied)\n", done.stderr
+
+
+def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with pytest.raises(StoreError, match=r"cannot write to the model store .*: No space left"), store.staging():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_a_moved_folder_is_refused(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer as Backend
+from transformers import BertTokenizerFast
 
 from export.errors import ExportError
 from export.tokenizer import load_tokenizer
@@ -72,6 +73,56 @@ def test_case_is_read_off_a_vocabulary_alone(shared_data: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"do_lower_case": False}, "The Door of Café"),
+        ({"do_lower_case": True}, "The Door of Café"),
+        ({"strip_accents": False, "do_lower_case": True}, "The Café"),
+        ({"strip_accents": True, "do_lower_case": False}, "The Café"),
+        ({"tokenize_chinese_chars": False, "do_lower_case": True}, "北京 the"),
+    ],
+)
+def test_settings_overrule_tokenizer_json_as_in_transformers(tmp_path: Path, settings: dict[str, bool], text: str) -> None:
+    pieces = [*vocabulary(), *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *"é北京", *(f"##{c}" for c in "éECDT北京")]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
+    (tmp_path / "vocab.txt").unlink(missing_ok=True)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizerFast"} | settings))
+    expected = BertTokenizerFast.from_pretrained(tmp_path)(text, add_special_tokens=False)["input_ids"]
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.tokenizer.encode(text, add_special_tokens=False).ids == expected
+    assert loaded.lowercase is settings.get("do_lower_case", True)
+    if settings != {"do_lower_case": True}:
+        assert loaded.note is not None
+        assert "overrules" in loaded.note
+
+
+def test_tokens_added_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
+    size = len(vocabulary())
+    (tmp_path / "vocab.txt").write_text("\n".join(vocabulary()) + "\n")
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"covid": size, "[E1]": size + 1}))
+    decoder = {str(size + 1): {"content": "[E1]", "special": True}, "0": {"content": "[PAD]", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.size == size + 2
+    ids = loaded.tokenizer.encode("the covid [E1] king", add_special_tokens=False).ids
+    assert ids == [vocabulary().index("the"), size, size + 1, vocabulary().index("king")]
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"covid": size + 5}))
+    with pytest.raises(ExportError, match=r"'covid' should have id \d+, but vocab.txt leaves it"):
+        load_tokenizer(tmp_path)
+
+
+def test_special_tokens_may_have_other_names(tmp_path: Path) -> None:
+    pieces = [{"[CLS]": "<s>", "[MASK]": "<mask>"}.get(piece, piece) for piece in vocabulary()]
+    (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
+    names = {"cls_token": "<s>", "mask_token": {"content": "<mask>"}, "sep_token": ["odd"]}
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.cls_id, loaded.mask_id, loaded.mask_token) == (2, 4, "<mask>")
+
+
+@pytest.mark.parametrize(
     ("files", "message"),
     [
         ({}, "no tokenizer"),
@@ -88,6 +139,10 @@ def test_case_is_read_off_a_vocabulary_alone(shared_data: Path, tmp_path: Path, 
             "BPE tokenizer",
         ),
         ({"vocab.txt": b"[UNK]\n", "tokenizer_config.json": b"[]"}, "not a JSON object"),
+        (
+            {"vocab.txt": b"[UNK]\n", "tokenizer_config.json": b'{"tokenizer_class": "BertJapaneseTokenizer"}'},
+            "is a BertJapaneseTokenizer",
+        ),
     ],
 )
 def test_a_wrong_tokenizer_gets_one_clear_line(tmp_path: Path, files: dict[str, bytes], message: str) -> None:

@@ -43,7 +43,7 @@ class GraphBuilder:
         """Add a constant, once: a name that is there already stands for the same values."""
         if name not in self._weights:
             array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
-            self._weights[name] = np.ascontiguousarray(array)
+            self._weights[name] = np.asarray(array, order="C")  # unlike ascontiguousarray, leaves a scalar one
         return name
 
     def op(self, kind: str, inputs: Sequence[str], *, domain: str = "", outputs: int = 1, **attributes: Any) -> str:

@@ -11,7 +11,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
 
     Raises:
         KeyError: a size is missing.
-        ValueError: a setting that is another architecture than the paper's.
+        ValueError: a setting that is another architecture than the paper's, or a size that is none.
     """
     if (kind := config.get("position_embedding_type", "absolute")) not in ("absolute", None):
         raise ValueError(f"position_embedding_type {kind!r} is not supported (only 'absolute')")
@@ -29,7 +29,6 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
         activation=config.get("hidden_act", "gelu"),
         layer_norm_eps=config.get("layer_norm_eps", 1e-12),
         dropout=config.get("hidden_dropout_prob", 0.1),
-        pad_id=config.get("pad_token_id") or 0,
     )
 
 

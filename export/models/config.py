@@ -3,32 +3,39 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass as validated
 
 
-@dataclass(frozen=True, slots=True)
+@validated(frozen=True, slots=True)
 class EncoderConfig:
-    """Everything that shapes the modules.
+    """Everything that shapes the modules. Checked when it is made: it often comes from a stranger's file.
 
     ``type_vocab_size`` is 0 for a family without token types. ``activation`` is a key of `activations.ACTIVATIONS`.
+
+    Raises:
+        pydantic.ValidationError: a size is no number or out of its limits.
     """
 
     family: str
-    vocab_size: int
-    hidden_size: int
-    layers: int
-    heads: int
-    intermediate_size: int
-    max_positions: int
-    type_vocab_size: int
+    vocab_size: Annotated[int, Field(gt=0)]
+    hidden_size: Annotated[int, Field(gt=0)]
+    layers: Annotated[int, Field(gt=0)]
+    heads: Annotated[int, Field(gt=0)]
+    intermediate_size: Annotated[int, Field(gt=0)]
+    max_positions: Annotated[int, Field(gt=2)]
+    type_vocab_size: Annotated[int, Field(ge=0)]
     activation: str = "gelu"
-    layer_norm_eps: float = 1e-12
-    dropout: float = 0.1
-    pad_id: int = 0
+    layer_norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-12
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
         if self.hidden_size % self.heads:
             raise ValueError(f"hidden size {self.hidden_size} is not a multiple of the {self.heads} attention heads")
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
         activation=config.get("activation", "gelu"),
         layer_norm_eps=1e-12,
         dropout=config.get("dropout", 0.1),
-        pad_id=config.get("pad_token_id") or 0,
     )
 
 

@@ -1,0 +1,159 @@
+"""sentence-transformers directories, as several of its versions write them, against sentence-transformers itself."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+from transformers import BertTokenizerFast, DistilBertTokenizerFast
+
+from export.errors import ExportError
+from export.publish import export
+from export.sentence import read_recipe
+from model_store import Store
+from service.core import Device
+from service.engine import OnnxEngine
+from service.tasks.embed import EmbedOptions, prepare
+from service.tokenizer import Tokenizer
+from tests.tiny import save_checkpoint
+
+TEXTS = ["the king", "Paris is the capital of France!", "who? " * 20, "moon"]
+
+
+def saved(folder: Path, kind: str, *after: Any, max_tokens: int = 40, **options: Any) -> Path:
+    """Save a sentence-transformer on a tiny encoder the way its users do."""
+    checkpoint = save_checkpoint(folder / "checkpoint", kind)
+    tokenizer = {"bert-plain": BertTokenizerFast, "distilbert": DistilBertTokenizerFast}[kind](str(checkpoint / "vocab.txt"))
+    tokenizer.save_pretrained(checkpoint)
+    transformer = Transformer(str(checkpoint), max_seq_length=max_tokens)
+    SentenceTransformer(modules=[transformer, *after], device="cpu", **options).save(str(folder / "st"))
+    return folder / "st"
+
+
+def ours(folder: Path, store: Path, **options: Any) -> np.ndarray:
+    bundle = export(str(folder), "st", Store(store))
+    recipe = bundle.manifest.embedding
+    assert recipe is not None
+    prepared = prepare(Tokenizer(bundle), TEXTS, recipe, EmbedOptions(**options), many=True)
+    engine = OnnxEngine(bundle, Device.CPU)
+    return prepared.decode([engine.run([query])[0] for query in prepared.queries])
+
+
+def assert_same(folder: Path, store: Path) -> None:
+    theirs = SentenceTransformer(str(folder), device="cpu").encode(TEXTS, batch_size=1)
+    np.testing.assert_allclose(ours(folder, store), theirs, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["mean", "cls", "max", "mean_sqrt_len_tokens"])
+@pytest.mark.parametrize("kind", ["bert-plain", "distilbert"])
+def test_each_pooling(tmp_path: Path, kind: str, mode: str) -> None:
+    assert_same(saved(tmp_path, kind, Pooling(64, pooling_mode=mode)), tmp_path / "store")
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda: [Pooling(64, pooling_mode="mean"), Normalize()],
+        lambda: [Pooling(64, pooling_mode="cls"), Dense(64, 24), Normalize()],
+        lambda: [
+            Pooling(64, pooling_mode="mean"),
+            Dense(64, 32, bias=False, activation_function=torch.nn.Identity()),
+            Dense(32, 8),
+        ],
+    ],
+    ids=["normalised", "projected", "projected-twice"],
+)
+def test_what_follows_pooling(tmp_path: Path, after: Callable[[], list[Any]]) -> None:
+    torch.manual_seed(0)
+    assert_same(saved(tmp_path, "bert-plain", *after()), tmp_path / "store")
+
+
+@pytest.mark.parametrize("mode", ["mean_tokens", "cls_token", "max_tokens", "mean_sqrt_len_tokens"])
+def test_directories_of_older_versions(tmp_path: Path, mode: str) -> None:
+    """Old class paths, one boolean a pooling mode, the encoder in a folder of its own, its limit in an odd file."""
+    new = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"))
+    old = tmp_path / "old"
+    (old / "0_Transformer").mkdir(parents=True)
+    for file in new.iterdir():
+        if file.is_file() and file.name not in ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"):
+            shutil.copy(file, old / "0_Transformer")
+    (old / "0_Transformer" / "sentence_distilbert_config.json").write_text('{"max_seq_length": 24, "do_lower_case": false}')
+    (old / "1_Pooling").mkdir()
+    flags = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens")}
+    (old / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64} | flags))
+    modules = [("0_Transformer", "Transformer"), ("1_Pooling", "Pooling")]
+    listed = [
+        {"idx": n, "name": str(n), "path": p, "type": f"sentence_transformers.models.{t}"} for n, (p, t) in enumerate(modules)
+    ]
+    (old / "modules.json").write_text(json.dumps(listed))
+    recipe = read_recipe(old)
+    assert recipe is not None
+    assert recipe.max_tokens == 24
+    assert_same(old, tmp_path / "store")
+
+
+def test_a_limit_above_the_tokenizers_wins(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"))
+    config = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": 8}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "sentence_bert_config.json").write_text(
+        json.dumps(json.loads((folder / "sentence_bert_config.json").read_text()) | {"max_seq_length": 30})
+    )
+    assert Store(tmp_path).references() == []
+    assert_same(folder, tmp_path / "store")
+
+
+def test_prompts_are_kept_and_used(tmp_path: Path) -> None:
+    folder = saved(
+        tmp_path,
+        "bert-plain",
+        Pooling(64, pooling_mode="mean"),
+        prompts={"query": "who: ", "document": ""},
+        default_prompt_name="query",
+    )
+    theirs = SentenceTransformer(str(folder), device="cpu")
+    np.testing.assert_allclose(ours(folder, tmp_path / "a"), theirs.encode(TEXTS, batch_size=1), atol=1e-4)
+    named = theirs.encode(TEXTS, batch_size=1, prompt_name="document")
+    np.testing.assert_allclose(ours(folder, tmp_path / "b", prompt_name="document"), named, atol=1e-4)
+
+
+def edit(folder: Path, file: str, **changes: Any) -> None:
+    (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "two modes": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode=["mean", "cls"]), r"pooling mean \+ cls is not supported"),
+    "last token": (lambda f: edit(f, "1_Pooling/config.json", pooling_mode="lasttoken"), "pooling lasttoken is not supported"),
+    "no mode": (lambda f: (f / "1_Pooling/config.json").write_text("{}"), "pooling without a mode is not supported"),
+    "prompt left out": (lambda f: edit(f, "1_Pooling/config.json", include_prompt=False), "leaves out the prompt"),
+    "residual": (lambda f: edit(f, "2_Dense/config.json", use_residual=True), "more than one linear layer"),
+    "other activation": (lambda f: edit(f, "2_Dense/config.json", activation_function="torch.nn.ReLU"), "activation ReLU is not supported"),
+    "tokens": (lambda f: edit(f, "2_Dense/config.json", module_input_name="token_embeddings"), "module_input_name 'token_embeddings'"),
+    "unknown module": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("Dense", "LSTM", 1)), "LSTM|no weights"),
+    "climbs out": (lambda f: (f / "modules.json").write_text((f / "modules.json").read_text().replace("1_Pooling", "../x")), "outside the directory"),
+    "not a list": (lambda f: (f / "modules.json").write_text("5"), "modules.json cannot be read"),
+    "bad limit": (lambda f: edit(f, "sentence_bert_config.json", max_seq_length="128"), "max_seq_length must be a number of at least 3, got '128'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_cannot_be_reproduced_is_refused(tmp_path: Path, change: Callable[[Path], object], message: str) -> None:
+    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"), Dense(64, 8))
+    assert read_recipe(folder) is not None
+    change(folder)
+    with pytest.raises(ExportError, match=message):
+        read_recipe(folder)
+
+
+def test_dense_before_pooling_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"), Dense(64, 64))
+    listed = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps([listed[0], listed[2], listed[1]]))
+    with pytest.raises(ExportError, match="puts Dense where it is not supported"):
+        read_recipe(folder)

@@ -1,5 +1,6 @@
 """The seven promises of the design, each broken on purpose, on real server processes."""
 
+import http.client
 import json
 import re
 import signal
@@ -321,14 +322,21 @@ def test_6_nothing_in_service_or_store_can_unpickle() -> None:
 
 
 def test_7_sigterm_under_load_finishes_what_was_accepted(tiny_store: Path) -> None:
-    with faulty_server(tiny_store, CLOZE_WORKERS="2", CLOZE_MAX_BATCH_TOKENS="1") as server, ThreadPoolExecutor(16) as pool:
-        accepted = [pool.submit(embed, server, "moon " * n) for n in range(1, 13)]
+    with faulty_server(tiny_store, CLOZE_WORKERS="2", CLOZE_MAX_BATCH_TOKENS="1") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        connections = [http.client.HTTPConnection(host, int(port), timeout=30) for _ in range(12)]
+        for length, connection in enumerate(connections, start=1):
+            connection.request("POST", "/embed", json.dumps({"inputs": "moon " * length}))
+        # All are admitted once no more is missing from the queue than two workers can have taken.
+        accepted = sum(range(3, 15)) - 14 - 13
         deadline = time.monotonic() + 10
-        while metric(server, r'cloze_queue_tokens\{model="bert@1"\}') < 30 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        started = time.monotonic()
+        while metric(server, r'cloze_queue_tokens\{model="bert@1"\}') < accepted:
+            assert time.monotonic() < deadline
         server.process.send_signal(signal.SIGTERM)
-        assert [future.result().status_code for future in accepted] == [200] * 12
+        started = time.monotonic()
+        responses = [connection.getresponse() for connection in connections]
+        assert [response.status for response in responses] == [200] * 12
+        assert all(len(json.loads(response.read())[0]) == 64 for response in responses)
         assert server.process.wait(20) == 0
         assert time.monotonic() - started < 15
         with pytest.raises(httpx.TransportError):

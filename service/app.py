@@ -28,6 +28,9 @@ from service.tokenizer import Tokenizer
 
 log = logging.getLogger("cloze")
 
+_BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+
 EngineFactory = Callable[[Bundle, Device], Engine]
 
 _DRAIN_MARGIN_S = 5
@@ -166,10 +169,19 @@ def serve(settings: Settings, make_engine: EngineFactory = OnnxEngine) -> int:
     service = Service(settings, make_engine)
     server = _Server(service, settings)
     service.on_dead = server.stop
-    log.info("listening on http://%s:%d", *listener.getsockname()[:2])
-    # uvicorn raises the signal it caught once more after its shutdown; a drained exit is a success, so it ends here.
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        # uvicorn raises the signal it caught once more after its shutdown: a drained exit is a success.
+        if not server.started:
+            _leave(number, frame)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: None)
+        signal.signal(number, on_signal)
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
+    log.info("listening on http://%s:%d", *listener.getsockname()[:2])
     server.run(sockets=[listener])
     if service.dead() is not None:
         # A hung run cannot be joined; nothing else is left to do.
@@ -188,6 +200,7 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 service.api(),
                 log_config=None,
+                backlog=_BACKLOG,
                 log_level="warning",
                 access_log=False,
                 server_header=False,

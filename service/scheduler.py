@@ -1,9 +1,11 @@
 """Decides what runs next. Hides waiting: a request's queries go in at once, one future comes out. Knows no text, no HTTP.
 
 Work-conserving and late-binding: a worker that becomes idle takes what is useful now; nobody waits for a batch to fill.
-A batch holds queries of one length, so nothing is padded. Which length: that of the query whose turn it is by start-time
-fair queueing (Goyal et al. 1996) over tokens: each query is tagged with the virtual time of its request's arrival plus
-the request's tokens before it, and the smallest tag is next. So a single text does not wait behind a bulk request.
+A batch holds queries of one length, so nothing is padded. Which length: that of the query whose turn it is by fair
+queueing over tokens (Demers et al. 1989): each query is tagged with the virtual time of its request's arrival plus the
+request's tokens before it, and the smallest tag is next. Virtual time advances by the tokens that each pending request
+would have been served had they all been served at once. So a single text does not wait behind a bulk request, and a
+bulk request does not wait for ever behind single texts.
 """
 
 import heapq
@@ -46,6 +48,7 @@ class _Ticket:
     submitted: float
     outputs: list[Output | None]
     missing: int
+    queued_tokens: int
     started: float | None = None
 
 
@@ -53,7 +56,7 @@ class _Ticket:
 class _Entry:
     """One queued query. Ordered by turn."""
 
-    tag: int
+    tag: float
     serial: int
     query: Query = field(compare=False)
     ticket: _Ticket = field(compare=False)
@@ -96,7 +99,7 @@ class Scheduler:
         self._tickets: set[_Ticket] = set()
         self._running: dict[int, float] = {}  # worker's number -> when its run began
         self._queued_tokens = 0
-        self._virtual_time = 0
+        self._virtual_time = 0.0
         self._serial = 0
         self._idle = 0
         self._tokens_per_s = 0.0  # of one worker
@@ -149,8 +152,9 @@ class Scheduler:
                     f"it would pass its limit of {self._max_queue_tokens}",
                     self._retry_after_s(),
                 )
-            ticket = _Ticket(Future(), deadline, now, [None] * len(queries), len(queries))
+            ticket = _Ticket(Future(), deadline, now, [None] * len(queries), len(queries), tokens)
             self._tickets.add(ticket)
+            ticket.future.add_done_callback(lambda _: self._forget(ticket))
             tag = self._virtual_time
             for index, query in enumerate(queries):
                 group = self._groups.setdefault(len(query), [])
@@ -219,10 +223,10 @@ class Scheduler:
             if batch and masks > _MAX_BATCH_MASKS:
                 break
             entry = heapq.heappop(group)
-            self._queued_tokens -= length
             if entry.ticket.future.done():  # cancelled, or failed already
-                self._forget(entry.ticket)
                 continue
+            entry.ticket.queued_tokens -= length
+            self._queued_tokens -= length
             if entry.ticket.deadline <= now:
                 self._finish(entry.ticket, DeadlineExceeded("the request's time was over before it ran"))
                 continue
@@ -231,6 +235,7 @@ class Scheduler:
             batch.append(entry)
         if not group:
             del self._groups[length]
+        self._virtual_time += len(batch) * length / max(1, len(self._tickets))
         return batch
 
     def _run(self, number: int, batch: list[_Entry]) -> None:
@@ -278,7 +283,6 @@ class Scheduler:
             self._die(f"after an error it could not repeat its golden outputs ({type(probe_error).__name__})")
 
     def _finish(self, ticket: _Ticket, error: ServiceError | None) -> None:
-        self._forget(ticket)
         try:
             if error is not None:
                 ticket.future.set_exception(error)
@@ -291,12 +295,13 @@ class Scheduler:
             pass  # it was cancelled, or failed by another thread, a moment ago
 
     def _forget(self, ticket: _Ticket) -> None:
-        """Let go of a ticket; whoever waits on a cancelled future in another thread hears of it now."""
+        """Its future has ended: what it still has in the queue waits no more, though it is dropped only when its turn comes."""
         with self._changed:
-            if ticket in self._tickets:
-                self._tickets.discard(ticket)
-                if ticket.future.cancelled():
-                    ticket.future.set_running_or_notify_cancel()
+            self._tickets.discard(ticket)
+            self._queued_tokens -= ticket.queued_tokens
+            ticket.queued_tokens = 0
+        if ticket.future.cancelled():
+            ticket.future.set_running_or_notify_cancel()  # tells those who wait on it in other threads
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -328,6 +333,5 @@ class Scheduler:
         with self._changed:
             pending = list(self._tickets)
             self._groups.clear()
-            self._queued_tokens = 0
         for ticket in pending:
             self._finish(ticket, make_error())

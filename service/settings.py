@@ -71,7 +71,7 @@ class Settings(BaseSettings):
         1_048_576, ge=1, description="most tokens run for one request, windows of long contexts counted; 2,048 sequences of 512"
     )
     max_request_results: int = Field(
-        100_000, ge=1, description="most predictions or answers in one request: masks or questions, times top_k"
+        32_768, ge=1, description="most predictions or answers in one request: masks or questions, times top_k"
     )
     max_masks: int = Field(64, ge=1, description="most mask tokens in one text")
     max_top_k: int = Field(1000, ge=1, description="most predictions a mask, or answers a question")

@@ -86,9 +86,9 @@ BAD: list[tuple[str, JSON | bytes, int, str, str]] = [
     ("/qa", {"inputs": PAIR, "parameters": {"max_seq_len": 20, "doc_stride": 20}}, 422, "Validation", r"doc_stride must be between 0 and \d+, got 20"),
     ("/qa", {"inputs": PAIR | {"question": "a " * 50}, "parameters": {"max_seq_len": 20}}, 422, "Validation", r"leaves no room for the context"),
     ("/qa", {"inputs": PAIR, "parameters": {"max_answer_len": 0}}, 422, "Validation", r"max_answer_len must be between 1 and 160, got 0"),
-    ("/qa", {"inputs": [PAIR] * 1001, "parameters": {"top_k": 100}}, 422, "Validation", r"asks for 100100 answers; the limit is 100000"),
+    ("/qa", {"inputs": [PAIR] * 1001, "parameters": {"top_k": 100}}, 422, "Validation", r"asks for 100100 answers; the limit is 32768"),
     ("/qa", {"inputs": PAIR | {"context": "a " * 500_000}, "parameters": {"max_seq_len": 8, "doc_stride": 0}}, 422, "Validation", r"windows hold \d+ tokens; the limit of a request is 1048576"),
-    ("/fill-mask", {"inputs": ["[MASK]" * 60] * 20, "parameters": {"top_k": 90}}, 422, "Validation", r"more than 100000 predictions"),
+    ("/fill-mask", {"inputs": ["[MASK]" * 60] * 20, "parameters": {"top_k": 90}}, 422, "Validation", r"more than 32768 predictions"),
     # models
     ("/embed", {"inputs": "a", "model": "nobody"}, 404, "Validation", r"no model 'nobody' is served"),
     ("/embed", {"inputs": "a", "model": "bert@7"}, 404, "Validation", r"no model 'bert@7' is served"),

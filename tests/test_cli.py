@@ -4,6 +4,7 @@ import json
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,36 @@ def test_a_taken_port_is_one_line(tiny_store: Path) -> None:
         done = cloze("serve", "--port", str(port), "--model-store", str(tiny_store))
     assert done.returncode == 2
     assert done.stderr == f"cloze: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+def test_two_servers_on_one_port(tiny_store: Path) -> None:
+    """Both may have taken it while their models loaded; one of them says so and ends."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    command = [sys.executable, "-m", "cloze", "serve", "--port", port, "--model-store", str(tiny_store)]
+    twins = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    deadline = time.monotonic() + 30
+    while all(twin.poll() is None for twin in twins) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    ended = [twin for twin in twins if twin.poll() is not None]
+    for twin in twins:
+        if twin.poll() is None:
+            twin.terminate()
+    outputs = [twin.communicate(timeout=30)[1] for twin in twins]
+    assert [twin.returncode for twin in ended] == [2]
+    assert outputs[twins.index(ended[0])].endswith(f"cloze: cannot listen on 127.0.0.1:{port}: Address already in use\n")
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.6, 0.9, 1.2])
+def test_a_signal_during_the_start_ends_it(tiny_store: Path, delay_s: float) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cloze", "serve", "--port", "0", "--model-store", str(tiny_store)], stderr=subprocess.PIPE
+    )
+    time.sleep(delay_s)
+    process.terminate()
+    process.communicate(timeout=15)
+    assert process.returncode in (0, 143, -15)
 
 
 def test_an_unknown_model_and_a_misspelt_variable(tiny_store: Path) -> None:

@@ -107,6 +107,57 @@ def test_a_single_text_does_not_wait_behind_a_bulk_request() -> None:
     assert order.index(99) <= 3, f"it ran as number {order.index(99)} of {len(order)}"
 
 
+@pytest.mark.parametrize("clients", [2, 4, 8])
+def test_a_bulk_request_does_not_starve_behind_single_texts(clients: int) -> None:
+    """Closed-loop clients keep the queue full; a request of several texts must get its share all the same."""
+
+    class Slow(FakeEngine):
+        def run(self, batch: list[Query]) -> list:  # type: ignore[override, type-arg]
+            time.sleep(0.001)
+            return super().run(batch)
+
+    stop = threading.Event()
+    with running(Slow(), workers=2, max_batch_tokens=256) as scheduler:
+
+        def client(seed: int) -> None:
+            lengths = np.random.default_rng(seed).integers(5, 200, 100_000)
+            for length in lengths:
+                if stop.is_set():
+                    return
+                scheduler.submit([query(int(length))], later()).result(WAIT_S)
+
+        threads = [threading.Thread(target=client, args=(seed,)) for seed in range(clients)]
+        for thread in threads:
+            thread.start()
+        try:
+            time.sleep(0.1)
+            started = time.monotonic()
+            bulk = scheduler.submit([query(length) for length in range(201, 221)], later())
+            assert len(sums(bulk)) == 20
+            assert time.monotonic() - started < 3
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+
+
+def test_cancelled_work_frees_the_queue_at_once() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=1, max_queue_tokens=30) as scheduler:
+        first = scheduler.submit([query(10)], later())
+        assert engine.entered.wait(WAIT_S)
+        given_up = scheduler.submit([query(10), query(11)], later())
+        assert scheduler.queued_tokens == 21
+        given_up.cancel()
+        assert scheduler.queued_tokens == 0
+        second = scheduler.submit([query(12)], later())
+        third = scheduler.submit([query(13)], later())
+        engine.gate.set()
+        assert [sums(first), sums(second), sums(third)] == [[10.0], [12.0], [13.0]]
+    assert sorted(len(batch[0]) for batch in engine.batches) == [10, 12, 13]
+
+
 def test_requests_of_equal_size_are_served_in_their_order() -> None:
     engine = FakeEngine()
     engine.gate.clear()

@@ -3,7 +3,7 @@
 import asyncio
 import io
 from collections.abc import Awaitable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,8 +18,7 @@ from service.metrics import Metrics
 from service.pipeline import Models, Pipeline, Reply
 from service.schemas import Body, Candidates, EmbedBody, FillMaskBody, FillMaskParameters, NspBody, Pair, QaBody, QaPair
 from service.tasks.embed import EmbedOptions
-from service.tasks.fill_mask import Masks
-from service.tasks.qa import QaAnswer, QaOptions
+from service.tasks.qa import QaOptions
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
@@ -79,7 +78,7 @@ class TaskApi:
         top_k = 5 if asked.top_k is None else asked.top_k
         many = isinstance(body.inputs, list)
         reply = await self._answer(request, pipeline, pipeline.fill_mask(texts, top_k=top_k, targets=targets, many=many))
-        results = [_masks(masks) for masks in reply.value]
+        results: list[object] = [_one_or_many(masks) for masks in reply.value]
         return _respond(reply, orjson.dumps(results if many else results[0]))
 
     async def embed(self, request: Request) -> Response:
@@ -123,7 +122,7 @@ class TaskApi:
         options = QaOptions(**(body.parameters.model_dump(exclude_none=True) if body.parameters else {}))
         pipeline = self._choose(request, body.model)
         reply = await self._answer(request, pipeline, pipeline.qa(pairs, _names(body.inputs), options))
-        results = [_answers(answers) for answers in reply.value]
+        results: list[object] = [_one_or_many(answers) for answers in reply.value]
         return _respond(reply, orjson.dumps(results[0] if isinstance(body.inputs, QaPair) else results))
 
     async def _receive(self, request: Request, kind: type[B]) -> B:
@@ -187,13 +186,7 @@ def _names(inputs: object) -> list[str]:
     return [f"inputs[{index}]" for index in range(len(inputs))] if isinstance(inputs, list) else ["inputs"]
 
 
-def _masks(masks: Masks) -> object:
-    results = [[asdict(prediction) for prediction in predictions] for predictions in masks]
-    return results[0] if len(results) == 1 else results
-
-
-def _answers(answers: list[QaAnswer]) -> object:
-    results = [asdict(answer) for answer in answers]
+def _one_or_many(results: Sequence[T]) -> T | Sequence[T]:
     return results[0] if len(results) == 1 else results
 
 

@@ -47,13 +47,12 @@ class Tokenizer:
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Vocabulary ids of each text, no special tokens added, nothing cut."""
-        if len(texts) == 1:
-            return [self._backend.encode(texts[0], add_special_tokens=False).ids]
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def spans(self, text: str) -> Spans:
         """Ids, character offsets and words of a text."""
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        # `encode` would hold the interpreter's lock all the while; the batch form lets go of it.
+        encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
         return Spans(encoding.ids, encoding.offsets, encoding.word_ids)
 
     def single(self, ids: Sequence[int], max_tokens: int, *, keep_end: bool = False) -> tuple[list[int], bool]:

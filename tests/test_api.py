@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -167,6 +168,16 @@ def test_a_request_may_have_as_many_texts_as_it_may(server: Server) -> None:
     response = call(server, "/embed", inputs=["the king"] * 2048)
     assert response.status_code == 200
     assert len(response.json()) == 2048
+
+
+def test_probes_are_answered_while_a_huge_text_is_tokenized(server: Server) -> None:
+    """By order, not by the clock: several probes come back before the text does."""
+    with ThreadPoolExecutor(1) as pool:
+        huge = pool.submit(call, server, "/embed", inputs="the king " * 800_000)
+        for _ in range(10):
+            assert httpx.get(f"{server.url}/healthz", timeout=30).status_code == 200
+        assert not huge.done()
+        assert huge.result().headers["x-truncated"] == "1"
 
 
 def test_chunked_bodies_are_bounded_too(server: Server) -> None:

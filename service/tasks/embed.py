@@ -62,7 +62,7 @@ def prepare(
             vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
         return np.ascontiguousarray(vectors, dtype=np.float32)
 
-    return Prepared(queries, decode, truncated)
+    return Prepared(queries, decode, truncated=truncated)
 
 
 def _prompt(recipe: Embedding, name: str | None) -> str:

@@ -75,7 +75,7 @@ def prepare(
     def decode(outputs: Sequence[Output]) -> list[Masks]:
         return [_decode(tokenizer, query, output, top_k) for query, output in zip(queries, outputs, strict=True)]
 
-    return Prepared(queries, decode, truncated, warnings)
+    return Prepared(queries, decode, predictions, truncated, warnings)
 
 
 def _count_masks(tokenizer: Tokenizer, ids: Sequence[int], name: str, limits: TaskLimits) -> int:

@@ -33,7 +33,7 @@ def prepare(
         query, cut = tokenizer.pair(first_ids, second_ids, limits.max_tokens)
         queries.append(replace(query, pair=True))
         truncated += cut
-    return Prepared(queries, _decode, truncated)
+    return Prepared(queries, _decode, truncated=truncated)
 
 
 def _decode(outputs: Sequence[Output]) -> Float32:

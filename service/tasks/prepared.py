@@ -35,12 +35,14 @@ class Prepared(Generic[T]):
     Attributes:
         queries: what to run, at least one.
         decode: makes the task's result of the outputs, given in the queries' order.
+        results: how many things `decode` makes, where that may be many.
         truncated: how many of the request's texts were cut.
         warnings: what the client should know of its request, in ASCII.
     """
 
     queries: list[Query]
     decode: Callable[[Sequence[Output]], T]
+    results: int = 0
     truncated: int = 0
     warnings: tuple[str, ...] = ()
 

@@ -116,7 +116,7 @@ def prepare(
         rest = iter(outputs)
         return [_best_answers(question, [next(rest) for _ in question.windows], options) for question in questions]
 
-    return Prepared(queries, decode, truncated)
+    return Prepared(queries, decode, truncated=truncated)
 
 
 def _check_options(options: QaOptions, limits: TaskLimits) -> int:

@@ -197,19 +197,20 @@ def test_parity_in_the_manifest_covers_the_grid(tiny_store: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_bert_large_exports_past_the_protobuf_limit(tmp_path: Path) -> None:
     """335 M parameters and a vocabulary that brings the weights over 2 GB."""
     folder = save_checkpoint(
         tmp_path / "large",
         "bert",
-        vocab_size=220_000,
+        vocab_size=240_000,
         hidden_size=1024,
         num_hidden_layers=24,
         num_attention_heads=16,
         intermediate_size=4096,
         max_position_embeddings=512,
     )
-    pieces = vocabulary() + [f"word{number}" for number in range(220_000 - len(vocabulary()))]
+    pieces = vocabulary() + [f"word{number}" for number in range(240_000 - len(vocabulary()))]
     (folder / "vocab.txt").write_text("\n".join(pieces) + "\n")
     bundle = export(str(folder), "large", Store(tmp_path / "store"))
     assert bundle.manifest.files["weights.bin"].size > 2**31

@@ -41,11 +41,13 @@ CLASSES = {
 def make_model(kind: str, seed: int = 0, **sizes: object) -> PreTrainedModel:
     """A random model whose weights are large enough for its outputs to differ from text to text."""
     model = CLASSES[kind](config(kind.split("-")[0], **sizes))
+    # Wider models need smaller weights, or 24 layers of them magnify rounding beyond any tolerance.
+    spread = 0.8 * model.config.hidden_size**-0.5
     torch.manual_seed(seed)  # after the library's own draws, so that the weights do not depend on its version
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             is_norm = "norm" in name.lower() and name.endswith("weight")
-            parameter.normal_(1.0 if is_norm else 0.0, 0.1)
+            parameter.normal_(1.0 if is_norm else 0.0, spread)
     model.tie_weights()
     return model.eval()
 

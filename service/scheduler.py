@@ -39,17 +39,24 @@ _RATE_WEIGHT = 0.1
 _JOIN_TIMEOUT_S = 5.0
 
 
-@dataclass(slots=True, eq=False)
-class _Ticket:
-    """A request's place in the scheduler: what it still waits for."""
+class _Ticket(Future[Answer]):
+    """A request's future, and what it still waits for.
 
-    future: Future[Answer]
-    deadline: float
-    submitted: float
-    outputs: list[Output | None]
-    missing: int
-    queued_tokens: int
-    started: float | None = None
+    Attributes:
+        outputs: of its queries, None until they ran.
+        missing: how many are None.
+        queued_tokens: of its queries that no worker has taken.
+        started: when its first query was taken; None until then.
+    """
+
+    def __init__(self, queries: int, tokens: int, deadline: float) -> None:
+        super().__init__()
+        self.deadline = deadline
+        self.submitted = time.monotonic()
+        self.outputs: list[Output | None] = [None] * queries
+        self.missing = queries
+        self.queued_tokens = tokens
+        self.started: float | None = None
 
 
 @dataclass(slots=True, order=True)
@@ -142,7 +149,6 @@ class Scheduler:
             EngineDead: there is no engine any more.
         """
         tokens = sum(map(len, queries))
-        now = time.monotonic()
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal()
@@ -152,9 +158,9 @@ class Scheduler:
                     f"it would pass its limit of {self._max_queue_tokens}",
                     self._retry_after_s(),
                 )
-            ticket = _Ticket(Future(), deadline, now, [None] * len(queries), len(queries), tokens)
+            ticket = _Ticket(len(queries), tokens, deadline)
             self._tickets.add(ticket)
-            ticket.future.add_done_callback(lambda _: self._forget(ticket))
+            ticket.add_done_callback(self._forget)
             tag = self._virtual_time
             for index, query in enumerate(queries):
                 group = self._groups.setdefault(len(query), [])
@@ -163,7 +169,7 @@ class Scheduler:
                 tag += len(query)
             self._queued_tokens += tokens
             self._changed.notify(len(queries))
-        return ticket.future
+        return ticket
 
     def drain(self) -> None:
         """Admit nothing more; what was admitted runs on."""
@@ -223,7 +229,7 @@ class Scheduler:
             if batch and masks > _MAX_BATCH_MASKS:
                 break
             entry = heapq.heappop(group)
-            if entry.ticket.future.done():  # cancelled, or failed already
+            if entry.ticket.done():  # cancelled, or failed already
                 continue
             entry.ticket.queued_tokens -= length
             self._queued_tokens -= length
@@ -240,6 +246,8 @@ class Scheduler:
 
     def _run(self, number: int, batch: list[_Entry]) -> None:
         """Run a batch; if the engine raises, halve it until only the guilty query fails."""
+        if self._dead is not None:
+            return
         started = time.monotonic()
         with self._changed:
             self._running[number] = started
@@ -285,23 +293,24 @@ class Scheduler:
     def _finish(self, ticket: _Ticket, error: ServiceError | None) -> None:
         try:
             if error is not None:
-                ticket.future.set_exception(error)
+                ticket.set_exception(error)
                 return
             assert ticket.started is not None
             outputs = [output for output in ticket.outputs if output is not None]
             done = time.monotonic()
-            ticket.future.set_result(Answer(outputs, ticket.started - ticket.submitted, done - ticket.started))
+            ticket.set_result(Answer(outputs, ticket.started - ticket.submitted, done - ticket.started))
         except InvalidStateError:
             pass  # it was cancelled, or failed by another thread, a moment ago
 
-    def _forget(self, ticket: _Ticket) -> None:
+    def _forget(self, ticket: Future[Answer]) -> None:
         """Its future has ended: what it still has in the queue waits no more, though it is dropped only when its turn comes."""
+        assert isinstance(ticket, _Ticket)
         with self._changed:
             self._tickets.discard(ticket)
             self._queued_tokens -= ticket.queued_tokens
             ticket.queued_tokens = 0
-        if ticket.future.cancelled():
-            ticket.future.set_running_or_notify_cancel()  # tells those who wait on it in other threads
+        if ticket.cancelled():
+            ticket.set_running_or_notify_cancel()  # tells those who wait on it in other threads
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

@@ -241,7 +241,9 @@ class Scheduler:
             batch.append(entry)
         if not group:
             del self._groups[length]
-        self._virtual_time += len(batch) * length / max(1, len(self._tickets))
+        # Those that ran ahead of their turn, for their length's sake, cost nobody a turn: time does not advance for them.
+        in_turn = sum(entry.tag <= self._virtual_time for entry in batch)
+        self._virtual_time += in_turn * length / max(1, len(self._tickets))
         return batch
 
     def _run(self, number: int, batch: list[_Entry]) -> None:

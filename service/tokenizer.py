@@ -83,9 +83,9 @@ class Tokenizer:
         types[len(first) + 2 :] = self._second_type
         return Query(np.array(ids, np.int32), types), cut
 
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Ids to text, WordPiece joined and spaces before punctuation removed."""
-        return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
+    def decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False) -> list[str]:
+        """Ids to texts, WordPiece joined and spaces before punctuation removed."""
+        return self._backend.decode_batch(sequences, skip_special_tokens=skip_special_tokens)
 
     def id_of(self, token: str) -> int | None:
         """A token's id; None if the vocabulary does not have it."""

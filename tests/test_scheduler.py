@@ -141,6 +141,29 @@ def test_a_bulk_request_does_not_starve_behind_single_texts(clients: int) -> Non
                 thread.join()
 
 
+def test_a_single_text_does_not_wait_behind_a_bulk_request_of_mixed_lengths() -> None:
+    """Half of a bulk request has run, by lengths, when a single text comes: it is next, or nearly."""
+    rng = np.random.default_rng(0)
+    singles: list[Future[Answer]] = []
+
+    class Interrupted(FakeEngine):
+        def run(self, batch: list[Query]) -> list:  # type: ignore[override, type-arg]
+            outputs = super().run(batch)
+            if len(self.batches) in (50, 100, 150):
+                singles.append(scheduler.submit([query(99, len(self.batches))], later()))
+            return outputs
+
+    engine = Interrupted()
+    with running(engine, workers=1, max_batch_tokens=100, max_queue_tokens=10**6) as scheduler:
+        bulk = scheduler.submit([query(int(length)) for length in rng.integers(5, 60, 1000)], later())
+        assert len(sums(bulk)) == 1000
+        for single in singles:
+            sums(single)
+    ran = {int(batch[0].input_ids[0]): place for place, batch in enumerate(engine.batches, start=1) if len(batch[0]) == 99}
+    assert ran.keys() == {50, 100, 150}
+    assert all(place - came <= 3 for came, place in ran.items()), ran
+
+
 def test_cancelled_work_frees_the_queue_at_once() -> None:
     engine = FakeEngine()
     engine.gate.clear()

@@ -103,7 +103,7 @@ def _target_ids(tokenizer: Tokenizer, targets: Sequence[str]) -> tuple[list[int]
                 warnings.append(f"target {shown} is not in the vocabulary and was left out")
                 continue
             number = pieces[0]
-            warnings.append(f"target {shown} is not in the vocabulary; {tokenizer.decode([number])!a} stands for it")
+            warnings.append(f"target {shown} is not in the vocabulary; {tokenizer.decode([[number]])[0]!a} stands for it")
         found[number] = None
     if targets and not found:
         raise InvalidRequest("none of the targets has a token in the model's vocabulary")
@@ -125,12 +125,10 @@ def _decode(tokenizer: Tokenizer, query: Query, output: Output, top_k: int) -> M
             logits, tokens = logits[best], [query.targets[choice] for choice in best]
         else:
             logits, tokens = output.top_logits[number], output.top_ids[number].tolist()  # [k]
-        predictions = []
-        for score, token in zip(np.exp(logits - output.logsumexp[number]).tolist(), tokens, strict=True):
-            sequence[position] = token
-            # With several masks the others stay visible, hence all special tokens do, as in transformers.
-            text = tokenizer.decode(sequence, skip_special_tokens=only_one)
-            predictions.append(Prediction(score, token, tokenizer.decode([token]), text))
-        sequence[position] = int(query.input_ids[position])
-        masks.append(predictions)
+        scores = np.exp(logits - output.logsumexp[number]).tolist()
+        filled = [[*sequence[:position], token, *sequence[position + 1 :]] for token in tokens]
+        # With several masks the others stay visible, hence all special tokens do, as in transformers.
+        texts = tokenizer.decode(filled, skip_special_tokens=only_one)
+        words = tokenizer.decode([[token] for token in tokens])
+        masks.append([Prediction(*fields) for fields in zip(scores, tokens, words, texts, strict=True)])
     return masks

@@ -22,6 +22,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     core.MalformedRequest: (400, "Validation"),
     core.EmptyRequest: (400, "Empty"),
     core.UnknownModel: (404, "Validation"),
+    core.SlowRequest: (408, "Validation"),
     core.RequestTooLarge: (413, "Validation"),
     core.InvalidRequest: (422, "Validation"),
     core.WrongTask: (424, "Backend"),
@@ -166,6 +167,8 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
         message = str(error)
         if isinstance(error, core.Overloaded):
             headers["retry-after"] = str(error.retry_after_s)
+        elif isinstance(error, core.SlowRequest):
+            headers["connection"] = "close"  # what is left of the body would be taken for the next request
     else:
         status, kind, message = 500, "Backend", "an internal error; it was logged"
     return Response(orjson.dumps({"error": message, "error_type": kind}), status, headers, JSON)

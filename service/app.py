@@ -18,6 +18,7 @@ from model_store import Bundle, Store, StoreError
 from service.api import STATUS, Health, create_api
 from service.core import BatchReport, Device, Engine, StartupError
 from service.engine import OnnxEngine
+from service.http import BoundedHeaders
 from service.metrics import Metrics
 from service.pipeline import Models, Pipeline
 from service.scheduler import Scheduler
@@ -71,7 +72,8 @@ class Service:
 
     def api(self) -> FastAPI:
         """The HTTP application; when it shuts down, so does this service."""
-        limits = ApiLimits(self._settings.max_request_bytes, self._settings.max_request_texts)
+        settings = self._settings
+        limits = ApiLimits(settings.max_request_bytes, settings.max_request_texts, settings.request_timeout_ms / 1000)
         app = create_api(self.models, self._metrics, Health(self.dead, lambda: self._draining), limits)
 
         @asynccontextmanager
@@ -199,6 +201,7 @@ class _Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 service.api(),
+                http=BoundedHeaders,
                 log_config=None,
                 backlog=_BACKLOG,
                 log_level="warning",

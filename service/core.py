@@ -5,6 +5,7 @@ Errors, each naming what the caller can do; the HTTP status of each lies in one 
     ServiceError
     +-- RequestError            the request is wrong; sending it again does not help
     |   +-- MalformedRequest    the body cannot be read at all
+    |   +-- SlowRequest         the body does not arrive in time
     |   +-- InvalidRequest      a value is out of its limits
     |   +-- EmptyRequest        no text at all
     |   +-- RequestTooLarge     more bytes than a request may have
@@ -41,6 +42,10 @@ class RequestError(ServiceError):
 
 class MalformedRequest(RequestError):
     """The body is not JSON."""
+
+
+class SlowRequest(RequestError):
+    """The body did not arrive within the request's time."""
 
 
 class InvalidRequest(RequestError):

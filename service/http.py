@@ -7,10 +7,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 
+import orjson
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from service.core import ClientGone, RequestTooLarge
+from service.core import ClientGone, RequestTooLarge, SlowRequest
 
 OTHER_ROUTE = "other"
 """How a request to no route of ours is labelled, so that labels stay bounded."""
@@ -20,6 +22,8 @@ _WATCH_AFTER_S = 0.05
 
 _DISCARD_FACTOR = 8
 """How many times the limit of an oversized body is read and thrown away, so that its client hears why."""
+
+_MAX_HEADER_BYTES = 65_536
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -69,20 +73,57 @@ def _request_id(scope: Scope) -> bytes:
     return secrets.token_hex(8).encode()
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+class BoundedHeaders(HttpToolsProtocol):
+    """uvicorn's protocol, which by itself would collect headers for as long as a client sends them."""
+
+    _in_headers = False
+    _header_bytes = 0
+
+    def on_message_begin(self) -> None:
+        """A request's first byte."""
+        self._in_headers, self._header_bytes = True, 0
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Its headers are whole."""
+        self._in_headers = False
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes came; those that begin a request are not counted, as more than headers may have come with them."""
+        was_in_headers = self._in_headers
+        super().data_received(data)
+        if was_in_headers and self._in_headers:
+            self._header_bytes += len(data)
+            if self._header_bytes > _MAX_HEADER_BYTES:
+                error = f"the request's headers have more than {_MAX_HEADER_BYTES} bytes, the limit"
+                body = orjson.dumps({"error": error, "error_type": "Validation"})
+                head = (
+                    f"HTTP/1.1 431 \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+                )
+                self.transport.write(head.encode() + body)
+                self.transport.close()
+
+
+async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
     """The whole body.
 
     Raises:
         RequestTooLarge: it has more than ``limit`` bytes.
+        SlowRequest: it has not arrived after ``timeout_s``.
     """
     chunks: list[bytes] = []
     size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size <= limit:
-            chunks.append(chunk)
-        elif size > limit * _DISCARD_FACTOR:
-            break
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size <= limit:
+                    chunks.append(chunk)
+                elif size > limit * _DISCARD_FACTOR:
+                    break
+    except TimeoutError:
+        raise SlowRequest(f"{size} bytes of the body arrived within the limit of {timeout_s * 1000:.0f} ms, not all") from None
     if size > limit:
         declared = request.headers.get("content-length", "")
         raise RequestTooLarge(f"the body has {declared or f'at least {size}'} bytes; the limit is {limit}")

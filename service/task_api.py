@@ -43,6 +43,7 @@ class ApiLimits:
 
     max_request_bytes: int
     max_request_texts: int
+    request_timeout_s: float
 
 
 class TaskApi:
@@ -126,7 +127,7 @@ class TaskApi:
         return _respond(reply, orjson.dumps(results[0] if isinstance(body.inputs, QaPair) else results))
 
     async def _receive(self, request: Request, kind: type[B]) -> B:
-        data = await read_body(request, self._limits.max_request_bytes)
+        data = await read_body(request, self._limits.max_request_bytes, self._limits.request_timeout_s)
         return _parse(kind, data) if len(data) <= _INLINE_BYTES else await asyncio.to_thread(_parse, kind, data)
 
     def _listed(self, inputs: Any) -> list[Any]:

@@ -1,5 +1,6 @@
 """The seven promises of the design, each broken on purpose, on real server processes."""
 
+import contextlib
 import http.client
 import json
 import re
@@ -119,6 +120,34 @@ def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path) -> None:
         assert metric(server, r'cloze_queue_tokens\{model="bert@1"\}') == 0
         assert metric(server, r'cloze_batch_sequences_count\{model="bert@1"\}') < 20
         assert metric(server, r'cloze_request_duration_seconds_count\{model="bert@1",route="/embed",status="499"\}') == 1
+
+
+def test_1_a_body_that_never_ends_is_not_waited_for(tiny_store: Path) -> None:
+    with faulty_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="500") as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n" + b'{"inputs": ')
+            answer = b""
+            while part := connection.recv(65536):  # until the server closes the connection
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"11 bytes of the body arrived within the limit of 500 ms" in answer
+        assert embed(server, "paris").status_code == 200
+
+
+def test_1_headers_that_never_end_are_not_collected(tiny_store: Path) -> None:
+    with faulty_server(tiny_store) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: ")
+            sent = 0
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    connection.sendall(b"a" * 100_000)
+                    sent += 100_000
+            assert sent < 10_000_000
+        assert embed(server, "paris").status_code == 200
+        assert httpx.get(f"{server.url}/healthz", headers={"x": "a" * 50_000}).status_code == 200
 
 
 # ---- 2: a poisonous item never harms its batch-mates -----------------------------------------------------------------

@@ -6,7 +6,10 @@ import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from types import FrameType
 from typing import NoReturn
@@ -28,6 +31,11 @@ from service.tasks import TaskLimits
 from service.tokenizer import Tokenizer
 
 log = logging.getLogger("cloze")
+
+_DEAD_GRACE_S = 2
+
+_JOIN_TIMEOUT_S = 5.0
+"""For all threads of all models to end; a hung run is then left behind."""
 
 _BACKLOG = 2048
 """Connections that may wait to be accepted."""
@@ -79,7 +87,8 @@ class Service:
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             yield
-            await asyncio.to_thread(self.close)
+            with ThreadPoolExecutor(1) as own:  # the shared threads may be busy with requests
+                await asyncio.get_running_loop().run_in_executor(own, self.close)
 
         app.router.lifespan_context = lifespan
         return app
@@ -97,8 +106,9 @@ class Service:
     def close(self) -> None:
         """Fail what is still pending and end all threads."""
         self._draining = True
+        end = time.monotonic() + _JOIN_TIMEOUT_S
         for pipeline in self.models.pipelines:
-            pipeline.scheduler.close()
+            pipeline.scheduler.close(max(0.0, end - time.monotonic()))
 
     def _pipeline(self, bundle: Bundle, engine: Engine) -> Pipeline:
         settings, reference = self._settings, bundle.manifest.reference
@@ -129,6 +139,7 @@ class Service:
                 max_top_k=settings.max_top_k,
                 max_results=settings.max_request_results,
                 max_request_tokens=settings.max_request_tokens,
+                max_text_characters=settings.max_text_characters,
             ),
             request_timeout_s=settings.request_timeout_ms / 1000,
         )
@@ -183,7 +194,8 @@ def serve(settings: Settings, make_engine: EngineFactory = OnnxEngine) -> int:
         listener.listen(_BACKLOG)
     except OSError as error:
         raise StartupError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
-    log.info("listening on http://%s:%d", *listener.getsockname()[:2])
+    host, port = listener.getsockname()[:2]
+    log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     server.run(sockets=[listener])
     if service.dead() is not None:
         # A hung run cannot be joined; nothing else is left to do.
@@ -217,11 +229,12 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
         log.info("draining: finishing what was accepted, for at most %.0f s", self._grace_s)
         self._service.drain()
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._grace_s, loop.run_in_executor, None, self._service.close)
+        closer = threading.Thread(target=self._service.close, daemon=True)
+        asyncio.get_running_loop().call_later(self._grace_s, closer.start)
 
     def stop(self) -> None:
-        """End as soon as the failed requests are answered."""
+        """End as soon as the failed requests are answered; whoever has not sent a whole one by then is not waited for."""
+        self.config.timeout_graceful_shutdown = _DEAD_GRACE_S
         self.should_exit = True
 
 

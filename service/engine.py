@@ -67,16 +67,16 @@ class OnnxEngine:
         counts = [len(query.masks) for query in batch]
         if Task.FILL_MASK in self._tasks:
             rows = [row * length + mask for row, query in enumerate(batch) for mask in query.masks]
-            pairs: list[tuple[int, int]] = []
-            first = 0
-            for query in batch:
-                pairs += [(first + mask, target) for mask in range(len(query.masks)) for target in query.targets]
-                first += len(query.masks)
-            asked = np.array(pairs, np.int32).reshape(-1, 2)
             feeds[names.MASK_ROWS] = np.array(rows, np.int32)
+            # Every target of a query is asked of each of its masks.
+            numbers = np.split(np.arange(len(rows), dtype=np.int32), np.cumsum(counts)[:-1])
+            pairs = [
+                (np.repeat(masks, len(query.targets)), np.tile(np.array(query.targets, np.int32), len(masks)))
+                for masks, query in zip(numbers, batch, strict=True)
+            ]
             feeds[names.TOP_K] = np.array([max(1, *(query.top_k for query in batch))], np.int64)
-            feeds[names.TARGET_MASKS] = asked[:, 0]
-            feeds[names.TARGET_IDS] = asked[:, 1]
+            feeds[names.TARGET_MASKS] = np.concatenate([masks for masks, _ in pairs])
+            feeds[names.TARGET_IDS] = np.concatenate([targets for _, targets in pairs])
         if Task.NSP in self._tasks:
             feeds[names.PAIR_ROWS] = np.array([row * length for row, query in enumerate(batch) if query.pair], np.int32)
         if Task.EMBED in self._tasks:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import orjson
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -76,26 +77,38 @@ def _request_id(scope: Scope) -> bytes:
 class BoundedHeaders(HttpToolsProtocol):
     """uvicorn's protocol, which by itself would collect headers for as long as a client sends them."""
 
-    _in_headers = False
-    _header_bytes = 0
+    _idle_bytes = 0
+    _progress = False
 
     def on_message_begin(self) -> None:
         """A request's first byte."""
-        self._in_headers, self._header_bytes = True, 0
+        self._progress = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """Its headers are whole."""
-        self._in_headers = False
+        self._progress = True
         super().on_headers_complete()
 
+    def on_body(self, body: bytes) -> None:
+        """A part of its body."""
+        self._progress = True
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Its end."""
+        self._progress = True
+        super().on_message_complete()
+
     def data_received(self, data: bytes) -> None:
-        """Bytes came; those that begin a request are not counted, as more than headers may have come with them."""
-        was_in_headers = self._in_headers
+        """Bytes came. Those that bring no request on its way are headers or trailers, and counted."""
+        self._progress = False
         super().data_received(data)
-        if was_in_headers and self._in_headers:
-            self._header_bytes += len(data)
-            if self._header_bytes > _MAX_HEADER_BYTES:
+        if self._progress:
+            self._idle_bytes = 0
+        else:
+            self._idle_bytes += len(data)
+            if self._idle_bytes > _MAX_HEADER_BYTES:
                 error = f"the request's headers have more than {_MAX_HEADER_BYTES} bytes, the limit"
                 body = orjson.dumps({"error": error, "error_type": "Validation"})
                 head = (
@@ -122,6 +135,8 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
                     chunks.append(chunk)
                 elif size > limit * _DISCARD_FACTOR:
                     break
+    except ClientDisconnect:
+        raise ClientGone("the client closed its connection before its body was whole") from None
     except TimeoutError:
         raise SlowRequest(f"{size} bytes of the body arrived within the limit of {timeout_s * 1000:.0f} ms, not all") from None
     if size > limit:

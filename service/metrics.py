@@ -69,7 +69,7 @@ class Metrics:
             ):
                 series.labels(model)
         for route, answering in routes:
-            for model in answering or ("",):
+            for model in ("", *answering):  # none, where the request failed before it was known
                 for status in statuses:
                     self._requests.labels(route, model, str(status))
 

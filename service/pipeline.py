@@ -69,7 +69,7 @@ class Pipeline:
     ) -> Reply[list[fill_mask.Masks]]:
         """Predictions of each mask of each text."""
         return await self._run(
-            sum(map(len, texts)),
+            sum(map(len, texts)) + sum(map(len, targets)),
             lambda: fill_mask.prepare(self._tokenizer, texts, self._limits, top_k=top_k, targets=targets, many=many),
         )
 
@@ -77,7 +77,9 @@ class Pipeline:
         """One vector a text: [n, D] float32."""
         recipe = self.manifest.embedding
         assert recipe is not None
-        return await self._run(sum(map(len, texts)), lambda: embed.prepare(self._tokenizer, texts, recipe, options, many=many))
+        return await self._run(
+            sum(map(len, texts)), lambda: embed.prepare(self._tokenizer, texts, recipe, options, self._limits, many=many)
+        )
 
     async def nsp(self, pairs: Sequence[tuple[str, str]], names: Sequence[str]) -> Reply[Float32]:
         """Probabilities [n, 2] float32: the second text is next, it is not."""
@@ -102,6 +104,7 @@ class Pipeline:
             characters: in the request, which decides where it is tokenized and decoded.
             prepare: tokenizes.
         """
+        accepted = not self.scheduler.draining
         started = time.monotonic()
         deadline = started + self._request_timeout_s
         inline = characters <= _INLINE_CHARACTERS
@@ -109,7 +112,7 @@ class Pipeline:
             async with asyncio.timeout(self._request_timeout_s):
                 prepared = prepare() if inline else await asyncio.to_thread(prepare)
                 tokenized = time.monotonic()
-                answer = await asyncio.wrap_future(self.scheduler.submit(prepared.queries, deadline))
+                answer = await asyncio.wrap_future(self.scheduler.submit(prepared.queries, deadline, accepted=accepted))
                 inline = inline and prepared.results <= _INLINE_RESULTS
                 decode = prepared.decode
                 value = decode(answer.outputs) if inline else await asyncio.to_thread(decode, answer.outputs)

@@ -36,8 +36,6 @@ _MAX_BATCH_MASKS = 128
 _RATE_WEIGHT = 0.1
 """Of the newest batch in the running mean of tokens a second."""
 
-_JOIN_TIMEOUT_S = 5.0
-
 
 class _Ticket(Future[Answer]):
     """A request's future, and what it still waits for.
@@ -106,11 +104,12 @@ class Scheduler:
         self._tickets: set[_Ticket] = set()
         self._running: dict[int, float] = {}  # worker's number -> when its run began
         self._queued_tokens = 0
+        self._dropped_tokens = 0  # at least those of ended requests that still lie in the groups
         self._virtual_time = 0.0
         self._serial = 0
         self._idle = 0
         self._tokens_per_s = 0.0  # of one worker
-        self._refusal: Callable[[], ServiceError] | None = None
+        self._draining = False
         self._dead: str | None = None
         self._closing = False
         self._ended = threading.Event()
@@ -132,12 +131,18 @@ class Scheduler:
         """Why the engine is dead; None while it lives."""
         return self._dead
 
-    def submit(self, queries: Sequence[Query], deadline: float) -> Future[Answer]:
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        return self._draining
+
+    def submit(self, queries: Sequence[Query], deadline: float, *, accepted: bool = False) -> Future[Answer]:
         """Admit all of a request's queries or none.
 
         Args:
             queries: at least one.
             deadline: `time.monotonic` time after which nothing of it is run any more.
+            accepted: whether the request came before the drain, and is to be finished all the same.
 
         Returns:
             A future that ends in every case: with the answer, or with a `ServiceError`. Cancelling it drops what has
@@ -150,8 +155,10 @@ class Scheduler:
         """
         tokens = sum(map(len, queries))
         with self._changed:
-            if self._refusal is not None:
-                raise self._refusal()
+            if self._dead is not None:
+                raise EngineDead(f"the engine is dead: {self._dead}")
+            if self._closing or (self._draining and not accepted):
+                raise ShuttingDown("the server is shutting down")
             if self._queued_tokens and self._queued_tokens + tokens > self._max_queue_tokens:
                 raise Overloaded(
                     f"the queue holds {self._queued_tokens} tokens; with this request's {tokens} "
@@ -173,20 +180,20 @@ class Scheduler:
 
     def drain(self) -> None:
         """Admit nothing more; what was admitted runs on."""
-        with self._changed:
-            self._refusal = self._refusal or (lambda: ShuttingDown("the server is shutting down"))
+        self._draining = True
 
-    def close(self) -> None:
-        """Fail what is still pending with `ShuttingDown` and join the workers. A hung run is left behind."""
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Fail what is still pending with `ShuttingDown` and join the threads, in ``timeout_s`` or not at all."""
         self.drain()
-        self._fail_pending(lambda: ShuttingDown("the server shut down before this request was answered"))
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        self._fail_pending(lambda: ShuttingDown("the server shut down before this request was answered"))
         self._ended.set()
         if self._dead is None:  # a dead engine's threads may never end
+            end = time.monotonic() + timeout_s
             for thread in (*self._workers, self._watchdog):
-                thread.join(_JOIN_TIMEOUT_S)
+                thread.join(max(0.0, end - time.monotonic()))
 
     def _retry_after_s(self) -> int:
         rate = self._tokens_per_s * len(self._workers)
@@ -240,7 +247,7 @@ class Scheduler:
                 entry.ticket.started = now
             batch.append(entry)
         if not group:
-            del self._groups[length]
+            self._groups.pop(length, None)  # a sweep may have been quicker
         # Those that ran ahead of their turn, for their length's sake, cost nobody a turn: time does not advance for them.
         in_turn = sum(entry.tag <= self._virtual_time for entry in batch)
         self._virtual_time += in_turn * length / max(1, len(self._tickets))
@@ -310,9 +317,21 @@ class Scheduler:
         with self._changed:
             self._tickets.discard(ticket)
             self._queued_tokens -= ticket.queued_tokens
+            self._dropped_tokens += ticket.queued_tokens
             ticket.queued_tokens = 0
+            if self._dropped_tokens > self._max_queue_tokens:
+                self._sweep()
         if ticket.cancelled():
             ticket.set_running_or_notify_cancel()  # tells those who wait on it in other threads
+
+    def _sweep(self) -> None:
+        """Take what has ended out of the groups, so that memory is bounded by the queue's limit; the lock is held."""
+        self._dropped_tokens = 0
+        for length, group in list(self._groups.items()):
+            group[:] = [entry for entry in group if not entry.ticket.done()]
+            heapq.heapify(group)
+            if not group:
+                del self._groups[length]
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 
@@ -333,7 +352,6 @@ class Scheduler:
             if self._dead is not None or self._closing:
                 return
             self._dead = reason
-            self._refusal = lambda: EngineDead(f"the engine is dead: {reason}")
             self._closing = True  # workers that still live take nothing more
             self._changed.notify_all()
         self._ended.set()

@@ -2,9 +2,21 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 Model = Annotated[str | None, Field(description="a served model, NAME or NAME@VERSION; none: the task's default")]
+
+
+# One error is enough to say what is wrong; collecting one for every element of a large body would exhaust memory.
+class _FirstError(FailFast):
+    """`FailFast`, hashable, as a union's members must be."""
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+
+Texts = Annotated[list[str], _FirstError()]
+TokenIds = Annotated[list[int], _FirstError()]
 
 
 class Body(BaseModel):
@@ -17,15 +29,13 @@ class FillMaskParameters(Body):
     """As huggingface_hub's ``fill_mask`` sends them."""
 
     top_k: int | None = Field(None, description="predictions a mask; 5 unless given")
-    targets: str | list[str] | None = Field(
-        None, description="tokens to choose among; scores stay those over the whole vocabulary"
-    )
+    targets: str | Texts | None = Field(None, description="tokens to choose among; scores stay those over the whole vocabulary")
 
 
 class FillMaskBody(Body):
     """``POST /fill-mask``."""
 
-    inputs: str | list[str] = Field(
+    inputs: str | Texts = Field(
         description="a text with at least one [MASK], or a list of them", examples=["Paris is the [MASK] of France."]
     )
     parameters: FillMaskParameters | None = None
@@ -39,7 +49,7 @@ def _lower(value: object) -> object:
 class EmbedBody(Body):
     """``POST /embed``: text-embeddings-inference's fields, and huggingface_hub's ``feature_extraction``."""
 
-    inputs: str | list[int] | list[str | list[int]] = Field(
+    inputs: str | TokenIds | Annotated[list[str | TokenIds], _FirstError()] = Field(
         description="a text, its token ids, or a list of either", examples=["What is deep learning?"]
     )
     normalize: bool | None = Field(None, description="scale to length 1; unless given, as the model's recipe says")
@@ -66,13 +76,13 @@ class Candidates(Body):
     """One text and possible successors to rank."""
 
     text: str
-    candidates: list[str]
+    candidates: Texts
 
 
 class NspBody(Body):
     """``POST /nsp``."""
 
-    inputs: Pair | Candidates | list[Pair] = Field(
+    inputs: Pair | Candidates | Annotated[list[Pair], _FirstError()] = Field(
         description="a pair, a list of pairs, or a text with candidates to rank",
         examples=[{"text": "He opened the door.", "next": "Then he went in."}],
     )
@@ -103,7 +113,7 @@ class QaParameters(Body):
 class QaBody(Body):
     """``POST /qa``."""
 
-    inputs: QaPair | list[QaPair] = Field(
+    inputs: QaPair | Annotated[list[QaPair], _FirstError()] = Field(
         description="a question with its context, or a list of them",
         examples=[{"question": "Who wrote it?", "context": "It was written by Ada."}],
     )

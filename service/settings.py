@@ -48,7 +48,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
-    host: str = Field("127.0.0.1", description="address to listen on; a container wants 0.0.0.0")
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; a container wants 0.0.0.0")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     model_store: Path = Field(DEFAULT_ROOT, description="folder of the bundles")
     model: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -73,14 +73,20 @@ class Settings(BaseSettings):
     max_request_results: int = Field(
         32_768, ge=1, description="most predictions or answers in one request: masks or questions, times top_k"
     )
+    max_text_characters: int = Field(
+        1_000_000, ge=1, description="longest single text; its tokens take 250 times its size in memory while they are cut"
+    )
     max_masks: int = Field(64, ge=1, description="most mask tokens in one text")
     max_top_k: int = Field(1000, ge=1, description="most predictions a mask, or answers a question")
-    request_timeout_ms: int = Field(30_000, ge=1, description="a request without an answer by then gets 504")
+    request_timeout_ms: int = Field(30_000, ge=1, le=86_400_000, description="a request without an answer by then gets 504")
     stall_timeout_ms: int = Field(
-        60_000, ge=1, description="a single run of the engine that takes longer means it hangs: the process ends with an error"
+        60_000,
+        ge=1,
+        le=86_400_000,
+        description="a run of the engine that takes longer hangs: the process ends with an error",
     )
     shutdown_grace_ms: int = Field(
-        20_000, ge=0, description="after SIGTERM, time for accepted requests to finish; less than Kubernetes' 30 s"
+        20_000, ge=0, le=86_400_000, description="after SIGTERM, time for accepted requests to finish; less than Kubernetes' 30 s"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe log line to write")
 

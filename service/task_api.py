@@ -213,15 +213,27 @@ def _respond(reply: Reply[Any], content: bytes, media_type: str = JSON, headers:
 
 def _respond_vectors(request: Request, reply: Reply[core.Float32]) -> Response:
     """Vectors as the client accepts them: JSON, raw little-endian float32 with ``x-shape``, or NumPy's file format."""
-    accept = request.headers.get("accept", "")
+    accepted = _accepted(request.headers.get("accept", ""))
     vectors = reply.value.astype("<f4", copy=False)
-    if _RAW in accept:
+    if accepted == _RAW:
         return _respond(reply, vectors.tobytes(), _RAW, {"x-shape": ",".join(map(str, vectors.shape))})
-    if _NPY in accept:
+    if accepted == _NPY:
         file = io.BytesIO()
         np.save(file, vectors)
         return _respond(reply, file.getvalue(), _NPY)
     return _respond(reply, orjson.dumps(vectors, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def _accepted(header: str) -> str:
+    """Which of our types an ``Accept`` header prefers; JSON unless another has a higher weight (RFC 9110, section 12.5.1)."""
+    best, best_weight = JSON, 0.0
+    for item in header.split(","):
+        kind, *parameters = (part.strip() for part in item.lower().split(";"))
+        weights = [value[2:] for value in parameters if value.startswith("q=")]
+        weight = float(weights[0]) if weights and weights[0].replace(".", "", 1).isdecimal() else 1.0
+        if kind in (JSON, _RAW, _NPY) and (weight > best_weight or (weight == best_weight > 0 and kind == JSON)):
+            best, best_weight = kind, weight
+    return best
 
 
 def _milliseconds(seconds: float) -> str:

@@ -88,8 +88,12 @@ BAD: list[tuple[str, JSON | bytes, int, str, str]] = [
     ("/qa", {"inputs": PAIR | {"question": "a " * 50}, "parameters": {"max_seq_len": 20}}, 422, "Validation", r"leaves no room for the context"),
     ("/qa", {"inputs": PAIR, "parameters": {"max_answer_len": 0}}, 422, "Validation", r"max_answer_len must be between 1 and 160, got 0"),
     ("/qa", {"inputs": [PAIR] * 1001, "parameters": {"top_k": 100}}, 422, "Validation", r"asks for 100100 answers; the limit is 32768"),
-    ("/qa", {"inputs": PAIR | {"context": "a " * 500_000}, "parameters": {"max_seq_len": 8, "doc_stride": 0}}, 422, "Validation", r"windows hold \d+ tokens; the limit of a request is 1048576"),
+    ("/qa", {"inputs": PAIR | {"context": "a " * 499_000}, "parameters": {"max_seq_len": 8, "doc_stride": 1}}, 422, "Validation", r"windows hold \d+ tokens; the limit of a request is 1048576"),
     ("/fill-mask", {"inputs": ["[MASK]" * 60] * 20, "parameters": {"top_k": 90}}, 422, "Validation", r"more than 32768 predictions"),
+    ("/embed", {"inputs": ["a", "a" * 1_000_001]}, 422, "Validation", r"inputs\[1\] has 1000001 characters; the limit is 1000000"),
+    ("/embed", {"inputs": [{}] * 300_000}, 422, "Validation", r"^inputs"),
+    ("/nsp", {"inputs": [{}] * 300_000}, 422, "Validation", r"^inputs"),
+    ("/fill-mask", {"inputs": "[MASK]", "parameters": {"targets": ["zzz"] * 1001}}, 422, "Validation", r"targets has 1001 tokens; the limit is 1000"),
     # models
     ("/embed", {"inputs": "a", "model": "nobody"}, 404, "Validation", r"no model 'nobody' is served"),
     ("/embed", {"inputs": "a", "model": "bert@7"}, 404, "Validation", r"no model 'bert@7' is served"),
@@ -173,7 +177,7 @@ def test_a_request_may_have_as_many_texts_as_it_may(server: Server) -> None:
 def test_probes_are_answered_while_a_huge_text_is_tokenized(server: Server) -> None:
     """By order, not by the clock: several probes come back before the text does."""
     with ThreadPoolExecutor(1) as pool:
-        huge = pool.submit(call, server, "/embed", inputs="the king " * 800_000)
+        huge = pool.submit(call, server, "/embed", inputs="the king " * 110_000)
         for _ in range(10):
             assert httpx.get(f"{server.url}/healthz", timeout=30).status_code == 200
         assert not huge.done()
@@ -190,6 +194,23 @@ def test_chunked_bodies_are_bounded_too(server: Server) -> None:
     response = httpx.post(f"{server.url}/embed", content=chunks(), timeout=30)
     assert response.status_code == 413
     assert "limit is 8388608" in response.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("*/*", "application/json"),
+        ("application/json, application/octet-stream;q=0.1", "application/json"),
+        ("application/octet-stream;q=0, application/json", "application/json"),
+        ("application/octet-stream;q=0", "application/json"),
+        ("application/x-npy;q=0.5, application/octet-stream;q=0.9", "application/octet-stream"),
+        ("text/html, application/x-npy", "application/x-npy"),
+        ("application/octet-stream;q=nonsense", "application/octet-stream"),
+    ],
+)
+def test_accept_is_weighed(server: Server, accept: str, kind: str) -> None:
+    response = httpx.post(f"{server.url}/embed", json={"inputs": "a"}, headers={"accept": accept})
+    assert response.headers["content-type"] == kind
 
 
 def test_one_connection_serves_many_requests(server: Server) -> None:

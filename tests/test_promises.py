@@ -150,6 +150,31 @@ def test_1_headers_that_never_end_are_not_collected(tiny_store: Path) -> None:
         assert httpx.get(f"{server.url}/healthz", headers={"x": "a" * 50_000}).status_code == 200
 
 
+def test_1_trailers_that_never_end_are_not_collected(tiny_store: Path) -> None:
+    with faulty_server(tiny_store) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"POST /embed HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: ")
+            sent = 0
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    connection.sendall(b"a" * 100_000)
+                    sent += 100_000
+            assert sent < 10_000_000
+        assert embed(server, "paris").status_code == 200
+
+
+def test_1_a_client_that_leaves_while_it_sends_is_no_error_of_ours(tiny_store: Path) -> None:
+    with faulty_server(tiny_store) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        deadline = time.monotonic() + 10
+        while not metric(server, r'cloze_request_duration_seconds_count\{model="",route="/embed",status="499"\}'):
+            assert time.monotonic() < deadline
+        assert not [line for line in server.log if "Traceback" in line]
+
+
 # ---- 2: a poisonous item never harms its batch-mates -----------------------------------------------------------------
 
 
@@ -370,6 +395,15 @@ def test_7_sigterm_under_load_finishes_what_was_accepted(tiny_store: Path) -> No
         assert time.monotonic() - started < 15
         with pytest.raises(httpx.TransportError):
             embed(server, "paris")
+
+
+def test_7_a_text_that_is_being_tokenized_was_accepted(tiny_store: Path) -> None:
+    with running_server(tiny_store) as server, ThreadPoolExecutor(1) as pool:
+        huge = pool.submit(embed, server, ["the king " * 100_000] * 8)
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGTERM)
+        assert huge.result().status_code == 200
+        assert server.process.wait(20) == 0
 
 
 def test_7_what_cannot_finish_in_the_grace_period_is_told_so(tiny_store: Path) -> None:

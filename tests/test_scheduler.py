@@ -181,6 +181,19 @@ def test_cancelled_work_frees_the_queue_at_once() -> None:
     assert sorted(len(batch[0]) for batch in engine.batches) == [10, 12, 13]
 
 
+def test_what_is_cancelled_does_not_pile_up() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=1, max_queue_tokens=100) as scheduler:
+        first = scheduler.submit([query(10)], later())
+        assert engine.entered.wait(WAIT_S)
+        for _ in range(200):
+            scheduler.submit([query(10), query(11)], later()).cancel()
+        assert sum(map(len, scheduler._groups.values())) <= 12
+        engine.gate.set()
+        sums(first)
+
+
 def test_requests_of_equal_size_are_served_in_their_order() -> None:
     engine = FakeEngine()
     engine.gate.clear()

@@ -19,10 +19,12 @@ from export.sentence import read_recipe
 from model_store import Store
 from service.core import Device
 from service.engine import OnnxEngine
+from service.tasks import TaskLimits
 from service.tasks.embed import EmbedOptions, prepare
 from service.tokenizer import Tokenizer
 from tests.tiny import save_checkpoint
 
+LIMITS = TaskLimits(max_tokens=160, max_masks=9, max_top_k=9, max_results=999, max_request_tokens=9999, max_text_characters=9999)
 TEXTS = ["the king", "Paris is the capital of France!", "who? " * 20, "moon"]
 
 
@@ -40,7 +42,7 @@ def ours(folder: Path, store: Path, **options: Any) -> np.ndarray:
     bundle = export(str(folder), "st", Store(store))
     recipe = bundle.manifest.embedding
     assert recipe is not None
-    prepared = prepare(Tokenizer(bundle), TEXTS, recipe, EmbedOptions(**options), many=True)
+    prepared = prepare(Tokenizer(bundle), TEXTS, recipe, EmbedOptions(**options), LIMITS, many=True)
     engine = OnnxEngine(bundle, Device.CPU)
     return prepared.decode([engine.run([query])[0] for query in prepared.queries])
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from model_store.manifest import Embedding
 from service.core import Float32, InvalidRequest, Output, Query
-from service.tasks.prepared import Prepared, check_range, check_text, place
+from service.tasks.prepared import Prepared, TaskLimits, check_range, check_text, place
 from service.tokenizer import Tokenizer
 
 Text = str | list[int]
@@ -34,7 +34,13 @@ class EmbedOptions:
 
 
 def prepare(
-    tokenizer: Tokenizer, texts: Sequence[Text], recipe: Embedding, options: EmbedOptions, *, many: bool = False
+    tokenizer: Tokenizer,
+    texts: Sequence[Text],
+    recipe: Embedding,
+    options: EmbedOptions,
+    limits: TaskLimits,
+    *,
+    many: bool = False,
 ) -> Prepared[Float32]:
     """Tokenize texts to embed; the result is [n, D] float32.
 
@@ -46,7 +52,7 @@ def prepare(
     check_range(dimensions, 1, recipe.dimensions, "dimensions")
     prompt = _prompt(recipe, options.prompt_name)
     queries, truncated = [], 0
-    for index, ids in enumerate(_ids(tokenizer, texts, prompt, many)):
+    for index, ids in enumerate(_ids(tokenizer, texts, prompt, limits, many)):
         sequence, cut = tokenizer.single(ids, recipe.max_tokens, keep_end=options.keep_end)
         if cut and options.truncate is False:
             raise InvalidRequest(
@@ -75,11 +81,11 @@ def _prompt(recipe: Embedding, name: str | None) -> str:
     return recipe.prompts[name]
 
 
-def _ids(tokenizer: Tokenizer, texts: Sequence[Text], prompt: str, many: bool) -> list[list[int]]:
+def _ids(tokenizer: Tokenizer, texts: Sequence[Text], prompt: str, limits: TaskLimits, many: bool) -> list[list[int]]:
     """Ids of each text without ``[CLS]`` and ``[SEP]``."""
     for index, text in enumerate(texts):
         if isinstance(text, str):
-            check_text(text, place(index, many))
+            check_text(text, place(index, many), limits)
         elif not text:
             raise InvalidRequest(f"{place(index, many)} is empty; it needs at least 1 token id")
         elif not (min(text) >= 0 and max(text) < tokenizer.vocab_size):

@@ -24,6 +24,9 @@ class Prediction:
     sequence: str
 
 
+_WRITTEN_TOKENS = 4
+"""How many tokens may be written in an answer for each that may be run: writing is the cheaper."""
+
 Masks = list[list[Prediction]]
 """Of one text: for each of its masks, predictions, best first."""
 
@@ -51,15 +54,21 @@ def prepare(
         InvalidRequest: no mask, too many, one beyond what the model reads, or a parameter out of its limits.
     """
     check_range(top_k, 1, min(limits.max_top_k, tokenizer.vocab_size), "top_k")
+    if len(targets) > limits.max_top_k:
+        raise InvalidRequest(f"targets has {len(targets)} tokens; the limit is {limits.max_top_k}")
     target_ids, warnings = _target_ids(tokenizer, targets)
     queries, truncated = [], 0
     for index, text in enumerate(texts):
-        check_text(text, place(index, many))
-    predictions = 0
+        check_text(text, place(index, many), limits)
+    predictions = written = 0
     for index, ids in enumerate(tokenizer.ids(texts)):
-        predictions += top_k * _count_masks(tokenizer, ids, place(index, many), limits)
+        asked = max(top_k, len(target_ids)) * _count_masks(tokenizer, ids, place(index, many), limits)
+        predictions += asked
+        written += asked * min(len(ids), limits.max_tokens)
         if predictions > limits.max_results:
             raise InvalidRequest(f"the request asks for more than {limits.max_results} predictions (masks x top_k), the limit")
+        if written > (most := _WRITTEN_TOKENS * limits.max_request_tokens):
+            raise InvalidRequest(f"the predictions' sequences would hold more than {most} tokens, the limit")
         sequence, cut = tokenizer.single(ids, limits.max_tokens)
         truncated += cut
         queries.append(

@@ -25,12 +25,13 @@ def prepare(
         InvalidRequest: an empty text.
     """
     for (first, second), name in zip(pairs, names, strict=True):
-        check_text(first, f"{name}.text")
-        check_text(second, f"{name}.next")
-    ids = tokenizer.ids([text for pair in pairs for text in pair])
+        check_text(first, f"{name}.text", limits)
+        check_text(second, f"{name}.next", limits)
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # candidates share their first text
+    ids = dict(zip(texts, tokenizer.ids(texts), strict=True))
     queries, truncated = [], 0
-    for first_ids, second_ids in zip(ids[::2], ids[1::2], strict=True):
-        query, cut = tokenizer.pair(first_ids, second_ids, limits.max_tokens)
+    for first, second in pairs:
+        query, cut = tokenizer.pair(ids[first], ids[second], limits.max_tokens)
         queries.append(replace(query, pair=True))
         truncated += cut
     return Prepared(queries, _decode, truncated=truncated)

@@ -18,6 +18,7 @@ class TaskLimits:
         max_masks: mask tokens in one text.
         max_top_k: predictions a mask, or answers a question.
         max_results: predictions, or answers, of a whole request.
+        max_text_characters: of one text, however much of it the model reads.
         max_request_tokens: run for one request, all windows of its contexts counted.
     """
 
@@ -26,6 +27,7 @@ class TaskLimits:
     max_top_k: int
     max_results: int
     max_request_tokens: int
+    max_text_characters: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +54,16 @@ def place(index: int, many: bool) -> str:
     return f"inputs[{index}]" if many else "inputs"
 
 
-def check_text(text: str, name: str) -> None:
-    """Refuse an empty text.
+def check_text(text: str, name: str, limits: TaskLimits) -> None:
+    """Refuse an empty text, and one whose tokens alone would fill the memory.
 
     Raises:
-        InvalidRequest: it is empty.
+        InvalidRequest: naming the limit and the text's length.
     """
     if not text:
         raise InvalidRequest(f"{name} is empty; it needs at least 1 character")
+    if len(text) > limits.max_text_characters:
+        raise InvalidRequest(f"{name} has {len(text)} characters; the limit is {limits.max_text_characters}")
 
 
 def check_range(value: int, low: int, high: int, name: str) -> None:

@@ -17,6 +17,9 @@ from service.tokenizer import Spans, Tokenizer
 _DEFAULT_SEQUENCE_TOKENS = 384
 _DEFAULT_STRIDE = 128
 
+_WINDOW_RESULTS = 32
+"""Decoding a window costs about as much as so many predictions."""
+
 
 @dataclass(frozen=True, slots=True)
 class QaOptions:
@@ -92,8 +95,8 @@ def prepare(
     queries: list[Query] = []
     truncated = tokens = 0
     for (question, context), name in zip(pairs, names, strict=True):
-        check_text(question, f"{name}.question")
-        check_text(context, f"{name}.context")
+        check_text(question, f"{name}.question", limits)
+        check_text(context, f"{name}.context", limits)
         question_ids = tokenizer.ids([question])[0]
         spans = tokenizer.spans(context)
         if not question_ids or not spans.ids:
@@ -103,12 +106,13 @@ def prepare(
         cut = question_ids[: options.max_question_len]
         truncated += len(cut) < len(question_ids)
         room = sequence_tokens - len(cut) - 3
-        windows = _windows(len(spans.ids), room, _stride(options, sequence_tokens, room, name))
-        tokens += len(windows) * sequence_tokens
+        stride = _stride(options, sequence_tokens, room, name)
+        tokens += (1 + max(0, -(-(len(spans.ids) - room) // (room - stride)))) * sequence_tokens
         if tokens > limits.max_request_tokens:
             raise InvalidRequest(
                 f"up to {name} the windows hold {tokens} tokens; the limit of a request is {limits.max_request_tokens}"
             )
+        windows = _windows(len(spans.ids), room, stride)
         questions.append(_Question(context, spans, len(cut), windows))
         queries += [tokenizer.pair(cut, spans.ids[first:end], sequence_tokens)[0] for first, end in windows]
 
@@ -116,7 +120,7 @@ def prepare(
         rest = iter(outputs)
         return [_best_answers(question, [next(rest) for _ in question.windows], options) for question in questions]
 
-    return Prepared(queries, decode, truncated=truncated)
+    return Prepared(queries, decode, len(queries) * _WINDOW_RESULTS, truncated)
 
 
 def _check_options(options: QaOptions, limits: TaskLimits) -> int:

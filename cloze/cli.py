@@ -1,15 +1,17 @@
-"""``cloze export | store | serve``: parses arguments, calls one room, prints, and turns its errors into one line."""
+"""``cloze train | export | store | serve``: parses arguments, calls one room, prints, and turns its errors into one line."""
 
 import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from model_store.manifest import NAME_PATTERN, Manifest, Precision, Task
+from cloze.failing import fail
+from cloze.train import train
+from model_store.manifest import NAME_PATTERN, Manifest, Precision, Task, Weights
 from model_store.store import DEFAULT_ROOT, Store, StoreError
 
 T = TypeVar("T")
@@ -27,8 +29,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def cli() -> None:
     """Serve BERT and DistilBERT: fill-mask, embeddings, next sentence and question answering.
 
-    A checkpoint becomes a bundle by `cloze export`; bundles lie in a model store, which `cloze store` looks after;
-    `cloze serve` answers from them over REST.
+    Text becomes a checkpoint by `cloze train`; a checkpoint becomes a bundle by `cloze export`; bundles lie in a model
+    store, which `cloze store` looks after; `cloze serve` answers from them over REST.
     """
 
 
@@ -65,9 +67,17 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     default=str(Precision.FP32),
     help="Arithmetic of the matrix products.",
 )
+@click.option(
+    "--weights",
+    type=click.Choice([str(w) for w in Weights]),
+    default=str(Weights.FP32),
+    help="How matrices lie on disk; fp16 rounds them and halves the bundle, arithmetic stays the precision's.",
+)
 @click.option("--revision", help="Branch, tag or commit of a hub id; the commit it names is pinned and recorded.")
 @_store_option
-def export(source: str, name: str, tasks: tuple[str, ...], precision: str, revision: str | None, model_store: Path) -> None:
+def export(
+    source: str, name: str, tasks: tuple[str, ...], precision: str, weights: str, revision: str | None, model_store: Path
+) -> None:
     r"""Turn a checkpoint into a bundle.
 
     SOURCE is a directory with config.json, weights (model.safetensors or pytorch_model.bin, whole or sharded) and a
@@ -86,7 +96,7 @@ def export(source: str, name: str, tasks: tuple[str, ...], precision: str, revis
         from export.errors import ExportError
         from export.publish import export as export_checkpoint
     except ModuleNotFoundError as error:
-        _fail(f"export needs {error.name}, which the serving install leaves out; install cloze[cpu,export]")
+        fail(f"export needs {error.name}, which the serving install leaves out; install cloze[cpu,export]")
     try:
         bundle = export_checkpoint(
             source,
@@ -94,15 +104,19 @@ def export(source: str, name: str, tasks: tuple[str, ...], precision: str, revis
             Store(model_store),
             tasks=[Task(task) for task in tasks],
             revision=revision,
+            weights=Weights(weights),
             say=lambda line: click.echo(line, err=True),
         )
     except (ExportError, StoreError) as error:
-        _fail(str(error))
+        fail(str(error))
     worst = max(bundle.manifest.parity.max_error.values(), default=0.0)
     click.echo(
         f"{bundle.manifest.reference}: {', '.join(bundle.manifest.tasks)}; "
         f"differs from torch by {worst:.1e} at most; in {bundle.path}"
     )
+
+
+cli.add_command(train)
 
 
 @cli.group()
@@ -166,7 +180,7 @@ def _describe(manifest: Manifest) -> str:
         "tokens": f"{manifest.limits.max_tokens} at most; vocabulary of {manifest.tokenizer.vocab_size:,}, {case}",
         "source": f"{source.kind} {source.location}" + (f" at {source.revision}" if source.revision else ""),
         "license": manifest.license or "not named by the source",
-        "graph": f"{graph.layout}, {graph.precision}, opset {graph.opset}",
+        "graph": f"{graph.layout}, {graph.precision}, weights {graph.weights} on disk, opset {graph.opset}",
         "operators": ", ".join(f"{name} {count}" for name, count in graph.operators.items()),
         "parity": ", ".join(f"{name} {error:.1e}" for name, error in parity.max_error.items())
         + f" (tolerance {parity.tolerance:.0e})",
@@ -218,11 +232,11 @@ def serve(**flags: Any) -> None:
         from service.core import StartupError
         from service.settings import load_settings
     except ModuleNotFoundError as error:
-        _fail(f"{error.name} is not installed; install cloze[cpu] or, for CUDA, cloze[gpu]", code=2)
+        fail(f"{error.name} is not installed; install cloze[cpu] or, for CUDA, cloze[gpu]", code=2)
     try:
         sys.exit(serve_forever(load_settings({**flags, "model": flags["model"] or None})))
     except StartupError as error:
-        _fail(str(error), code=2)
+        fail(str(error), code=2)
 
 
 def _for_each(references: Sequence[str], line: Callable[[str], str]) -> None:
@@ -242,9 +256,4 @@ def _or_fail(call: Callable[[], T]) -> T:
     try:
         return call()
     except StoreError as error:
-        _fail(str(error))
-
-
-def _fail(message: str, code: int = 1) -> NoReturn:
-    click.echo(f"cloze: {message}", err=True)
-    sys.exit(code)
+        fail(str(error))

@@ -39,6 +39,8 @@ class Checkpoint:
         model: in evaluation mode, float32, with the heads the checkpoint has.
         tasks: what it can be exported for.
         default_tasks: what it is exported for unless asked otherwise.
+        license: as the model card's front matter names it.
+        card: the model card, if there is one.
         notes: what its user should know (missing heads, guesses), a line each.
     """
 
@@ -49,6 +51,7 @@ class Checkpoint:
     default_tasks: tuple[Task, ...]
     source: Source
     license: str | None
+    card: str | None
     notes: tuple[str, ...]
 
 
@@ -79,6 +82,8 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     if tokenizer.note:
         notes.append(tokenizer.note)
 
+    card_file = files.folder / "README.md"
+    card = card_file.read_text(encoding="utf-8", errors="replace") if card_file.is_file() else None
     heads = [task for head, task in TASK_OF_HEAD.items() if getattr(model, head) is not None]
     return Checkpoint(
         model=model.eval(),
@@ -88,7 +93,8 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         # An encoder tuned for answers is not one for embeddings, unless it says so.
         default_tasks=(Task.QA,) if heads == [Task.QA] and recipe is None else (*heads, Task.EMBED),
         source=Source(kind=files.kind, location=files.location, revision=files.revision, weights_sha256=sha256_of(weights)),
-        license=_license(files.folder),
+        license=_license(card),
+        card=card,
         notes=tuple(notes),
     )
 
@@ -218,11 +224,8 @@ def _check_tied(found: Mapping[str, tuple[str, Tensor]]) -> None:
         raise ExportError(f"{decoder[0]} differs from the word embeddings; only tied decoders are supported")
 
 
-def _license(folder: Path) -> str | None:
+def _license(card: str | None) -> str | None:
     """``license:`` of the model card's front matter."""
-    card = folder / "README.md"
-    if not card.is_file():
-        return None
-    front = re.match(r"---\n(.*?)\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    front = re.match(r"---\n(.*?)\n---", card or "", re.DOTALL)
     found = re.search(r"^license:[ \t]+([\w.+-]*\w)[ \t]*$", front[1], re.MULTILINE) if front else None
     return found[1] if found else None

@@ -4,12 +4,13 @@ from collections.abc import Callable, Sequence
 
 from export.checkpoint import Checkpoint, load_checkpoint
 from export.errors import ExportError
-from export.graph import write_graph
+from export.graph import round_to_fp16, write_graph
 from export.verify import verify
-from model_store.manifest import Architecture, Embedding, Facts, Limits, Task, TokenizerFacts
+from model_store.manifest import Architecture, Embedding, Facts, Limits, Task, TokenizerFacts, Weights
 from model_store.store import Bundle, Store
 
 TOKENIZER_FILE = "tokenizer.json"
+CARD_FILE = "README.md"
 
 
 def export(
@@ -19,6 +20,7 @@ def export(
     *,
     tasks: Sequence[Task] = (),
     revision: str | None = None,
+    weights: Weights = Weights.FP32,
     say: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
     """Turn a checkpoint into a published bundle, or raise and leave the store as it was.
@@ -29,6 +31,7 @@ def export(
         store: where to publish.
         tasks: what to export it for; everything its heads allow if not given.
         revision: the hub's branch, tag or commit.
+        weights: how matrices lie on disk; fp16 rounds them, and torch is compared with the same rounded ones.
         say: is told what happens, a line each.
 
     Raises:
@@ -40,10 +43,16 @@ def export(
     for note in checkpoint.notes:
         say(f"  note: {note}")
     chosen = _choose_tasks(checkpoint, tasks)
+    if weights is Weights.FP16:
+        round_to_fp16(checkpoint.model)
+        for projection in checkpoint.recipe.projections:
+            round_to_fp16(projection)
     with store.staging() as folder:
         say(f"writing the graph for {', '.join(chosen)}")
-        graph = write_graph(checkpoint.model, checkpoint.recipe, chosen, folder)
+        graph = write_graph(checkpoint.model, checkpoint.recipe, chosen, folder, weights)
         checkpoint.tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE), pretty=False)
+        if checkpoint.card is not None:
+            (folder / CARD_FILE).write_text(checkpoint.card, encoding="utf-8")
         limits = _limits(checkpoint)
         say("comparing it with torch")
         parity = verify(folder, graph, checkpoint, chosen, limits.max_tokens)

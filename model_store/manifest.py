@@ -41,6 +41,14 @@ class Precision(StrEnum):
     FP32 = "fp32"
 
 
+class Weights(StrEnum):
+    """How large weights lie on disk; arithmetic is the precision's."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    """Half the bytes; widened once, when a server opens the graph."""
+
+
 class Layout(StrEnum):
     """How the tokens of a batch lie in memory."""
 
@@ -120,6 +128,7 @@ class Graph(Frozen):
     file: FileName
     layout: Layout
     precision: Precision
+    weights: Weights = Weights.FP32
     opset: int
     operators: dict[str, int] = Field(description="how often each operator stands in the graph")
 

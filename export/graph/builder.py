@@ -21,10 +21,17 @@ FUSED = "com.microsoft"
 
 
 class GraphBuilder:
-    """An ONNX graph in the making. Values are referred to by name."""
+    """An ONNX graph in the making. Values are referred to by name.
 
-    def __init__(self) -> None:
+    Args:
+        half: keep matrices as fp16 and widen them by a Cast, which a runtime folds when it opens the graph. Their values must
+            be fp16 numbers already.
+    """
+
+    def __init__(self, *, half: bool = False) -> None:
+        self._half = half
         self._nodes: list[onnx.NodeProto] = []
+        self._named: set[str] = set()
         self._weights: dict[str, NDArray[np.generic]] = {}
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
@@ -41,9 +48,17 @@ class GraphBuilder:
 
     def weight(self, name: str, values: Tensor | NDArray[np.generic]) -> str:
         """Add a constant, once: a name that is there already stands for the same values."""
-        if name not in self._weights:
+        if name not in self._named:
+            self._named.add(name)
             array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
-            self._weights[name] = np.asarray(array, order="C")  # unlike ascontiguousarray, leaves a scalar one
+            array = np.asarray(array, order="C")  # unlike ascontiguousarray, leaves a scalar one
+            if self._half and array.dtype == np.float32 and array.ndim > 1:
+                stored = array.astype(np.float16)
+                assert np.array_equal(stored, array), f"{name} was not rounded to fp16 before"
+                self._weights[f"{name}.fp16"] = stored
+                self._nodes.append(helper.make_node("Cast", [f"{name}.fp16"], [name], name=name, to=TensorProto.FLOAT))
+            else:
+                self._weights[name] = array
         return name
 
     def op(self, kind: str, inputs: Sequence[str], *, domain: str = "", outputs: int = 1, **attributes: Any) -> str:

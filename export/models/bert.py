@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from export.models.config import EncoderConfig, Family, renames
+from export.models.config import EncoderConfig, Family
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
@@ -32,31 +32,51 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     )
 
 
+def write_config(config: EncoderConfig) -> dict[str, Any]:
+    """Sizes -> ``config.json``."""
+    return {
+        "architectures": ["BertForPreTraining"],
+        "model_type": "bert",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": config.max_positions,
+        "type_vocab_size": config.type_vocab_size,
+        "hidden_act": config.activation,
+        "layer_norm_eps": config.layer_norm_eps,
+        "hidden_dropout_prob": config.dropout,
+        "attention_probs_dropout_prob": config.dropout,
+        "pad_token_id": 0,
+    }
+
+
 FAMILY = Family(
     name="bert",
     read_config=read_config,
+    write_config=write_config,
     prefix="bert.",
-    renames=renames(
-        {
-            "embeddings.word_embeddings.weight": "encoder.embeddings.word.weight",
-            "embeddings.position_embeddings.weight": "encoder.embeddings.position.weight",
-            "embeddings.token_type_embeddings.weight": "encoder.embeddings.token_type.weight",
-            "embeddings.LayerNorm.{p}": "encoder.embeddings.norm.{p}",
-            "encoder.layer.*.attention.self.query.{p}": "encoder.layers.*.attention.query.{p}",
-            "encoder.layer.*.attention.self.key.{p}": "encoder.layers.*.attention.key.{p}",
-            "encoder.layer.*.attention.self.value.{p}": "encoder.layers.*.attention.value.{p}",
-            "encoder.layer.*.attention.output.dense.{p}": "encoder.layers.*.attention.output.{p}",
-            "encoder.layer.*.attention.output.LayerNorm.{p}": "encoder.layers.*.attention_norm.{p}",
-            "encoder.layer.*.intermediate.dense.{p}": "encoder.layers.*.up.{p}",
-            "encoder.layer.*.output.dense.{p}": "encoder.layers.*.down.{p}",
-            "encoder.layer.*.output.LayerNorm.{p}": "encoder.layers.*.output_norm.{p}",
-            "pooler.dense.{p}": "next_sentence.pooler.{p}",
-            "cls.seq_relationship.{p}": "next_sentence.classifier.{p}",
-            "cls.predictions.transform.dense.{p}": "masked_lm.transform.{p}",
-            "cls.predictions.transform.LayerNorm.{p}": "masked_lm.norm.{p}",
-            "cls.predictions.decoder.{p}": "masked_lm.decoder.{p}",
-            "cls.predictions.bias": "masked_lm.decoder.bias",
-            "qa_outputs.{p}": "span.classifier.{p}",
-        }
-    ),
+    names={
+        "embeddings.word_embeddings.weight": "encoder.embeddings.word.weight",
+        "embeddings.position_embeddings.weight": "encoder.embeddings.position.weight",
+        "embeddings.token_type_embeddings.weight": "encoder.embeddings.token_type.weight",
+        "embeddings.LayerNorm.{p}": "encoder.embeddings.norm.{p}",
+        "encoder.layer.*.attention.self.query.{p}": "encoder.layers.*.attention.query.{p}",
+        "encoder.layer.*.attention.self.key.{p}": "encoder.layers.*.attention.key.{p}",
+        "encoder.layer.*.attention.self.value.{p}": "encoder.layers.*.attention.value.{p}",
+        "encoder.layer.*.attention.output.dense.{p}": "encoder.layers.*.attention.output.{p}",
+        "encoder.layer.*.attention.output.LayerNorm.{p}": "encoder.layers.*.attention_norm.{p}",
+        "encoder.layer.*.intermediate.dense.{p}": "encoder.layers.*.up.{p}",
+        "encoder.layer.*.output.dense.{p}": "encoder.layers.*.down.{p}",
+        "encoder.layer.*.output.LayerNorm.{p}": "encoder.layers.*.output_norm.{p}",
+        "pooler.dense.{p}": "next_sentence.pooler.{p}",
+        "cls.seq_relationship.{p}": "next_sentence.classifier.{p}",
+        "cls.predictions.transform.dense.{p}": "masked_lm.transform.{p}",
+        "cls.predictions.transform.LayerNorm.{p}": "masked_lm.norm.{p}",
+        "cls.predictions.decoder.{p}": "masked_lm.decoder.{p}",
+        "cls.predictions.bias": "masked_lm.decoder.bias",
+        "qa_outputs.{p}": "span.classifier.{p}",
+    },
+    outside=("cls.", "qa_outputs."),
 )

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
@@ -47,29 +48,37 @@ class Family:
         read_config: ``config.json`` -> sizes; raises ``KeyError`` on a missing size, ``ValueError`` on an
             unsupported setting.
         prefix: what tensor names may start with when the encoder is part of a larger module.
-        renames: (pattern, replacement) of a checkpoint's tensor name, the first full match wins.
+        write_config: sizes -> the ``config.json`` that `read_config` reads as those.
+        names: a checkpoint's tensor names -> ours; ``*`` stands for a layer's number, ``{p}`` for ``weight`` or ``bias``.
+            The first match wins on reading, the last on writing.
+        outside: how the tensor names begin that never carry the prefix, since they are no part of the encoder's module.
     """
 
     name: str
     read_config: Callable[[Mapping[str, Any]], EncoderConfig]
+    write_config: Callable[[EncoderConfig], dict[str, Any]]
     prefix: str
-    renames: tuple[tuple[re.Pattern[str], str], ...]
+    names: Mapping[str, str]
+    outside: tuple[str, ...]
 
     def rename(self, tensor: str) -> str | None:
         """Our name of a checkpoint's tensor, or None if none of our modules has it."""
         name = tensor.removeprefix(self.prefix).replace(".gamma", ".weight").replace(".beta", ".bias")
-        for pattern, replacement in self.renames:
-            if match := pattern.fullmatch(name):
-                return match.expand(replacement)
-        return None
+        return next((new for theirs, ours in self.names.items() if (new := _translate(name, theirs, ours))), None)
+
+    def original_name(self, tensor: str) -> str:
+        """What a checkpoint of this family calls a tensor of ours."""
+        found = [name for theirs, ours in self.names.items() if (name := _translate(tensor, ours, theirs))]
+        assert found, f"{tensor} is no tensor of a {self.name}"
+        return found[-1] if found[-1].startswith(self.outside) else self.prefix + found[-1]
 
 
-def renames(table: Mapping[str, str]) -> tuple[tuple[re.Pattern[str], str], ...]:
-    """Compile a table of names: ``*`` stands for a layer's number, ``{p}`` for ``weight`` or ``bias``."""
-    return tuple(
-        (
-            re.compile(re.escape(theirs).replace(r"\*", r"(?P<layer>\d+)").replace(r"\{p\}", "(?P<p>weight|bias)")),
-            ours.replace("*", r"\g<layer>").replace("{p}", r"\g<p>"),
-        )
-        for theirs, ours in table.items()
-    )
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name).replace(r"\*", r"(?P<layer>\d+)").replace(r"\{p\}", "(?P<p>weight|bias)"))
+
+
+def _translate(name: str, old: str, new: str) -> str | None:
+    """``name`` in the form of ``new`` if it has that of ``old``."""
+    match = _pattern(old).fullmatch(name)
+    return match and match.expand(new.replace("*", r"\g<layer>").replace("{p}", r"\g<p>"))

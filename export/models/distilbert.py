@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from export.models.config import EncoderConfig, Family, renames
+from export.models.config import EncoderConfig, Family
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
@@ -27,27 +27,45 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     )
 
 
+def write_config(config: EncoderConfig) -> dict[str, Any]:
+    """Sizes -> ``config.json``."""
+    return {
+        "architectures": ["DistilBertForMaskedLM"],
+        "model_type": "distilbert",
+        "vocab_size": config.vocab_size,
+        "dim": config.hidden_size,
+        "n_layers": config.layers,
+        "n_heads": config.heads,
+        "hidden_dim": config.intermediate_size,
+        "max_position_embeddings": config.max_positions,
+        "activation": config.activation,
+        "dropout": config.dropout,
+        "attention_dropout": config.dropout,
+        "pad_token_id": 0,
+    }
+
+
 FAMILY = Family(
     name="distilbert",
     read_config=read_config,
+    write_config=write_config,
     prefix="distilbert.",
-    renames=renames(
-        {
-            "embeddings.word_embeddings.weight": "encoder.embeddings.word.weight",
-            "embeddings.position_embeddings.weight": "encoder.embeddings.position.weight",
-            "embeddings.LayerNorm.{p}": "encoder.embeddings.norm.{p}",
-            "transformer.layer.*.attention.q_lin.{p}": "encoder.layers.*.attention.query.{p}",
-            "transformer.layer.*.attention.k_lin.{p}": "encoder.layers.*.attention.key.{p}",
-            "transformer.layer.*.attention.v_lin.{p}": "encoder.layers.*.attention.value.{p}",
-            "transformer.layer.*.attention.out_lin.{p}": "encoder.layers.*.attention.output.{p}",
-            "transformer.layer.*.sa_layer_norm.{p}": "encoder.layers.*.attention_norm.{p}",
-            "transformer.layer.*.ffn.lin1.{p}": "encoder.layers.*.up.{p}",
-            "transformer.layer.*.ffn.lin2.{p}": "encoder.layers.*.down.{p}",
-            "transformer.layer.*.output_layer_norm.{p}": "encoder.layers.*.output_norm.{p}",
-            "vocab_transform.{p}": "masked_lm.transform.{p}",
-            "vocab_layer_norm.{p}": "masked_lm.norm.{p}",
-            "vocab_projector.{p}": "masked_lm.decoder.{p}",
-            "qa_outputs.{p}": "span.classifier.{p}",
-        }
-    ),
+    names={
+        "embeddings.word_embeddings.weight": "encoder.embeddings.word.weight",
+        "embeddings.position_embeddings.weight": "encoder.embeddings.position.weight",
+        "embeddings.LayerNorm.{p}": "encoder.embeddings.norm.{p}",
+        "transformer.layer.*.attention.q_lin.{p}": "encoder.layers.*.attention.query.{p}",
+        "transformer.layer.*.attention.k_lin.{p}": "encoder.layers.*.attention.key.{p}",
+        "transformer.layer.*.attention.v_lin.{p}": "encoder.layers.*.attention.value.{p}",
+        "transformer.layer.*.attention.out_lin.{p}": "encoder.layers.*.attention.output.{p}",
+        "transformer.layer.*.sa_layer_norm.{p}": "encoder.layers.*.attention_norm.{p}",
+        "transformer.layer.*.ffn.lin1.{p}": "encoder.layers.*.up.{p}",
+        "transformer.layer.*.ffn.lin2.{p}": "encoder.layers.*.down.{p}",
+        "transformer.layer.*.output_layer_norm.{p}": "encoder.layers.*.output_norm.{p}",
+        "vocab_transform.{p}": "masked_lm.transform.{p}",
+        "vocab_layer_norm.{p}": "masked_lm.norm.{p}",
+        "vocab_projector.{p}": "masked_lm.decoder.{p}",
+        "qa_outputs.{p}": "span.classifier.{p}",
+    },
+    outside=("vocab_", "qa_outputs."),
 )

@@ -1,0 +1,252 @@
+"""``cloze train``: parses arguments, calls `export.train`, prints, and turns its errors into one line."""
+
+import json
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cloze.failing import fail
+from model_store.store import DEFAULT_ROOT, Store, StoreError
+
+_FILE = click.Path(dir_okay=False, path_type=Path)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+
+_corpus = click.option(
+    "--corpus", "corpus", multiple=True, type=_FILE, help="Text: plain or .jsonl (text, title), also .xz; may be repeated."
+)
+_out = click.option(
+    "--out", type=_FOLDER, required=True, help="Folder of the run; the same command goes on with it after a stop."
+)
+_seed = click.option("--seed", type=click.IntRange(min=0), help="Instead of the recipe's.")
+_device = click.option("--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda where there is one.")
+_threads = click.option("--threads", type=click.IntRange(min=1), help="Of the CPU. [default: all cores]", show_default=False)
+
+
+def _recipe(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option("--recipe", default=default, help="A TOML file, or the name of a recipe that comes with cloze.")
+
+
+def _one_line(command: Callable[..., None]) -> Callable[..., None]:
+    """What is wrong becomes one line and exit code 1."""
+
+    @wraps(command)
+    def run(**arguments: Any) -> None:
+        try:
+            from export.errors import ExportError
+            from export.train.errors import TrainError
+        except ModuleNotFoundError as error:
+            fail(f"training needs {error.name}, which the serving install leaves out; install cloze[cpu,train]")
+        try:
+            command(**arguments)
+        except (TrainError, ExportError, StoreError) as error:
+            fail(str(error))
+        except ModuleNotFoundError as error:
+            fail(f"training needs {error.name}, which the serving install leaves out; install cloze[cpu,train]")
+        except KeyboardInterrupt:
+            fail("interrupted at once; the last checkpoint is kept", code=130)
+        except OSError as error:
+            fail(f"{error.filename or 'a file'}: {error.strerror or error}")
+
+    return run
+
+
+@click.group()
+def train() -> None:
+    """Make a model from text: vocabulary, pre-training, fine-tuning, distillation, evaluation.
+
+    Every run is described by a small TOML recipe and lives in one folder, which holds its checkpoint, log.jsonl and
+    curves.png. Stopped or killed, the same command goes on from the last checkpoint, with the same result.
+    """
+
+
+@train.command()
+@_corpus
+@_recipe("pretrain-5-minutes")
+@click.option("--size", type=click.IntRange(min=32), help="Tokens, instead of the recipe's.")
+@click.option("--cased/--uncased", default=None, help="Instead of the recipe's.")
+@_out
+@_one_line
+def vocab(corpus: tuple[Path, ...], recipe: str, size: int | None, cased: bool | None, out: Path) -> None:
+    """Learn a WordPiece vocabulary; writes tokenizer.json and vocab.txt."""
+    from export.train.corpus import read_documents
+    from export.train.recipe import VocabularyRecipe, load_recipe
+    from export.train.vocabulary import save_vocabulary, train_tokenizer
+
+    chosen = load_recipe(recipe, VocabularyRecipe).vocabulary
+    size, lowercase = size or chosen.size, chosen.lowercase if cased is None else not cased
+    documents = read_documents(_required(corpus))
+    save_vocabulary(train_tokenizer(documents, size=size, lowercase=lowercase, min_frequency=chosen.min_frequency), out)
+    click.echo(f"{size:,} tokens in {out}")
+
+
+@train.command()
+@_corpus
+@_recipe("pretrain-5-minutes")
+@click.option("--vocab", "vocabulary", type=_FOLDER, help="Folder of `cloze train vocab`; learnt from the text if not given.")
+@_out
+@_seed
+@_device
+@_threads
+@_one_line
+def pretrain(
+    corpus: tuple[Path, ...], recipe: str, vocabulary: Path | None, out: Path, seed: int | None, device: str, threads: int | None
+) -> None:
+    r"""Train a BERT from text: masked tokens and next sentences, or what the recipe says.
+
+    \b
+    Examples:
+      cloze train pretrain --corpus my.txt --out my-run
+      cloze export my-run/checkpoint --name my-bert
+    """
+    from export.train.pretrain import pretrain as run
+    from export.train.recipe import PretrainRecipe, load_recipe
+
+    chosen = load_recipe(recipe, PretrainRecipe, seed=seed)
+    _done(run(_required(corpus), chosen, out, vocabulary=vocabulary, **_how(device, threads)))
+
+
+@train.command("finetune-qa")
+@click.argument("source")
+@click.option("--questions", multiple=True, required=True, type=_FILE, help="SQuAD 1.1 or 2.0 format, also .xz; may be repeated.")
+@_recipe("finetune-qa")
+@_out
+@_seed
+@_device
+@_threads
+@_one_line
+def finetune_qa(
+    source: str, questions: tuple[Path, ...], recipe: str, out: Path, seed: int | None, device: str, threads: int | None
+) -> None:
+    """Fine-tune the checkpoint SOURCE for question answering."""
+    from export.train.questions import finetune_questions
+    from export.train.recipe import QuestionsRecipe, load_recipe
+
+    chosen = load_recipe(recipe, QuestionsRecipe, seed=seed)
+    _done(finetune_questions(source, list(questions), chosen, out, **_how(device, threads)))
+
+
+@train.command("finetune-embed")
+@click.argument("source")
+@click.option(
+    "--pairs", multiple=True, type=_FILE, help="CSV without header: sentence, sentence, score; also .xz; may be repeated."
+)
+@click.option("--held-out-pairs", multiple=True, type=_FILE, help="The same, to measure on.")
+@_corpus
+@_recipe("finetune-embed")
+@_out
+@_seed
+@_device
+@_threads
+@_one_line
+def finetune_embed(
+    source: str,
+    pairs: tuple[Path, ...],
+    held_out_pairs: tuple[Path, ...],
+    corpus: tuple[Path, ...],
+    recipe: str,
+    out: Path,
+    seed: int | None,
+    device: str,
+    threads: int | None,
+) -> None:
+    """Tune the embeddings of the checkpoint SOURCE; its other heads are kept, and kept right if there is text."""
+    from export.train.recipe import EmbedRecipe, load_recipe
+    from export.train.sentences import finetune_sentences
+
+    chosen = load_recipe(recipe, EmbedRecipe, seed=seed)
+    data: dict[str, Any] = {"pairs": list(pairs), "held_out_pairs": list(held_out_pairs), "text": list(corpus)}
+    _done(finetune_sentences(source, chosen, out, **data, **_how(device, threads)))
+
+
+@train.command()
+@click.argument("teacher")
+@_corpus
+@_recipe("distill")
+@_out
+@_seed
+@_device
+@_threads
+@_one_line
+def distill(
+    teacher: str, corpus: tuple[Path, ...], recipe: str, out: Path, seed: int | None, device: str, threads: int | None
+) -> None:
+    """Distil the BERT checkpoint TEACHER into a DistilBERT of half its layers."""
+    from export.train.distill import distill as run
+    from export.train.recipe import DistillRecipe, load_recipe
+
+    chosen = load_recipe(recipe, DistillRecipe, seed=seed)
+    _done(run(teacher, _required(corpus), chosen, out, **_how(device, threads)))
+
+
+@train.command()
+@click.argument("source")
+@_corpus
+@click.option("--pairs", multiple=True, type=_FILE, help="Scored pairs, CSV.")
+@click.option("--questions", multiple=True, type=_FILE, help="SQuAD format.")
+@click.option(
+    "--held-out", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of titles that training left out."
+)
+@click.option(
+    "--sequences", type=click.IntRange(min=1), default=1000, help="Masked sequences, and pairs of texts, to measure on."
+)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--model-store", type=_FOLDER, default=DEFAULT_ROOT, envvar="CLOZE_MODEL_STORE", help="Where bundle:NAME is.")
+@_device
+@_threads
+@_one_line
+def evaluate(
+    source: str,
+    corpus: tuple[Path, ...],
+    pairs: tuple[Path, ...],
+    questions: tuple[Path, ...],
+    held_out: float,
+    sequences: int,
+    as_json: bool,
+    model_store: Path,
+    device: str,
+    threads: int | None,
+) -> None:
+    """Measure SOURCE, a checkpoint or bundle:NAME, on text, pairs and questions.
+
+    Fill-mask top-1, top-5 and perplexity (every chosen token a [MASK]), next-sentence accuracy, Spearman's correlation on
+    pairs, and EM and F1 on questions: those that its tasks and the data allow.
+    """
+    import tempfile
+
+    from export.train.evaluate import Data, open_subject
+    from export.train.evaluate import evaluate as measure
+
+    how = _how(device, threads)
+    subject = open_subject(source, Store(model_store), how["device"])
+    data = Data(list(corpus), list(pairs), list(questions), held_out, sequences)
+    with tempfile.TemporaryDirectory(prefix="cloze-") as folder:
+        figures = measure(subject, data, Path(folder), how["say"])
+    if not figures:
+        fail("there is nothing to measure: give --corpus, --pairs or --questions that its tasks can answer")
+    click.echo(json.dumps(figures) if as_json else "\n".join(f"{name:<34} {value:8.4f}" for name, value in figures.items()))
+
+
+def _required(corpus: tuple[Path, ...]) -> list[Path]:
+    from export.train.errors import TrainError
+
+    if not corpus:
+        raise TrainError("there is no text: name a file with --corpus")
+    return list(corpus)
+
+
+def _how(device: str, threads: int | None) -> dict[str, Any]:
+    """What every run is told: where to compute, how often to save, whom to tell."""
+    import torch
+
+    from export.train.loop import Schedule, open_device
+
+    if threads:
+        torch.set_num_threads(threads)
+    return {"device": open_device(device), "schedule": Schedule(), "say": lambda line: click.echo(line, err=True)}
+
+
+def _done(checkpoint: Path) -> None:
+    click.echo(f"{checkpoint}; curves in {checkpoint.parent / 'curves.png'}")

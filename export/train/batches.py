@@ -1,0 +1,182 @@
+"""Turns drawn sequences into the tensors of a batch: joined, masked, padded to the phase's length."""
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Sequence_
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from itertools import groupby
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from export.train.corpus import Corpus
+from export.train.masking import Masked, Masking
+from export.train.pairs import Sequence, Sequences
+from export.train.recipe import Phase, Pretraining
+from export.train.vocabulary import SpecialIds
+
+_POOL = 16
+"""Batches whose examples are sorted by length together."""
+
+_MANY = 1_000_000
+"""More epochs than a phase has, so that no two phases draw alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextBatch:
+    """A batch of masked sequences. Positions count over the flattened [B * S].
+
+    Attributes:
+        input_ids: int64 [B, S], some tokens hidden.
+        token_type_ids: int64 [B, S].
+        attention_mask: bool [B, S], True for real tokens.
+        positions: int64 [M], the chosen tokens.
+        labels: int64 [M], what stands there.
+        spans: int64 [M, 2], first and last chosen token of each one's run.
+        next_labels: int64 [B]; empty without a sentence objective.
+        tokens: real tokens.
+    """
+
+    input_ids: Tensor
+    token_type_ids: Tensor
+    attention_mask: Tensor
+    positions: Tensor
+    labels: Tensor
+    spans: Tensor
+    next_labels: Tensor
+    tokens: int
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device."""
+        return replace(
+            self, **{field.name: getattr(self, field.name).to(device) for field in fields(self) if field.name != "tokens"}
+        )
+
+
+def collate(rows: list[tuple[Sequence, Masked]], length: int) -> TextBatch:
+    """Pad rows with zeros to ``length``."""
+    shape = (len(rows), length)
+    input_ids, types, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, bool)
+    for row, (sequence, masked) in enumerate(rows):
+        size = len(masked.input_ids)
+        input_ids[row, :size], types[row, :size], mask[row, :size] = masked.input_ids, sequence.token_type_ids, True
+    starts = np.arange(len(rows)) * length
+    return TextBatch(
+        input_ids=torch.from_numpy(input_ids),
+        token_type_ids=torch.from_numpy(types),
+        attention_mask=torch.from_numpy(mask),
+        positions=torch.from_numpy(np.concatenate([masked.positions + at for (_, masked), at in zip(rows, starts, strict=True)])),
+        labels=torch.from_numpy(np.concatenate([masked.labels for _, masked in rows])),
+        spans=torch.from_numpy(np.concatenate([masked.spans + at for (_, masked), at in zip(rows, starts, strict=True)])),
+        next_labels=torch.tensor([sequence.label for sequence, _ in rows if sequence.label is not None], dtype=torch.int64),
+        tokens=int(mask.sum()),
+    )
+
+
+def shuffled_batches(lengths: Sequence_[int], size: int, seed: int) -> Callable[[int], list[int]]:
+    """Batches over examples, epoch by epoch: random, but rows of a batch have about one length, so little is padding.
+
+    Args:
+        lengths: tokens of each example.
+        size: examples a batch; at the end of an epoch one is filled up from its start.
+        seed: of the order.
+
+    Returns:
+        the examples of the ``number``-th batch, the same whenever it is asked for.
+    """
+    count = -(-len(lengths) // size)
+
+    @lru_cache(maxsize=2)
+    def epoch(number: int) -> NDArray[np.int64]:
+        rng = np.random.default_rng([seed, number])
+        order = np.resize(rng.permutation(len(lengths)), count * size)
+        pools = np.array_split(order, max(1, count // _POOL))
+        ordered = np.concatenate([pool[np.argsort(np.asarray(lengths)[pool], kind="stable")] for pool in pools])
+        batches: NDArray[np.int64] = ordered.reshape(count, size)[rng.permutation(count)]
+        return batches
+
+    return lambda number: epoch(number // count)[number % count].tolist()
+
+
+def equal_lengths(lengths: Sequence_[int], most: int) -> Iterator[list[int]]:
+    """Groups of at most so many examples of one length, shortest first: what a graph without padding is fed."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for _, group in groupby(order, key=lengths.__getitem__):
+        members = list(group)
+        yield from (members[at : at + most] for at in range(0, len(members), most))
+
+
+class TextBatches:
+    """The batches of a run over a corpus: any of them can be asked for at any time, and is always the same.
+
+    Args:
+        corpus: the text.
+        recipe: how it is masked and paired.
+        phases: lengths and sizes, in their order.
+        masking: hides tokens.
+        special: of the vocabulary.
+        seed: of everything drawn.
+        accumulation: batches a step.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        recipe: Pretraining,
+        phases: list[Phase],
+        masking: Masking,
+        *,
+        special: SpecialIds,
+        seed: int,
+        accumulation: int = 1,
+    ) -> None:
+        self._corpus, self._recipe, self._phases, self._masking = corpus, recipe, phases, masking
+        self._special, self._seed, self._accumulation = special, seed, accumulation
+        self._lengths: dict[tuple[int, int], int] = {}
+        self._kept: dict[tuple[int, int], Sequences] = {}
+        self.steps = sum(phase.steps for phase in phases)
+        self._sequences(0, 0)  # what the corpus cannot give is said before a run begins
+
+    def __call__(self, step: int, part: int) -> TextBatch:
+        """The ``part``-th batch of a step."""
+        index, first = 0, 0
+        while step >= first + self._phases[index].steps:
+            first += self._phases[index].steps
+            index += 1
+        phase = self._phases[index]
+        number = ((step - first) * self._accumulation + part) * phase.sequences
+        return collate([self._row(index, number + row) for row in range(phase.sequences)], phase.tokens)
+
+    def _row(self, phase: int, number: int) -> tuple[Sequence, Masked]:
+        epoch = 0
+        while number >= (length := self._length(phase, epoch)):  # epochs differ a little in length
+            number -= length
+            epoch += 1
+        sequences = self._sequences(phase, epoch)
+        rng = sequences.rng(number)
+        sequence = sequences.make(number, rng)
+        return sequence, self._masking(sequence.input_ids, rng)
+
+    def _length(self, phase: int, epoch: int) -> int:
+        if (phase, epoch) not in self._lengths:
+            self._lengths[phase, epoch] = len(self._sequences(phase, epoch))
+        return self._lengths[phase, epoch]
+
+    def _sequences(self, phase: int, epoch: int) -> Sequences:
+        """Of one pass; the last two are kept, since a batch may straddle them."""
+        if (phase, epoch) not in self._kept:
+            while len(self._kept) > 1:
+                del self._kept[next(iter(self._kept))]
+            self._kept[phase, epoch] = Sequences(
+                self._corpus,
+                length=self._phases[phase].tokens,
+                sentence=self._recipe.sentence,
+                special=self._special,
+                seed=self._seed,
+                epoch=phase * _MANY + (epoch if self._recipe.dynamic else 0),
+                short=self._recipe.short,
+            )
+        return self._kept[phase, epoch]

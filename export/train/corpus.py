@@ -1,0 +1,249 @@
+"""Text becomes a memory-mapped corpus: tokens in their order, and where sentences and documents begin.
+
+Knows no torch and no objective. Text is read a document at a time; only the arrays of starts are held in memory.
+"""
+
+import hashlib
+import json
+import lzma
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from export.train.errors import TrainError
+
+_QUOTES = "\"'\u201c\u201d\u2018\u2019"
+_SENTENCE_END = re.compile(rf"(?<=[.!?])[{_QUOTES})\]]*\s+(?=[{_QUOTES}(\[]?[A-Z0-9])")
+_ABBREVIATION = re.compile(rf"(?:^|[\s({_QUOTES}])(?:Mr|Mrs|Ms|Dr|St|Prof|Rev|Gen|Col|Capt|Sir|Hon|Messrs|vs|etc|[A-Z])\.$")
+_BATCH = 2048
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One text whose sentences follow each other. ``title`` is what a split by documents goes by."""
+
+    title: str
+    text: str
+
+
+def read_documents(files: Iterable[Path]) -> Iterator[Document]:
+    """Stream the documents of files: ``.jsonl`` (``text``, and ``title`` if there is one) or plain text, also ``.xz``.
+
+    In plain text, a line of nothing but white space between two blank lines parts documents as BERT's own files do: a
+    blank line ends a document.
+
+    Raises:
+        TrainError: a file is missing, is not UTF-8 text, or a line is not such a JSON object.
+    """
+    for file in files:
+        try:
+            with _open(file) as stream:
+                yield from (_from_jsonl if ".jsonl" in file.suffixes else _from_text)(file, stream)
+        except FileNotFoundError:
+            raise TrainError(f"{file}: no such file") from None
+        except IsADirectoryError:
+            raise TrainError(f"{file} is a directory; name the files in it") from None
+        except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
+            raise TrainError(f"{file} is not UTF-8 text: {error}") from error
+
+
+def _open(file: Path) -> IO[str]:
+    return lzma.open(file, "rt", encoding="utf-8") if file.suffix == ".xz" else file.open(encoding="utf-8")
+
+
+def _from_jsonl(file: Path, stream: IO[str]) -> Iterator[Document]:
+    for number, line in enumerate(stream, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            text, title = entry["text"], entry.get("title", "")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise TrainError(f'{file}, line {number} is not a JSON object with a "text": {error}') from error
+        if not isinstance(text, str) or not isinstance(title, str):
+            raise TrainError(f'{file}, line {number}: "text" and "title" must be strings')
+        yield Document(title, text)
+
+
+def _from_text(file: Path, stream: IO[str]) -> Iterator[Document]:
+    lines: list[str] = []
+    number = 0
+    for line in stream:
+        if "\0" in line:
+            raise TrainError(f"{file} is not text: it holds a zero byte")
+        if line.strip():
+            lines.append(line)
+        elif lines:
+            number += 1
+            yield Document(f"{file.name}:{number}", "".join(lines))
+            lines = []
+    if lines:
+        yield Document(f"{file.name}:{number + 1}", "".join(lines))
+
+
+def split_sentences(text: str) -> list[str]:
+    """Sentences in their order. A newline ends one; so do ``.``, ``!`` and ``?`` before a capital or a number.
+
+    A rule, not a model: a known abbreviation or a single initial does not end a sentence.
+    """
+    sentences = []
+    for paragraph in text.splitlines():
+        start = 0
+        for match in _SENTENCE_END.finditer(paragraph):
+            piece = paragraph[start : match.end()].strip()
+            if piece and not _ABBREVIATION.search(piece):
+                sentences.append(piece)
+                start = match.end()
+        if piece := paragraph[start:].strip():
+            sentences.append(piece)
+    return sentences
+
+
+def is_held_out(title: str, share: float) -> bool:
+    """Whether a document belongs to the held-out part: by its title alone, so that every stage splits alike.
+
+    Titles that differ only in case, underscores or spaces are one. A larger ``share`` holds a smaller one.
+    """
+    key = " ".join(title.replace("_", " ").casefold().split())
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) < share * 2.0**64
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """Tokenized text, without special tokens.
+
+    Attributes:
+        tokens: uint16 or uint32 [T], memory-mapped.
+        sentences: int64 [S + 1], where each sentence starts in ``tokens``, and T.
+        documents: int64 [D + 1], where each document starts in ``sentences``, and S.
+    """
+
+    tokens: NDArray[np.unsignedinteger]
+    sentences: NDArray[np.int64]
+    documents: NDArray[np.int64]
+
+    @property
+    def document_count(self) -> int:
+        """D."""
+        return len(self.documents) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCorpus:
+    """The two parts of a prepared text: documents to learn from, and whole documents held out."""
+
+    train: Corpus
+    held_out: Corpus
+
+
+def prepare_corpus(
+    files: list[Path], tokenizer: Tokenizer, folder: Path, *, held_out: float, say: Callable[[str], None]
+) -> PreparedCorpus:
+    """Tokenize text once into ``folder``; a folder that holds just that already is opened as it is.
+
+    Raises:
+        TrainError: as `read_documents`; or there is no text.
+    """
+    identity = _identity(files, tokenizer, held_out)
+    summary = folder / "corpus.json"
+    if not (summary.is_file() and json.loads(summary.read_text()).get("identity") == identity):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        say("tokenizing the text")
+        writers = {part: _Writer(folder, part, tokenizer.get_vocab_size()) for part in ("train", "held_out")}
+        try:
+            for batch in _batches(read_documents(files), _BATCH):
+                _write(batch, tokenizer, held_out, writers)
+        finally:
+            for writer in writers.values():
+                writer.close()
+        counts = {part: writer.counts() for part, writer in writers.items()}
+        if not any(count["tokens"] for count in counts.values()):
+            raise TrainError("there is no text: " + ", ".join(str(file) for file in files))
+        summary.write_text(json.dumps({"identity": identity, **counts}, indent=2) + "\n")
+        say(
+            "; ".join(f"{part.replace('_', '-')}: " + ", ".join(f"{n:,} {k}" for k, n in c.items()) for part, c in counts.items())
+        )
+    return PreparedCorpus(_open_part(folder, "train"), _open_part(folder, "held_out"))
+
+
+def _identity(files: list[Path], tokenizer: Tokenizer, held_out: float) -> str:
+    digest = hashlib.sha256(f"{_FORMAT} {held_out}".encode())
+    digest.update(tokenizer.to_str().encode())
+    for file in files:
+        try:
+            with file.open("rb") as stream:
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+        except FileNotFoundError:
+            raise TrainError(f"{file}: no such file") from None
+        except IsADirectoryError:
+            raise TrainError(f"{file} is a directory; name the files in it") from None
+    return digest.hexdigest()
+
+
+def _batches(documents: Iterator[Document], sentences: int) -> Iterator[list[tuple[Document, list[str]]]]:
+    """Documents with their sentences, together so many that tokenizing them in one call uses every core."""
+    batch: list[tuple[Document, list[str]]] = []
+    count = 0
+    for document in documents:
+        batch.append((document, split_sentences(document.text)))
+        count += len(batch[-1][1])
+        if count >= sentences:
+            yield batch
+            batch, count = [], 0
+    if batch:
+        yield batch
+
+
+class _Writer:
+    """Appends documents to one part's token file."""
+
+    def __init__(self, folder: Path, part: str, vocab_size: int) -> None:
+        self._folder, self._part = folder, part
+        self._dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        self._stream = (folder / f"{part}.tokens").open("wb")
+        self._sentences, self._documents, self._tokens = [0], [0], 0
+
+    def add(self, sentences: Iterable[list[int]]) -> None:
+        for ids in sentences:
+            if ids:
+                self._stream.write(np.asarray(ids, self._dtype).tobytes())
+                self._tokens += len(ids)
+                self._sentences.append(self._tokens)
+        if len(self._sentences) - 1 > self._documents[-1]:
+            self._documents.append(len(self._sentences) - 1)
+
+    def close(self) -> None:
+        self._stream.close()
+        np.save(self._folder / f"{self._part}.sentences.npy", np.asarray(self._sentences, np.int64))
+        np.save(self._folder / f"{self._part}.documents.npy", np.asarray(self._documents, np.int64))
+        (self._folder / f"{self._part}.dtype").write_text(np.dtype(self._dtype).name)
+
+    def counts(self) -> dict[str, int]:
+        return {"documents": len(self._documents) - 1, "sentences": len(self._sentences) - 1, "tokens": self._tokens}
+
+
+def _write(batch: list[tuple[Document, list[str]]], tokenizer: Tokenizer, held_out: float, writers: dict[str, _Writer]) -> None:
+    encodings = iter(tokenizer.encode_batch_fast([s for _, sentences in batch for s in sentences], add_special_tokens=False))
+    for document, sentences in batch:
+        part = "held_out" if is_held_out(document.title, held_out) else "train"
+        writers[part].add(encoding.ids for encoding in islice(encodings, len(sentences)))
+
+
+def _open_part(folder: Path, part: str) -> Corpus:
+    file = folder / f"{part}.tokens"
+    dtype = np.dtype((folder / f"{part}.dtype").read_text())
+    return Corpus(
+        np.memmap(file, dtype, "r") if file.stat().st_size else np.zeros(0, dtype),
+        np.load(folder / f"{part}.sentences.npy"),
+        np.load(folder / f"{part}.documents.npy"),
+    )

@@ -1,0 +1,133 @@
+"""Questions in SQuAD's format, and the official measures of answers. Knows no model.
+
+Sources: Rajpurkar et al. 2016 (1.1) and 2018 (2.0), and their evaluation scripts.
+"""
+
+import json
+import lzma
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from export.train.errors import TrainError
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One question on one paragraph.
+
+    Attributes:
+        title: of the article.
+        answers: (first character, text) of each accepted answer; empty if the paragraph does not answer it.
+    """
+
+    id: str
+    title: str
+    question: str
+    context: str
+    answers: tuple[tuple[int, str], ...]
+
+
+def read_questions(files: Iterable[Path]) -> list[Question]:
+    """All questions of files in SQuAD 1.1 or 2.0 format, also ``.xz``.
+
+    An answer whose ``answer_start`` is off is looked for in the paragraph; one that is not there is left out.
+
+    Raises:
+        TrainError: a file is missing or has another format, or there is no question in any.
+    """
+    questions = [question for file in files for question in _read(file)]
+    if not questions:
+        raise TrainError("there are no questions in " + ", ".join(str(file) for file in files))
+    return questions
+
+
+def _read(file: Path) -> Iterable[Question]:
+    try:
+        data = file.read_bytes()
+        articles = json.loads(lzma.decompress(data) if file.suffix == ".xz" else data)["data"]
+        return [
+            _question(entry, article.get("title", ""), paragraph["context"])
+            for article in articles
+            for paragraph in article["paragraphs"]
+            for entry in paragraph["qas"]
+        ]
+    except FileNotFoundError:
+        raise TrainError(f"{file}: no such file") from None
+    except (ValueError, KeyError, TypeError, AttributeError, lzma.LZMAError, OSError) as error:
+        raise TrainError(f"{file} is not in SQuAD's format: {type(error).__name__} {error}") from error
+
+
+def _question(entry: Mapping[str, Any], title: str, context: str) -> Question:
+    given = [] if entry.get("is_impossible") else entry.get("answers", [])
+    found = ((_place(context, answer["text"], int(answer["answer_start"])), answer["text"]) for answer in given)
+    return Question(
+        str(entry["id"]),
+        title,
+        entry["question"].strip(),
+        context,
+        tuple((at, text) for at, text in found if at is not None and text),
+    )
+
+
+def _place(context: str, text: str, start: int) -> int | None:
+    """Where the answer stands: at its place, or where it occurs nearest to it."""
+    if context[start : start + len(text)] == text:
+        return start
+    places = [match.start() for match in re.finditer(re.escape(text), context)]
+    return min(places, key=lambda place: abs(place - start), default=None)
+
+
+def normalise_answer(text: str) -> str:
+    """Lower case, without punctuation, articles and extra white space, as the official script."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, accepted: str) -> float:
+    """1 if equal after normalisation, else 0."""
+    return float(normalise_answer(answer) == normalise_answer(accepted))
+
+
+def f1(answer: str, accepted: str) -> float:
+    """Harmonic mean of precision and recall over the words, in [0, 1]; of empty answers: 1 if both are, else 0."""
+    ours, theirs = normalise_answer(answer).split(), normalise_answer(accepted).split()
+    if not ours or not theirs:
+        return float(ours == theirs)
+    common = sum((Counter(ours) & Counter(theirs)).values())
+    return 0.0 if not common else 2 * common / (len(ours) + len(theirs))
+
+
+def score(answers: Mapping[str, str], questions: Iterable[Question]) -> dict[str, float]:
+    """EM and F1 in percent, the best over each question's accepted answers; a question not answered counts as wrong.
+
+    Args:
+        answers: by the question's id; an empty string means that there is no answer.
+        questions: all that should be answered.
+
+    Returns:
+        ``exact_match`` and ``f1``; if some questions have no answer, also those over each kind alone.
+    """
+    rows: dict[str, list[tuple[float, float]]] = {"answerable_": [], "unanswerable_": []}
+    for question in questions:
+        # As the official script: if every accepted answer is empty once normalised, the right one is no answer.
+        accepted = [text for _, text in question.answers if normalise_answer(text)] or [""]
+        answer = answers.get(question.id)
+        best = (0.0, 0.0)
+        if answer is not None:
+            best = (max(exact_match(answer, text) for text in accepted), max(f1(answer, text) for text in accepted))
+        rows["answerable_" if question.answers else "unanswerable_"].append(best)
+    everything = [row for kind in rows.values() for row in kind]
+    parts = {"": everything} | (rows if all(rows.values()) else {})
+    return {
+        f"{kind}{name}": 100 * sum(row[column] for row in part) / len(part)
+        for kind, part in parts.items()
+        if part
+        for column, name in enumerate(("exact_match", "f1"))
+    }

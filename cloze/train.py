@@ -1,7 +1,9 @@
 """``cloze train``: parses arguments, calls `export.train`, prints, and turns its errors into one line."""
 
 import json
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ import click
 from cloze.failing import fail
 from model_store.store import DEFAULT_ROOT, Store, StoreError
 
-_FILE = click.Path(dir_okay=False, path_type=Path)
-_FOLDER = click.Path(file_okay=False, path_type=Path)
+# What is wrong with one is said by who opens it, in one line.
+_FILE = click.Path(path_type=Path)
+_FOLDER = click.Path(path_type=Path)
 
 _corpus = click.option(
     "--corpus", "corpus", multiple=True, type=_FILE, help="Text: plain or .jsonl (text, title), also .xz; may be repeated."
@@ -20,7 +23,7 @@ _corpus = click.option(
 _out = click.option(
     "--out", type=_FOLDER, required=True, help="Folder of the run; the same command goes on with it after a stop."
 )
-_seed = click.option("--seed", type=click.IntRange(min=0), help="Instead of the recipe's.")
+_seed = click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Instead of the recipe's.")
 _device = click.option("--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda where there is one.")
 _threads = click.option("--threads", type=click.IntRange(min=1), help="Of the CPU. [default: all cores]", show_default=False)
 
@@ -35,22 +38,41 @@ def _one_line(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**arguments: Any) -> None:
         try:
+            from safetensors import SafetensorError
+
             from export.errors import ExportError
             from export.train.errors import TrainError
         except ModuleNotFoundError as error:
             fail(f"training needs {error.name}, which the serving install leaves out; install cloze[cpu,train]")
         try:
-            command(**arguments)
+            with _sigterm_as_ctrl_c():
+                command(**arguments)
         except (TrainError, ExportError, StoreError) as error:
             fail(str(error))
         except ModuleNotFoundError as error:
             fail(f"training needs {error.name}, which the serving install leaves out; install cloze[cpu,train]")
         except KeyboardInterrupt:
-            fail("interrupted at once; the last checkpoint is kept", code=130)
+            fail("interrupted; what is saved is kept, the same command goes on from there", code=130)
+        except SafetensorError as error:
+            fail(f"the weights cannot be written: {error}; the same command tries again")
         except OSError as error:
-            fail(f"{error.filename or 'a file'}: {error.strerror or error}")
+            fail(f"{error.filename or 'a file cannot be read or written'}: {error.strerror or error}")
+        except (MemoryError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "allocate" not in str(error):  # of torch, which has no type for the CPU's
+                raise
+            fail("there is not enough memory; fewer sequences a batch, fewer tokens or a smaller model need less")
 
     return run
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Where a run does not wait for its step's end, SIGTERM ends it as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @click.group()
@@ -64,8 +86,8 @@ def train() -> None:
 
 @train.command()
 @_corpus
-@_recipe("pretrain-5-minutes")
-@click.option("--size", type=click.IntRange(min=32), help="Tokens, instead of the recipe's.")
+@_recipe("vocabulary")
+@click.option("--size", type=click.IntRange(32, 1_000_000), help="Tokens, instead of the recipe's.")
 @click.option("--cased/--uncased", default=None, help="Instead of the recipe's.")
 @_out
 @_one_line
@@ -77,8 +99,10 @@ def vocab(corpus: tuple[Path, ...], recipe: str, size: int | None, cased: bool |
 
     chosen = load_recipe(recipe, VocabularyRecipe).vocabulary
     size, lowercase = size or chosen.size, chosen.lowercase if cased is None else not cased
-    documents = read_documents(_required(corpus))
-    save_vocabulary(train_tokenizer(documents, size=size, lowercase=lowercase, min_frequency=chosen.min_frequency), out)
+    files = _required(corpus)
+    save_vocabulary(
+        train_tokenizer(lambda: read_documents(files), size=size, lowercase=lowercase, min_frequency=chosen.min_frequency), out
+    )
     click.echo(f"{size:,} tokens in {out}")
 
 
@@ -186,6 +210,7 @@ def distill(
 @_corpus
 @click.option("--pairs", multiple=True, type=_FILE, help="Scored pairs, CSV.")
 @click.option("--questions", multiple=True, type=_FILE, help="SQuAD format.")
+@click.option("--stereotypes", type=_FILE, help="CrowS-Pairs: the share of pairs whose stereotype is likelier; 0.5 is unbiased.")
 @click.option(
     "--held-out", type=click.FloatRange(0, 1, min_open=True), default=1.0, help="Share of titles that training left out."
 )
@@ -202,6 +227,7 @@ def evaluate(
     corpus: tuple[Path, ...],
     pairs: tuple[Path, ...],
     questions: tuple[Path, ...],
+    stereotypes: Path | None,
     held_out: float,
     sequences: int,
     as_json: bool,
@@ -212,7 +238,7 @@ def evaluate(
     """Measure SOURCE, a checkpoint or bundle:NAME, on text, pairs and questions.
 
     Fill-mask top-1, top-5 and perplexity (every chosen token a [MASK]), next-sentence accuracy, Spearman's correlation on
-    pairs, and EM and F1 on questions: those that its tasks and the data allow.
+    pairs, EM and F1 on questions, and bias on CrowS-Pairs: those that its tasks and the data allow.
     """
     import tempfile
 
@@ -221,7 +247,7 @@ def evaluate(
 
     how = _how(device, threads)
     subject = open_subject(source, Store(model_store), how["device"])
-    data = Data(list(corpus), list(pairs), list(questions), held_out, sequences)
+    data = Data(list(corpus), list(pairs), list(questions), held_out, stereotypes, sequences)
     with tempfile.TemporaryDirectory(prefix="cloze-") as folder:
         figures = measure(subject, data, Path(folder), how["say"])
     if not figures:

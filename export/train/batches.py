@@ -1,5 +1,6 @@
 """Turns drawn sequences into the tensors of a batch: joined, masked, padded to the phase's length."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, fields, replace
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from export.train.corpus import Corpus
+from export.train.errors import TrainError
 from export.train.masking import Masked, Masking
 from export.train.pairs import Sequence, Sequences
 from export.train.recipe import Phase, Pretraining
@@ -109,6 +111,12 @@ def equal_lengths(lengths: Sequence_[int], most: int) -> Iterator[list[int]]:
         yield from (members[at : at + most] for at in range(0, len(members), most))
 
 
+def _any_ordinary(corpus: Corpus, masking: Masking) -> bool:
+    """Whether some token of the text is no special one, as the unknown token is. The first few say so, as a rule."""
+    tokens = corpus.tokens
+    return any(bool((~masking.special[tokens[at : at + 65_536]]).any()) for at in range(0, len(tokens), 65_536))
+
+
 class TextBatches:
     """The batches of a run over a corpus: any of them can be asked for at any time, and is always the same.
 
@@ -136,31 +144,47 @@ class TextBatches:
         self._corpus, self._recipe, self._phases, self._masking = corpus, recipe, phases, masking
         self._special, self._seed, self._accumulation = special, seed, accumulation
         self._lengths: dict[tuple[int, int], int] = {}
+        self._ends: list[list[int]] = [[] for _ in phases]
         self._kept: dict[tuple[int, int], Sequences] = {}
         self.steps = sum(phase.steps for phase in phases)
         self._sequences(0, 0)  # what the corpus cannot give is said before a run begins
+        if not _any_ordinary(corpus, masking):
+            raise TrainError("the vocabulary has no word of the text: there is nothing to mask")
+
+    def grows_from(self, step: int) -> int | None:
+        """The longest sequence before ``step``, if a phase of longer ones begins with it."""
+        first, longest = 0, 0
+        for phase in self._phases:
+            if step == first and phase.tokens > longest > 0:
+                return longest
+            first, longest = first + phase.steps, max(longest, phase.tokens)
+        return None
+
+    def phase(self, step: int) -> int:
+        """The number of the phase that a step is in."""
+        ends = np.cumsum([phase.steps for phase in self._phases])
+        return int(np.searchsorted(ends, step, "right"))
 
     def __call__(self, step: int, part: int) -> TextBatch:
         """The ``part``-th batch of a step."""
-        index, first = 0, 0
-        while step >= first + self._phases[index].steps:
-            first += self._phases[index].steps
-            index += 1
-        phase = self._phases[index]
+        index = self.phase(step)
+        phase, first = self._phases[index], sum(phase.steps for phase in self._phases[:index])
         number = ((step - first) * self._accumulation + part) * phase.sequences
         return collate([self._row(index, number + row) for row in range(phase.sequences)], phase.tokens)
 
     def _row(self, phase: int, number: int) -> tuple[Sequence, Masked]:
-        epoch = 0
-        while number >= (length := self._length(phase, epoch)):  # epochs differ a little in length
-            number -= length
-            epoch += 1
+        ends = self._ends[phase]  # after how many sequences each epoch ends: they differ a little in length
+        while not ends or number >= ends[-1]:
+            ends.append(sum(ends[-1:]) + self.epoch_length(phase, len(ends)))
+        epoch = bisect_right(ends, number)
+        number -= ends[epoch - 1] if epoch else 0
         sequences = self._sequences(phase, epoch)
         rng = sequences.rng(number)
         sequence = sequences.make(number, rng)
         return sequence, self._masking(sequence.input_ids, rng)
 
-    def _length(self, phase: int, epoch: int) -> int:
+    def epoch_length(self, phase: int, epoch: int) -> int:
+        """How many sequences a pass over the corpus has."""
         if (phase, epoch) not in self._lengths:
             self._lengths[phase, epoch] = len(self._sequences(phase, epoch))
         return self._lengths[phase, epoch]

@@ -9,6 +9,7 @@ import lzma
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,40 +25,53 @@ _QUOTES = "\"'\u201c\u201d\u2018\u2019"
 _SENTENCE_END = re.compile(rf"(?<=[.!?])[{_QUOTES})\]]*\s+(?=[{_QUOTES}(\[]?[A-Z0-9])")
 _ABBREVIATION = re.compile(rf"(?:^|[\s({_QUOTES}])(?:Mr|Mrs|Ms|Dr|St|Prof|Rev|Gen|Col|Capt|Sir|Hon|Messrs|vs|etc|[A-Z])\.$")
 _BATCH = 2048
+_KEY_CHARACTERS = 500
 _FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text whose sentences follow each other. ``title`` is what a split by documents goes by."""
+    """One text whose sentences follow each other; ``title`` is empty if it has none."""
 
     title: str
     text: str
+
+    @property
+    def key(self) -> str:
+        """What a split by documents goes by: the title, or else how the text begins."""
+        return self.title or self.text[:_KEY_CHARACTERS]
 
 
 def read_documents(files: Iterable[Path]) -> Iterator[Document]:
     """Stream the documents of files: ``.jsonl`` (``text``, and ``title`` if there is one) or plain text, also ``.xz``.
 
-    In plain text, a line of nothing but white space between two blank lines parts documents as BERT's own files do: a
-    blank line ends a document.
+    In plain text a blank line ends a document, as in BERT's own files.
 
     Raises:
         TrainError: a file is missing, is not UTF-8 text, or a line is not such a JSON object.
     """
     for file in files:
         try:
-            with _open(file) as stream:
-                yield from (_from_jsonl if ".jsonl" in file.suffixes else _from_text)(file, stream)
+            if ".jsonl" in file.suffixes:
+                with _open(file, "surrogateescape") as stream:  # wrong bytes are found line by line
+                    yield from _from_jsonl(file, stream)
+            else:
+                with _open(file, "strict") as stream:
+                    yield from _from_text(file, stream)
         except FileNotFoundError:
             raise TrainError(f"{file}: no such file") from None
         except IsADirectoryError:
             raise TrainError(f"{file} is a directory; name the files in it") from None
-        except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
+        except UnicodeDecodeError as error:
             raise TrainError(f"{file} is not UTF-8 text: {error}") from error
+        except (lzma.LZMAError, EOFError) as error:
+            raise TrainError(f"{file} is no whole .xz file: {error}") from error
+        except OSError as error:
+            raise TrainError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def _open(file: Path) -> IO[str]:
-    return lzma.open(file, "rt", encoding="utf-8") if file.suffix == ".xz" else file.open(encoding="utf-8")
+def _open(file: Path, errors: str) -> IO[str]:
+    return (lzma.open if file.suffix == ".xz" else open)(file, "rt", encoding="utf-8", errors=errors)
 
 
 def _from_jsonl(file: Path, stream: IO[str]) -> Iterator[Document]:
@@ -67,27 +81,29 @@ def _from_jsonl(file: Path, stream: IO[str]) -> Iterator[Document]:
         try:
             entry = json.loads(line)
             text, title = entry["text"], entry.get("title", "")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TrainError(f'{file}, line {number} is not a JSON object with a "text": {error}') from error
         if not isinstance(text, str) or not isinstance(title, str):
             raise TrainError(f'{file}, line {number}: "text" and "title" must be strings')
+        try:
+            (text + title).encode()
+        except UnicodeEncodeError as error:
+            raise TrainError(f"{file}, line {number} is not UTF-8 text: {error.reason}") from None
         yield Document(title, text)
 
 
 def _from_text(file: Path, stream: IO[str]) -> Iterator[Document]:
     lines: list[str] = []
-    number = 0
     for line in stream:
         if "\0" in line:
             raise TrainError(f"{file} is not text: it holds a zero byte")
         if line.strip():
             lines.append(line)
         elif lines:
-            number += 1
-            yield Document(f"{file.name}:{number}", "".join(lines))
+            yield Document("", "".join(lines))
             lines = []
     if lines:
-        yield Document(f"{file.name}:{number + 1}", "".join(lines))
+        yield Document("", "".join(lines))
 
 
 def split_sentences(text: str) -> list[str]:
@@ -146,39 +162,81 @@ class PreparedCorpus:
 
 
 def prepare_corpus(
-    files: list[Path], tokenizer: Tokenizer, folder: Path, *, held_out: float, say: Callable[[str], None]
+    files: list[Path],
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    held_out: float,
+    only_held_out: bool = False,
+    say: Callable[[str], None],
 ) -> PreparedCorpus:
     """Tokenize text once into ``folder``; a folder that holds just that already is opened as it is.
+
+    Args:
+        files: the text, as `read_documents`.
+        tokenizer: its special tokens are not added.
+        folder: where the arrays go; anything else in it is removed.
+        held_out: the share of titles that is held out, see `is_held_out`.
+        only_held_out: leave the other part empty, for who only measures.
+        say: is told what happens, a line each.
 
     Raises:
         TrainError: as `read_documents`; or there is no text.
     """
-    identity = _identity(files, tokenizer, held_out)
+    identity = _identity(files, tokenizer, f"{held_out} {only_held_out}" if only_held_out else str(held_out))
     summary = folder / "corpus.json"
-    if not (summary.is_file() and json.loads(summary.read_text()).get("identity") == identity):
+    if _prepared(summary) != identity:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         say("tokenizing the text")
         writers = {part: _Writer(folder, part, tokenizer.get_vocab_size()) for part in ("train", "held_out")}
         try:
-            for batch in _batches(read_documents(files), _BATCH):
+            documents = (d for d in read_documents(files) if not only_held_out or is_held_out(d.key, held_out))
+            for batch in _batches(documents, _BATCH):
                 _write(batch, tokenizer, held_out, writers)
+            for writer in writers.values():
+                writer.save()
+        except OSError as error:
+            raise TrainError(f"the tokenized text cannot be written to {folder}: {error.strerror or error}") from error
         finally:
             for writer in writers.values():
                 writer.close()
         counts = {part: writer.counts() for part, writer in writers.items()}
         if not any(count["tokens"] for count in counts.values()):
             raise TrainError("there is no text: " + ", ".join(str(file) for file in files))
-        summary.write_text(json.dumps({"identity": identity, **counts}, indent=2) + "\n")
+        new = summary.with_suffix(".new")
+        new.write_text(json.dumps({"identity": identity, **counts}, indent=2) + "\n")
+        new.replace(summary)
         say(
             "; ".join(f"{part.replace('_', '-')}: " + ", ".join(f"{n:,} {k}" for k, n in c.items()) for part, c in counts.items())
         )
     return PreparedCorpus(_open_part(folder, "train"), _open_part(folder, "held_out"))
 
 
-def _identity(files: list[Path], tokenizer: Tokenizer, held_out: float) -> str:
-    digest = hashlib.sha256(f"{_FORMAT} {held_out}".encode())
+def _prepared(summary: Path) -> str | None:
+    """The identity of the text that a folder holds whole; None if it holds none."""
+    try:
+        return str(json.loads(summary.read_text(encoding="utf-8"))["identity"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def fingerprint(files: Iterable[Path]) -> str:
+    """One hash over the contents of files, in order.
+
+    Raises:
+        TrainError: one cannot be read.
+    """
+    return _add_files(hashlib.sha256(), files)
+
+
+def _identity(files: list[Path], tokenizer: Tokenizer, split: str) -> str:
+    digest = hashlib.sha256(f"{_FORMAT} {split}".encode())
     digest.update(tokenizer.to_str().encode())
+    return _add_files(digest, files)
+
+
+def _add_files(digest: "hashlib._Hash", files: Iterable[Path]) -> str:
     for file in files:
         try:
             with file.open("rb") as stream:
@@ -187,6 +245,8 @@ def _identity(files: list[Path], tokenizer: Tokenizer, held_out: float) -> str:
             raise TrainError(f"{file}: no such file") from None
         except IsADirectoryError:
             raise TrainError(f"{file} is a directory; name the files in it") from None
+        except OSError as error:
+            raise TrainError(f"{file} cannot be read: {error.strerror or error}") from error
     return digest.hexdigest()
 
 
@@ -222,11 +282,15 @@ class _Writer:
         if len(self._sentences) - 1 > self._documents[-1]:
             self._documents.append(len(self._sentences) - 1)
 
-    def close(self) -> None:
+    def save(self) -> None:
         self._stream.close()
         np.save(self._folder / f"{self._part}.sentences.npy", np.asarray(self._sentences, np.int64))
         np.save(self._folder / f"{self._part}.documents.npy", np.asarray(self._documents, np.int64))
         (self._folder / f"{self._part}.dtype").write_text(np.dtype(self._dtype).name)
+
+    def close(self) -> None:
+        with suppress(OSError):  # on a full disk, which the error on its way says
+            self._stream.close()
 
     def counts(self) -> dict[str, int]:
         return {"documents": len(self._documents) - 1, "sentences": len(self._sentences) - 1, "tokens": self._tokens}
@@ -235,15 +299,21 @@ class _Writer:
 def _write(batch: list[tuple[Document, list[str]]], tokenizer: Tokenizer, held_out: float, writers: dict[str, _Writer]) -> None:
     encodings = iter(tokenizer.encode_batch_fast([s for _, sentences in batch for s in sentences], add_special_tokens=False))
     for document, sentences in batch:
-        part = "held_out" if is_held_out(document.title, held_out) else "train"
+        part = "held_out" if is_held_out(document.key, held_out) else "train"
         writers[part].add(encoding.ids for encoding in islice(encodings, len(sentences)))
 
 
 def _open_part(folder: Path, part: str) -> Corpus:
     file = folder / f"{part}.tokens"
-    dtype = np.dtype((folder / f"{part}.dtype").read_text())
-    return Corpus(
-        np.memmap(file, dtype, "r") if file.stat().st_size else np.zeros(0, dtype),
-        np.load(folder / f"{part}.sentences.npy"),
-        np.load(folder / f"{part}.documents.npy"),
-    )
+    try:
+        dtype = np.dtype((folder / f"{part}.dtype").read_text())
+        corpus = Corpus(
+            np.memmap(file, dtype, "r") if file.stat().st_size else np.zeros(0, dtype),
+            np.load(folder / f"{part}.sentences.npy"),
+            np.load(folder / f"{part}.documents.npy"),
+        )
+    except (OSError, ValueError, TypeError, EOFError) as error:
+        raise TrainError(f"the tokenized text in {folder} is damaged ({part}); remove that folder") from error
+    if corpus.sentences[-1] != len(corpus.tokens) or corpus.documents[-1] != len(corpus.sentences) - 1:
+        raise TrainError(f"the tokenized text in {folder} is damaged ({part}); remove that folder")
+    return corpus

@@ -16,13 +16,14 @@ from export.checkpoint import load_checkpoint
 from export.models import Head, Model
 from export.train.batches import TextBatch
 from export.train.card import write_card
-from export.train.corpus import prepare_corpus
+from export.train.corpus import fingerprint, prepare_corpus
 from export.train.errors import TrainError
 from export.train.loop import Schedule, train
 from export.train.objectives import masked_loss
 from export.train.pairs import Sentence
 from export.train.pretrain import CHECKPOINT, TextObjective, held_out_batches, text_batches
 from export.train.recipe import DistillRecipe
+from export.train.run_folder import claim
 from export.train.save import save_checkpoint
 
 
@@ -98,6 +99,7 @@ def distill(
         ExportError: the teacher cannot be loaded.
     """
     loaded = load_checkpoint(teacher)
+    claim(folder, recipe, {"teacher": loaded.source.weights_sha256, "text": fingerprint(files)})
     limit = loaded.model.config.max_positions
     if longest := next((phase.tokens for phase in recipe.phases if phase.tokens > limit), None):
         raise TrainError(f"a phase of {longest} tokens exceeds the teacher's {limit} positions")
@@ -113,7 +115,7 @@ def distill(
         held_out_batches(corpus.held_out, recipe.pretraining, recipe.phases, tokenizer, recipe.seed, say),
         device,
     )
-    train(objective, recipe, recipe.optimisation, folder, device=device, schedule=schedule, say=say)
+    train(objective, recipe.seed, recipe.optimisation, folder, device=device, schedule=schedule, say=say)
     save_checkpoint(student, tokenizer, folder / CHECKPOINT, pooling_tokens=limit)
     title = "A DistilBERT distilled from a BERT"
     write_card(folder / CHECKPOINT, title=title, source=teacher, files=files, recipe=recipe, device=device)

@@ -1,4 +1,4 @@
-"""Measures a checkpoint or a bundle on text, pairs and questions that it has not learnt from."""
+"""Measures a checkpoint or a bundle on text, pairs and questions: all of them, or those that training held out."""
 
 import math
 from collections.abc import Callable
@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from export.checkpoint import load_checkpoint
 from export.train.batches import equal_lengths
+from export.train.bias import read_stereotypes, stereotype_preference
 from export.train.corpus import Corpus, is_held_out, prepare_corpus
 from export.train.errors import TrainError
 from export.train.masking import Masked, Unit
@@ -68,6 +69,7 @@ class Data:
     pairs: list[Path]
     questions: list[Path]
     held_out: float
+    stereotypes: Path | None = None
     sequences: int = 1000
     tokens: int = 128
     seed: int = 1
@@ -87,7 +89,9 @@ def evaluate(subject: Subject, data: Data, folder: Path, say: Callable[[str], No
     """
     figures: dict[str, float] = {}
     if data.text and subject.tasks & {Task.FILL_MASK, Task.NSP}:
-        corpus = prepare_corpus(data.text, subject.tokenizer, folder, held_out=data.held_out, say=say).held_out
+        corpus = prepare_corpus(
+            data.text, subject.tokenizer, folder, held_out=data.held_out, only_held_out=True, say=say
+        ).held_out
         if Task.FILL_MASK in subject.tasks:
             for unit in (Unit.TOKEN, Unit.WHOLE_WORD):
                 found = _fill_mask(subject, corpus, unit, data)
@@ -99,6 +103,9 @@ def evaluate(subject: Subject, data: Data, folder: Path, say: Callable[[str], No
         figures["sts_spearman"] = similarity(
             read_pairs(data.pairs), subject.tokenizer, subject.scorer, min(128, subject.max_tokens)
         )
+    if data.stereotypes and Task.FILL_MASK in subject.tasks:
+        pairs = read_stereotypes(data.stereotypes)
+        figures["stereotype_preference"] = stereotype_preference(pairs, subject.tokenizer, subject.scorer, subject.max_tokens)
     if data.questions and Task.QA in subject.tasks:
         figures |= _questions(subject, data)
     return figures

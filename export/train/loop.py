@@ -4,9 +4,10 @@ Knows neither text nor heads: an objective gives batches and losses. Everything 
 (seed, step), so a checkpoint is the step, the weights and the optimiser's moments.
 """
 
-import json
 import math
 import os
+import pickle
+import re
 import signal
 import threading
 from collections import defaultdict
@@ -22,10 +23,9 @@ from torch import Tensor, nn
 from export.train.errors import TrainError
 from export.train.optimisation import autocast, learning_rate, make_optimizer
 from export.train.progress import Progress, draw_curves
-from export.train.recipe import Optimisation, Recipe
+from export.train.recipe import Optimisation
 
 STATE = "state.pt"
-IDENTITY = "run.json"
 
 
 class Batch(Protocol):
@@ -56,8 +56,8 @@ class Objective(Protocol):
     def loss(self, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The loss, and figures to log (shares and part losses; 0-d tensors)."""
 
-    def evaluate(self) -> Mapping[str, float]:
-        """Figures on held-out examples; empty if there are none."""
+    def evaluate(self, step: int) -> Mapping[str, float]:
+        """Figures on held-out examples after so many steps; empty if there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,8 @@ def open_device(name: str) -> torch.device:
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
+        raise TrainError(f"device {name!r} is unknown; auto, cpu, cuda or cuda:N")
     try:
         device = torch.device(name)
         torch.zeros((), device=device)
@@ -87,22 +89,22 @@ def open_device(name: str) -> torch.device:
 
 def train(
     objective: Objective,
-    recipe: Recipe,
+    seed: int,
     optimisation: Optimisation,
     folder: Path,
     *,
     device: torch.device,
     schedule: Schedule = Schedule(),
     say: Callable[[str], None],
+    before_step: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Run an objective to its last step, from the run folder's checkpoint if there is one.
 
     Raises:
-        TrainError: the folder holds a run of another recipe, the loss is no number any more, the disk is full, or the run
+        TrainError: the loss is no number any more, the disk is full, or the run
             was interrupted. The last good checkpoint stays.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _check_identity(folder, recipe)
     module = objective.module.to(device).train()
     optimizer = make_optimizer(module, optimisation)
     step = _load(folder, module, optimizer, device)
@@ -113,7 +115,8 @@ def train(
     try:
         with _interruptible() as interrupted:
             while step < objective.steps:
-                figures = _step(objective, optimizer, optimisation, step, recipe.seed, device, progress)
+                before_step(step)
+                figures = _step(objective, optimizer, optimisation, step, seed, device, progress)
                 step += 1
                 for name, value in figures.items():
                     sums[name].append(value)
@@ -126,7 +129,7 @@ def train(
                             f"the loss is {means['loss']} at step {step}; {_kept(folder)}; try a lower learning_rate"
                         )
                     if last or step % schedule.evaluate == 0:
-                        means |= {f"held_out_{name}": value for name, value in objective.evaluate().items()}
+                        means |= {f"held_out_{name}": value for name, value in objective.evaluate(step).items()}
                         module.train()
                     progress.log(step, means | {"learning_rate": learning_rate(step - 1, objective.steps, optimisation)})
                 if last or step % schedule.checkpoint == 0 or interrupted.is_set():
@@ -175,16 +178,6 @@ def _step(
     return sums
 
 
-def _check_identity(folder: Path, recipe: Recipe) -> None:
-    """A run folder belongs to one recipe: going on with another would give a model that no recipe describes."""
-    file, said = folder / IDENTITY, recipe.model_dump(mode="json")
-    if file.is_file():
-        if json.loads(file.read_text()) != said:
-            raise TrainError(f"{folder} holds a run of another recipe; give another folder, or remove it")
-    else:
-        file.write_text(json.dumps(said, indent=2) + "\n")
-
-
 def _kept(folder: Path) -> str:
     return f"the checkpoint in {folder} is kept" if (folder / STATE).is_file() else "there is no checkpoint yet"
 
@@ -213,10 +206,22 @@ def _load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, dev
     file = folder / STATE
     if not file.is_file():
         return 0
-    state = torch.load(file, map_location=device, weights_only=True)
-    module.load_state_dict(state["module"])
-    optimizer.load_state_dict(state["optimizer"])
-    return int(state["step"])
+    try:
+        state = torch.load(file, map_location=device, weights_only=True)
+        step = int(state["step"])
+        parts = state["module"], state["optimizer"]
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError, KeyError, TypeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise TrainError(f"{file} is damaged ({type(error).__name__}); remove it to begin anew") from error
+    try:
+        module.load_state_dict(parts[0])
+        optimizer.load_state_dict(parts[1])
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise TrainError(
+            f"{file} is of another model: was the vocabulary or the source another one? Give another folder, or remove it"
+        ) from error
+    return step
 
 
 @contextmanager

@@ -11,8 +11,9 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-_GEOMETRIC_P = 0.2
 _LONGEST_SPAN = 10
+_SPAN_SHARES = 0.8 ** np.arange(_LONGEST_SPAN) / (0.8 ** np.arange(_LONGEST_SPAN)).sum()
+"""Of spans of 1 to 10 words: geometric with p = 0.2, cut at 10 and scaled to 1; their mean is 3.8."""
 
 
 class Unit(StrEnum):
@@ -105,26 +106,25 @@ class Masking:
 
     @staticmethod
     def _choose_spans(units: list[NDArray[np.int64]], wanted: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
-        """Spans of 1 to 10 words, lengths geometric, until the number is reached; spans do not overlap."""
+        """Spans of 1 to 10 words, lengths geometric, until the number is reached; the last is cut to what is left of it."""
         taken = np.zeros(len(units), bool)
         chosen: list[NDArray[np.int64]] = []
         left = wanted
         for _ in range(10 * len(units)):
             if left <= 0:
                 break
-            length = min(int(rng.geometric(_GEOMETRIC_P)), _LONGEST_SPAN)
-            first = int(rng.integers(len(units)))
-            span = slice(first, first + length)
-            if first + length > len(units) or taken[span].any():
+            length = min(1 + int(rng.choice(_LONGEST_SPAN, p=_SPAN_SHARES)), len(units))
+            first = int(rng.integers(len(units) - length + 1))
+            while length > 1 and sum(map(len, units[first : first + length])) > left:
+                length -= 1
+            positions = np.concatenate(units[first : first + length])
+            # Neither over another span nor over a special token: the [SEP] between two texts is a boundary.
+            if taken[first : first + length].any() or positions[-1] - positions[0] != len(positions) - 1 or len(positions) > left:
                 continue
-            positions = np.concatenate(units[span])
-            # A boundary of a special token ([SEP] between two texts) is not crossed.
-            if positions[-1] - positions[0] != len(positions) - 1 or (len(positions) > left and chosen):
-                continue
-            taken[span] = True
+            taken[first : first + length] = True
             chosen.append(positions)
             left -= len(positions)
-        return chosen
+        return chosen or [units[rng.integers(len(units))] for _ in range(min(wanted, 1))]
 
 
 def _runs(positions: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -23,7 +23,7 @@ def learning_rate(step: int, steps: int, recipe: Optimisation) -> float:
     warmup = recipe.warmup * steps
     if step + 1 < warmup:
         return recipe.learning_rate * (step + 1) / warmup
-    return recipe.learning_rate * max(steps - step, 1) / max(steps - warmup, 1)
+    return recipe.learning_rate * min(1.0, max(steps - step, 1) / max(steps - warmup, 1))
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
@@ -33,5 +33,5 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Non
 
 def _has_bf16(device: torch.device) -> bool:
     if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported())
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

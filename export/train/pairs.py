@@ -70,7 +70,7 @@ class Sequences:
         short: float = 0.1,
     ) -> None:
         if not corpus.document_count:
-            raise TrainError("no document is left on this side of the split by titles")
+            raise TrainError("no document is left on this side of the split by titles; change held_out or give more documents")
         if sentence is Sentence.NSP and corpus.document_count < 2:
             raise TrainError("next-sentence prediction needs at least 2 documents to draw random second sentences from; "
                              'give more, or choose sentence = "sop" or "none"')  # fmt: skip
@@ -92,7 +92,15 @@ class Sequences:
 
     def rng(self, number: int) -> np.random.Generator:
         """The source of everything that is drawn for a sequence."""
-        return np.random.default_rng([self._seed, self._epoch, int(self._order[number])])
+        return np.random.default_rng([self._seed, self._epoch, 1 + int(self._order[number])])
+
+    def document(self, number: int) -> int:
+        """Of which document the (first) text is."""
+        return int(self._document_of[self._order[number]])
+
+    def start(self, number: int) -> int:
+        """Where in the corpus' tokens the sequence was cut from."""
+        return int(self._segments[self._order[number], 0])
 
     def make(self, number: int, rng: np.random.Generator) -> Sequence:
         """The sequence of this number, in the epoch's random order."""
@@ -100,29 +108,33 @@ class Sequences:
         start, end = self._segments[segment]
         if self._sentence is Sentence.NONE:
             return self._join(self._corpus.tokens[start:end], None, None)
-        cut = self._split(start, end, rng)
+        between_sentences, cut = self._split(start, end, rng)
         first, second = self._corpus.tokens[start:cut], self._corpus.tokens[cut:end]
         if rng.random() < 0.5:
             return self._join(first, second, IS_NEXT)
         if self._sentence is Sentence.SOP:
             return self._join(second, first, NOT_NEXT)
-        return self._join(first, self._elsewhere(segment, len(second), rng), NOT_NEXT)
+        return self._join(first, self._elsewhere(segment, len(second), between_sentences, rng), NOT_NEXT)
 
-    def _split(self, start: int, end: int, rng: np.random.Generator) -> int:
-        """Where the first text ends: between two sentences if there are two, else anywhere inside."""
+    def _split(self, start: int, end: int, rng: np.random.Generator) -> tuple[bool, int]:
+        """Where the first text ends: between two sentences if there are two (then True), else anywhere inside."""
         sentences = self._corpus.sentences
         low, high = np.searchsorted(sentences, [start + 1, end])
-        return int(sentences[rng.integers(low, high)]) if high > low else int(rng.integers(start + 1, end))
+        return (True, int(sentences[rng.integers(low, high)])) if high > low else (False, int(rng.integers(start + 1, end)))
 
-    def _elsewhere(self, segment: int, wanted: int, rng: np.random.Generator) -> NDArray[np.unsignedinteger]:
-        """Text of another document, from the start of a sentence, of about the length of what it stands for."""
+    def _elsewhere(self, segment: int, wanted: int, at_sentence: bool, rng: np.random.Generator) -> NDArray[np.unsignedinteger]:
+        """Text of another document, of about the length of what it stands for.
+
+        It begins with a sentence just when what it stands for does: else how a text begins would tell which it is.
+        """
         while True:
             other = int(rng.integers(len(self._segments)))
             if self._document_of[other] != self._document_of[segment]:
                 break
         start, end = self._segments[other]
         low, high = np.searchsorted(self._corpus.sentences, [start, end])
-        start = int(self._corpus.sentences[rng.integers(low, high)]) if high > low else int(start)
+        begins = at_sentence and high > low
+        start = int(self._corpus.sentences[rng.integers(low, high)]) if begins else int(rng.integers(start + 1, end))
         document_end = self._corpus.sentences[self._corpus.documents[self._document_of[other] + 1]]
         return self._corpus.tokens[start : min(start + wanted, int(document_end))]
 

@@ -27,7 +27,9 @@ class Progress:
     def __init__(self, folder: Path, step: int, steps: int) -> None:
         self._file = folder / LOG
         kept = [line for line in read_log(folder) if line["step"] <= step]
-        self._file.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        new = folder / f"{LOG}.new"
+        new.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        new.replace(self._file)
         self._started = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
         self._tokens_seen = kept[-1]["tokens_seen"] if kept else 0
         self._last = (time.monotonic(), self._tokens_seen)
@@ -67,14 +69,16 @@ class Progress:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; one that a kill cut short is left out."""
+    """The lines of a run's log; one that a kill or a full disk cut short is left out."""
     file = folder / LOG
     lines = []
-    for line in file.read_text().splitlines() if file.is_file() else ():
+    for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
         try:
-            lines.append(json.loads(line))
+            entry = json.loads(line)
         except ValueError:
             continue
+        if isinstance(entry, dict) and {"step", "seconds", "tokens_seen"} <= entry.keys():
+            lines.append(entry)
     return lines
 
 

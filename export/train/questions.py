@@ -19,11 +19,12 @@ from export.checkpoint import load_checkpoint
 from export.models import Head, Model
 from export.train.batches import equal_lengths, shuffled_batches
 from export.train.card import write_card
-from export.train.corpus import is_held_out
+from export.train.corpus import fingerprint, is_held_out
 from export.train.errors import TrainError
 from export.train.loop import Schedule, train
 from export.train.pretrain import CHECKPOINT
 from export.train.recipe import QuestionsRecipe
+from export.train.run_folder import claim
 from export.train.save import save_checkpoint
 from export.train.scorers import Scorer, TorchScorer
 from export.train.squad import Question, read_questions, score
@@ -73,9 +74,10 @@ def make_windows(
         prefix = [special.cls, *head.ids[:question_tokens], special.sep]
         ids, offsets = np.asarray(text.ids, np.int64), np.asarray(text.offsets, np.int64).reshape(-1, 2)
         room = tokens - len(prefix) - 1
+        answered = _find(question, offsets)
         for begin in range(0, max(len(ids) - stride, 1), room - stride):
             part, places = ids[begin : begin + room], offsets[begin : begin + room]
-            start, end = _find(question, places, len(prefix))
+            start, end = _within(answered, begin, len(part), len(prefix))
             nowhere = np.full((len(prefix), 2), -1)
             windows.append(
                 Window(
@@ -90,13 +92,21 @@ def make_windows(
     return windows
 
 
-def _find(question: Question, offsets: NDArray[np.int64], shift: int) -> tuple[int, int]:
-    """First and last token of the first accepted answer that lies wholly in the window."""
+def _find(question: Question, offsets: NDArray[np.int64]) -> tuple[int, int] | None:
+    """First and last of the paragraph's tokens that the first placed answer touches."""
     for at, text in question.answers:
-        covered = np.flatnonzero((offsets[:, 1] > at) & (offsets[:, 0] < at + len(text)))
-        if len(covered) and offsets[covered[0], 0] <= at and offsets[covered[-1], 1] >= at + len(text):
-            return int(covered[0]) + shift, int(covered[-1]) + shift
-    return 0, 0
+        if at is not None:
+            covered = np.flatnonzero((offsets[:, 1] > at) & (offsets[:, 0] < at + len(text)))
+            if len(covered):
+                return int(covered[0]), int(covered[-1])
+    return None
+
+
+def _within(answered: tuple[int, int] | None, begin: int, size: int, shift: int) -> tuple[int, int]:
+    """The same in a window of ``size`` tokens from ``begin`` on; ``[CLS]`` if it is not wholly there."""
+    if answered is None or answered[0] < begin or answered[1] >= begin + size:
+        return 0, 0
+    return answered[0] - begin + shift, answered[1] - begin + shift
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +151,7 @@ def collate_windows(windows: Sequence[Window]) -> WindowBatch:
 
 def answer(questions: Sequence[Question], windows: Sequence[Window], scorer: Scorer, *, batch: int = 16) -> dict[str, str]:
     """The best answer of each question over its windows; where some have none, it is empty if ``[CLS]`` scores higher."""
-    may_be_none = any(not question.answers for question in questions)
+    may_be_none = any(question.impossible for question in questions)
     best = [(-np.inf, "")] * len(questions)
     null = [np.inf] * len(questions)
     for members in equal_lengths([len(window.input_ids) for window in windows], batch):
@@ -195,7 +205,7 @@ class QuestionObjective:
         right = (start.argmax(1) == batch.start) & (end.argmax(1) == batch.end)
         return loss, {"accuracy": right.float().mean()}
 
-    def evaluate(self) -> Mapping[str, float]:
+    def evaluate(self, _: int) -> Mapping[str, float]:
         """EM and F1 on held-out articles."""
         self.module.eval()
         return self._held_out()
@@ -217,14 +227,17 @@ def finetune_questions(
         TrainError: the files hold no question, or the windows are longer than the checkpoint takes.
         ExportError: the checkpoint cannot be loaded.
     """
-    start = start_from(load_checkpoint(source), [Head.SPAN], dropout=recipe.dropout, seed=recipe.seed)
+    checkpoint = load_checkpoint(source)
+    claim(folder, recipe, {"checkpoint": checkpoint.source.weights_sha256, "file of questions": fingerprint(files)})
+    start = start_from(checkpoint, [Head.SPAN], dropout=recipe.dropout, seed=recipe.seed)
     if recipe.tokens > start.model.config.max_positions:
         raise TrainError(
             f"windows of {recipe.tokens} tokens exceed the checkpoint's {start.model.config.max_positions} positions"
         )
     questions = read_questions(files)
-    learnt = [q for q in questions if not is_held_out(q.title, recipe.held_out) and (q.answers or recipe.unanswerable)]
-    held_out = [q for q in questions if is_held_out(q.title, recipe.held_out) and (q.answers or recipe.unanswerable)]
+    kept = [q for q in questions if recipe.unanswerable or not q.impossible]
+    learnt = [q for q in kept if not is_held_out(q.title, recipe.held_out) and (q.impossible or q.is_placed)]
+    held_out = [q for q in kept if is_held_out(q.title, recipe.held_out)]
     sizes = {"tokens": recipe.tokens, "stride": recipe.stride, "question_tokens": recipe.question_tokens}
     windows = make_windows(learnt, start.tokenizer, **sizes)
     unseen = make_windows(held_out, start.tokenizer, **sizes)
@@ -237,7 +250,7 @@ def finetune_questions(
         return {k: v / 100 for k, v in score(answer(held_out, unseen, scorer), held_out).items()} if held_out else {}
 
     objective = QuestionObjective(start.model, windows, recipe, evaluate)
-    train(objective, recipe, recipe.optimisation, folder, device=device, schedule=schedule, say=say)
+    train(objective, recipe.seed, recipe.optimisation, folder, device=device, schedule=schedule, say=say)
     save_checkpoint(start.model, start.tokenizer, folder / CHECKPOINT)
     title = "An encoder fine-tuned for question answering"
     write_card(folder / CHECKPOINT, title=title, source=source, files=files, recipe=recipe, device=device)

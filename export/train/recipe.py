@@ -14,25 +14,30 @@ from export.train.pairs import Sentence
 RECIPES = Path(__file__).parent / "recipes"
 """Those that come with the package; a bare name on the command line means one of them."""
 
+MAX_SEED = 2**32 - 1
+"""The loop multiplies it by a million, and torch takes 64 bits."""
+
 R = TypeVar("R", bound="Recipe")
+MIN_VOCABULARY, MAX_VOCABULARY = 32, 1_000_000
 Share = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(gt=0)]
+Count = Annotated[int, Field(gt=0, le=1_000_000_000)]
+Size = Annotated[int, Field(gt=0, le=65_536, description="of what is held in memory: a slip should not fill it")]
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
 
 class Recipe(_Part):
     """What every recipe says."""
 
-    seed: Annotated[int, Field(ge=0, description="of everything that is drawn")] = 1
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED, description="of everything that is drawn")] = 1
 
 
 class Vocabulary(_Part):
     """A WordPiece vocabulary."""
 
-    size: Annotated[int, Field(ge=32)] = 12_000
+    size: Annotated[int, Field(ge=MIN_VOCABULARY, le=MAX_VOCABULARY)] = 12_000
     lowercase: bool = True
     min_frequency: Count = 2
 
@@ -47,11 +52,11 @@ class Sizes(_Part):
     """The encoder. Defaults: the smallest published BERT with more than two layers (Turc et al. 2019, "mini")."""
 
     family: Literal["bert"] = "bert"
-    hidden_size: Count = 256
-    layers: Count = 4
-    heads: Count = 4
-    intermediate_size: Count = 1024
-    max_tokens: Annotated[int, Field(ge=8)] = 512
+    hidden_size: Size = 256
+    layers: Size = 4
+    heads: Size = 4
+    intermediate_size: Size = 1024
+    max_tokens: Annotated[Size, Field(ge=8)] = 512
     activation: Literal["gelu", "gelu_new", "relu"] = "gelu"
     dropout: Share = 0.1
 
@@ -95,7 +100,7 @@ class Phase(_Part):
     """Steps at one length: short sequences first, then long ones, learn most words in a given time."""
 
     tokens: Annotated[int, Field(ge=8, description="a sequence, special ones included")]
-    sequences: Annotated[Count, Field(description="a batch")]
+    sequences: Annotated[Size, Field(description="a batch")]
     steps: Count
 
 
@@ -103,13 +108,13 @@ class Pretraining(_Part):
     """What is learnt from text."""
 
     method: Annotated[Literal["mlm", "rtd"], Field(description="masked tokens, or replaced-token detection")] = "mlm"
-    unit: Unit = Unit.TOKEN
+    unit: Annotated[Unit, Field(strict=False)] = Unit.TOKEN
     rate: Annotated[float, Field(gt=0, lt=1, description="share of tokens that is predicted")] = 0.15
     dynamic: Annotated[bool, Field(description="mask anew at each epoch")] = True
     span_boundary: Annotated[
         bool, Field(description="predict spans from their boundaries too (SpanBERT); needs unit = 'span'")
     ] = False
-    sentence: Sentence = Sentence.NSP
+    sentence: Annotated[Sentence, Field(strict=False)] = Sentence.NSP
     short: Annotated[Share, Field(description="share of sequences cut to a random length")] = 0.1
     generator: Annotated[float, Field(gt=0, le=1, description="rtd: the generator's width, as a share of the model's")] = 0.25
     generator_weight: Annotated[float, Field(gt=0, description="rtd: the weight of finding replaced tokens")] = 50.0
@@ -118,6 +123,8 @@ class Pretraining(_Part):
     def _fits_together(self) -> "Pretraining":
         if self.span_boundary and (self.unit is not Unit.SPAN or self.method != "mlm"):
             raise ValueError("span_boundary = true needs unit = 'span' and method = 'mlm'")
+        if self.method == "rtd" and self.sentence is not Sentence.NONE:
+            raise ValueError("method = 'rtd' has no sentence objective; it needs sentence = 'none'")
         return self
 
 
@@ -144,7 +151,7 @@ class QuestionsRecipe(Recipe):
 
     optimisation: Optimisation = Optimisation(learning_rate=1e-4)
     epochs: Count = 2
-    sequences: Annotated[Count, Field(description="a batch")] = 32
+    sequences: Annotated[Size, Field(description="a batch")] = 32
     tokens: Annotated[int, Field(ge=16, description="of a window, question included")] = 384
     stride: Annotated[Count, Field(description="tokens that neighbouring windows share")] = 128
     question_tokens: Annotated[Count, Field(description="longer questions are cut")] = 64
@@ -157,17 +164,17 @@ class EmbedRecipe(Recipe):
     """``cloze train finetune-embed``."""
 
     optimisation: Optimisation = Optimisation(learning_rate=1e-4)
-    contrastive_steps: Annotated[int, Field(ge=0, description="on neighbouring sentences of unlabelled text")] = 0
-    contrastive_sequences: Count = 128
+    contrastive_steps: Annotated[int, Field(ge=0, description="SimCSE on sentences of unlabelled text; needs dropout")] = 0
+    contrastive_sequences: Size = 128
     contrastive_tokens: Count = 64
     temperature: Annotated[float, Field(gt=0)] = 0.05
     text_weight: Annotated[
         float, Field(ge=0, description="of the pre-training objective that keeps the heads, where text is given")
     ] = 0.5
-    text_unit: Unit = Unit.WHOLE_WORD
-    text_sequences: Annotated[Count, Field(description="of text, a batch")] = 16
-    epochs: Annotated[int, Field(ge=0, description="over the scored pairs")] = 4
-    sequences: Count = 32
+    text_unit: Annotated[Unit, Field(strict=False)] = Unit.WHOLE_WORD
+    text_sequences: Annotated[Size, Field(description="of text, a batch")] = 16
+    epochs: Annotated[int, Field(ge=0, le=1_000_000, description="over the scored pairs")] = 4
+    sequences: Size = 32
     tokens: Annotated[int, Field(ge=8)] = 128
     held_out: Share = 0.05
     dropout: Share = 0.1
@@ -210,8 +217,12 @@ def load_recipe(name: str, kind: type[R], *, seed: int | None = None) -> R:
 
 
 def _first(error: ValidationError) -> str:
-    wrong = error.errors()[0]
+    errors = error.errors()
+    wrong = next((found for found in errors if found["type"] == "extra_forbidden"), errors[0])  # it explains a missing key
     where = ".".join(map(str, wrong["loc"]))
     if wrong["type"] == "extra_forbidden":
         return f"unknown key {where}"
-    return f"{where}: {wrong['msg']}" + (f", got {wrong['input']!r}" if isinstance(wrong["input"], str | int | float) else "")
+    message = wrong["msg"].removeprefix("Value error, ")  # of our own validators, whose message is complete
+    if isinstance(wrong["input"], str | int | float | list):
+        return f"{where}: {message}, got {repr(wrong['input'])[:80]}"
+    return f"{where}: {message}" if where else message  # a table that lacks a key or does not fit together

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from export.models import FAMILIES, Head, Model
 from export.train.vocabulary import save_vocabulary
@@ -14,6 +14,7 @@ from export.train.vocabulary import save_vocabulary
 _ARCHITECTURES = {
     ("bert", frozenset({Head.MASKED_LM, Head.NEXT_SENTENCE})): "BertForPreTraining",
     ("bert", frozenset({Head.MASKED_LM})): "BertForMaskedLM",
+    ("bert", frozenset({Head.NEXT_SENTENCE})): "BertForNextSentencePrediction",
     ("bert", frozenset({Head.SPAN})): "BertForQuestionAnswering",
     ("distilbert", frozenset({Head.MASKED_LM})): "DistilBertForMaskedLM",
     ("distilbert", frozenset({Head.SPAN})): "DistilBertForQuestionAnswering",
@@ -41,12 +42,23 @@ def save_checkpoint(model: Model, tokenizer: Tokenizer, folder: Path, *, pooling
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "BertTokenizer" if family.name == "bert" else "DistilBertTokenizer",
-            "do_lower_case": tokenizer.normalizer.lowercase,
             "model_max_length": config.max_positions,
-        },
+        }
+        | _normaliser_settings(tokenizer.normalizer),
     )
     if pooling_tokens is not None:
         _write_sentence_transformer(folder, config.hidden_size, min(pooling_tokens, config.max_positions))
+
+
+def _normaliser_settings(normaliser: normalizers.Normalizer | None) -> dict[str, Any]:
+    """What transformers builds its own normaliser from; it overrules ``tokenizer.json``."""
+    if not isinstance(normaliser, normalizers.BertNormalizer):
+        return {}
+    return {
+        "do_lower_case": normaliser.lowercase,
+        "strip_accents": normaliser.strip_accents,
+        "tokenize_chinese_chars": normaliser.handle_chinese_chars,
+    }
 
 
 def _write_sentence_transformer(folder: Path, dimensions: int, tokens: int) -> None:

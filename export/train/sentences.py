@@ -25,13 +25,14 @@ from export.checkpoint import load_checkpoint
 from export.models import Head
 from export.train.batches import TextBatch, TextBatches, equal_lengths, shuffled_batches
 from export.train.card import write_card
-from export.train.corpus import Corpus, prepare_corpus
+from export.train.corpus import Corpus, fingerprint, prepare_corpus
 from export.train.errors import TrainError
 from export.train.loop import Schedule, train
 from export.train.objectives import MaskedText
 from export.train.pairs import Sentence
 from export.train.pretrain import CHECKPOINT, text_batches
 from export.train.recipe import EmbedRecipe, Phase, Pretraining
+from export.train.run_folder import claim
 from export.train.save import save_checkpoint
 from export.train.scorers import Scorer, TorchScorer
 from export.train.start import start_from
@@ -126,7 +127,8 @@ def mean_pool(hidden: Tensor, mask: Tensor) -> Tensor:
 
 def contrastive_loss(embeddings: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """``embeddings`` [2 P, H], rows in pairs -> cross-entropy of finding the other of the pair, and its accuracy."""
-    similarity = embeddings[0::2] @ embeddings[1::2].T / temperature
+    with torch.autocast(embeddings.device.type, enabled=False):  # the temperature would magnify bf16's rounding
+        similarity = embeddings[0::2] @ embeddings[1::2].T / temperature
     labels = torch.arange(len(similarity), device=similarity.device)
     return F.cross_entropy(similarity, labels), (similarity.argmax(1) == labels).float().mean()
 
@@ -156,7 +158,7 @@ class SentenceObjective:
         self._recipe, self._sentences, self._pairs, self._text, self._evaluate = recipe, sentences, pairs, text, evaluate
         self._special = special
         per_epoch = -(-len(pairs) // recipe.sequences)
-        self.steps = recipe.contrastive_steps + recipe.epochs * per_epoch
+        self.steps = recipe.contrastive_steps + -(-recipe.epochs * per_epoch // recipe.optimisation.accumulation)
         self._batches = shuffled_batches([len(a) + len(b) for a, b, _ in pairs], recipe.sequences, recipe.seed) if pairs else None
 
     def batch(self, step: int, part: int) -> SentenceBatch:
@@ -167,7 +169,10 @@ class SentenceObjective:
             sentences = self._draw(np.random.default_rng([self._recipe.seed, number]))
             return collate_sentences([ids for ids in sentences for _ in range(2)], [], text)
         assert self._batches is not None
-        chosen = [self._pairs[index] for index in self._batches(number - self._recipe.contrastive_steps)]
+        chosen = [
+            self._pairs[index]
+            for index in self._batches(number - self._recipe.contrastive_steps * self._recipe.optimisation.accumulation)
+        ]
         return collate_sentences([ids for a, b, _ in chosen for ids in (a, b)], [score for *_, score in chosen], text)
 
     def _draw(self, rng: np.random.Generator) -> list[list[int]]:
@@ -202,7 +207,7 @@ class SentenceObjective:
             figures |= {"masked_accuracy": text_figures["accuracy"]}
         return loss, figures
 
-    def evaluate(self) -> Mapping[str, float]:
+    def evaluate(self, _: int) -> Mapping[str, float]:
         """See `loop.Objective`."""
         return self._evaluate()
 
@@ -237,8 +242,14 @@ def finetune_sentences(
         ExportError: the checkpoint cannot be loaded.
     """
     checkpoint = load_checkpoint(source)
+    inputs = {"checkpoint": checkpoint.source.weights_sha256, "file of pairs": fingerprint(pairs), "text": fingerprint(text)}
+    claim(folder, recipe, inputs)
     heads = [head for head in (Head.MASKED_LM, Head.NEXT_SENTENCE) if getattr(checkpoint.model, head) is not None]
     start = start_from(checkpoint, heads, dropout=recipe.dropout, seed=recipe.seed)
+    if recipe.contrastive_steps and not recipe.dropout:
+        raise TrainError(
+            "contrastive_steps tell two dropouts of a sentence from other sentences: with dropout = 0 there is nothing to learn"
+        )
     if recipe.contrastive_steps and not text:
         raise TrainError("the recipe has contrastive_steps, which need text (--corpus); or set them to 0")
     scored = _tokenize(read_pairs(pairs), start.tokenizer, recipe.tokens) if pairs and recipe.epochs else []
@@ -258,7 +269,7 @@ def finetune_sentences(
         evaluate=lambda: {"spearman": similarity(unseen, start.tokenizer, scorer, recipe.tokens)} if unseen else {},
     )
     say(f"{recipe.contrastive_steps:,} contrastive steps; {len(scored):,} scored pairs; {objective.steps:,} steps in all")
-    train(objective, recipe, recipe.optimisation, folder, device=device, schedule=schedule, say=say)
+    train(objective, recipe.seed, recipe.optimisation, folder, device=device, schedule=schedule, say=say)
     save_checkpoint(start.model, start.tokenizer, folder / CHECKPOINT, pooling_tokens=recipe.tokens)
     title = "An encoder fine-tuned for embeddings"
     write_card(folder / CHECKPOINT, title=title, source=source, files=[*pairs, *text], recipe=recipe, device=device)

@@ -25,28 +25,41 @@ class Question:
 
     Attributes:
         title: of the article.
-        answers: (first character, text) of each accepted answer; empty if the paragraph does not answer it.
+        answers: (first character, text) of each accepted answer; the first is None for one that is not in the paragraph.
     """
 
     id: str
     title: str
     question: str
     context: str
-    answers: tuple[tuple[int, str], ...]
+    answers: tuple[tuple[int | None, str], ...]
+
+    @property
+    def impossible(self) -> bool:
+        """Whether no answer is accepted."""
+        return not self.answers
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether some accepted answer stands in the paragraph."""
+        return any(at is not None for at, _ in self.answers)
 
 
 def read_questions(files: Iterable[Path]) -> list[Question]:
-    """All questions of files in SQuAD 1.1 or 2.0 format, also ``.xz``.
+    """All questions of files in SQuAD 1.1 or 2.0 format, also ``.xz``; of an id that comes again, the first.
 
-    An answer whose ``answer_start`` is off is looked for in the paragraph; one that is not there is left out.
+    An answer whose ``answer_start`` is off is looked for in the paragraph.
 
     Raises:
         TrainError: a file is missing or has another format, or there is no question in any.
     """
-    questions = [question for file in files for question in _read(file)]
+    questions: dict[str, Question] = {}
+    for file in files:
+        for question in _read(file):
+            questions.setdefault(question.id, question)
     if not questions:
         raise TrainError("there are no questions in " + ", ".join(str(file) for file in files))
-    return questions
+    return list(questions.values())
 
 
 def _read(file: Path) -> Iterable[Question]:
@@ -67,14 +80,8 @@ def _read(file: Path) -> Iterable[Question]:
 
 def _question(entry: Mapping[str, Any], title: str, context: str) -> Question:
     given = [] if entry.get("is_impossible") else entry.get("answers", [])
-    found = ((_place(context, answer["text"], int(answer["answer_start"])), answer["text"]) for answer in given)
-    return Question(
-        str(entry["id"]),
-        title,
-        entry["question"].strip(),
-        context,
-        tuple((at, text) for at, text in found if at is not None and text),
-    )
+    found = ((_place(context, a["text"], int(a["answer_start"])), a["text"]) for a in given if a["text"])
+    return Question(str(entry["id"]), title, entry["question"].strip(), context, tuple(found))
 
 
 def _place(context: str, text: str, start: int) -> int | None:

@@ -1,0 +1,141 @@
+"""SQuAD files and measures: the official evaluation is the oracle."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from export.train.corpus import Document
+from export.train.questions import Window, answer, make_windows
+from export.train.squad import Question, exact_match, f1, read_questions, score
+from export.train.vocabulary import train_tokenizer
+from tests.oracles.squad_v4 import GOLDEN, as_squad
+from tests.training import STORIES
+
+CASES = json.loads(GOLDEN.read_text())
+
+
+@pytest.mark.parametrize("case", CASES, ids=["version 2.0", "version 1.1"])
+def test_scores_equal_the_official_evaluation(case: dict, tmp_path: Path) -> None:
+    file = tmp_path / "squad.json"
+    file.write_text(json.dumps(as_squad(case["rows"])))
+    figures = score({f"q{n}": text for n, (_, text) in enumerate(case["rows"])}, read_questions([file]))
+    official = case["figures"]
+    assert figures["exact_match"] == pytest.approx(official["exact"])
+    assert figures["f1"] == pytest.approx(official["f1"])
+    if not all(accepted for accepted, _ in case["rows"]):
+        assert figures["answerable_f1"] == pytest.approx(official["HasAns_f1"])
+        assert figures["answerable_exact_match"] == pytest.approx(official["HasAns_exact"])
+        assert figures["unanswerable_exact_match"] == pytest.approx(official["NoAns_exact"])
+    else:
+        assert set(figures) == {"exact_match", "f1"}
+
+
+def test_a_question_without_a_prediction_counts_as_wrong() -> None:
+    questions = [Question("a", "t", "?", "yes", ((0, "yes"),)), Question("b", "t", "?", "yes", ((0, "yes"),))]
+    assert score({"a": "yes"}, questions) == {"exact_match": 50.0, "f1": 50.0}
+
+
+@given(st.text(alphabet="abc the.!", max_size=20), st.text(alphabet="abc the.!", max_size=20))
+def test_f1_is_symmetric_and_above_exact_match(one: str, other: str) -> None:
+    assert f1(one, other) == f1(other, one)
+    assert exact_match(one, other) <= f1(one, other) <= 1
+
+
+def test_an_answer_is_found_where_it_stands_nearest(tmp_path: Path) -> None:
+    """Published files hold starts that are off by some characters."""
+    context = "A red door. A red house. A red door."
+    entry = {
+        "id": "1",
+        "question": "Which?",
+        "answers": [{"text": "red door", "answer_start": 24}, {"text": "blue", "answer_start": 3}],
+    }
+    file = tmp_path / "squad.json"
+    file.write_text(json.dumps({"data": [{"title": "t", "paragraphs": [{"context": context, "qas": [entry]}]}]}))
+    (question,) = read_questions([file])
+    assert question.answers == ((27, "red door"), (None, "blue"))
+    assert score({"1": "blue"}, [question])["exact_match"] == 100  # it is accepted, though nothing can be learnt from it
+
+
+CONTEXT = " ".join(f"In {1700 + n} the Café of Müller no. {n} sold {3 * n} cakes." for n in range(12))
+QUESTIONS = [
+    Question(str(n), "t", f"How many cakes did no. {n} sell?", CONTEXT, ((CONTEXT.index(f"{3 * n} cakes"), f"{3 * n} cakes"),))
+    for n in range(1, 12)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(lambda: [*STORIES, Document("cakes", CONTEXT)], size=170, lowercase=True)
+
+
+@settings(deadline=None, max_examples=25)
+@given(tokens=st.integers(40, 120), stride=st.integers(1, 15), cut=st.integers(4, 16))
+def test_windows_cover_the_paragraph_and_point_at_the_answer(tokenizer: Tokenizer, tokens: int, stride: int, cut: int) -> None:
+    windows = make_windows(QUESTIONS, tokenizer, tokens=tokens, stride=stride, question_tokens=cut)
+    for number, question in enumerate(QUESTIONS):
+        mine = [window for window in windows if window.question == number]
+        assert all(len(window.input_ids) <= tokens for window in mine)
+        covered = np.zeros(len(CONTEXT), bool)
+        for window in mine:
+            for first, end in window.offsets[window.offsets[:, 0] >= 0]:
+                covered[first:end] = True
+            if window.start:
+                text = CONTEXT[window.offsets[window.start, 0] : window.offsets[window.end, 1]]
+                assert text == question.answers[0][1]
+        assert all(covered[at] for at, character in enumerate(CONTEXT) if not character.isspace())
+        # An answer of fewer tokens than neighbours share lies wholly in one of them.
+        answer_tokens = len(tokenizer.encode(question.answers[0][1], add_special_tokens=False).ids)
+        if answer_tokens <= stride:
+            assert any(window.start for window in mine)
+
+
+class Oracle:
+    """Scores the right tokens highest, and ``[CLS]`` where the window has no answer."""
+
+    def __init__(self, windows: list[Window]) -> None:
+        self._by_ids = {window.input_ids.tobytes(): window for window in windows}
+
+    def spans(self, input_ids: np.ndarray, _: np.ndarray) -> np.ndarray:
+        logits = np.full((*input_ids.shape, 2), -5, np.float32)
+        for row, ids in enumerate(input_ids):
+            window = self._by_ids[ids.tobytes()]
+            logits[row, window.start, 0] = logits[row, window.end, 1] = 5
+        return logits
+
+
+def test_right_logits_give_the_right_answers(tokenizer: Tokenizer) -> None:
+    nothing = Question("none", "t", "Who was king?", CONTEXT, ())
+    questions = [*QUESTIONS, nothing]
+    windows = make_windows(questions, tokenizer, tokens=110, stride=20, question_tokens=40)
+    answers = answer(questions, windows, Oracle(windows))
+    assert score(answers, questions)["exact_match"] == 100
+    assert answers["none"] == ""
+
+
+def test_a_question_whose_answer_is_not_in_the_paragraph_is_not_one_without_an_answer(tokenizer: Tokenizer) -> None:
+    elsewhere = Question("e", "t", "Who?", CONTEXT, ((None, "nobody"),))
+    assert not elsewhere.impossible
+    assert not elsewhere.is_placed
+    windows = make_windows([*QUESTIONS, elsewhere], tokenizer, tokens=110, stride=20, question_tokens=40)
+    answers = answer([*QUESTIONS, elsewhere], windows, Oracle(windows))
+    assert all(answers.values())  # SQuAD 1.1: there is always an answer to give
+
+
+def test_of_a_question_that_comes_again_the_first_counts(tmp_path: Path) -> None:
+    """SQuAD 2.0 repeats half of 1.1's questions under the same ids."""
+    file = tmp_path / "squad.json"
+    file.write_text(json.dumps(as_squad([(["yes"], "")])))
+    assert len(read_questions([file, file])) == 1
+
+
+@pytest.mark.parametrize("text", ["cakes ", " cakes ", "cakes.\u00ad"])
+def test_an_answer_is_labelled_though_its_edges_have_no_token(tokenizer: Tokenizer, text: str) -> None:
+    context = f"The owl sold {text} and ate."
+    question = Question("1", "t", "What?", context, ((context.index(text), text),))
+    (window,) = make_windows([question], tokenizer, tokens=60, stride=5, question_tokens=10)
+    assert "cakes" in context[window.offsets[window.start, 0] : window.offsets[window.end, 1]]

@@ -1,0 +1,526 @@
+"""Training at a size of seconds: it learns, it goes on as if never stopped, and what it leaves is a checkpoint as any other."""
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from scipy.stats import spearmanr
+from sentence_transformers import SentenceTransformer
+from transformers import (
+    AutoTokenizer,
+    BertForPreTraining,
+    BertForQuestionAnswering,
+    BertModel,
+    DistilBertForMaskedLM,
+    PreTrainedModel,
+)
+
+from export.checkpoint import load_checkpoint
+from export.publish import export
+from export.train.bias import read_stereotypes, stereotype_preference
+from export.train.corpus import Corpus
+from export.train.distill import distill, make_student
+from export.train.errors import TrainError
+from export.train.evaluate import Data, evaluate, open_subject
+from export.train.loop import Schedule, train
+from export.train.objectives import SpanBoundary
+from export.train.optimisation import learning_rate, make_optimizer
+from export.train.pretrain import fill_positions, pretrain
+from export.train.progress import read_log
+from export.train.questions import finetune_questions
+from export.train.recipe import DistillRecipe, EmbedRecipe, Optimisation, Phase, PretrainRecipe, QuestionsRecipe
+from export.train.sentences import ScoredPair, SentenceObjective, finetune_sentences, similarity
+from export.train.vocabulary import SpecialIds
+from model_store import Store, Task
+from tests.training import ACTS, PEOPLE, PLACES, tiny_recipe, write_stories
+
+CPU = torch.device("cpu")
+SCHEDULE = Schedule(log=5, evaluate=20, checkpoint=7)
+TEXT = "The captain found a coin by the cold river."
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Matrices this small gain nothing from a second core, and two threads wait for each other where cores are shared."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def quietly(_: str) -> None:
+    """Nobody listens."""
+
+
+def run(folder: Path, recipe: PretrainRecipe, schedule: Schedule = SCHEDULE) -> Path:
+    folder.mkdir(exist_ok=True)
+    return pretrain(
+        [write_stories(folder / "stories.txt")], recipe, folder, vocabulary=None, device=CPU, schedule=schedule, say=quietly
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a run long enough to know the stories."""
+    return run(tmp_path_factory.mktemp("trained"), tiny_recipe(steps=250))
+
+
+@pytest.fixture(scope="module")
+def stories(trained: Path) -> Path:
+    return trained.parent / "stories.txt"
+
+
+def test_it_learns(trained: Path) -> None:
+    log = read_log(trained.parent)
+    assert log[-1]["loss"] < 0.6 * log[0]["loss"]
+    assert log[-1]["held_out_accuracy"] > 0.3  # person and place can be told from the rest, the act cannot
+    assert log[-1]["step"] == 500
+    assert log[-1]["tokens_seen"] > log[0]["tokens_seen"] > 0
+    png = (trained.parent / "curves.png").read_bytes()
+    assert png.startswith(b"\x89PNG")
+    card = (trained / "README.md").read_text()
+    assert "stories.txt" in card
+    assert '"seed": 1' in card
+
+
+def theirs(folder: Path, kind: type[PreTrainedModel]) -> tuple[PreTrainedModel, dict[str, list[str]]]:
+    model, report = kind.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
+    return model.eval(), report
+
+
+@torch.no_grad()
+def test_transformers_reads_the_checkpoint_alike(trained: Path) -> None:
+    model, report = theirs(trained, BertForPreTraining)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    ours = load_checkpoint(str(trained)).model
+    batch = AutoTokenizer.from_pretrained(trained)(TEXT, "An owl saw the moon.", return_tensors="pt")
+    hidden = ours(batch["input_ids"], batch["token_type_ids"])
+    expected = model(**batch)
+    assert ours.masked_lm is not None
+    assert ours.next_sentence is not None
+    torch.testing.assert_close(ours.masked_lm(hidden[0]), expected.prediction_logits[0], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ours.next_sentence(hidden[:, 0]), expected.seq_relationship_logits, atol=1e-4, rtol=1e-4)
+
+
+def test_one_seed_gives_one_result(tmp_path: Path) -> None:
+    first, second, other = (
+        load_file(run(tmp_path / name, tiny_recipe(steps=6).model_copy(update={"seed": seed})) / "model.safetensors")
+        for name, seed in (("first", 1), ("second", 1), ("other", 2))
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+class StopAt(RuntimeError):
+    """A stop in the middle of a run."""
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("method", ["mlm", "rtd"])
+def test_going_on_equals_not_stopping(tmp_path: Path, method: str, accumulation: int) -> None:
+    """Stopped at several steps, between checkpoints and phases; dropout is on."""
+    recipe = tiny_recipe(steps=10, method=method, **({"sentence": "none"} if method == "rtd" else {}))
+    recipe = recipe.model_copy(update={"optimisation": recipe.optimisation.model_copy(update={"accumulation": accumulation})})
+    straight = load_file(run(tmp_path / "straight", recipe) / "model.safetensors")
+
+    interrupted = tmp_path / "interrupted"
+    for stop in (3, 9, 16):
+        with pytest.raises(StopAt):
+            _run_until(interrupted, recipe, stop)
+    resumed = load_file(run(interrupted, recipe) / "model.safetensors")
+    assert straight.keys() == resumed.keys()
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    steps = [line["step"] for line in read_log(interrupted)]
+    assert steps == sorted(set(steps))
+
+
+def _run_until(folder: Path, recipe: PretrainRecipe, stop: int) -> None:
+    """As a kill does: whatever was not in a checkpoint is lost."""
+    real = torch.nn.utils.clip_grad_norm_
+    calls = 0
+    state = folder / "state.pt"
+    done = int(torch.load(state, weights_only=True)["step"]) if state.exists() else 0
+
+    def stopping(*arguments: object, **named: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if done + calls > stop:
+            raise StopAt
+        return real(*arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.utils, "clip_grad_norm_", stopping)
+        run(folder, recipe)
+
+
+def test_a_folder_belongs_to_one_recipe_on_one_text(tmp_path: Path) -> None:
+    recipe = tiny_recipe(steps=4)
+    before = load_file(run(tmp_path, recipe) / "model.safetensors")
+    with pytest.raises(TrainError, match="another recipe"):
+        run(tmp_path, tiny_recipe(steps=5))
+    other = tmp_path / "other.txt"
+    other.write_text((tmp_path / "stories.txt").read_text() + "\n\nAn owl.\n")
+    with pytest.raises(TrainError, match="another text"):
+        pretrain([other], recipe, tmp_path, vocabulary=None, device=CPU, schedule=SCHEDULE, say=quietly)
+    with pytest.raises(TrainError, match="another vocabulary"):
+        pretrain(
+            [tmp_path / "stories.txt"],
+            recipe,
+            tmp_path,
+            vocabulary=tmp_path / "vocabulary",
+            device=CPU,
+            schedule=SCHEDULE,
+            say=quietly,
+        )
+    after = load_file(tmp_path / "checkpoint" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_fine_tuning_sees_each_pair_once_an_epoch_however_it_accumulates() -> None:
+    pairs = [([2, number, 3], [2, number, 3], 1.0) for number in range(10, 74)]
+    for accumulation in (1, 2, 4):
+        recipe = EmbedRecipe(
+            optimisation=Optimisation(accumulation=accumulation),
+            contrastive_steps=3,
+            contrastive_sequences=4,
+            epochs=2,
+            sequences=8,
+        )
+        corpus = Corpus(np.arange(60, dtype=np.uint16), np.arange(0, 61, 6), np.array([0, 10]))
+        objective = SentenceObjective(
+            torch.nn.Module(), recipe, sentences=corpus, pairs=pairs, text=None, special=SpecialIds(2, 3, 4), evaluate=dict
+        )
+        seen = [
+            int(token)
+            for step in range(3, objective.steps)
+            for part in range(accumulation)
+            for token in objective.batch(step, part).input_ids[::2, 1]
+        ]
+        assert sorted(seen) == sorted(2 * list(range(10, 74)))
+
+
+def test_a_head_that_tells_order_is_not_kept_as_one_of_next_sentences(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(str(run(tmp_path, tiny_recipe(steps=3, sentence="sop"))))
+    assert checkpoint.tasks == (Task.FILL_MASK, Task.EMBED)
+
+
+def test_accumulated_batches_are_one_large_batch() -> None:
+    """The gradient of two halves equals that of the whole."""
+
+    class Line(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(3, 1))
+
+    class Points:
+        tokens = 1
+
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+        def to(self, _: torch.device) -> "Points":
+            return self
+
+    x = torch.arange(24.0).view(8, 3) / 24
+
+    class Fit:
+        steps = 4
+
+        def __init__(self, parts: int) -> None:
+            self.module = Line()
+            self.parts = parts
+
+        def batch(self, _: int, part: int) -> Points:
+            return Points(x.chunk(self.parts)[part])
+
+        def loss(self, batch: Points):
+            return ((batch.x @ self.module.weight - 1) ** 2).mean(), {}
+
+        def evaluate(self, _: int):
+            return {}
+
+    def fitted(parts: int, folder: Path) -> torch.Tensor:
+        objective = Fit(parts)
+        recipe = Optimisation(learning_rate=0.1, accumulation=parts, precision="fp32")
+        train(objective, 1, recipe, folder, device=CPU, schedule=Schedule(), say=quietly)
+        return objective.module.weight.detach()
+
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
+        torch.testing.assert_close(fitted(1, Path(one)), fitted(4, Path(two)))
+
+
+def test_decay_spares_biases_and_layer_norms() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Embedding(3, 4))
+    decayed, spared = make_optimizer(module, Optimisation(weight_decay=0.1)).param_groups
+    assert decayed["weight_decay"] == 0.1
+    assert spared["weight_decay"] == 0
+    assert {p.shape for p in decayed["params"]} == {(4, 4), (3, 4)}
+    assert len(spared["params"]) == 3
+
+
+def test_the_learning_rate_rises_and_falls_in_straight_lines() -> None:
+    for steps, warmup in ((10, 0.9), (10, 0.5), (30, 0.1), (100, 0.06), (7, 0.0)):
+        recipe = Optimisation(learning_rate=0.5, warmup=warmup)
+        assert max(learning_rate(step, steps, recipe) for step in range(steps)) <= 0.5
+    recipe = Optimisation(learning_rate=0.5, warmup=0.1)
+    rates = [learning_rate(step, 1000, recipe) for step in range(1000)]
+    assert rates[0] == pytest.approx(0.005)
+    assert max(rates) == pytest.approx(0.5)
+    assert rates.index(max(rates)) in (99, 100)
+    assert rates[-1] == pytest.approx(0.5 / 900)
+    np.testing.assert_allclose(np.diff(rates[:99]), 0.005, rtol=1e-6)
+    np.testing.assert_allclose(np.diff(rates[101:]), -0.5 / 900, rtol=1e-6)
+
+
+def test_new_positions_begin_as_copies(trained: Path) -> None:
+    model = load_checkpoint(str(trained)).model
+    positions = model.encoder.embeddings.position.weight
+    before = positions.detach().clone()
+    fill_positions(model, 5)
+    assert torch.equal(positions[:5], before[:5])
+    assert torch.equal(positions[5:9], before[1:5])
+    assert torch.equal(positions[9:13], before[1:5])
+    # What the longest phase never used is filled at the end of a run.
+    assert torch.equal(before[40:64], before[1:25])
+
+
+# ---- other objectives
+
+
+@pytest.mark.parametrize(
+    "pretraining",
+    [
+        {"unit": "whole-word", "sentence": "sop"},
+        {"unit": "span", "span_boundary": True, "sentence": "none"},
+        {"dynamic": False, "sentence": "none"},
+        {"method": "rtd", "sentence": "none"},
+    ],
+    ids=["whole words, sentence order", "spans and their boundaries", "static", "replaced tokens"],
+)
+def test_every_objective_learns(tmp_path: Path, pretraining: dict[str, object]) -> None:
+    checkpoint = run(tmp_path / "run", tiny_recipe(steps=80, **pretraining))
+    log = read_log(tmp_path / "run")
+    names = [name for name in log[0] if name.endswith("loss") and name not in ("sentence_loss", "finding_loss")]
+    for name in names:
+        assert log[-1][name] < 0.9 * log[0][name], name
+    if pretraining.get("method") == "rtd":
+        assert log[-1]["held_out_accuracy"] > 0.85
+        _, report = theirs(checkpoint, BertModel)
+        assert not [key for key in report["missing_keys"] if "pooler" not in key]
+        bundle = export(str(checkpoint), "found", Store(tmp_path / "store"))
+        assert bundle.manifest.tasks == (Task.EMBED,)
+
+
+def test_a_boundary_knows_only_what_is_outside_the_span(trained: Path) -> None:
+    """Hidden states inside a span must not reach its prediction."""
+    model = load_checkpoint(str(trained)).model
+    boundary = SpanBoundary(model).eval()
+    rows = torch.randn(12, 32)
+    positions = torch.tensor([3, 4, 5, 8])
+    spans = torch.tensor([[3, 5], [3, 5], [3, 5], [8, 8]])
+
+    class Batch:
+        pass
+
+    batch = Batch()
+    batch.positions, batch.spans = positions, spans
+    before = boundary(rows, batch)
+    inside = rows.clone()
+    inside[[3, 4, 5, 8]] += 1
+    torch.testing.assert_close(boundary(inside, batch), before)
+    outside = rows.clone()
+    outside[6] += 1
+    assert not torch.equal(boundary(outside, batch)[:3], before[:3])
+    assert not torch.equal(before[0], before[1])  # the place inside the span counts
+
+
+# ---- fine-tuning
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sentences of one person are alike (5), of two are not (0)."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(200):
+        one, other = rng.choice(PEOPLE, 2)
+        texts = [f"{person.capitalize()} {rng.choice(ACTS)} {rng.choice(PLACES)}." for person in (one, other)]
+        rows.append(f"{texts[0]},{texts[1]},{5.0 if one == other else 0.0}")
+    file = tmp_path_factory.mktemp("pairs") / "pairs.csv"
+    file.write_text("\n".join(rows) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def embedded(trained: Path, stories: Path, pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    recipe = EmbedRecipe(
+        optimisation=Optimisation(learning_rate=2e-3),
+        contrastive_steps=10,
+        contrastive_sequences=16,
+        contrastive_tokens=24,
+        epochs=5,
+        sequences=16,
+        tokens=32,
+        text_weight=1.0,
+        text_sequences=8,
+        held_out=0.1,
+    )
+    data = {"pairs": [pairs], "held_out_pairs": [pairs], "text": [stories]}
+    folder = tmp_path_factory.mktemp("embedded")
+    return finetune_sentences(str(trained), recipe, folder, **data, device=CPU, schedule=SCHEDULE, say=quietly)
+
+
+def test_scored_pairs_are_learnt_and_the_heads_are_kept(embedded: Path, trained: Path, stories: Path, pairs: Path) -> None:
+    before, after = (figures(str(folder), stories, pairs) for folder in (trained, embedded))
+    assert after["sts_spearman"] > before["sts_spearman"]
+    assert after["sts_spearman"] > 0.5
+    assert after["fill_mask_token_top1"] > before["fill_mask_token_top1"] - 0.15
+    assert after["nsp_accuracy"] > before["nsp_accuracy"] - 0.15
+
+
+def figures(source: str, stories: Path, pairs: Path | None, store: Path = Path()) -> dict[str, float]:
+    subject = open_subject(source, Store(store), CPU)
+    data = Data([stories], [pairs] if pairs else [], [], held_out=0.1, sequences=60, tokens=32)
+    with tempfile.TemporaryDirectory() as folder:
+        return evaluate(subject, data, Path(folder), quietly)
+
+
+def test_sentence_transformers_gives_the_same_embeddings(embedded: Path) -> None:
+    texts = [TEXT, "An owl.", "The old king told a story in the green house."]
+    expected = SentenceTransformer(str(embedded), device="cpu").encode(texts)
+    checkpoint = load_checkpoint(str(embedded))
+    subject = open_subject(str(embedded), Store(Path()), CPU)
+    for text, vector in zip(texts, expected, strict=True):
+        row = subject.scorer.embed(np.array([checkpoint.tokenizer.tokenizer.encode(text).ids]))[0]
+        np.testing.assert_allclose(row / np.linalg.norm(row), vector, atol=1e-5)
+
+
+def test_similarity_is_scipys(embedded: Path) -> None:
+    subject = open_subject(str(embedded), Store(Path()), CPU)
+    texts = [f"{person.capitalize()} {act} {place}." for person in PEOPLE for act in ACTS for place in PLACES]
+    rng = np.random.default_rng(1)
+    scored = [ScoredPair(*rng.choice(texts, 2), float(rng.integers(6))) for _ in range(40)]
+    vectors = SentenceTransformer(str(embedded), device="cpu").encode([t for p in scored for t in (p.first, p.second)])
+    cosines = (vectors[0::2] * vectors[1::2]).sum(1)
+    expected = spearmanr(np.round(cosines, 5), [pair.score for pair in scored]).statistic
+    assert similarity(scored, subject.tokenizer, subject.scorer, 32) == pytest.approx(expected, abs=0.01)
+
+
+def test_bundle_and_checkpoint_are_measured_alike(embedded: Path, stories: Path, pairs: Path, tmp_path: Path) -> None:
+    export(str(embedded), "embedded", Store(tmp_path))
+    checkpoint = figures(str(embedded), stories, pairs)
+    bundle = figures("bundle:embedded", stories, pairs, tmp_path)
+    assert len(checkpoint) == 9
+    assert bundle == pytest.approx(checkpoint, abs=1e-3, rel=1e-3)
+
+
+def write_questions(file: Path) -> Path:
+    """Who did it? The person is in the paragraph."""
+    rng = np.random.default_rng(0)
+    articles = []
+    for number in range(40):
+        paragraphs = []
+        for part in range(6):
+            person, act, place = rng.choice(PEOPLE), rng.choice(ACTS), rng.choice(PLACES)
+            context = f"{place.capitalize()} {person} {act}."
+            answers = [{"text": person, "answer_start": context.index(person)}]
+            asked = {"id": f"{number}-{part}", "question": f"Who {act}?", "answers": answers}
+            paragraphs.append({"context": context, "qas": [asked]})
+        articles.append({"title": f"article {number}", "paragraphs": paragraphs})
+    file.write_text(json.dumps({"data": articles}))
+    return file
+
+
+def test_questions_are_learnt(trained: Path, tmp_path: Path) -> None:
+    file = write_questions(tmp_path / "questions.json")
+    recipe = QuestionsRecipe(
+        optimisation=Optimisation(learning_rate=3e-3), epochs=12, tokens=40, stride=8, question_tokens=12, held_out=0.2
+    )
+    checkpoint = finetune_questions(str(trained), [file], recipe, tmp_path / "run", device=CPU, schedule=SCHEDULE, say=quietly)
+    log = read_log(tmp_path / "run")
+    assert log[-1]["held_out_f1"] > 0.6
+    _, report = theirs(checkpoint, BertForQuestionAnswering)
+    assert not report["missing_keys"]
+    subject = open_subject(str(checkpoint), Store(Path()), CPU)
+    measured = evaluate(subject, Data([], [], [file], held_out=0.2), tmp_path, quietly)
+    assert measured["qa_f1"] == pytest.approx(100 * log[-1]["held_out_f1"], abs=1.5)
+
+
+# ---- distillation
+
+
+def test_the_student_starts_from_every_second_layer_of_the_teacher(trained: Path) -> None:
+    teacher = load_checkpoint(str(trained)).model
+    student = make_student(teacher, dropout=0.0)
+    assert len(student.encoder.layers) == len(teacher.encoder.layers) // 2
+    for number, layer in enumerate(student.encoder.layers):
+        for name, tensor in layer.state_dict().items():
+            assert torch.equal(tensor, teacher.encoder.layers[2 * number].state_dict()[name])
+    assert student.encoder.embeddings.token_type is None
+    assert student.next_sentence is None
+    # What enters the first layer is what enters the teacher's, since token type 0 moved into the positions.
+    ids = torch.randint(5, 100, (2, 9))
+    torch.testing.assert_close(student.encoder.embeddings(ids, None), teacher.encoder.embeddings(ids, None))
+    # The copy is one: training the student leaves the teacher as it was.
+    assert student.encoder.layers[0].up.weight.data_ptr() != teacher.encoder.layers[0].up.weight.data_ptr()
+
+
+def test_distillation_keeps_most_of_the_teacher(trained: Path, stories: Path, tmp_path: Path) -> None:
+    recipe = DistillRecipe(
+        phases=[Phase(tokens=32, sequences=16, steps=120)],
+        optimisation=Optimisation(learning_rate=3e-3),
+        held_out=0.1,
+        dropout=0.0,
+    )
+    before = load_file(trained / "model.safetensors")
+    checkpoint = distill(str(trained), [stories], recipe, tmp_path / "run", device=CPU, schedule=SCHEDULE, say=quietly)
+    after = load_file(trained / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    log = read_log(tmp_path / "run")
+    assert log[-1]["held_out_soft_loss"] < log[0]["soft_loss"]
+    assert log[-1]["held_out_agreement"] > 0.7
+    _, report = theirs(checkpoint, DistilBertForMaskedLM)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    teacher, student = (figures(str(folder), stories, None) for folder in (trained, checkpoint))
+    assert student["fill_mask_token_top1"] > 0.8 * teacher["fill_mask_token_top1"]
+
+
+def test_a_teacher_without_a_masked_lm_head_is_refused(checkpoints: dict[str, Path], stories: Path, tmp_path: Path) -> None:
+    recipe = DistillRecipe(phases=[Phase(tokens=32, sequences=4, steps=1)])
+    with pytest.raises(TrainError, match="masked-language-model head"):
+        distill(str(checkpoints["bert-qa"]), [stories], recipe, tmp_path, device=CPU, schedule=SCHEDULE, say=quietly)
+
+
+def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path, tmp_path: Path) -> None:
+    """Pairs of a sentence as in the stories and the same words in disorder: the model prefers the first nearly always."""
+    file = tmp_path / "pairs.csv"
+    rng = np.random.default_rng(0)
+    lines = ["sent_more,sent_less"]
+    for _ in range(40):
+        place = rng.choice(PLACES)
+        known, strange = f"The old king saw the moon {place}.", f"The old king saw a moon {place}."
+        lines.append(f"{known},{strange}")
+    file.write_text("\n".join(lines) + "\n")
+    subject = open_subject(str(trained), Store(Path()), CPU)
+    pairs = read_stereotypes(file)
+    share = stereotype_preference(pairs, subject.tokenizer, subject.scorer, 32)
+    assert share > 0.8
+    swapped = [(less, more) for more, less in pairs]
+    assert stereotype_preference(swapped, subject.tokenizer, subject.scorer, 32) == pytest.approx(1 - share)
+    assert stereotype_preference([("The owl.", "The owl.")], subject.tokenizer, subject.scorer, 32) == 0.5
+
+
+def test_perplexity_is_that_of_the_true_tokens(trained: Path, stories: Path) -> None:
+    """A model that knew nothing would have the vocabulary's size; this one is far below, and not below 1."""
+    measured = figures(str(trained), stories, None)
+    assert 1 < measured["fill_mask_token_perplexity"] < 20
+    assert measured["fill_mask_token_top1"] <= measured["fill_mask_token_top5"] <= 1
+    assert math.isfinite(measured["fill_mask_whole_word_perplexity"])

@@ -1,0 +1,40 @@
+"""Text and recipes so small that a model trains in seconds."""
+
+import random
+from pathlib import Path
+
+from export.train.corpus import Document
+from export.train.recipe import Optimisation, Phase, Pretraining, PretrainRecipe, Sizes, Vocabulary
+
+PEOPLE = ["the old king", "a young girl", "her brother", "the captain", "my teacher", "an owl"]
+PLACES = ["in the green house", "by the cold river", "on the long road", "under the big tree", "at the red door"]
+ACTS = ["sang a song", "read a book", "ate some bread", "found a coin", "told a story", "saw the moon"]
+
+
+def _story(number: int) -> Document:
+    """Every document keeps to one person and one place, so that a second sentence can be told from another document's."""
+    draw = random.Random(number)
+    person, place = draw.choice(PEOPLE), draw.choice(PLACES)
+    sentences = [f"{person.capitalize()} {draw.choice(ACTS)} {place}." for _ in range(30)]
+    return Document(f"story {number}", " ".join(sentences[:15]) + "\n" + " ".join(sentences[15:]))
+
+
+STORIES = [_story(number) for number in range(60)]
+
+
+def write_stories(file: Path) -> Path:
+    """The stories as plain text, a blank line between two."""
+    file.write_text("\n\n".join(story.text for story in STORIES) + "\n")
+    return file
+
+
+def tiny_recipe(steps: int = 30, **pretraining: object) -> PretrainRecipe:
+    """Two layers of 32."""
+    return PretrainRecipe(
+        vocabulary=Vocabulary(size=130),
+        model=Sizes(hidden_size=32, layers=2, heads=2, intermediate_size=64, max_tokens=64, dropout=0.1),
+        pretraining=Pretraining.model_validate(pretraining),
+        optimisation=Optimisation(learning_rate=5e-3, precision="fp32"),
+        phases=[Phase(tokens=24, sequences=16, steps=steps), Phase(tokens=40, sequences=8, steps=steps)],
+        held_out=0.1,
+    )

@@ -113,7 +113,7 @@ def test_a_vocabulary_is_the_same_in_every_process(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from export.train.corpus import read_documents;"
         "from export.train.vocabulary import train_tokenizer;"
-        "print(train_tokenizer(lambda: read_documents([Path(sys.argv[1])]), size=200, lowercase=False).to_str())"
+        "print(train_tokenizer(lambda: read_documents([Path(sys.argv[1])]), size=180, lowercase=False).to_str())"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "text.txt")]
     first, second, third = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(3))

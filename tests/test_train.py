@@ -34,7 +34,17 @@ from export.train.optimisation import learning_rate, make_optimizer
 from export.train.pretrain import fill_positions, pretrain
 from export.train.progress import read_log
 from export.train.questions import finetune_questions
-from export.train.recipe import DistillRecipe, EmbedRecipe, Optimisation, Phase, PretrainRecipe, QuestionsRecipe
+from export.train.recipe import (
+    RECIPES,
+    DistillRecipe,
+    EmbedRecipe,
+    Optimisation,
+    Phase,
+    PretrainRecipe,
+    QuestionsRecipe,
+    VocabularyRecipe,
+    load_recipe,
+)
 from export.train.sentences import ScoredPair, SentenceObjective, finetune_sentences, similarity
 from export.train.vocabulary import SpecialIds
 from model_store import Store, Task
@@ -209,6 +219,13 @@ def test_fine_tuning_sees_each_pair_once_an_epoch_however_it_accumulates() -> No
 def test_a_head_that_tells_order_is_not_kept_as_one_of_next_sentences(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(run(tmp_path, tiny_recipe(steps=3, sentence="sop"))))
     assert checkpoint.tasks == (Task.FILL_MASK, Task.EMBED)
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.glob("*.toml")), ids=lambda file: file.stem)
+def test_the_recipes_that_come_with_the_package_are_recipes(file: Path) -> None:
+    kinds = {"pretrain": PretrainRecipe, "vocabulary": VocabularyRecipe, "distill": DistillRecipe}
+    kind = {"finetune-qa": QuestionsRecipe, "finetune-embed": EmbedRecipe}.get(file.stem) or kinds[file.stem.split("-")[0]]
+    assert load_recipe(file.stem, kind, seed=7).seed == 7
 
 
 def test_accumulated_batches_are_one_large_batch() -> None:

@@ -30,9 +30,10 @@ class MaskedText(nn.Module):
         super().__init__()
         self.model = model
         self.boundary = SpanBoundary(model) if recipe.span_boundary else None
+        self.sentence_weight = recipe.sentence_weight
 
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The sum of the losses, and each with its accuracy."""
+        """The weighted sum of the losses, and each with its accuracy."""
         assert self.model.masked_lm is not None
         hidden = self.model(batch.input_ids, batch.token_type_ids, batch.attention_mask)
         rows = hidden.flatten(0, 1)
@@ -45,7 +46,7 @@ class MaskedText(nn.Module):
             sentence_loss = F.cross_entropy(logits, batch.next_labels)
             figures["sentence_loss"] = sentence_loss
             figures["sentence_accuracy"] = (logits.argmax(1) == batch.next_labels).float().mean()
-            loss = loss + sentence_loss
+            loss = loss + self.sentence_weight * sentence_loss
         return loss, figures
 
 

@@ -115,6 +115,9 @@ class Pretraining(_Part):
         bool, Field(description="predict spans from their boundaries too (SpanBERT); needs unit = 'span'")
     ] = False
     sentence: Annotated[Sentence, Field(strict=False)] = Sentence.NSP
+    sentence_weight: Annotated[float, Field(gt=0, description="of the sentence objective's loss, beside the masked tokens'")] = (
+        1.0
+    )
     short: Annotated[Share, Field(description="share of sequences cut to a random length")] = 0.1
     generator: Annotated[float, Field(gt=0, le=1, description="rtd: the generator's width, as a share of the model's")] = 0.25
     generator_weight: Annotated[float, Field(gt=0, description="rtd: the weight of finding replaced tokens")] = 50.0

@@ -23,6 +23,8 @@ from export.train.vocabulary import SpecialIds
 _POOL = 16
 """Batches whose examples are sorted by length together."""
 
+_LENGTH_STEP = 16
+
 _MANY = 1_000_000
 """More epochs than a phase has, so that no two phases draw alike."""
 
@@ -101,6 +103,11 @@ def shuffled_batches(lengths: Sequence_[int], size: int, seed: int) -> Callable[
         return batches
 
     return lambda number: epoch(number // count)[number % count].tolist()
+
+
+def padded_length(longest: int, limit: int) -> int:
+    """The length to pad a batch to: few different ones, since the runtime makes and keeps kernels for each."""
+    return min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, limit)
 
 
 def equal_lengths(lengths: Sequence_[int], most: int) -> Iterator[list[int]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from export.checkpoint import load_checkpoint
 from export.models import Head, Model
-from export.train.batches import equal_lengths, shuffled_batches
+from export.train.batches import equal_lengths, padded_length, shuffled_batches
 from export.train.card import write_card
 from export.train.corpus import fingerprint, is_held_out
 from export.train.errors import TrainError
@@ -129,9 +129,9 @@ class WindowBatch:
         return type(self)(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
-def collate_windows(windows: Sequence[Window]) -> WindowBatch:
-    """Pad to the longest with zeros."""
-    shape = (len(windows), max(len(window.input_ids) for window in windows))
+def collate_windows(windows: Sequence[Window], tokens: int) -> WindowBatch:
+    """Pad with zeros to a little more than the longest, ``tokens`` at most."""
+    shape = (len(windows), padded_length(max(len(window.input_ids) for window in windows), tokens))
     ids, types, mask = (
         torch.zeros(shape, dtype=torch.int64),
         torch.zeros(shape, dtype=torch.int64),
@@ -189,11 +189,13 @@ class QuestionObjective:
         self.module = model
         self._batches = shuffled_batches([len(w.input_ids) for w in windows], recipe.sequences, recipe.seed)
         self._windows, self._held_out, self._accumulation = windows, held_out, recipe.optimisation.accumulation
+        self._tokens = recipe.tokens
         self.steps = max(1, recipe.epochs * len(windows) // (recipe.sequences * self._accumulation))
 
     def batch(self, step: int, part: int) -> WindowBatch:
         """See `loop.Objective`."""
-        return collate_windows([self._windows[index] for index in self._batches(step * self._accumulation + part)])
+        chosen = self._batches(step * self._accumulation + part)
+        return collate_windows([self._windows[index] for index in chosen], self._tokens)
 
     def loss(self, batch: WindowBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """See `loop.Objective`."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from export.checkpoint import load_checkpoint
 from export.models import Head
-from export.train.batches import TextBatch, TextBatches, equal_lengths, shuffled_batches
+from export.train.batches import TextBatch, TextBatches, equal_lengths, padded_length, shuffled_batches
 from export.train.card import write_card
 from export.train.corpus import Corpus, fingerprint, prepare_corpus
 from export.train.errors import TrainError
@@ -109,9 +109,11 @@ class SentenceBatch:
         return type(self)(self.input_ids.to(device), self.attention_mask.to(device), self.scores.to(device), text)
 
 
-def collate_sentences(ids: Sequence[Sequence[int]], scores: Sequence[float], text: TextBatch | None) -> SentenceBatch:
-    """Pad to the longest with zeros."""
-    shape = (len(ids), max(map(len, ids)))
+def collate_sentences(
+    ids: Sequence[Sequence[int]], scores: Sequence[float], text: TextBatch | None, most: int
+) -> SentenceBatch:
+    """Pad with zeros to a little more than the longest, ``most`` tokens at most."""
+    shape = (len(ids), padded_length(max(map(len, ids)), most))
     input_ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
     for row, tokens in enumerate(ids):
         input_ids[row, : len(tokens)] = torch.as_tensor(tokens)
@@ -167,13 +169,15 @@ class SentenceObjective:
         text = self._text(step, part) if self._text else None
         if step < self._recipe.contrastive_steps:
             sentences = self._draw(np.random.default_rng([self._recipe.seed, number]))
-            return collate_sentences([ids for ids in sentences for _ in range(2)], [], text)
+            return collate_sentences([ids for ids in sentences for _ in range(2)], [], text, self._recipe.contrastive_tokens)
         assert self._batches is not None
         chosen = [
             self._pairs[index]
             for index in self._batches(number - self._recipe.contrastive_steps * self._recipe.optimisation.accumulation)
         ]
-        return collate_sentences([ids for a, b, _ in chosen for ids in (a, b)], [score for *_, score in chosen], text)
+        return collate_sentences(
+            [ids for a, b, _ in chosen for ids in (a, b)], [score for *_, score in chosen], text, self._recipe.tokens
+        )
 
     def _draw(self, rng: np.random.Generator) -> list[list[int]]:
         """Random sentences of more than two tokens, each with its special tokens."""
@@ -246,6 +250,9 @@ def finetune_sentences(
     claim(folder, recipe, inputs)
     heads = [head for head in (Head.MASKED_LM, Head.NEXT_SENTENCE) if getattr(checkpoint.model, head) is not None]
     start = start_from(checkpoint, heads, dropout=recipe.dropout, seed=recipe.seed)
+    longest = max(recipe.tokens, recipe.contrastive_tokens if recipe.contrastive_steps else 0)
+    if longest > (positions := checkpoint.model.config.max_positions):
+        raise TrainError(f"sentences of {longest} tokens exceed the checkpoint's {positions} positions")
     if recipe.contrastive_steps and not recipe.dropout:
         raise TrainError(
             "contrastive_steps tell two dropouts of a sentence from other sentences: with dropout = 0 there is nothing to learn"

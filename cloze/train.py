@@ -56,7 +56,7 @@ def _one_line(command: Callable[..., None]) -> Callable[..., None]:
         except SafetensorError as error:
             fail(f"the weights cannot be written: {error}; the same command tries again")
         except OSError as error:
-            fail(f"{error.filename or 'a file cannot be read or written'}: {error.strerror or error}")
+            fail(f"{error.filename or arguments.get('out') or 'a file'}: {error.strerror or error}")
         except (MemoryError, RuntimeError) as error:
             if isinstance(error, RuntimeError) and "allocate" not in str(error):  # of torch, which has no type for the CPU's
                 raise

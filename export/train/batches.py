@@ -118,12 +118,6 @@ def equal_lengths(lengths: Sequence_[int], most: int) -> Iterator[list[int]]:
         yield from (members[at : at + most] for at in range(0, len(members), most))
 
 
-def _any_ordinary(corpus: Corpus, masking: Masking) -> bool:
-    """Whether some token of the text is no special one, as the unknown token is. The first few say so, as a rule."""
-    tokens = corpus.tokens
-    return any(bool((~masking.special[tokens[at : at + 65_536]]).any()) for at in range(0, len(tokens), 65_536))
-
-
 class TextBatches:
     """The batches of a run over a corpus: any of them can be asked for at any time, and is always the same.
 
@@ -154,9 +148,7 @@ class TextBatches:
         self._ends: list[list[int]] = [[] for _ in phases]
         self._kept: dict[tuple[int, int], Sequences] = {}
         self.steps = sum(phase.steps for phase in phases)
-        self._sequences(0, 0)  # what the corpus cannot give is said before a run begins
-        if not _any_ordinary(corpus, masking):
-            raise TrainError("the vocabulary has no word of the text: there is nothing to mask")
+        self._row(0, 0)  # what the corpus cannot give is said before a run begins
 
     def grows_from(self, step: int) -> int | None:
         """The longest sequence before ``step``, if a phase of longer ones begins with it."""
@@ -180,6 +172,14 @@ class TextBatches:
         return collate([self._row(index, number + row) for row in range(phase.sequences)], phase.tokens)
 
     def _row(self, phase: int, number: int) -> tuple[Sequence, Masked]:
+        """The sequence of this number; of one with nothing but unknown words, which gives no loss, the next that has others."""
+        for other in range(number, number + 2 * self.epoch_length(phase, 0)):
+            sequence, masked = self._draw(phase, other)
+            if len(masked.positions):
+                return sequence, masked
+        raise TrainError("the vocabulary has no word of the text: there is nothing to mask")
+
+    def _draw(self, phase: int, number: int) -> tuple[Sequence, Masked]:
         ends = self._ends[phase]  # after how many sequences each epoch ends: they differ a little in length
         while not ends or number >= ends[-1]:
             ends.append(sum(ends[-1:]) + self.epoch_length(phase, len(ends)))

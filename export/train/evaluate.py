@@ -167,6 +167,8 @@ def _pairs_of_sentences(subject: Subject, corpus: Corpus, data: Data) -> list[Se
 
 
 def _next_sentence(subject: Subject, pairs: list[Sequence]) -> float:
+    if not pairs:
+        raise TrainError("no held-out document has two sentences, which pairs are made of")
     right = 0
     for group in equal_lengths([len(pair.input_ids) for pair in pairs], 32):
         chosen = [pairs[index] for index in group]

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from export.train.errors import TrainError
 from export.train.optimisation import autocast, learning_rate, make_optimizer
-from export.train.progress import Progress, draw_curves
+from export.train.progress import LOG, Progress, draw_curves, read_log
 from export.train.recipe import Optimisation
-
-STATE = "state.pt"
+from export.train.run_folder import STATE
 
 
 class Batch(Protocol):
@@ -145,6 +144,8 @@ def train(
     finally:
         progress.close()
     module.eval()
+    if not read_log(folder):
+        raise TrainError(f"{folder / LOG} of the finished run is damaged or gone; restore it, or remove {folder} to begin anew")
     draw_curves(folder)
 
 
@@ -193,9 +194,9 @@ def _save(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, ste
         new.replace(folder / STATE)
     except RuntimeError as error:  # torch's own writer, on a full disk
         new.unlink(missing_ok=True)
-        raise TrainError(
-            f"the checkpoint of step {step} cannot be written ({str(error).splitlines()[0]}); {_kept(folder)}"
-        ) from error
+        reason = error.__context__
+        said = reason.strerror if isinstance(reason, OSError) else str(error).splitlines()[0]
+        raise TrainError(f"the checkpoint of step {step} cannot be written: {said}; {_kept(folder)}") from error
     except OSError:
         new.unlink(missing_ok=True)
         raise

@@ -20,7 +20,7 @@ from export.train.masking import Masking
 from export.train.objectives import make_pretraining
 from export.train.pairs import Sentence
 from export.train.recipe import Phase, Pretraining, PretrainRecipe, Vocabulary
-from export.train.run_folder import claim
+from export.train.run_folder import VOCABULARY, claim
 from export.train.save import save_checkpoint
 from export.train.scorers import TorchScorer
 from export.train.vocabulary import CONTINUATION, SPECIAL_TOKENS, save_vocabulary, special_ids, train_tokenizer
@@ -197,7 +197,7 @@ def learn_vocabulary(
     files: list[Path], recipe: Vocabulary, folder: Path, held_out: float, say: Callable[[str], None]
 ) -> Tokenizer:
     """Learn a vocabulary from what is not held out, into the run's folder; one that is there already is used."""
-    there = folder / "vocabulary"
+    there = folder / VOCABULARY
     if not (there / "vocab.txt").is_file():
         say(f"learning a vocabulary of {recipe.size:,} tokens")
         tokenizer = train_tokenizer(

@@ -169,7 +169,7 @@ class EmbedRecipe(Recipe):
     optimisation: Optimisation = Optimisation(learning_rate=1e-4)
     contrastive_steps: Annotated[int, Field(ge=0, description="SimCSE on sentences of unlabelled text; needs dropout")] = 0
     contrastive_sequences: Size = 128
-    contrastive_tokens: Count = 64
+    contrastive_tokens: Annotated[Count, Field(ge=8)] = 64
     temperature: Annotated[float, Field(gt=0)] = 0.05
     text_weight: Annotated[
         float, Field(ge=0, description="of the pre-training objective that keeps the heads, where text is given")

@@ -65,11 +65,12 @@ def read_pairs(files: list[Path]) -> list[ScoredPair]:
         try:
             data = file.read_bytes()
             text = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8")
+            rows = list(csv.reader(io.StringIO(text, newline="")))
         except FileNotFoundError:
             raise TrainError(f"{file}: no such file") from None
-        except (UnicodeDecodeError, lzma.LZMAError, OSError) as error:
+        except (UnicodeDecodeError, lzma.LZMAError, OSError, EOFError, csv.Error) as error:
             raise TrainError(f"{file} cannot be read: {error}") from error
-        for number, row in enumerate(csv.reader(io.StringIO(text)), 1):
+        for number, row in enumerate(rows, 1):
             try:
                 first, second, score = row
                 pairs.append(ScoredPair(first, second, float(score)))
@@ -109,9 +110,7 @@ class SentenceBatch:
         return type(self)(self.input_ids.to(device), self.attention_mask.to(device), self.scores.to(device), text)
 
 
-def collate_sentences(
-    ids: Sequence[Sequence[int]], scores: Sequence[float], text: TextBatch | None, most: int
-) -> SentenceBatch:
+def collate_sentences(ids: Sequence[Sequence[int]], scores: Sequence[float], text: TextBatch | None, most: int) -> SentenceBatch:
     """Pad with zeros to a little more than the longest, ``most`` tokens at most."""
     shape = (len(ids), padded_length(max(map(len, ids)), most))
     input_ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)

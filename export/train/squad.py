@@ -80,8 +80,10 @@ def _read(file: Path) -> Iterable[Question]:
 
 def _question(entry: Mapping[str, Any], title: str, context: str) -> Question:
     given = [] if entry.get("is_impossible") else entry.get("answers", [])
-    found = ((_place(context, a["text"], int(a["answer_start"])), a["text"]) for a in given if a["text"])
-    return Question(str(entry["id"]), title, entry["question"].strip(), context, tuple(found))
+    found = tuple((_place(context, a["text"], int(a["answer_start"])), a["text"]) for a in given if a["text"])
+    for text in (title, entry["question"], context, *(text for _, text in found)):
+        text.encode()  # a lone surrogate is no text
+    return Question(str(entry["id"]), title, entry["question"].strip(), context, found)
 
 
 def _place(context: str, text: str, start: int) -> int | None:

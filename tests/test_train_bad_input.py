@@ -1,0 +1,709 @@
+"""What `cloze train` says of bad input, and that nothing which ends a run early harms it: one line, and the last good checkpoint."""
+
+import json
+import lzma
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models
+
+from cloze.cli import cli
+from export.train.recipe import RECIPES
+from tests.training import write_stories
+
+RECIPE = """
+seed = 1
+held_out = 0.1
+[vocabulary]
+size = 120
+[model]
+hidden_size = 32
+layers = 1
+heads = 2
+intermediate_size = 64
+max_tokens = 32
+dropout = 0.1
+[pretraining]
+sentence = "nsp"
+[optimisation]
+learning_rate = 3e-3
+precision = "fp32"
+[[phases]]
+tokens = 16
+sequences = 4
+steps = 10
+"""
+LONG = RECIPE.replace("steps = 10", "steps = 400")
+SINGLE = RECIPE.replace('"nsp"', '"none"')
+ORDER = RECIPE.replace('"nsp"', '"sop"')
+QUESTIONS_RECIPE = "epochs = 1\nsequences = 4\ntokens = 32\nstride = 4\nquestion_tokens = 8\n"
+EMBED_RECIPE = "epochs = 1\nsequences = 4\ntokens = 16\n"
+DISTILL_RECIPE = 'held_out = 0.1\n[pretraining]\nsentence = "none"\n[[phases]]\ntokens = 16\nsequences = 4\nsteps = 4\n'
+
+LINE = '{"text": "The old king sang a song."}\n'
+QUESTION = {"id": "1", "question": "Who sang?", "answers": [{"text": "The king", "answer_start": 0}]}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """As the processes started here have: sums are then added in one order, to the same bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_stories(tmp_path_factory.mktemp("text") / "stories.txt")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, stories: Path) -> Path:
+    """The folder of a run of `RECIPE` that nothing disturbed; tests that change it work on a copy."""
+    folder = tmp_path_factory.mktemp("finished")
+    return done(folder / "run", RECIPE, stories)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, stories: Path) -> Path:
+    """The folder of a run of `LONG`, long enough to be caught in the middle."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return done(folder / "run", LONG, stories)
+
+
+@pytest.fixture
+def copy(finished: Path, tmp_path: Path) -> Path:
+    shutil.copy(finished.parent / "recipe.toml", tmp_path)
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def train(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["train", *map(str, arguments)])
+
+
+def refused(*arguments: object) -> str:
+    """What follows ``cloze: `` in the one line that says why."""
+    result = train(*arguments)
+    assert isinstance(result.exception, SystemExit), f"{result.exception!r}\n{result.stderr}"
+    assert result.exit_code == 1, result.output
+    return the_line(result.stderr)
+
+
+def the_line(stderr: str) -> str:
+    lines = stderr.splitlines()
+    assert [line.startswith("cloze: ") for line in lines].count(True) == 1, stderr
+    assert lines[-1].startswith("cloze: "), stderr
+    assert "Traceback" not in stderr
+    return lines[-1].removeprefix("cloze: ")
+
+
+def pretrain_command(folder: Path, recipe: str, *text: Path) -> list[str]:
+    """The recipe lies beside the run's folder."""
+    file = folder.parent / "recipe.toml"
+    file.write_text(recipe)
+    return ["pretrain", *(part for name in text for part in ("--corpus", str(name))), *options(file, folder)]
+
+
+def options(recipe: Path, folder: Path) -> list[str]:
+    return ["--recipe", str(recipe), "--out", str(folder), "--device", "cpu"]
+
+
+def done(folder: Path, recipe: str, text: Path) -> Path:
+    result = train(*pretrain_command(folder, recipe, text))
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "checkpoint/model.safetensors").read_bytes()
+
+
+def state(folder: Path) -> dict[str, object]:
+    return torch.load(folder / "state.pt", weights_only=True)
+
+
+# --- text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "recipe", "message"),
+    [
+        ("empty.txt", b"", RECIPE, "there is no text to learn a vocabulary from"),
+        ("blank.txt", b" \n\n \n", RECIPE, "there is no text to learn a vocabulary from"),
+        ("word.txt", b"king", RECIPE, r"the text allows a vocabulary of \d+ tokens, 120 were asked for"),
+        ("word.txt", b"king", RECIPE.replace("120", "1_000_000"), r"the text allows a vocabulary of \d+ tokens, 1,000,000 were"),
+    ],
+)
+def test_a_text_without_a_vocabulary(tmp_path: Path, name: str, content: bytes, recipe: str, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert re.match(message, refused(*pretrain_command(tmp_path / "run", recipe, tmp_path / name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "recipe", "message"),
+    [
+        ("empty.txt", b"", RECIPE, r"there is no text: .*empty\.txt$"),
+        ("empty.jsonl", b"\n", RECIPE, r"there is no text: .*empty\.jsonl$"),
+        ("one.txt", b"The king sang a song. An owl saw it.\n", RECIPE, "next-sentence prediction needs at least 2 documents"),
+        ("word.txt", b"king", RECIPE, "next-sentence prediction needs at least 2 documents"),
+        ("letter.txt", b"a", ORDER, "the text is too short to make a single pair of sentences"),
+        ("letters.txt", b"a\n\ne\n\no\n\ni\n\nu\n\ns", RECIPE, "the text is too short to make a single pair of sentences"),
+        ("foreign.txt", "犬\n\n猫".encode(), SINGLE, "the vocabulary has no word of the text"),
+        ("one.txt", b"The king sang.\n", SINGLE.replace("held_out = 0.1", "held_out = 0.999999"), "no document is left"),
+        ("rubbish.txt", bytes(range(256)) * 9, RECIPE, r".*rubbish\.txt is not UTF-8 text"),
+        ("zeros.txt", bytes(999), RECIPE, r".*zeros\.txt is not text: it holds a zero byte"),
+        ("rubbish.txt.xz", bytes(range(256)) * 9, RECIPE, r".*rubbish\.txt\.xz is no whole \.xz file"),
+        ("empty.txt.xz", b"", RECIPE, r".*empty\.txt\.xz is no whole \.xz file"),
+        ("cut.txt.xz", lzma.compress(b"The king sang.\n" * 999)[:-20], RECIPE, r".*cut\.txt\.xz is no whole \.xz file"),
+        ("cut.jsonl.xz", lzma.compress(LINE.encode() * 999)[:-20], RECIPE, r".*cut\.jsonl\.xz is no whole \.xz file"),
+        ("not.jsonl", f"{LINE}\nking\n".encode(), RECIPE, r".*not\.jsonl, line 3 is not a JSON object with a \"text\""),
+        ("list.jsonl", f"{LINE}[1]\n".encode(), RECIPE, r".*list\.jsonl, line 2 is not a JSON object with a \"text\""),
+        ("key.jsonl", f'{LINE}{{"body": "a"}}\n'.encode(), RECIPE, r".*key\.jsonl, line 2 is not a JSON object with a \"text\""),
+        (
+            "type.jsonl",
+            f'{LINE}{{"text": 1}}\n'.encode(),
+            RECIPE,
+            r".*type\.jsonl, line 2: \"text\" and \"title\" must be strings",
+        ),
+        ("deep.jsonl", f"{LINE}{'[' * 99_999}\n".encode(), RECIPE, r".*deep\.jsonl, line 2 is not a JSON object"),
+        ("bytes.jsonl", LINE.encode() + b'{"text": "\xff"}\n', RECIPE, r".*bytes\.jsonl, line 2 is not UTF-8 text"),
+        ("half.jsonl", f'{LINE}{{"text": "a \\ud800"}}\n'.encode(), RECIPE, r".*half\.jsonl, line 2 is not UTF-8 text"),
+        ("rubbish.jsonl", bytes(range(256)), RECIPE, r".*rubbish\.jsonl, line 1 is not"),
+    ],
+)
+def test_a_bad_text(finished: Path, tmp_path: Path, name: str, content: bytes, recipe: str, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    command = pretrain_command(tmp_path / "run", recipe, tmp_path / name)
+    assert re.match(message, refused(*command, "--vocab", finished / "vocabulary"))
+    assert not (tmp_path / "run/checkpoint").exists()
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_text_that_is_no_file(finished: Path, tmp_path: Path, given: bool) -> None:
+    vocabulary = ("--vocab", finished / "vocabulary") if given else ()
+    there, gone = tmp_path / "folder", tmp_path / "gone.txt"
+    there.mkdir()
+    assert refused(*pretrain_command(tmp_path / "run", RECIPE, there), *vocabulary) == (
+        f"{there} is a directory; name the files in it"
+    )
+    assert refused(*pretrain_command(tmp_path / "run", RECIPE, gone), *vocabulary) == f"{gone}: no such file"
+    assert refused(*pretrain_command(tmp_path / "run", RECIPE), *vocabulary) == "there is no text: name a file with --corpus"
+
+
+@pytest.mark.parametrize("text", ["king", "The old king sang a song in the green house."])
+def test_one_document_is_enough_where_no_other_is_needed(finished: Path, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "one.txt"
+    file.write_text(text)
+    recipe = SINGLE.replace("held_out = 0.1", "held_out = 0.0")
+    result = train(*pretrain_command(tmp_path / "run", recipe, file), "--vocab", finished / "vocabulary")
+    assert result.exit_code == 0, result.output
+    assert weights(tmp_path / "run")
+
+
+# --- recipes
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("seed = 1", "sede = 1", "unknown key sede"),
+        ("size = 120", "sise = 120", "unknown key vocabulary.sise"),
+        ("[[phases]]", "[[phase]]", "unknown key phase"),
+        ("steps = 10", "", "phases.0.steps: Field required"),
+        ("size = 120", 'size = "many"', "vocabulary.size: Input should be a valid integer, got 'many'"),
+        ("size = 120", 'size = "120"', "vocabulary.size: Input should be a valid integer, got '120'"),
+        ("layers = 1", "layers = true", "model.layers: Input should be a valid integer, got True"),
+        ("layers = 1", "layers = 1.5", "model.layers: Input should be a valid integer, got 1.5"),
+        ("seed = 1", "seed = [1]", "seed: Input should be a valid integer, got [1]"),
+        ("seed = 1", f"seed = {2**32}", "seed: Input should be less than or equal to 4294967295, got 4294967296"),
+        ("size = 120", "size = 31", "vocabulary.size: Input should be greater than or equal to 32, got 31"),
+        ("size = 120", "size = 1_000_001", "vocabulary.size: Input should be less than or equal to 1000000, got 1000001"),
+        ("dropout = 0.1", "dropout = 1.5", "model.dropout: Input should be less than 1, got 1.5"),
+        ("learning_rate = 3e-3", "learning_rate = nan", "optimisation.learning_rate: Input should be a finite number, got nan"),
+        ("sequences = 4", "sequences = 99_999", "phases.0.sequences: Input should be less than or equal to 65536, got 99999"),
+        ("steps = 10", "steps = 0", "phases.0.steps: Input should be greater than 0, got 0"),
+        ("tokens = 16", "tokens = 64", "a phase of 64 tokens exceeds the model's max_tokens of 32"),
+        ("heads = 2", "heads = 3", "model: hidden size 32 is not a multiple of the 3 attention heads"),
+        ('"nsp"', '"next"', "pretraining.sentence: Input should be 'nsp', 'sop' or 'none', got 'next'"),
+        ('"nsp"', '"nsp"\nspan_boundary = true', "pretraining: span_boundary = true needs unit = 'span' and method = 'mlm'"),
+    ],
+)
+def test_a_bad_recipe(stories: Path, tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert RECIPE.count(old) == 1
+    command = pretrain_command(tmp_path / "run", RECIPE.replace(old, new), stories)
+    assert refused(*command) == f"recipe.toml: {message}"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("content", [b"seed = ", b"seed = 1\nseed = 2", b"\xff\x00", b"{"])
+def test_a_recipe_that_is_not_toml(stories: Path, tmp_path: Path, content: bytes) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_bytes(content)
+    message = refused("pretrain", "--corpus", stories, *options(recipe, tmp_path / "run"))
+    assert message.startswith(f"{recipe} is not TOML: ")
+
+
+def test_a_recipe_that_is_not_there(stories: Path, tmp_path: Path) -> None:
+    for name in ("pretrain-my-own", str(tmp_path / "gone.toml")):
+        message = refused("pretrain", "--corpus", stories, "--recipe", name, "--out", tmp_path / "run")
+        there = ", ".join(sorted(file.stem for file in RECIPES.glob("*.toml")))
+        assert message == f"there is no recipe {name}; a file, or one of: {there}"
+    assert "is not TOML" in refused("pretrain", "--corpus", stories, "--recipe", tmp_path, "--out", tmp_path / "run")
+
+
+def test_a_recipe_of_another_kind(stories: Path, tmp_path: Path) -> None:
+    message = refused("pretrain", "--corpus", stories, "--recipe", "distill", "--out", tmp_path / "run")
+    assert message.startswith("distill.toml: unknown key ")
+
+
+def test_a_model_beyond_the_memory(stories: Path, tmp_path: Path) -> None:
+    recipe = RECIPE.replace("hidden_size = 32", "hidden_size = 65536")
+    process = start(pretrain_command(tmp_path / "run", recipe, stories), {resource.RLIMIT_AS: 12 << 30})
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert the_line(stderr).startswith("there is not enough memory; ")
+
+
+# --- devices, vocabularies, folders
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there(stories: Path, tmp_path: Path) -> None:
+    command = pretrain_command(tmp_path / "run", RECIPE, stories)
+    assert re.match("device 'cuda' cannot be used: .+", refused(*command, "--device", "cuda"))
+    assert re.match("device 'cuda:1' cannot be used: .+", refused(*command, "--device", "cuda:1"))
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "meta", "cpu:1", "mps", "cuda:-1"])
+def test_a_device_that_none_is_called(stories: Path, tmp_path: Path, name: str) -> None:
+    command = pretrain_command(tmp_path / "run", RECIPE, stories)
+    assert refused(*command, "--device", name) == f"device {name!r} is unknown; auto, cpu, cuda or cuda:N"
+
+
+def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "vocabulary"
+    command = [*pretrain_command(tmp_path / "run", RECIPE, stories), "--vocab", folder]
+    assert refused(*command) == f"{folder} holds no tokenizer.json"
+    folder.mkdir()
+    assert refused(*command) == f"{folder} holds no tokenizer.json"
+    whole = (finished / "vocabulary/tokenizer.json").read_bytes()
+    for damaged in (b"", b"{}", whole[:-9], b"\xff" + whole):
+        (folder / "tokenizer.json").write_bytes(damaged)
+        assert refused(*command).startswith(f"{folder / 'tokenizer.json'} is damaged: ")
+    Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    assert refused(*command) == "the tokenizer lacks [CLS], [SEP], [MASK]"
+
+
+def test_a_vocabulary_larger_than_the_text(stories: Path, tmp_path: Path) -> None:
+    """By the recipe that the command has if none is given, and by its option."""
+    command = ["vocab", "--corpus", stories, "--out", tmp_path / "vocabulary"]
+    assert re.match(r"the text allows a vocabulary of \d+ tokens, 12,000 were asked for", refused(*command))
+    assert re.match(r"the text allows a vocabulary of \d+ tokens, 900 were asked for", refused(*command, "--size", 900))
+    beyond = train(*command, "--size", 10**12)  # more than the library can make room for
+    assert beyond.exit_code == 2
+    assert "1000000000000 is not in the range 32<=x<=1000000" in beyond.stderr
+    assert not (tmp_path / "vocabulary").exists()
+
+
+def test_a_folder_that_is_a_file(stories: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    assert refused(*pretrain_command(tmp_path / "run", RECIPE, stories)) == f"{tmp_path / 'run'} is not a folder"
+    assert str(tmp_path / "run") in refused("vocab", "--corpus", stories, "--size", "120", "--out", tmp_path / "run")
+
+
+def test_a_folder_of_another_run(copy: Path, stories: Path, tmp_path: Path) -> None:
+    before = weights(copy)
+    another = refused(*pretrain_command(copy, RECIPE.replace("steps = 10", "steps = 11"), stories))
+    assert another == f"{copy} holds a run of another recipe; give another folder, or remove it"
+    shorter = tmp_path / "shorter.txt"
+    shorter.write_bytes(stories.read_bytes()[:-1])
+    another = refused(*pretrain_command(copy, RECIPE, shorter))
+    assert another == f"{copy} holds a run with another text; give another folder, or remove it"
+    another = refused(*pretrain_command(copy, RECIPE, stories), "--vocab", copy / "vocabulary")
+    assert another == f"{copy} holds a run with another vocabulary; give another folder, or remove it"
+    assert weights(copy) == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: whole[:-100],
+        lambda whole: whole[: len(whole) // 2],
+        lambda _: b"",
+        lambda _: bytes(range(256)) * 40,
+        lambda whole: whole[:200] + bytes(200) + whole[400:],
+    ],
+)
+def test_a_damaged_state(copy: Path, finished: Path, stories: Path, damage: Callable[[bytes], bytes]) -> None:
+    file = copy / "state.pt"
+    file.write_bytes(damage(file.read_bytes()))
+    command = pretrain_command(copy, RECIPE, stories)
+    assert re.match(rf"{re.escape(str(file))} is damaged \(\w+\); remove it to begin anew$", refused(*command))
+    file.unlink()
+    assert train(*command).exit_code == 0, "what the line says helps"
+    assert weights(copy) == weights(finished)
+
+
+def test_a_state_of_something_else(copy: Path, stories: Path) -> None:
+    file = copy / "state.pt"
+    whole = state(copy)
+    whole["module"] = {"weight": torch.zeros(2)}
+    for other, message in ((whole, "is of another model"), ({"step": 3}, "is damaged"), ([1], "is damaged")):
+        torch.save(other, file)
+        assert refused(*pretrain_command(copy, RECIPE, stories)).startswith(f"{file} {message}")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"recipe": 1}'])
+def test_a_damaged_description_of_a_run(copy: Path, stories: Path, content: str) -> None:
+    (copy / "run.json").write_text(content)
+    assert refused(*pretrain_command(copy, RECIPE, stories)).endswith("; give another folder, or remove it")
+
+
+def test_damaged_tokens(copy: Path, finished: Path, stories: Path) -> None:
+    """What the summary says is there must be; without a whole summary the text is tokenized anew."""
+    command = pretrain_command(copy, RECIPE, stories)
+    message = f"the tokenized text in {copy / 'corpus'} is damaged (train); remove that folder"
+    for name in ("train.tokens", "train.sentences.npy", "train.documents.npy", "train.dtype"):
+        file = copy / "corpus" / name
+        whole = file.read_bytes()
+        for cut in (2, len(whole) - 2):
+            file.write_bytes(whole[:cut])
+            assert refused(*command) == message
+        file.write_bytes(whole)
+    (copy / "corpus/train.tokens").unlink()
+    assert refused(*command) == message
+    for content in ("", "{", "[]"):
+        (copy / "corpus/corpus.json").write_text(content)
+        assert train(*command).exit_code == 0
+    assert (copy / "corpus/train.tokens").read_bytes() == (finished / "corpus/train.tokens").read_bytes()
+
+
+def test_a_damaged_log(copy: Path, stories: Path) -> None:
+    (copy / "log.jsonl").write_bytes(b"5\n\xff\n[1]\n{}\n")
+    assert refused(*pretrain_command(copy, RECIPE, stories)).startswith(f"{copy / 'log.jsonl'} of the finished run is damaged")
+
+
+# --- questions, pairs, checkpoints
+
+
+def squad(**changes: object) -> dict[str, object]:
+    paragraph = {"context": "The king sang a song.", "qas": [QUESTION | changes]}
+    return {"data": [{"title": "story", "paragraphs": [paragraph]}]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not in SQuAD's format: JSONDecodeError"),
+        (bytes(range(256)), "is not in SQuAD's format: "),
+        (b"[]", "is not in SQuAD's format: TypeError"),
+        (b'{"data": 1}', "is not in SQuAD's format: TypeError"),
+        (b'{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "is not in SQuAD's format: KeyError 'context'"),
+        (json.dumps(squad(question=None)).encode(), "is not in SQuAD's format: AttributeError"),
+        (json.dumps(squad(answers=[{"text": "song"}])).encode(), "is not in SQuAD's format: KeyError 'answer_start'"),
+        (json.dumps(squad(answers=[{"text": "song", "answer_start": "x"}])).encode(), "is not in SQuAD's format: ValueError"),
+    ],
+)
+def test_questions_in_another_format(finished: Path, tmp_path: Path, content: bytes, message: str) -> None:
+    file, recipe = tmp_path / "questions.json", tmp_path / "recipe.toml"
+    file.write_bytes(content)
+    recipe.write_text(QUESTIONS_RECIPE)
+    command = ["finetune-qa", finished / "checkpoint", "--questions", file, *options(recipe, tmp_path / "run")]
+    assert refused(*command).startswith(f"{file} {message}")
+
+
+def test_questions_that_are_not_there(finished: Path, tmp_path: Path) -> None:
+    file, recipe = tmp_path / "questions.json", tmp_path / "recipe.toml"
+    recipe.write_text(QUESTIONS_RECIPE)
+    command = ["finetune-qa", finished / "checkpoint", "--questions", file, *options(recipe, tmp_path / "run")]
+    assert refused(*command) == f"{file}: no such file"
+    file.write_text('{"data": []}')
+    assert refused(*command) == f"there are no questions in {file}"
+    packed = file.with_suffix(".json.xz")
+    packed.write_bytes(lzma.compress(json.dumps(squad()).encode())[:-9])
+    command = ["finetune-qa", finished / "checkpoint", "--questions", packed, *options(recipe, tmp_path / "other-run")]
+    assert refused(*command).startswith(f"{packed} is not in SQuAD's format: LZMAError")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("tokens = 32\nstride", "tokens = 64\nstride", "windows of 64 tokens exceed the checkpoint's 32 positions"),
+        ("stride = 4", "stride = 30", "windows of 32 tokens leave no room beside 8 of the question and a stride of 30"),
+        ("epochs = 1", "epochs = 1\nheld_out = 0.999999", "every question is of a held-out article; lower held_out or give more"),
+    ],
+)
+def test_windows_that_do_not_fit(finished: Path, tmp_path: Path, old: str, new: str, message: str) -> None:
+    file, recipe = tmp_path / "questions.json", tmp_path / "recipe.toml"
+    file.write_text(json.dumps(squad()))
+    recipe.write_text(QUESTIONS_RECIPE.replace(old, new))
+    command = ["finetune-qa", finished / "checkpoint", "--questions", file, *options(recipe, tmp_path / "run")]
+    assert refused(*command).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "there are no pairs in {file}"),
+        (b"a king,a girl,2.5\nan owl,3\n", "{file}, line 2 is not 'sentence,sentence,score': 'an owl,3'"),
+        (b"a king,a girl,2.5\nan owl,the moon,high\n", "{file}, line 2 is not 'sentence,sentence,score': 'an owl,the moon,high'"),
+        (b"a king,a girl,nan\n", "{file}, line 1: the score nan is not a finite number"),
+        (b"a king,a girl,2.5\n\n", "{file}, line 2 is not 'sentence,sentence,score': ''"),
+        (b"\xff,a girl,2.5\n", "{file} cannot be read: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+    ],
+)
+def test_bad_pairs(finished: Path, tmp_path: Path, content: bytes, message: str) -> None:
+    file, recipe = tmp_path / "pairs.csv", tmp_path / "recipe.toml"
+    recipe.write_text(EMBED_RECIPE)
+    command = ["finetune-embed", finished / "checkpoint", "--pairs", file, *options(recipe, tmp_path / "run")]
+    assert refused(*command) == f"{file}: no such file"
+    file.write_bytes(content)
+    assert refused(*command) == message.format(file=file)
+
+
+def test_embeddings_of_nothing(finished: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(EMBED_RECIPE)
+    command = ["finetune-embed", finished / "checkpoint", *options(recipe, tmp_path / "run")]
+    assert refused(*command).startswith("there is nothing to learn from: give scored pairs (--pairs), or ")
+    recipe.write_text(EMBED_RECIPE + "contrastive_steps = 2\ncontrastive_tokens = 16\n")
+    command = ["finetune-embed", finished / "checkpoint", *options(recipe, tmp_path / "other-run")]
+    assert refused(*command).startswith("the recipe has contrastive_steps, which need text (--corpus); or set them to 0")
+
+
+def test_a_source_that_cannot_be_loaded(stories: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(DISTILL_RECIPE)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for source, message in {
+        tmp_path / "gone": f"no directory {tmp_path / 'gone'}",
+        folder: f"{folder} holds no config.json",
+        stories: f"{stories} is a file; give the directory that holds config.json and the weights",
+        "no-such-model": "cannot load no-such-model from the hub (and no directory has that name): ",
+    }.items():
+        assert refused("distill", source, "--corpus", stories, *options(recipe, tmp_path / "run")).startswith(message)
+        assert refused("evaluate", source, "--corpus", stories).startswith(message)
+    store = tmp_path / "store"
+    assert refused("evaluate", "bundle:gone", "--model-store", store).startswith(f"no bundle named 'gone' in {store}")
+
+
+@pytest.mark.parametrize(
+    ("source", "recipe", "message"),
+    [
+        ("answers", DISTILL_RECIPE, "the teacher has no masked-language-model head, which distillation needs"),
+        ("masks", DISTILL_RECIPE.replace("16", "64"), "a phase of 64 tokens exceeds the teacher's 32 positions"),
+        ("masks", DISTILL_RECIPE.replace('"none"', '"nsp"'), "distillation learns from single texts with masked tokens: set "),
+    ],
+)
+def test_a_teacher_that_cannot_teach(
+    finished: Path, checkpoints: dict[str, Path], stories: Path, tmp_path: Path, source: str, recipe: str, message: str
+) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(recipe)
+    teacher = checkpoints["bert-qa"] if source == "answers" else finished / "checkpoint"
+    assert refused("distill", teacher, "--corpus", stories, *options(file, tmp_path / "run")).startswith(message)
+
+
+def test_nothing_to_measure(finished: Path) -> None:
+    message = "there is nothing to measure: give --corpus, --pairs or --questions that its tasks can answer"
+    assert refused("evaluate", finished / "checkpoint") == message
+
+
+# --- runs that end early
+
+
+def start(command: list[str], limits: dict[int, int] | None = None) -> subprocess.Popen[str]:
+    """The command as a process of its own, on one thread."""
+
+    def set_limits() -> None:
+        for kind, limit in (limits or {}).items():
+            resource.setrlimit(kind, (limit, limit))
+
+    return subprocess.Popen(
+        [sys.executable, "-m", "cloze", "train", *command, "--threads", "1"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=set_limits,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def wait_for(reached: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while not reached():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def steps_logged(folder: Path) -> list[int]:
+    file = folder / "log.jsonl"
+    return (
+        [json.loads(line)["step"] for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        if file.exists()
+        else []
+    )
+
+
+@contextmanager
+def caught_in_the_middle(folder: Path, text: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of `LONG` that has written its first checkpoint, of step 100, and is in the steps after it."""
+    process = start(pretrain_command(folder, LONG, text))
+    try:
+        wait_for(lambda: 120 in steps_logged(folder), process)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def test_a_killed_run_goes_on_as_if_it_had_not_been(undisturbed: Path, stories: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with caught_in_the_middle(folder, stories) as process:
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    step = state(folder)["step"]
+    assert step in (100, 200, 300)
+    (folder / "state.pt.new").write_bytes(b"of a kill while it was written")
+    result = train(*pretrain_command(folder, LONG, stories))
+    assert result.exit_code == 0, result.output
+    assert f"going on after step {step} of 400" in result.stderr
+    assert weights(folder) == weights(undisturbed)
+    assert steps_logged(folder) == steps_logged(undisturbed), "no line twice, none missing"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_saves_its_last_step_and_goes_on(
+    undisturbed: Path, stories: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    folder = tmp_path / "run"
+    with caught_in_the_middle(folder, stories) as process:
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert the_line(stderr) == f"interrupted; the checkpoint in {folder} is kept, the same command goes on from there"
+    assert 120 <= state(folder)["step"] == steps_logged(folder)[-1] < 400
+    assert done(folder, LONG, stories)
+    assert weights(folder) == weights(undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_before_the_first_step(stories: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """While the text is read: at once, and nothing half done is taken for done."""
+    long_text = tmp_path / "long.txt"
+    long_text.write_text(stories.read_text() * 100)
+    folder = tmp_path / "run"
+    process = start(pretrain_command(folder, RECIPE, long_text))
+    assert process.stderr is not None
+    assert process.stderr.readline() == "learning a vocabulary of 120 tokens\n"
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert the_line(stderr) == "interrupted; what is saved is kept, the same command goes on from there"
+    assert not (folder / "vocabulary/vocab.txt").exists()
+    assert not (folder / "corpus/corpus.json").exists()
+
+
+@contextmanager
+def full_disk(free: int) -> Iterator[None]:
+    """No file of this process can grow beyond so many bytes: to whoever writes, a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("free", [0, 1_000, 2_000, 4_000, 8_000, 20_000, 50_000])
+def test_a_disk_that_is_full_from_the_start(finished: Path, stories: Path, tmp_path: Path, free: int) -> None:
+    """It ends the run at its description, its vocabulary, its tokens or its checkpoint; with room again, the run is as any other."""
+    folder = tmp_path / "run"
+    command = pretrain_command(folder, RECIPE, stories)
+    with full_disk(free):
+        assert "File too large" in refused(*command)
+    assert not (folder / "state.pt").exists()
+    assert not list(folder.glob("state.pt*"))
+    assert train(*command).exit_code == 0
+    assert weights(folder) == weights(finished)
+
+
+@pytest.mark.parametrize("free", [0, 20_000, 62_000])
+def test_a_disk_that_is_full_at_the_end(copy: Path, finished: Path, stories: Path, free: int) -> None:
+    """Log, curves or weights cannot be written; those of before stay."""
+    command = pretrain_command(copy, RECIPE, stories)
+    with full_disk(free):
+        assert "File too large" in refused(*command)
+    assert (copy / "state.pt").read_bytes() == (finished / "state.pt").read_bytes()
+    assert weights(copy) == weights(finished)
+    assert train(*command).exit_code == 0
+    assert weights(copy) == weights(finished)
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits a running process")
+@pytest.mark.parametrize("free", [100, 20_000])
+def test_a_disk_that_fills_during_a_run(undisturbed: Path, stories: Path, tmp_path: Path, free: int) -> None:
+    """It cannot write its log, or its next checkpoint: the last one is whole, and from there the run comes to the same end."""
+    folder = tmp_path / "run"
+    with caught_in_the_middle(folder, stories) as process:
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (free, free))
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert re.match(
+        r"(the run|the checkpoint of step \d+) cannot be written: File too large; the checkpoint in .*run is kept$",
+        the_line(stderr),
+    )
+    assert state(folder)["step"] in (100, 200, 300)
+    assert not (folder / "state.pt.new").exists()
+    assert done(folder, LONG, stories)
+    assert weights(folder) == weights(undisturbed)
+
+
+def test_a_loss_that_is_no_number_any_more(stories: Path, tmp_path: Path) -> None:
+    """Adam that forgets at once divides by next to nothing: a weight jumps, and the loss overflows.
+
+    At which step depends on the processor, so some rates are tried for one that overflows after the first checkpoint.
+    """
+    for number, rate in enumerate((5e-3, 4e-3, 6e-3, 3e-3, 7e-3, 2e-3)):
+        folder = tmp_path / str(number) / "run"
+        folder.parent.mkdir()
+        recipe = LONG.replace("learning_rate = 3e-3", f"learning_rate = {rate}\nbeta2 = 1e-30\nwarmup = 0.99\nclip = 1e30")
+        result = train(*pretrain_command(folder, recipe.replace("dropout = 0.1", "dropout = 0.0"), stories))
+        if result.exit_code and (folder / "state.pt").exists():
+            break
+    assert isinstance(result.exception, SystemExit)
+    assert result.exit_code == 1
+    line = the_line(result.stderr)
+    found = re.fullmatch(
+        r"(the loss is (nan|inf)|a weight is no number any more) at step (\d+); (.*); try a lower learning_rate", line
+    )
+    assert found, line
+    assert found[4] == f"the checkpoint in {folder} is kept"
+    kept = state(folder)
+    assert kept["step"] == (int(found[3]) - 1) // 100 * 100, "the last before that step"
+    assert all(tensor.isfinite().all() for tensor in kept["module"].values())
+    assert all(json.loads(line)["loss"] < float("inf") for line in (folder / "log.jsonl").read_text().splitlines())
+    again = refused(*pretrain_command(folder, (folder.parent / "recipe.toml").read_text(), stories))
+    assert re.sub(r"^the loss is (nan|inf)|step \d+", "", again) == re.sub(r"^the loss is (nan|inf)|step \d+", "", line)
+
+
+def test_a_finished_checkpoint_is_finite(finished: Path) -> None:
+    assert all(tensor.isfinite().all() for tensor in load_file(finished / "checkpoint/model.safetensors").values())

@@ -33,7 +33,7 @@ def claim(folder: Path, recipe: Recipe, inputs: Mapping[str, str | None]) -> Non
         raise TrainError(f"{folder} is not a folder") from None
     if (folder / STATE).exists():
         _check(file, said)
-    elif not file.is_file() or file.read_text() != _dump(said):
+    elif not file.is_file() or file.read_bytes() != _dump(said).encode():
         shutil.rmtree(folder / VOCABULARY, ignore_errors=True)  # an earlier try's may be of another text
         new = folder / f"{IDENTITY}.new"
         new.write_text(_dump(said))

@@ -1,6 +1,6 @@
 """One run, in turns: the bare engine and the server on the same texts. A first look; `cloze bench` will take its place.
 
-.venv/bin/python bench/engine_and_server.py STORE QUESTIONS.jsonl      a line: {"question": "..."}
+    .venv/bin/python bench/engine_and_server.py STORE MODEL QUESTIONS.jsonl      a line: {"question": "..."}
 """
 
 import json
@@ -24,19 +24,19 @@ from tests.serving import running_server
 TEXTS, WORKERS, CLIENTS, MAX_BATCH_TOKENS = 1000, 2, 32, 2048
 
 
-def main(store: Path, questions: Path) -> None:
+def main(store: Path, model: str, questions: Path) -> None:
     """Print texts a second, twice each, in turns."""
     lines = [json.loads(line)["question"] for line in questions.open()]
     rng = np.random.default_rng(0)
     texts = [". ".join(rng.choice(lines, rng.choice([1, 1, 1, 2, 5, 10]))) for _ in range(TEXTS)]
-    bundle = Store(store).open("minilm")
+    bundle = Store(store).open(model)
     engine, tokenizer = OnnxEngine(bundle, Device.CPU), Tokenizer(bundle)
     groups: dict[int, list[Query]] = defaultdict(list)
     for ids in tokenizer.ids(texts):
         sequence = np.array(tokenizer.single(ids, 256)[0], np.int32)
         groups[len(sequence)].append(Query(sequence, np.zeros_like(sequence), embed=True))
     batches = [g[i : i + MAX_BATCH_TOKENS // n] for n, g in groups.items() for i in range(0, len(g), MAX_BATCH_TOKENS // n)]
-    with running_server(store, "--model", "minilm") as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with running_server(store, "--model", model) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         for _ in range(2):
             with ThreadPoolExecutor(WORKERS) as pool:
                 started = time.perf_counter()
@@ -49,4 +49,4 @@ def main(store: Path, questions: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

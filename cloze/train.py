@@ -25,7 +25,7 @@ _out = click.option(
 )
 _seed = click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Instead of the recipe's.")
 _device = click.option("--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda where there is one.")
-_threads = click.option("--threads", type=click.IntRange(min=1), help="Of the CPU. [default: all cores]", show_default=False)
+_threads = click.option("--threads", type=click.IntRange(1, 1024), help="Of the CPU. [default: all cores]", show_default=False)
 
 
 def _recipe(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -38,8 +38,6 @@ def _one_line(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**arguments: Any) -> None:
         try:
-            from safetensors import SafetensorError
-
             from export.errors import ExportError
             from export.train.errors import TrainError
         except ModuleNotFoundError as error:
@@ -53,8 +51,6 @@ def _one_line(command: Callable[..., None]) -> Callable[..., None]:
             fail(f"training needs {error.name}, which the serving install leaves out; install cloze[cpu,train]")
         except KeyboardInterrupt:
             fail("interrupted; what is saved is kept, the same command goes on from there", code=130)
-        except SafetensorError as error:
-            fail(f"the weights cannot be written: {error}; the same command tries again")
         except OSError as error:
             fail(f"{error.filename or arguments.get('out') or 'a file'}: {error.strerror or error}")
         except (MemoryError, RuntimeError) as error:

@@ -4,6 +4,7 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -136,7 +137,7 @@ class StopAt(RuntimeError):
 @pytest.mark.parametrize("method", ["mlm", "rtd"])
 def test_going_on_equals_not_stopping(tmp_path: Path, method: str, accumulation: int) -> None:
     """Stopped at several steps, between checkpoints and phases; dropout is on."""
-    recipe = tiny_recipe(steps=10, method=method, **({"sentence": "none"} if method == "rtd" else {}))
+    recipe = tiny_recipe(steps=10, method=method, shifted=0.5, **({"sentence": "none"} if method == "rtd" else {}))
     recipe = recipe.model_copy(update={"optimisation": recipe.optimisation.model_copy(update={"accumulation": accumulation})})
     straight = load_file(run(tmp_path / "straight", recipe) / "model.safetensors")
 
@@ -306,6 +307,18 @@ def test_new_positions_begin_as_copies(trained: Path) -> None:
     assert torch.equal(positions[9:13], before[1:5])
     # What the longest phase never used is filled at the end of a run.
     assert torch.equal(before[40:64], before[1:25])
+
+
+@torch.no_grad()
+def test_a_shifted_sequence_has_the_positions_it_begins_at(trained: Path) -> None:
+    model = load_checkpoint(str(trained)).model
+    ids = torch.randint(5, 50, (3, 7))
+    shifted = model(ids, first_positions=torch.tensor([0, 2, 30]))
+    for row, first in enumerate((0, 2, 30)):
+        moved = deepcopy(model)
+        moved.encoder.embeddings.position.weight.copy_(model.encoder.embeddings.position.weight.roll(-first, 0))
+        torch.testing.assert_close(shifted[row], moved(ids[row : row + 1])[0])
+    torch.testing.assert_close(shifted[0], model(ids[:1])[0])
 
 
 # ---- other objectives

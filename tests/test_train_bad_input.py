@@ -482,6 +482,7 @@ def test_windows_that_do_not_fit(finished: Path, tmp_path: Path, old: str, new: 
     ("content", "message"),
     [
         (b"", "there are no pairs in {file}"),
+        (b"a king,a girl,2.5\nan owl,the moon,2.5\n", "all 2 pairs have the score 2.5: there is nothing to rank"),
         (b"a king,a girl,2.5\nan owl,3\n", "{file}, line 2 is not 'sentence,sentence,score': 'an owl,3'"),
         (b"a king,a girl,2.5\nan owl,the moon,high\n", "{file}, line 2 is not 'sentence,sentence,score': 'an owl,the moon,high'"),
         (b"a king,a girl,nan\n", "{file}, line 1: the score nan is not a finite number"),

@@ -319,6 +319,28 @@ def test_longer_phases_are_told(tokenizer: Tokenizer, corpus: PreparedCorpus) ->
     assert [batches.grows_from(step) for step in range(15)] == [None] * 3 + [16] + [None] * 8 + [24] + [None] * 2
 
 
+@settings(deadline=None, max_examples=20)
+@given(step=st.integers(0, 79), seed=st.integers(0, 99))
+def test_short_sequences_begin_anywhere_in_the_longest(
+    tokenizer: Tokenizer, corpus: PreparedCorpus, step: int, seed: int
+) -> None:
+    recipe = Pretraining(shifted=0.5)
+    phases = [Phase(tokens=24, sequences=64, steps=40), Phase(tokens=40, sequences=8, steps=40)]
+    batches = TextBatches(
+        corpus.train, recipe, phases, make_masking(tokenizer, recipe), special=special_ids(tokenizer), seed=seed
+    )
+    first = batches(step, 0).first_positions
+    assert first is not None
+    if step >= 40:
+        assert (first == 0).all()
+    else:
+        assert 0 <= first.min() <= first.max() <= 16
+        assert 12 < (first == 0).sum() < 54, "about half and a seventeenth stay"
+    again = batches(step, 0).first_positions
+    assert again is not None
+    assert (again == first).all()
+
+
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_static_masking_repeats_itself(tokenizer: Tokenizer, corpus: PreparedCorpus, dynamic: bool) -> None:
     recipe = Pretraining(dynamic=dynamic)

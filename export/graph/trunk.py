@@ -9,7 +9,7 @@ Biases of attention are folded exactly. With q' = q + b_q, k' = k + b_k, v' = v 
 from onnx import TensorProto
 
 from export.graph.builder import FUSED, GraphBuilder
-from export.graph.layers import activated, matmul
+from export.graph.layers import activated, matmul, residual_norm
 from export.models import Model
 from export.models.encoder import Layer
 from model_store import interface
@@ -54,29 +54,7 @@ def _layer(g: GraphBuilder, x: str, name: str, layer: Layer, activation: str) ->
     output = matmul(g, context, f"{name}.output", attention.output)
     output_bias = attention.output.bias + attention.output.weight @ attention.value.bias
 
-    epsilon = layer.attention_norm.eps
-    x = g.op(
-        "SkipLayerNormalization",
-        [
-            output,
-            x,
-            g.weight(f"{name}.attention_norm.weight", layer.attention_norm.weight),
-            g.weight(f"{name}.attention_norm.bias", layer.attention_norm.bias),
-            g.weight(f"{name}.output.bias", output_bias),
-        ],
-        domain=FUSED,
-        epsilon=epsilon,
-    )
+    x = residual_norm(g, output, x, f"{name}.attention_norm", output_bias, layer.attention_norm)
     up = activated(g, x, f"{name}.up", layer.up, activation)
-    return g.op(
-        "SkipLayerNormalization",
-        [
-            matmul(g, up, f"{name}.down", layer.down),
-            x,
-            g.weight(f"{name}.output_norm.weight", layer.output_norm.weight),
-            g.weight(f"{name}.output_norm.bias", layer.output_norm.bias),
-            g.weight(f"{name}.down.bias", layer.down.bias),
-        ],
-        domain=FUSED,
-        epsilon=layer.output_norm.eps,
-    )
+    down = matmul(g, up, f"{name}.down", layer.down)
+    return residual_norm(g, down, x, f"{name}.output_norm", layer.down.bias, layer.output_norm)

@@ -23,9 +23,11 @@ class Embeddings(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
-        """``input_ids``, ``token_type_ids``: int [B, S] -> [B, S, H]."""
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None, first_positions: Tensor | None = None) -> Tensor:
+        """``input_ids``, ``token_type_ids``: int [B, S], ``first_positions``: int [B] or all 0 -> [B, S, H]."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        if first_positions is not None:
+            positions = first_positions[:, None] + positions  # [B, S]
         x: Tensor = self.word(input_ids) + self.position(positions)
         if self.token_type is not None:
             if token_type_ids is None:
@@ -89,18 +91,25 @@ class Encoder(nn.Module):
         self.embeddings = Embeddings(config)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        first_positions: Tensor | None = None,
+    ) -> Tensor:
         """Encode a batch.
 
         Args:
             input_ids: int [B, S], S at most ``config.max_positions``.
             token_type_ids: int [B, S]; zeros if not given, ignored by a family without token types.
             attention_mask: bool [B, S], True for real tokens; not given, all are real.
+            first_positions: int [B], where each sequence begins; not given, at 0. Training alone moves it.
 
         Returns:
             hidden states [B, S, H].
         """
-        x: Tensor = self.embeddings(input_ids, token_type_ids)
+        x: Tensor = self.embeddings(input_ids, token_type_ids, first_positions)
         for layer in self.layers:
             x = layer(x, attention_mask)
         return x

@@ -26,9 +26,15 @@ class Model(nn.Module):
         self.next_sentence = NextSentenceHead(config) if Head.NEXT_SENTENCE in heads else None
         self.span = SpanHead(config) if Head.SPAN in heads else None
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        first_positions: Tensor | None = None,
+    ) -> Tensor:
         """As `Encoder.forward`: hidden states [B, S, H]. Heads are called on the rows one wants."""
-        return self.encoder(input_ids, token_type_ids, attention_mask)  # type: ignore[no-any-return]
+        return self.encoder(input_ids, token_type_ids, attention_mask, first_positions)  # type: ignore[no-any-return]
 
     def parameter_count(self) -> int:
         """Parameters of the encoder and the heads, tied ones counted once."""

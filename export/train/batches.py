@@ -41,6 +41,7 @@ class TextBatch:
         labels: int64 [M], what stands there.
         spans: int64 [M, 2], first and last chosen token of each one's run.
         next_labels: int64 [B]; empty without a sentence objective.
+        first_positions: int64 [B], where each sequence begins; None: all at 0.
         tokens: real tokens.
     """
 
@@ -51,16 +52,16 @@ class TextBatch:
     labels: Tensor
     spans: Tensor
     next_labels: Tensor
+    first_positions: Tensor | None
     tokens: int
 
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
-        return replace(
-            self, **{field.name: getattr(self, field.name).to(device) for field in fields(self) if field.name != "tokens"}
-        )
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)})
 
 
-def collate(rows: list[tuple[Sequence, Masked]], length: int) -> TextBatch:
+def collate(rows: list[tuple[Sequence, Masked]], length: int, first_positions: list[int] | None = None) -> TextBatch:
     """Pad rows with zeros to ``length``."""
     shape = (len(rows), length)
     input_ids, types, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, bool)
@@ -76,6 +77,7 @@ def collate(rows: list[tuple[Sequence, Masked]], length: int) -> TextBatch:
         labels=torch.from_numpy(np.concatenate([masked.labels for _, masked in rows])),
         spans=torch.from_numpy(np.concatenate([masked.spans + at for (_, masked), at in zip(rows, starts, strict=True)])),
         next_labels=torch.tensor([sequence.label for sequence, _ in rows if sequence.label is not None], dtype=torch.int64),
+        first_positions=None if first_positions is None else torch.tensor(first_positions),
         tokens=int(mask.sum()),
     )
 
@@ -169,7 +171,15 @@ class TextBatches:
         index = self.phase(step)
         phase, first = self._phases[index], sum(phase.steps for phase in self._phases[:index])
         number = ((step - first) * self._accumulation + part) * phase.sequences
-        return collate([self._row(index, number + row) for row in range(phase.sequences)], phase.tokens)
+        rows = [self._row(index, number + row) for row in range(phase.sequences)]
+        return collate(rows, phase.tokens, self._first_positions(index, number, len(rows)) if self._recipe.shifted else None)
+
+    def _first_positions(self, phase: int, number: int, count: int) -> list[int]:
+        """Where the ``count`` sequences from ``number`` on begin: at 0, or so that the longest phase's positions are all seen."""
+        free = max(phase.tokens for phase in self._phases) - self._phases[phase].tokens
+        rng = np.random.default_rng([self._seed, phase, number, 1])
+        moved: NDArray[np.int64] = rng.integers(0, free + 1, count) * (rng.random(count) < self._recipe.shifted)
+        return moved.tolist()
 
     def _row(self, phase: int, number: int) -> tuple[Sequence, Masked]:
         """The sequence of this number; of one with nothing but unknown words, which gives no loss, the next that has others."""

@@ -1,7 +1,7 @@
 """What pre-training optimises: modules that turn a batch of text into a loss. Knows no files and no loop.
 
 Sources: Devlin et al. 2019 (masked tokens, next sentence); Joshi et al. 2020, section 3.2 (span boundaries);
-Clark et al. 2020, "ELECTRA", section 2 (replaced tokens).
+Clark et al. 2020, "ELECTRA", section 2 (replaced tokens); Kiyono et al. 2021, "SHAPE" (shifted positions).
 Shapes: B sequences of S tokens, H hidden size, V vocabulary, M chosen tokens.
 """
 
@@ -35,7 +35,7 @@ class MaskedText(nn.Module):
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The weighted sum of the losses, and each with its accuracy."""
         assert self.model.masked_lm is not None
-        hidden = self.model(batch.input_ids, batch.token_type_ids, batch.attention_mask)
+        hidden = self.model(batch.input_ids, batch.token_type_ids, batch.attention_mask, batch.first_positions)
         rows = hidden.flatten(0, 1)
         loss, figures = masked_loss(self.model.masked_lm(rows[batch.positions]), batch.labels)
         if self.boundary is not None:
@@ -98,7 +98,7 @@ class ReplacedTokens(nn.Module):
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The generator's loss plus the weighted loss of finding, and the accuracy of both."""
         assert self.generator.masked_lm is not None
-        hidden = self.generator(batch.input_ids, batch.token_type_ids, batch.attention_mask)
+        hidden = self.generator(batch.input_ids, batch.token_type_ids, batch.attention_mask, batch.first_positions)
         logits = self.generator.masked_lm(hidden.flatten(0, 1)[batch.positions]).float()
         loss, figures = masked_loss(logits, batch.labels)
         figures["generator_accuracy"] = figures.pop("accuracy")
@@ -111,7 +111,8 @@ class ReplacedTokens(nn.Module):
             corrupted[batch.positions] = (logits + noise).argmax(1)
         replaced = (corrupted != original).view_as(batch.input_ids)
         seen = replace(batch, input_ids=corrupted.view_as(batch.input_ids))
-        scores = self.finder(self.model(seen.input_ids, seen.token_type_ids, seen.attention_mask)).squeeze(-1).float()
+        found = self.model(seen.input_ids, seen.token_type_ids, seen.attention_mask, seen.first_positions)
+        scores = self.finder(found).squeeze(-1).float()
         real = batch.attention_mask
         finding = F.binary_cross_entropy_with_logits(scores[real], replaced[real].float())
         figures["finding_loss"] = finding

@@ -72,7 +72,7 @@ def pretrain(
     )
 
     def grow(step: int) -> None:
-        if (seen := batches.grows_from(step)) is not None:
+        if not recipe.pretraining.shifted and (seen := batches.grows_from(step)) is not None:
             fill_positions(module, seen)
 
     train(objective, recipe.seed, recipe.optimisation, folder, device=device, schedule=schedule, say=say, before_step=grow)

@@ -119,6 +119,10 @@ class Pretraining(_Part):
         1.0
     )
     short: Annotated[Share, Field(description="share of sequences cut to a random length")] = 0.1
+    shifted: Annotated[
+        Share,
+        Field(description="share of sequences that begin at a random position, so that short ones teach all positions"),
+    ] = 0.0
     generator: Annotated[float, Field(gt=0, le=1, description="rtd: the generator's width, as a share of the model's")] = 0.25
     generator_weight: Annotated[float, Field(gt=0, description="rtd: the weight of finding replaced tokens")] = 50.0
 
@@ -175,6 +179,7 @@ class EmbedRecipe(Recipe):
         float, Field(ge=0, description="of the pre-training objective that keeps the heads, where text is given")
     ] = 0.5
     text_unit: Annotated[Unit, Field(strict=False)] = Unit.WHOLE_WORD
+    text_sentence_weight: Annotated[float, Field(gt=0, description="of next sentence, within that objective")] = 1.0
     text_sequences: Annotated[Size, Field(description="of text, a batch")] = 16
     epochs: Annotated[int, Field(ge=0, le=1_000_000, description="over the scored pairs")] = 4
     sequences: Size = 32

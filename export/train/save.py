@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer, normalizers
 
 from export.models import FAMILIES, Head, Model
@@ -36,7 +36,13 @@ def save_checkpoint(model: Model, tokenizer: Tokenizer, folder: Path, *, pooling
     architecture = _ARCHITECTURES.get((family.name, heads), "BertModel" if family.name == "bert" else "DistilBertModel")
     _write_json(folder / "config.json", family.write_config(config) | {"architectures": [architecture], "dtype": "float32"})
     tensors = {family.original_name(name): p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    # Not `save_file`, which lets nobody but the owner read. A full disk leaves the weights of before.
+    new = folder / "model.safetensors.new"
+    try:
+        new.write_bytes(save(tensors, metadata={"format": "pt"}))
+        new.replace(folder / "model.safetensors")
+    finally:
+        new.unlink(missing_ok=True)
     save_vocabulary(tokenizer, folder)
     _write_json(
         folder / "tokenizer_config.json",

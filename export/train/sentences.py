@@ -58,7 +58,7 @@ def read_pairs(files: list[Path]) -> list[ScoredPair]:
     """Pairs of CSV files without a header (first, second, score), also ``.xz``.
 
     Raises:
-        TrainError: a file is missing or a line is no such pair, or there is none.
+        TrainError: a file is missing or a line is no such pair, there is none, or all have one score.
     """
     pairs = []
     for file in files:
@@ -80,6 +80,8 @@ def read_pairs(files: list[Path]) -> list[ScoredPair]:
                 raise TrainError(f"{file}, line {number}: the score {score} is not a finite number")
     if not pairs:
         raise TrainError("there are no pairs in " + ", ".join(str(file) for file in files))
+    if len({pair.score for pair in pairs}) == 1:
+        raise TrainError(f"all {len(pairs)} pairs have the score {pairs[0].score:g}: there is nothing to rank")
     return pairs
 
 
@@ -266,7 +268,7 @@ def finetune_sentences(
     scorer = TorchScorer(start.model, device)
 
     objective = SentenceObjective(
-        MaskedText(start.model, Pretraining()),
+        MaskedText(start.model, Pretraining(sentence_weight=recipe.text_sentence_weight)),
         recipe,
         sentences=corpus,
         pairs=scored,

@@ -1,6 +1,6 @@
 """One run, in turns: the bare engine and the server on the same texts. A first look; `cloze bench` will take its place.
 
-    .venv/bin/python bench/engine_and_server.py STORE MODEL QUESTIONS.jsonl      a line: {"question": "..."}
+.venv/bin/python bench/engine_and_server.py STORE MODEL QUESTIONS.jsonl      a line: {"question": "..."}
 """
 
 import json

@@ -6,7 +6,7 @@ from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from itertools import groupby
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -57,8 +57,9 @@ class TextBatch:
 
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: value.to(device) for name, value in tensors.items() if isinstance(value, Tensor)})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
 
 def collate(rows: list[tuple[Sequence, Masked]], length: int, first_positions: list[int] | None = None) -> TextBatch:
@@ -179,7 +180,8 @@ class TextBatches:
         free = max(phase.tokens for phase in self._phases) - self._phases[phase].tokens
         rng = np.random.default_rng([self._seed, phase, number, 1])
         moved: NDArray[np.int64] = rng.integers(0, free + 1, count) * (rng.random(count) < self._recipe.shifted)
-        return moved.tolist()
+        first_positions: list[int] = moved.tolist()
+        return first_positions
 
     def _row(self, phase: int, number: int) -> tuple[Sequence, Masked]:
         """The sequence of this number; of one with nothing but unknown words, which gives no loss, the next that has others."""

@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from cloze.failing import fail
+from model_store.manifest import Precision
 from model_store.store import DEFAULT_ROOT, Store, StoreError
 
 # What is wrong with one is said by who opens it, in one line.
@@ -213,6 +214,10 @@ def distill(
 @click.option(
     "--sequences", type=click.IntRange(min=1), default=1000, help="Masked sequences, and pairs of texts, to measure on."
 )
+@click.option("--tokens", type=click.IntRange(min=8), default=128, help="Of such a sequence, or what the model reads if less.")
+@click.option(
+    "--precision", type=click.Choice([str(p) for p in Precision]), default=str(Precision.FP32), help="Which graph of a bundle."
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.option("--model-store", type=_FOLDER, default=DEFAULT_ROOT, envvar="CLOZE_MODEL_STORE", help="Where bundle:NAME is.")
 @_device
@@ -226,6 +231,8 @@ def evaluate(
     stereotypes: Path | None,
     held_out: float,
     sequences: int,
+    tokens: int,
+    precision: str,
     as_json: bool,
     model_store: Path,
     device: str,
@@ -242,8 +249,8 @@ def evaluate(
     from export.train.evaluate import evaluate as measure
 
     how = _how(device, threads)
-    subject = open_subject(source, Store(model_store), how["device"])
-    data = Data(list(corpus), list(pairs), list(questions), held_out, stereotypes, sequences)
+    subject = open_subject(source, Store(model_store), how["device"], Precision(precision))
+    data = Data(list(corpus), list(pairs), list(questions), held_out, stereotypes, sequences, tokens)
     with tempfile.TemporaryDirectory(prefix="cloze-") as folder:
         figures = measure(subject, data, Path(folder), how["say"])
     if not figures:

@@ -1,12 +1,31 @@
 """The way of a checkpoint on one screen: load, build, verify, publish."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+import torch
 
 from export.checkpoint import Checkpoint, load_checkpoint
 from export.errors import ExportError
-from export.graph import round_to_fp16, write_graph
+from export.gate import pass_gate
+from export.graph import GraphWriter, round_weights
+from export.scorers import GraphScorer, TorchScorer
+from export.smoothing import smoothing
+from export.train.sentences import ScoredPair
 from export.verify import verify
-from model_store.manifest import Architecture, Embedding, Facts, Limits, Task, TokenizerFacts, Weights
+from model_store.manifest import (
+    Architecture,
+    Embedding,
+    Facts,
+    Gate,
+    Graph,
+    Limits,
+    LowerPrecision,
+    Precision,
+    Task,
+    TokenizerFacts,
+    Weights,
+)
 from model_store.store import Bundle, Store
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -20,7 +39,9 @@ def export(
     *,
     tasks: Sequence[Task] = (),
     revision: str | None = None,
+    precision: Precision = Precision.FP32,
     weights: Weights = Weights.FP32,
+    pairs: Sequence[ScoredPair] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
     """Turn a checkpoint into a published bundle, or raise and leave the store as it was.
@@ -31,11 +52,15 @@ def export(
         store: where to publish.
         tasks: what to export it for; everything its heads allow if not given.
         revision: the hub's branch, tag or commit.
-        weights: how matrices lie on disk; fp16 rounds them, and torch is compared with the same rounded ones.
+        precision: int8 writes a second graph beside the fp32 one.
+        weights: how matrices lie on disk; fp16 and int8 round them, and torch is compared with the same rounded ones. int8
+            keeps the integers of the int8 graph, for both graphs.
+        pairs: sentences with scores, which a rounded graph must rank as well as the checkpoint does.
         say: is told what happens, a line each.
 
     Raises:
-        ExportError: the checkpoint cannot be loaded, lacks a head, or its graph does not agree with torch.
+        ExportError: the checkpoint cannot be loaded, lacks a head, a graph does not agree with torch, or what was rounded loses
+            too much of the checkpoint (`export.gate`).
         StoreError: the store cannot be written.
     """
     say(f"loading {source}")
@@ -43,19 +68,37 @@ def export(
     for note in checkpoint.notes:
         say(f"  note: {note}")
     chosen = _choose_tasks(checkpoint, tasks)
-    if weights is Weights.FP16:
-        round_to_fp16(checkpoint.model)
-        for projection in checkpoint.recipe.projections:
-            round_to_fp16(projection)
+    _check_choices(chosen, precision, weights, pairs)
+    model, recipe = checkpoint.model, checkpoint.recipe
+    smooth = smoothing(model, checkpoint.tokenizer.size) if precision is Precision.INT8 else {}
+    original = TorchScorer(deepcopy(model), torch.device("cpu"), deepcopy(recipe))
+    round_weights(model, recipe, weights, smooth)
+    limits = _limits(checkpoint)
     with store.staging() as folder:
         say(f"writing the graph for {', '.join(chosen)}")
-        graph = write_graph(checkpoint.model, checkpoint.recipe, chosen, folder, weights)
+        writer = GraphWriter(model, recipe, chosen, folder, weights, smooth)
+        graph = writer.write()
         checkpoint.tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE), pretty=False)
         if checkpoint.card is not None:
             (folder / CARD_FILE).write_text(checkpoint.card, encoding="utf-8")
-        limits = _limits(checkpoint)
         say("comparing it with torch")
         parity = verify(folder, graph, checkpoint, chosen, limits.max_tokens)
+
+        def agreement(of: Graph) -> Gate:
+            """With the checkpoint as it came."""
+            scorer = GraphScorer(folder / of.file, chosen, token_types=model.config.type_vocab_size > 0)
+            return pass_gate(original, scorer, f"{of.precision} graph", checkpoint, chosen, limits.max_tokens, pairs)
+
+        gate = None if weights is Weights.FP32 else agreement(graph)
+        int8 = None
+        if precision is Precision.INT8:
+            say("writing the int8 graph and comparing it")
+            lower = writer.write(Precision.INT8)
+            int8 = LowerPrecision(
+                graph=lower,
+                parity=verify(folder, lower, checkpoint, chosen, limits.max_tokens),
+                gate=agreement(lower),
+            )
         facts = Facts(
             name=name,
             tasks=chosen,
@@ -67,8 +110,19 @@ def export(
             embedding=_embedding(checkpoint, limits) if Task.EMBED in chosen else None,
             graph=graph,
             parity=parity,
+            gate=gate,
+            int8=int8,
         )
         return store.publish(folder, facts)
+
+
+def _check_choices(tasks: Sequence[Task], precision: Precision, weights: Weights, pairs: Sequence[ScoredPair]) -> None:
+    if weights is Weights.INT8 and precision is not Precision.INT8:
+        raise ExportError("weights int8 are those of the int8 graph: ask for --precision int8 as well")
+    if pairs and Task.EMBED not in tasks:
+        raise ExportError("scored pairs are ranked by embeddings, which this export has not: leave out --gate-pairs")
+    if pairs and precision is Precision.FP32 and weights is Weights.FP32:
+        raise ExportError("scored pairs say what int8 or rounded weights lose: leave out --gate-pairs, or give --precision int8")
 
 
 def _choose_tasks(checkpoint: Checkpoint, asked: Sequence[Task]) -> tuple[Task, ...]:

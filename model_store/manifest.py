@@ -39,6 +39,8 @@ class Precision(StrEnum):
     """The arithmetic of a graph's matrix products."""
 
     FP32 = "fp32"
+    INT8 = "int8"
+    """Weights with a scale an output channel, activations with a scale a token; all else fp32."""
 
 
 class Weights(StrEnum):
@@ -47,6 +49,9 @@ class Weights(StrEnum):
     FP32 = "fp32"
     FP16 = "fp16"
     """Half the bytes; widened once, when a server opens the graph."""
+
+    INT8 = "int8"
+    """A quarter: the encoder's matrices and the word embeddings as the integers of the int8 graph, other matrices as fp16."""
 
 
 class Layout(StrEnum):
@@ -143,6 +148,28 @@ class Parity(Frozen):
     golden_file: FileName
 
 
+class Gate(Frozen):
+    """How far a graph agrees with its checkpoint as it came, before any rounding; what is under a limit is not published."""
+
+    measured: dict[str, float]
+    limits: dict[str, float]
+
+    @model_validator(mode="after")
+    def _is_passed(self) -> Self:
+        for name, limit in self.limits.items():
+            if not self.measured.get(name, float("nan")) >= limit:
+                raise ValueError(f"{name} is {self.measured.get(name)} and must be {limit}")
+        return self
+
+
+class LowerPrecision(Frozen):
+    """A second graph of the same weights, faster where the processor has instructions for it."""
+
+    graph: Graph
+    parity: Parity
+    gate: Gate
+
+
 class StoredFile(Frozen):
     """A file of the bundle."""
 
@@ -163,6 +190,8 @@ class Facts(Frozen):
     embedding: Embedding | None
     graph: Graph
     parity: Parity
+    gate: Gate | None = Field(None, description="of this graph, where its weights are rounded")
+    int8: LowerPrecision | None = None
 
     @model_validator(mode="after")
     def _tasks_have_what_they_need(self) -> Self:
@@ -183,7 +212,8 @@ class Manifest(Facts):
 
     @model_validator(mode="after")
     def _named_files_are_listed(self) -> Self:
-        for file in (self.tokenizer.file, self.graph.file, self.parity.golden_file):
+        graphs = [(self.graph, self.parity)] + ([(self.int8.graph, self.int8.parity)] if self.int8 else [])
+        for file in (self.tokenizer.file, *(name for graph, parity in graphs for name in (graph.file, parity.golden_file))):
             if file not in self.files:
                 raise ValueError(f"the file {file!r} is named but not listed under files")
         return self
@@ -192,6 +222,11 @@ class Manifest(Facts):
     def reference(self) -> str:
         """The full name, ``name@version``."""
         return f"{self.name}@{self.version}"
+
+    def graph_of(self, precision: Precision) -> Graph | None:
+        """The graph of a precision; None if the bundle has none."""
+        lower = self.int8.graph if self.int8 else None
+        return next((graph for graph in (self.graph, lower) if graph is not None and graph.precision is precision), None)
 
     def to_bytes(self) -> bytes:
         """The one serialisation: JSON whose last field, ``digest``, is the sha256 of all before it."""

@@ -26,7 +26,7 @@ def errors(actual: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[An
     found = {}
     for name, wanted in expected.items():
         given = actual[name]
-        if given.shape != wanted.shape or not np.isfinite(given).all():
+        if given.shape != wanted.shape or not (np.isfinite(given).all() and np.isfinite(wanted).all()):
             found[name] = float("inf")
         elif name == interface.TOP_IDS:
             agree = (given == wanted) | ~_is_settled(expected[interface.TOP_LOGITS], tolerance)

@@ -19,7 +19,7 @@ from fastapi import FastAPI
 
 from model_store import Bundle, Store, StoreError
 from service.api import STATUS, Health, create_api
-from service.core import BatchReport, Device, Engine, StartupError
+from service.core import AskedPrecision, BatchReport, Device, Engine, StartupError
 from service.engine import OnnxEngine
 from service.http import BoundedHeaders
 from service.metrics import Metrics
@@ -40,7 +40,7 @@ _JOIN_TIMEOUT_S = 5.0
 _BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
-EngineFactory = Callable[[Bundle, Device], Engine]
+EngineFactory = Callable[[Bundle, Device, AskedPrecision], Engine]
 
 _DRAIN_MARGIN_S = 5
 """How much longer uvicorn waits for connections than the scheduler for answers: for these to be written."""
@@ -63,7 +63,7 @@ class Service:
         self._settings = settings
         self._draining = False
         bundles = open_bundles(settings)
-        engines = [make_engine(bundle, settings.device) for bundle in bundles]
+        engines = [make_engine(bundle, settings.device, settings.precision) for bundle in bundles]
         references = [bundle.manifest.reference for bundle in bundles]
         tasks = {path: [b.manifest.reference for b in bundles if task in b.manifest.tasks] for path, task in TASK_ROUTES.items()}
         statuses = sorted({200, *(status for status, _ in STATUS.values())})
@@ -76,7 +76,9 @@ class Service:
             ready=lambda: not self._draining and self.dead() is None,
         )
         for bundle, engine in zip(bundles, engines, strict=True):
-            log.info("serving %s for %s on %s", bundle.manifest.reference, ", ".join(bundle.manifest.tasks), engine.device)
+            tasks_of_it = ", ".join(bundle.manifest.tasks)
+            precision = f"{engine.precision}, {engine.reason}"
+            log.info("serving %s for %s on %s in %s", bundle.manifest.reference, tasks_of_it, engine.device, precision)
 
     def api(self) -> FastAPI:
         """The HTTP application; when it shuts down, so does this service."""
@@ -133,6 +135,7 @@ class Service:
             bundle.manifest,
             Tokenizer(bundle),
             scheduler,
+            precision=engine.precision,
             limits=TaskLimits(
                 max_tokens=bundle.manifest.limits.max_tokens,
                 max_masks=settings.max_masks,

@@ -202,14 +202,26 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+class AskedPrecision(StrEnum):
+    """Which of a bundle's graphs to run."""
+
+    AUTO = "auto"
+    FP32 = "fp32"
+    INT8 = "int8"
+
+
 class Engine(Protocol):
     """The seam between scheduler and runtime. ``run`` is called by several threads at once.
 
     Attributes:
         device: where it runs, once that is settled.
+        precision: of the graph that it runs: ``fp32`` or ``int8``.
+        reason: why that one, for the log.
     """
 
     device: Device
+    precision: str
+    reason: str
 
     def run(self, batch: Sequence[Query]) -> list[Output]:
         """Answer queries of one length, in order. Raises whatever the runtime raises."""

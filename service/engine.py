@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,37 +12,58 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the official builds other
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from model_store import Bundle, Task
+from model_store import Bundle, Manifest, Task
 from model_store import interface as names
+from model_store.manifest import Graph, Parity
 from model_store.parity import errors
-from service.core import Device, Output, Query, StartupError
+from service.core import AskedPrecision, Device, Output, Query, StartupError
 
 Feeds = dict[str, NDArray[Any]]
 
 _CPU, _CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
+_NOTHING = np.zeros(0, np.int32)
+_NO_MASKS: Feeds = {
+    names.MASK_ROWS: _NOTHING,
+    names.TOP_K: np.ones(1, np.int64),
+    names.TARGET_MASKS: _NOTHING,
+    names.TARGET_IDS: _NOTHING,
+}
+
+_INT8_INSTRUCTIONS = frozenset({"avx512_vnni", "avx_vnni", "asimddp", "i8mm"})
+"""By their names in /proc/cpuinfo. Without one of them int8 is no faster than fp32, and on old AVX2 its sums may overflow."""
+
 
 class OnnxEngine:
-    """A session on one bundle's dense graph, its goldens checked before it answers anything.
+    """A session on one of a bundle's dense graphs, its goldens checked before it answers anything.
 
     Args:
         bundle: an opened, hence verified, bundle.
         device: where to run; CUDA that does not come up is an error, never a silent CPU.
+        precision: which graph to run; auto takes int8 on a processor with instructions for it.
 
     Raises:
-        StartupError: the device is not there, the graph does not load, or the goldens do not come back.
+        StartupError: the device is not there, the bundle lacks the precision, the graph does not load, or the goldens do
+            not come back.
     """
 
-    def __init__(self, bundle: Bundle, device: Device = Device.AUTO) -> None:
+    def __init__(self, bundle: Bundle, device: Device = Device.AUTO, precision: AskedPrecision = AskedPrecision.FP32) -> None:
         manifest = bundle.manifest
         self._name = manifest.reference
+        graph, parity, self.reason = _choose_graph(manifest, _provider(device), precision)
+        session = _open_session(bundle, graph, device)
+        if _provider(device) == _CUDA and session.get_providers()[0] == _CPU:  # auto, and the GPU did not come up
+            device = Device.CPU
+            graph, parity, self.reason = _choose_graph(manifest, _CPU, precision)
+            session = _open_session(bundle, graph, device)
+        self.precision = str(graph.precision)
         self._tasks = frozenset(manifest.tasks)
         self._has_token_types = manifest.architecture.type_vocab_size > 0
-        self._tolerance = manifest.parity.tolerance
-        self._session = _open_session(bundle, device)
+        self._tolerance = parity.tolerance
+        self._session = session
         self._outputs = [output.name for output in self._session.get_outputs()]
         self.device = Device.CUDA if self._session.get_providers()[0] == _CUDA else Device.CPU
-        self._goldens = json.loads(bundle.file(manifest.parity.golden_file).read_bytes())
+        self._goldens = json.loads(bundle.file(parity.golden_file).read_bytes())
         try:
             for golden in self._goldens:
                 self._check(golden)
@@ -61,11 +83,13 @@ class OnnxEngine:
     def _pack(self, batch: Sequence[Query]) -> tuple[Feeds, list[int]]:
         """The graph's inputs, and each query's number of masks."""
         length = len(batch[0])
-        feeds: Feeds = {names.INPUT_IDS: np.stack([query.input_ids for query in batch])}
+        feeds: Feeds = {names.INPUT_IDS: np.array([query.input_ids for query in batch])}
         if self._has_token_types:
-            feeds[names.TOKEN_TYPE_IDS] = np.stack([query.token_type_ids for query in batch])
+            feeds[names.TOKEN_TYPE_IDS] = np.array([query.token_type_ids for query in batch])
         counts = [len(query.masks) for query in batch]
-        if Task.FILL_MASK in self._tasks:
+        if Task.FILL_MASK in self._tasks and not any(counts):
+            feeds |= _NO_MASKS
+        elif Task.FILL_MASK in self._tasks:
             rows = [row * length + mask for row, query in enumerate(batch) for mask in query.masks]
             feeds[names.MASK_ROWS] = np.array(rows, np.int32)
             # Every target of a query is asked of each of its masks.
@@ -122,18 +146,53 @@ def _unpack(batch: Sequence[Query], values: dict[str, NDArray[Any]], counts: lis
     return outputs
 
 
-def _open_session(bundle: Bundle, device: Device) -> ort.InferenceSession:
+def _provider(device: Device) -> str:
+    there = ort.get_available_providers()
+    if device is Device.CUDA and _CUDA not in there:
+        raise StartupError(f"device cuda was asked for, but this onnxruntime has only {', '.join(there)}; install cloze[gpu]")
+    return _CPU if device is Device.CPU or _CUDA not in there else _CUDA
+
+
+def _choose_graph(manifest: Manifest, provider: str, asked: AskedPrecision) -> tuple[Graph, Parity, str]:
+    """The graph to run, its parity, and why it is this one."""
+    fp32 = manifest.graph, manifest.parity
+    if asked is AskedPrecision.FP32:
+        return *fp32, "as asked"
+    if provider != _CPU:
+        if asked is AskedPrecision.INT8:
+            raise StartupError("precision int8 was asked for, which runs on a CPU only; set the device to cpu")
+        return *fp32, "since int8 runs on a CPU only"
+    if manifest.int8 is None:
+        if asked is AskedPrecision.INT8:
+            raise StartupError(f"bundle {manifest.reference} has no int8 graph; export it with --precision int8")
+        return *fp32, "since the bundle has nothing else"
+    int8 = manifest.int8.graph, manifest.int8.parity
+    if asked is AskedPrecision.INT8:
+        return *int8, "as asked"
+    if there := sorted(_INT8_INSTRUCTIONS & _instructions()):
+        return *int8, f"since the processor has {', '.join(there)} and the bundle's gate was passed"
+    return *fp32, f"since the processor has none of {', '.join(sorted(_INT8_INSTRUCTIONS))}"
+
+
+def _instructions() -> set[str]:
+    """What Linux says the processor can do; nothing, where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return {word for line in lines if line.partition(":")[0].strip() in ("flags", "Features") for word in line.split()}
+
+
+def _open_session(bundle: Bundle, graph: Graph, device: Device) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads = 1  # one run is one thread; the scheduler's workers bring the cores
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    there = ort.get_available_providers()
-    if device is Device.CUDA and _CUDA not in there:
-        raise StartupError(f"device cuda was asked for, but this onnxruntime has only {', '.join(there)}; install cloze[gpu]")
-    providers = [_CPU] if device is Device.CPU or _CUDA not in there else [_CUDA, _CPU]
+    options.add_session_config_entry(*names.EXACT_INT8)
+    providers = [_CPU] if _provider(device) == _CPU else [_CUDA, _CPU]
     try:
-        session = ort.InferenceSession(bundle.file(bundle.manifest.graph.file), options, providers=providers)
+        session = ort.InferenceSession(bundle.file(graph.file), options, providers=providers)
     except Exception as error:
         raise StartupError(f"bundle {bundle.manifest.reference}: its graph does not load: {_first_line(error)}") from error
     session.disable_fallback()

@@ -20,6 +20,8 @@ class FakeEngine:
     """
 
     device = Device.CPU
+    precision = "fp32"
+    reason = "it is a fake"
 
     def __init__(self, poison: Callable[[Query], bool] = lambda _: False) -> None:
         self.batches: list[list[Query]] = []

@@ -45,6 +45,7 @@ class Pipeline:
         manifest: its bundle's.
         tokenizer: its bundle's.
         scheduler: runs its engine.
+        precision: of the graph that the engine runs.
         limits: the most that a request may ask of a task.
         request_timeout_s: after this a request fails with `DeadlineExceeded`.
     """
@@ -55,10 +56,12 @@ class Pipeline:
         tokenizer: Tokenizer,
         scheduler: Scheduler,
         *,
+        precision: str,
         limits: TaskLimits,
         request_timeout_s: float,
     ) -> None:
         self.manifest = manifest
+        self.precision = precision
         self.scheduler = scheduler
         self._tokenizer = tokenizer
         self._limits = limits

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model_store.store import DEFAULT_ROOT
-from service.core import Device, StartupError
+from service.core import AskedPrecision, Device, StartupError
 
 ENV_PREFIX = "CLOZE_"
 
@@ -56,8 +56,12 @@ class Settings(BaseSettings):
         description="bundles to serve, NAME or NAME@VERSION, comma-separated in the environment; none: the newest of each name",
     )
     device: Device = Field(Device.AUTO, description="auto, cpu or cuda; cuda that does not come up stops the start")
+    precision: AskedPrecision = Field(
+        AskedPrecision.AUTO,
+        description="arithmetic on a CPU; auto: int8 where the bundle has it and the processor has instructions for it",
+    )
     workers: int = Field(0, ge=0, le=1024, description="threads that run a model's batches; 0: one a core this process may use")
-    max_batch_tokens: int = Field(2048, ge=1, description="most tokens in a batch; on a CPU more gains nothing and delays others")
+    max_batch_tokens: int = Field(512, ge=1, description="most tokens in a batch; on a CPU more is slower, and delays others")
     max_queue_tokens: int = Field(
         262_144,
         ge=1,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from export.checkpoint import Checkpoint, load_checkpoint
 from export.errors import ExportError
-from export.graph import write_graph
+from export.graph import GraphWriter
 from export.publish import export
 from export.verify import verify
 from model_store import Store, Task
@@ -39,7 +39,7 @@ CASES = [
 
 
 def open_graph(checkpoint: Checkpoint, tasks: tuple[Task, ...], folder: Path) -> ort.InferenceSession:
-    graph = write_graph(checkpoint.model, checkpoint.recipe, tasks, folder)
+    graph = GraphWriter(checkpoint.model, checkpoint.recipe, tasks, folder).write()
     return ort.InferenceSession(folder / graph.file, providers=["CPUExecutionProvider"])
 
 
@@ -141,7 +141,7 @@ def test_any_mix_of_heads_gives_each_what_it_gives_alone(bert: ort.InferenceSess
 
 def test_fused_operators_are_all_there(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    operators = write_graph(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path).operators
+    operators = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path).write().operators
     layers = checkpoint.model.config.layers
     assert operators["MultiHeadAttention"] == layers
     assert operators["LayerNormalization"] == 2 * layers + 1
@@ -153,7 +153,7 @@ def test_fused_operators_are_all_there(checkpoints: dict[str, Path], tmp_path: P
 def test_the_runtime_does_not_fuse_what_is_slower_fused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """`SkipLayerNormalization` takes six times as long as its parts on a CPU (onnxruntime 1.31)."""
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    graph = write_graph(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path)
+    graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path).write()
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 3
@@ -165,7 +165,7 @@ def test_the_runtime_does_not_fuse_what_is_slower_fused(checkpoints: dict[str, P
 
 def test_the_tied_decoder_is_stored_once(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    write_graph(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path)
+    GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path).write()
     stored = (tmp_path / "weights.bin").stat().st_size
     assert stored < 4 * checkpoint.model.parameter_count() + 4096 * 100  # alignment; an untied copy would not fit for large V
 
@@ -173,7 +173,7 @@ def test_the_tied_decoder_is_stored_once(checkpoints: dict[str, Path], tmp_path:
 @pytest.mark.parametrize("damage", ["encoder.layers.1.down.weight", "masked_lm.transform.bias", "next_sentence.pooler.weight"])
 def test_a_graph_that_differs_from_torch_is_not_published(checkpoints: dict[str, Path], tmp_path: Path, damage: str) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    graph = write_graph(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path)
+    graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path).write()
     with torch.no_grad():
         checkpoint.model.get_parameter(damage)[0].add_(0.05)
     with pytest.raises(ExportError, match="differs from torch"):
@@ -183,7 +183,7 @@ def test_a_graph_that_differs_from_torch_is_not_published(checkpoints: dict[str,
 def test_a_graph_with_wrong_ids_is_not_published(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Right logits under wrong names."""
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    graph = write_graph(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path)
+    graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path).write()
     model = onnx.load(tmp_path / graph.file, load_external_data=False)
     node = next(node for node in model.graph.node if node.output[0] == names.TOP_IDS)
     one = onnx.numpy_helper.from_array(np.array(1), "one")

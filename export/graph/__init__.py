@@ -4,6 +4,6 @@
 together. The tensors that cross into the service are those of `model_store.interface`.
 """
 
-from export.graph.write import WEIGHTS_FILE, round_to_fp16, write_graph
+from export.graph.write import GraphWriter, round_weights
 
-__all__ = ["WEIGHTS_FILE", "round_to_fp16", "write_graph"]
+__all__ = ["GraphWriter", "round_weights"]

@@ -1,7 +1,10 @@
 """Collects nodes and weights, and saves them as an ONNX file with its weights beside it. Knows no BERT."""
 
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,18 @@ _ALIGNMENT = 4096  # bytes: a page, so that a runtime may map a weight instead o
 
 FUSED = "com.microsoft"
 """The domain of onnxruntime's fused operators."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A weight in a file: its bytes, and what they are."""
+
+    file: str
+    offset: int
+    length: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    checksum: int
 
 
 class GraphBuilder:
@@ -72,28 +87,42 @@ class GraphBuilder:
         """How often each operator stands in the graph, by name."""
         return dict(sorted(Counter(node.op_type for node in self._nodes).items()))
 
-    def save(self, graph_file: Path, weights_file: Path) -> None:
+    def save(self, graph_file: Path, weights_file: Path, there: Mapping[str, Stored] | None = None) -> dict[str, Stored]:
         """Write the graph, and its larger weights to a file beside it, so that no protobuf nears its 2 GB limit.
 
         Args:
             graph_file: the ``.onnx`` file to write.
-            weights_file: the raw weights, in the same folder.
+            weights_file: the raw weights, in the same folder; not written if all of them lie elsewhere.
+            there: weights that another graph of the same model has stored in that folder: they are shared, by name.
+
+        Returns:
+            Where this graph's larger weights lie.
         """
+        stored: dict[str, Stored] = {}
         initializers = []
-        with weights_file.open("wb") as stream:
+        with ExitStack() as files:
+            stream = None
             for name, array in self._weights.items():
                 tensor = TensorProto(name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))
                 if array.nbytes < _INLINE_BYTES:
                     tensor.raw_data = array.tobytes()
                 else:
-                    stream.write(b"\0" * (-stream.tell() % _ALIGNMENT))
-                    location = {"location": weights_file.name, "offset": stream.tell(), "length": array.nbytes}
+                    place, checksum = (there or {}).get(name), zlib.crc32(array.data)
+                    if place is None:
+                        stream = stream or files.enter_context(weights_file.open("wb"))
+                        stream.write(b"\0" * (-stream.tell() % _ALIGNMENT))
+                        place = Stored(weights_file.name, stream.tell(), array.nbytes, array.dtype, array.shape, checksum)
+                        stream.write(array.data)
+                    assert (place.dtype, place.shape, place.checksum) == (array.dtype, array.shape, checksum), (
+                        f"{name} is another weight in {place.file}"
+                    )
+                    stored[name] = place
                     tensor.data_location = TensorProto.EXTERNAL
-                    for key, value in location.items():
+                    for key, value in {"location": place.file, "offset": place.offset, "length": place.length}.items():
                         tensor.external_data.add(key=key, value=str(value))
-                    stream.write(array.data)
                 initializers.append(tensor)
         graph = helper.make_graph(self._nodes, "cloze", self._inputs, self._outputs, initializers)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(FUSED, 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="cloze")
         onnx.save_model(model, graph_file)
+        return stored

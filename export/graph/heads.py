@@ -5,19 +5,19 @@ from onnx import TensorProto
 
 from export.graph.builder import GraphBuilder
 from export.graph.layers import activated, dense, norm
+from export.graph.products import Fp32, Operand, Products
 from export.models.heads import MaskedLMHead, NextSentenceHead, SpanHead
 from export.sentence import EmbeddingRecipe, Pooling
 from model_store import interface
 
 
-def masked_lm(g: GraphBuilder, hidden: str, head: MaskedLMHead, activation: str) -> None:
+def masked_lm(g: GraphBuilder, products: Products, hidden: str, head: MaskedLMHead, activation: str) -> None:
     """Top-k, log-sum-exp and asked-for logits of ``mask_rows`` of ``hidden [T, H]``: k numbers leave, not V."""
     rows = g.op("Gather", [hidden, g.input(interface.MASK_ROWS, TensorProto.INT32, ["M"])], axis=0)
-    rows = activated(g, rows, "masked_lm.transform", head.transform, activation)
-    rows = norm(g, rows, "masked_lm.norm", head.norm)
-    # The decoder is the word embeddings [V, H], tied: one weight in the file, transposed by the product.
-    decoder = [g.weight("embeddings.word", head.decoder.weight), g.weight("masked_lm.decoder.bias", head.decoder.bias)]
-    logits = g.op("Gemm", [rows, *decoder], transB=1)  # [M, V]
+    transform = Fp32().product(g, Operand(rows), "masked_lm.transform", head.transform)
+    rows = norm(g, activated(g, transform, "masked_lm.transform", head.transform, activation), "masked_lm.norm", head.norm)
+    bias = g.weight("masked_lm.decoder.bias", head.decoder.bias)
+    logits = products.scores(g, rows, "embeddings.word", head.decoder.weight, bias)  # [M, V]; the decoder is the table, tied
 
     top = g.op("TopK", [logits, g.input(interface.TOP_K, TensorProto.INT64, [1])], outputs=2, axis=1)
     g.output(top, interface.TOP_LOGITS, TensorProto.FLOAT, ["M", "K"])

@@ -5,19 +5,14 @@ from torch import Tensor, nn
 from export.graph.builder import FUSED, GraphBuilder
 
 
-def matmul(g: GraphBuilder, x: str, name: str, linear: nn.Linear) -> str:
-    """``x @ W^T`` without the bias: [..., in] -> [..., out]."""
-    return g.op("MatMul", [x, g.weight(f"{name}.weight", linear.weight.t())])
-
-
 def dense(g: GraphBuilder, x: str, name: str, linear: nn.Linear) -> str:
-    """``x @ W^T + b``: [..., in] -> [..., out]."""
-    return g.op("Add", [matmul(g, x, name, linear), g.weight(f"{name}.bias", linear.bias)])
+    """``x @ W^T + b`` in fp32: [..., in] -> [..., out]."""
+    product = g.op("MatMul", [x, g.weight(f"{name}.weight", linear.weight.t())])
+    return g.op("Add", [product, g.weight(f"{name}.bias", linear.bias)])
 
 
-def activated(g: GraphBuilder, x: str, name: str, linear: nn.Linear, activation: str) -> str:
-    """``activation(x @ W^T + b)``, bias and activation fused where there is an operator for it."""
-    product = matmul(g, x, name, linear)
+def activated(g: GraphBuilder, product: str, name: str, linear: nn.Linear, activation: str) -> str:
+    """``activation(product + b)``, fused where there is an operator for it."""
     bias = g.weight(f"{name}.bias", linear.bias)
     match activation:
         case "gelu":

@@ -7,15 +7,17 @@ Biases of attention are folded exactly. With q' = q + b_q, k' = k + b_k, v' = v 
 """
 
 from onnx import TensorProto
+from torch import nn
 
 from export.graph.builder import FUSED, GraphBuilder
-from export.graph.layers import activated, matmul, residual_norm
+from export.graph.layers import activated, residual_norm
+from export.graph.products import Operand, Products
 from export.models import Model
 from export.models.encoder import Layer
 from model_store import interface
 
 
-def dense_trunk(g: GraphBuilder, model: Model) -> str:
+def dense_trunk(g: GraphBuilder, products: Products, model: Model) -> str:
     """Write inputs, embeddings and layers; returns the name of ``hidden [B, S, H]``."""
     embeddings = model.encoder.embeddings
     input_ids = g.input(interface.INPUT_IDS, TensorProto.INT32, ["B", "S"])
@@ -28,7 +30,7 @@ def dense_trunk(g: GraphBuilder, model: Model) -> str:
         [
             input_ids,
             types,
-            g.weight("embeddings.word", embeddings.word.weight),
+            products.table(g, "embeddings.word", embeddings.word.weight),
             g.weight("embeddings.position", embeddings.position.weight),
             type_weight,
             g.weight("embeddings.norm.weight", embeddings.norm.weight),
@@ -40,21 +42,25 @@ def dense_trunk(g: GraphBuilder, model: Model) -> str:
     )
     for number, layer in enumerate(model.encoder.layers):
         assert isinstance(layer, Layer)
-        hidden = _layer(g, hidden, f"layers.{number}", layer, model.config.activation)
+        hidden = _layer(g, products, hidden, f"layers.{number}", layer, model.config.activation)
     return hidden
 
 
-def _layer(g: GraphBuilder, x: str, name: str, layer: Layer, activation: str) -> str:
+def _layer(g: GraphBuilder, products: Products, x: str, name: str, layer: Layer, activation: str) -> str:
     attention = layer.attention
-    query_bias = g.weight(f"{name}.query.bias", attention.query.bias)
-    query = g.op("Add", [matmul(g, x, f"{name}.query", attention.query), query_bias])
-    key = matmul(g, x, f"{name}.key", attention.key)
-    value = matmul(g, x, f"{name}.value", attention.value)
-    context = g.op("MultiHeadAttention", [query, key, value], domain=FUSED, num_heads=attention.heads)
-    output = matmul(g, context, f"{name}.output", attention.output)
-    output_bias = attention.output.bias + attention.output.weight @ attention.value.bias
 
+    def product(x: Operand, part: str, linear: nn.Linear) -> str:
+        return products.product(g, x, f"{name}.{part}", linear)
+
+    entering = products.operand(g, x, f"{name}.query")
+    query = g.op("Add", [product(entering, "query", attention.query), g.weight(f"{name}.query.bias", attention.query.bias)])
+    key, value = product(entering, "key", attention.key), product(entering, "value", attention.value)
+    context = g.op("MultiHeadAttention", [query, key, value], domain=FUSED, num_heads=attention.heads)
+    output = product(products.operand(g, context, f"{name}.output"), "output", attention.output)
+    output_bias = attention.output.bias + attention.output.weight @ attention.value.bias
     x = residual_norm(g, output, x, f"{name}.attention_norm", output_bias, layer.attention_norm)
-    up = activated(g, x, f"{name}.up", layer.up, activation)
-    down = matmul(g, up, f"{name}.down", layer.down)
+
+    up = product(products.operand(g, x, f"{name}.up"), "up", layer.up)
+    up = activated(g, up, f"{name}.up", layer.up, activation)
+    down = product(products.operand(g, up, f"{name}.down"), "down", layer.down)
     return residual_norm(g, down, x, f"{name}.output_norm", layer.down.bias, layer.output_norm)

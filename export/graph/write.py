@@ -1,74 +1,113 @@
 """Writes the graph of a model: the trunk in one layout, and a head for each task."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from export.errors import ExportError
-from export.graph.builder import OPSET, GraphBuilder
+from export.graph.builder import OPSET, GraphBuilder, Stored
 from export.graph.heads import dense_embedding, masked_lm, next_sentence, span
+from export.graph.products import Fp32, Int8, Products, round_to_integers
 from export.graph.trunk import dense_trunk
 from export.models import Model
 from export.sentence import EmbeddingRecipe
 from model_store.manifest import Graph, Layout, Precision, Task, Weights
 
-GRAPH_FILE = "dense.onnx"
-WEIGHTS_FILE = "weights.bin"
+GRAPH_FILES = {Precision.FP32: "dense.onnx", Precision.INT8: "dense-int8.onnx"}
+WEIGHTS_FILES = {Precision.FP32: "weights.bin", Precision.INT8: "weights-int8.bin"}
 
 
-@torch.no_grad()
-def write_graph(
-    model: Model, recipe: EmbeddingRecipe, tasks: Collection[Task], folder: Path, weights: Weights = Weights.FP32
-) -> Graph:
-    """Write ``dense.onnx`` and ``weights.bin`` into a folder.
+class GraphWriter:
+    """Writes a model's graphs into one folder; weights that two of them have lie there once.
 
     Args:
         model: has the heads that the tasks need.
         recipe: how ``embed`` pools.
         tasks: which heads to write.
         folder: an existing folder.
-        weights: how matrices are kept; for fp16 the model's are such numbers already (`rounded`).
-
-    Returns:
-        What the manifest says of the graph.
+        weights: how matrices are kept; the model's are such numbers already (`round_weights`).
+        smoothing: of what is quantised, see `Int8`.
     """
-    g = GraphBuilder(half=weights is Weights.FP16)
-    hidden = dense_trunk(g, model)  # [B, S, H]
-    rows = g.op("Reshape", [hidden, g.weight("rows_shape", np.array([-1, model.config.hidden_size], np.int64))])  # [T, H]
-    if Task.FILL_MASK in tasks:
-        assert model.masked_lm is not None
-        masked_lm(g, rows, model.masked_lm, model.config.activation)
-    if Task.NSP in tasks:
-        assert model.next_sentence is not None
-        next_sentence(g, rows, model.next_sentence)
-    if Task.QA in tasks:
-        assert model.span is not None
-        span(g, rows, model.span)
-    if Task.EMBED in tasks:
-        dense_embedding(g, hidden, recipe, model.config.hidden_size)
-    g.save(folder / GRAPH_FILE, folder / WEIGHTS_FILE)
-    return Graph(
-        file=GRAPH_FILE,
-        layout=Layout.DENSE,
-        precision=Precision.FP32,
-        weights=weights,
-        opset=OPSET,
-        operators=g.operators(),
-    )
+
+    def __init__(
+        self,
+        model: Model,
+        recipe: EmbeddingRecipe,
+        tasks: Collection[Task],
+        folder: Path,
+        weights: Weights = Weights.FP32,
+        smoothing: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._model, self._recipe, self._tasks, self._folder, self._weights = model, recipe, tasks, folder, weights
+        self._smoothing = smoothing or {}
+        self._stored: dict[str, Stored] = {}
+
+    @torch.no_grad()
+    def write(self, precision: Precision = Precision.FP32) -> Graph:
+        """Write a graph of that precision, and those of its weights that are not there yet.
+
+        Returns:
+            What the manifest says of it.
+        """
+        model, tasks, integers = self._model, self._tasks, self._weights is Weights.INT8
+        products: Products
+        if precision is Precision.INT8:
+            products = Int8(self._smoothing, integers=integers)
+        else:
+            products = Fp32(self._smoothing if integers else None)
+        g = GraphBuilder(half=self._weights is not Weights.FP32)
+        hidden = dense_trunk(g, products, model)  # [B, S, H]
+        shape = g.weight("rows_shape", np.array([-1, model.config.hidden_size], np.int64))
+        rows = g.op("Reshape", [hidden, shape])  # [T, H]
+        if Task.FILL_MASK in tasks:
+            assert model.masked_lm is not None
+            masked_lm(g, products, rows, model.masked_lm, model.config.activation)
+        if Task.NSP in tasks:
+            assert model.next_sentence is not None
+            next_sentence(g, rows, model.next_sentence)
+        if Task.QA in tasks:
+            assert model.span is not None
+            span(g, rows, model.span)
+        if Task.EMBED in tasks:
+            dense_embedding(g, hidden, self._recipe, model.config.hidden_size)
+        file = GRAPH_FILES[precision]
+        self._stored |= g.save(self._folder / file, self._folder / WEIGHTS_FILES[precision], self._stored)
+        return Graph(
+            file=file,
+            layout=Layout.DENSE,
+            precision=precision,
+            weights=self._weights,
+            opset=OPSET,
+            operators=g.operators(),
+        )
 
 
-@torch.no_grad()
-def round_to_fp16(model: nn.Module) -> None:
-    """Round every matrix to the nearest fp16 number, in place, so that a graph that keeps them so is exact.
+def round_weights(model: Model, recipe: EmbeddingRecipe, weights: Weights, smoothing: Mapping[str, Tensor]) -> None:
+    """Give every matrix, in place, the nearest values that can be kept as ``weights``, so that the graph is exact.
+
+    Args:
+        model: its parameters.
+        recipe: its projections.
+        weights: what they are to be kept as; of int8, matrices outside the encoder and its word embeddings are kept as fp16.
+        smoothing: of what is kept as integers.
 
     Raises:
         ExportError: a weight is too large for fp16.
     """
-    for name, parameter in model.named_parameters():
-        if parameter.ndim > 1:
+    if weights is Weights.FP32:
+        return
+    integers = round_to_integers(model, smoothing) if weights is Weights.INT8 else set[Tensor]()
+    for module in (model, *recipe.projections):
+        _round_to_fp16(module, integers)
+
+
+@torch.no_grad()
+def _round_to_fp16(module: nn.Module, but: Collection[Tensor]) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.ndim > 1 and parameter not in but:
             rounded = parameter.half().float()
             if not rounded.isfinite().all():
                 raise ExportError(f"{name} holds {float(parameter.abs().max()):.3g}, which fp16 cannot; use fp32 weights")

@@ -77,6 +77,16 @@ class Layer(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.dropout = nn.Dropout(config.dropout)
 
+    def products(self) -> dict[str, tuple[nn.Linear, ...]]:
+        """The matrix products by name; those that share an input together, under the name of the first."""
+        attention = self.attention
+        return {
+            "query": (attention.query, attention.key, attention.value),
+            "output": (attention.output,),
+            "up": (self.up,),
+            "down": (self.down,),
+        }
+
     def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         """``x`` [B, S, H] -> [B, S, H]."""
         x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask)))

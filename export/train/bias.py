@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from export.scorers import Scorer
 from export.train.batches import equal_lengths
 from export.train.errors import TrainError
-from export.train.scorers import Scorer
 from export.train.vocabulary import special_ids
 
 

@@ -10,6 +10,7 @@ import torch
 from tokenizers import Tokenizer
 
 from export.checkpoint import load_checkpoint
+from export.scorers import GraphScorer, Scorer, TorchScorer
 from export.train.batches import equal_lengths
 from export.train.bias import read_stereotypes, stereotype_preference
 from export.train.corpus import Corpus, is_held_out, prepare_corpus
@@ -19,11 +20,10 @@ from export.train.pairs import IS_NEXT, Sentence, Sequence, Sequences
 from export.train.pretrain import make_masking, open_tokenizer
 from export.train.questions import answer, make_windows
 from export.train.recipe import Pretraining
-from export.train.scorers import BundleScorer, Scorer, TorchScorer
 from export.train.sentences import read_pairs, similarity
 from export.train.squad import read_questions, score
 from export.train.vocabulary import special_ids
-from model_store.manifest import Task
+from model_store.manifest import Precision, Task
 from model_store.store import Store
 
 _TOP = 5
@@ -39,8 +39,8 @@ class Subject:
     max_tokens: int
 
 
-def open_subject(source: str, store: Store, device: torch.device) -> Subject:
-    """A checkpoint's folder or hub id; or ``bundle:NAME[@VERSION]`` of the store.
+def open_subject(source: str, store: Store, device: torch.device, precision: Precision = Precision.FP32) -> Subject:
+    """A checkpoint's folder or hub id; or ``bundle:NAME[@VERSION]`` of the store, its graph of this precision.
 
     Raises:
         ExportError, StoreError: it cannot be opened.
@@ -48,7 +48,12 @@ def open_subject(source: str, store: Store, device: torch.device) -> Subject:
     if source.startswith("bundle:"):
         bundle = store.open(source.removeprefix("bundle:"))
         manifest = bundle.manifest
-        return Subject(BundleScorer(bundle), open_tokenizer(bundle.path), frozenset(manifest.tasks), manifest.limits.max_tokens)
+        graph = manifest.graph_of(precision)
+        if graph is None:
+            raise TrainError(f"bundle {manifest.reference} has no {precision} graph")
+        file, types = bundle.file(graph.file), manifest.architecture.type_vocab_size > 0
+        scorer: Scorer = GraphScorer(file, manifest.tasks, token_types=types)
+        return Subject(scorer, open_tokenizer(bundle.path), frozenset(manifest.tasks), manifest.limits.max_tokens)
     checkpoint = load_checkpoint(source)
     scorer = TorchScorer(checkpoint.model.to(device), device, checkpoint.recipe)
     positions = checkpoint.model.config.max_positions

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from export.models import Model
 from export.models.encoder import Encoder
+from export.scorers import TorchScorer
 from export.train.batches import TextBatch, TextBatches
 from export.train.card import write_card
 from export.train.corpus import Corpus, fingerprint, is_held_out, prepare_corpus, read_documents
@@ -22,7 +23,6 @@ from export.train.pairs import Sentence
 from export.train.recipe import Phase, Pretraining, PretrainRecipe, Vocabulary
 from export.train.run_folder import VOCABULARY, claim
 from export.train.save import save_checkpoint
-from export.train.scorers import TorchScorer
 from export.train.vocabulary import CONTINUATION, SPECIAL_TOKENS, save_vocabulary, special_ids, train_tokenizer
 
 CHECKPOINT = "checkpoint"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from export.checkpoint import load_checkpoint
 from export.models import Head, Model
+from export.scorers import Scorer, TorchScorer
 from export.train.batches import equal_lengths, padded_length, shuffled_batches
 from export.train.card import write_card
 from export.train.corpus import fingerprint, is_held_out
@@ -26,7 +27,6 @@ from export.train.pretrain import CHECKPOINT
 from export.train.recipe import QuestionsRecipe
 from export.train.run_folder import claim
 from export.train.save import save_checkpoint
-from export.train.scorers import Scorer, TorchScorer
 from export.train.squad import Question, read_questions, score
 from export.train.start import start_from
 from export.train.vocabulary import special_ids

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from export.checkpoint import load_checkpoint
 from export.models import Head
+from export.scorers import Scorer, TorchScorer
 from export.train.batches import TextBatch, TextBatches, equal_lengths, padded_length, shuffled_batches
 from export.train.card import write_card
 from export.train.corpus import Corpus, fingerprint, prepare_corpus
@@ -34,7 +35,6 @@ from export.train.pretrain import CHECKPOINT, text_batches
 from export.train.recipe import EmbedRecipe, Phase, Pretraining
 from export.train.run_folder import claim
 from export.train.save import save_checkpoint
-from export.train.scorers import Scorer, TorchScorer
 from export.train.start import start_from
 from export.train.vocabulary import SpecialIds, special_ids
 
@@ -291,7 +291,7 @@ def _text_batches(corpus: Corpus, heads: list[Head], recipe: EmbedRecipe, tokeni
     return text_batches(corpus, pretraining, [phase], tokenizer, recipe.seed, recipe.optimisation.accumulation)
 
 
-def _tokenize(pairs: list[ScoredPair], tokenizer: Tokenizer, tokens: int) -> list[tuple[list[int], list[int], float]]:
+def _tokenize(pairs: Sequence[ScoredPair], tokenizer: Tokenizer, tokens: int) -> list[tuple[list[int], list[int], float]]:
     encoded = [_truncated(e.ids, tokens) for e in tokenizer.encode_batch([text for p in pairs for text in (p.first, p.second)])]
     return [(encoded[2 * i], encoded[2 * i + 1], pair.score) for i, pair in enumerate(pairs)]
 
@@ -300,7 +300,7 @@ def _truncated(ids: list[int], tokens: int) -> list[int]:
     return ids if len(ids) <= tokens else [*ids[: tokens - 1], ids[-1]]
 
 
-def similarity(pairs: list[ScoredPair], tokenizer: Tokenizer, scorer: Scorer, tokens: int) -> float:
+def similarity(pairs: Sequence[ScoredPair], tokenizer: Tokenizer, scorer: Scorer, tokens: int) -> float:
     """Spearman's rank correlation of cosine and score, in [-1, 1]."""
     rows = [ids for a, b, _ in _tokenize(pairs, tokenizer, tokens) for ids in (a, b)]
     embeddings: NDArray[np.float32] | None = None

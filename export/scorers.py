@@ -1,7 +1,8 @@
-"""One face for what is evaluated: a torch checkpoint or an exported bundle. Rows of one call have one length: no padding."""
+"""One face for what is evaluated: a torch model or an exported graph. Rows of one call have one length: no padding."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,8 +13,7 @@ from torch import Tensor
 from export.models import Model
 from export.sentence import EmbeddingRecipe
 from model_store import interface as names
-from model_store.manifest import Manifest, Task
-from model_store.store import Bundle
+from model_store.manifest import Task
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
@@ -81,16 +81,21 @@ class TorchScorer:
         return hidden
 
 
-class BundleScorer:
-    """A bundle's own graph on onnxruntime, as it will be served."""
+class GraphScorer:
+    """An exported graph on onnxruntime, as it will be served.
 
-    def __init__(self, bundle: Bundle) -> None:
+    Args:
+        file: the graph, its weights beside it.
+        tasks: whose heads it has.
+        token_types: whether it takes them.
+    """
+
+    def __init__(self, file: Path, tasks: Iterable[Task], *, token_types: bool) -> None:
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        self._manifest: Manifest = bundle.manifest
-        self._session = ort.InferenceSession(
-            bundle.path / bundle.manifest.graph.file, options, providers=["CPUExecutionProvider"]
-        )
+        options.add_session_config_entry(*names.EXACT_INT8)
+        self._tasks, self._token_types = tuple(tasks), token_types
+        self._session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
     def masked(self, input_ids: Ids, token_type_ids: Ids, positions: Ids, labels: Ids, k: int) -> tuple[Ids, Floats]:
         """See `Scorer`."""
@@ -133,8 +138,8 @@ class BundleScorer:
             Task.QA: {},
         }
         feeds: dict[str, Array] = {names.INPUT_IDS: input_ids.astype(np.int32)}
-        if self._manifest.architecture.type_vocab_size:
+        if self._token_types:
             feeds[names.TOKEN_TYPE_IDS] = token_type_ids.astype(np.int32)
-        for other in self._manifest.tasks:
+        for other in self._tasks:
             feeds |= asked if other is task else nothing[other]
         return self._session.run(list(wanted), feeds)  # type: ignore[no-any-return]

@@ -1,0 +1,238 @@
+"""int8: exact in its integers, never depends on the batch, loses little, and is refused if it loses more."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import onnxruntime as ort
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto
+
+import service.engine
+from export.checkpoint import load_checkpoint
+from export.errors import ExportError
+from export.gate import LIMITS, pass_gate
+from export.gate_texts import SENTENCES
+from export.graph import GraphWriter
+from export.graph.builder import GraphBuilder
+from export.graph.products import Int8, quantise
+from export.models import Head, Model
+from export.publish import export
+from export.scorers import Floats, Ids, TorchScorer
+from export.smoothing import smoothing
+from export.train.evaluate import Data, evaluate, open_subject
+from export.train.sentences import ScoredPair
+from export.verify import verify
+from model_store import Store, Task
+from model_store import interface as names
+from model_store.manifest import Precision
+from service.core import AskedPrecision, Device, StartupError
+from service.engine import OnnxEngine
+from tests.conftest import minilm_checkpoint
+from tests.serving import running_server
+
+
+@pytest.mark.parametrize("kind", ["bert", "bert-qa", "distilbert"])
+def test_the_graph_is_int8_and_near_torch(kind: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Over the whole grid, all heads; and the encoder has no other product left."""
+    checkpoint = load_checkpoint(str(checkpoints[kind]))
+    smooth = smoothing(checkpoint.model, checkpoint.tokenizer.size)
+    writer = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path, smoothing=smooth)
+    writer.write()
+    graph = writer.write(Precision.INT8)
+    layers = checkpoint.model.config.layers
+    assert graph.operators["MatMulIntegerToFloat"] == 6 * layers + (Task.FILL_MASK in checkpoint.tasks)
+    verify(tmp_path, graph, checkpoint, checkpoint.tasks, 64)
+
+
+@settings(deadline=None, max_examples=30)
+@given(rows=st.integers(1, 9), inner=st.integers(1, 40), seed=st.integers(0, 99), smoothed=st.booleans())
+def test_a_product_is_exact_in_its_integers(
+    tmp_path_factory: pytest.TempPathFactory, rows: int, inner: int, seed: int, smoothed: bool
+) -> None:
+    torch.manual_seed(seed)
+    linear, smooth = torch.nn.Linear(inner, 7), torch.rand(inner) + 0.5
+    x = torch.randn(rows, inner) * torch.logspace(-3, 3, rows)[:, None]
+    if seed % 5 == 0:
+        x[0] = 0
+    g = GraphBuilder()
+    products = Int8({"w": smooth} if smoothed else {})
+    entering = products.operand(g, g.input("x", TensorProto.FLOAT, ["T", inner]), "w")
+    with torch.no_grad():
+        g.output(products.product(g, entering, "w", linear), "y", TensorProto.FLOAT, ["T", 7])
+    folder = tmp_path_factory.mktemp("product")
+    g.save(folder / "g.onnx", folder / "w.bin")
+    session = ort.InferenceSession(folder / "g.onnx", providers=["CPUExecutionProvider"])
+    actual = session.run(None, {"x": x.numpy()})[0]
+
+    divided, weight = (x * smooth.reciprocal(), linear.weight * smooth) if smoothed else (x, linear.weight)
+    integers, steps = quantise(weight.detach())
+    step = (divided.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
+    expected = ((divided / step).round().double() @ integers.double().T) * steps * step
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-12)
+
+
+@given(rows=st.integers(1, 8), columns=st.integers(1, 8), seed=st.integers(0, 99), scale=st.floats(1e-6, 1e6))
+def test_weights_are_at_most_half_a_step_off(rows: int, columns: int, seed: int, scale: float) -> None:
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * scale
+    integers, steps = quantise(weight)
+    assert integers.abs().max() <= 127
+    assert ((integers * steps[:, None] - weight).abs() <= steps[:, None] * 0.5001).all()
+
+
+@pytest.fixture(scope="module")
+def minilm_int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("int8")
+    words = [set(sentence.lower().split()) for sentence in SENTENCES]
+    pairs = [
+        ScoredPair(SENTENCES[i], SENTENCES[j], len(words[i] & words[j]) / len(words[i] | words[j]))
+        for i in range(len(SENTENCES))
+        for j in range(i)
+    ]
+    export(str(minilm_checkpoint()), "minilm", Store(root), tasks=[Task.EMBED], precision=Precision.INT8, pairs=pairs)
+    return root
+
+
+@pytest.fixture(scope="module")
+def session(minilm_int8: Path) -> ort.InferenceSession:
+    bundle = Store(minilm_int8).open("minilm")
+    assert bundle.manifest.int8 is not None
+    return ort.InferenceSession(bundle.file(bundle.manifest.int8.graph.file), providers=["CPUExecutionProvider"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(batch=st.integers(2, 12), length=st.integers(3, 40), seed=st.integers(0, 1000))
+def test_a_text_alone_is_what_it_is_in_any_batch(session: ort.InferenceSession, batch: int, length: int, seed: int) -> None:
+    ids = np.random.default_rng(seed).integers(1000, 30000, (batch, length)).astype(np.int32)
+
+    def run(rows: np.ndarray) -> np.ndarray:
+        feeds = {
+            names.INPUT_IDS: rows,
+            names.TOKEN_TYPE_IDS: np.zeros_like(rows),
+            names.EMBED_SEQUENCES: np.arange(len(rows), dtype=np.int32),
+        }
+        return session.run([names.EMBEDDINGS], feeds)[0]
+
+    together = run(ids)
+    for row in range(batch):
+        np.testing.assert_allclose(run(ids[row : row + 1])[0], together[row], atol=1e-5)
+
+
+def test_what_the_gate_measured_is_in_the_manifest_and_weights_are_stored_once(minilm_int8: Path) -> None:
+    bundle = Store(minilm_int8).open("minilm")
+    int8 = bundle.manifest.int8
+    assert int8 is not None
+    assert int8.gate.limits == {name: LIMITS[name] for name in int8.gate.measured}
+    assert int8.gate.measured["embedding_cosine_mean"] > 0.998
+    assert -0.003 <= int8.gate.measured["sts_spearman_change"] < 0.01
+    added = sum(bundle.manifest.files[name].size for name in (int8.graph.file, "weights-int8.bin"))
+    matrices = 6 * (4 * 384 * 384 + 2 * 384 * 1536)
+    assert matrices <= added < 1.1 * matrices, "the embeddings are those of the fp32 graph"
+
+
+def test_it_loses_next_to_nothing_on_sts(minilm_int8: Path, shared_data: Path, tmp_path: Path) -> None:
+    data = Data([], [shared_data / "eval" / "stsb-en-dev.csv"], [], 1.0)
+    found = {
+        precision: evaluate(
+            open_subject("bundle:minilm", Store(minilm_int8), torch.device("cpu"), precision), data, tmp_path, lambda _: None
+        )["sts_spearman"]
+        for precision in Precision
+    }
+    assert found[Precision.INT8] > found[Precision.FP32] - 0.003
+
+
+def test_a_checkpoint_that_loses_too_much_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """One weight of each row dwarfs the others, so that 127 steps leave these none."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "spoilt"
+    folder.mkdir()
+    for file in checkpoints["distilbert"].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "lin" in name and name.endswith("weight"):
+            tensor[:, 0] = 8.0
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ExportError, match=r"differs from torch by \S+, more than 2e-01|loses too much of this checkpoint"):
+        export(str(folder), "spoilt", Store(tmp_path / "store"), precision=Precision.INT8)
+    assert not Store(tmp_path / "store").references()
+
+
+class Spoilt(TorchScorer):
+    """A scorer whose third embedding is no number."""
+
+    calls = 0
+
+    def embed(self, input_ids: Ids) -> Floats:
+        self.calls += 1
+        return super().embed(input_ids) * np.float32(np.nan if self.calls == 3 else 1)
+
+
+def test_what_is_no_number_does_not_pass(checkpoints: dict[str, Path]) -> None:
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    good = TorchScorer(checkpoint.model, torch.device("cpu"), checkpoint.recipe)
+    spoilt = Spoilt(checkpoint.model, torch.device("cpu"), checkpoint.recipe)
+    assert pass_gate(good, good, "same", checkpoint, [Task.EMBED], 64).measured["embedding_cosine_mean"] == pytest.approx(1.0)
+    with pytest.raises(ExportError, match="the spoilt graph loses too much of this checkpoint: embedding_cosine_mean is nan"):
+        pass_gate(good, spoilt, "spoilt graph", checkpoint, [Task.EMBED], 64)
+
+
+def test_texts_are_cut_to_what_the_model_reads(checkpoints: dict[str, Path]) -> None:
+    """The gate's own texts are longer than a tiny model may allow, and one token type is all that it may have."""
+    checkpoint = load_checkpoint(str(checkpoints["bert-qa"]))
+    short = replace(checkpoint.model.config, max_positions=12, type_vocab_size=1)
+    checkpoint = replace(checkpoint, model=Model(short, [Head.SPAN]).eval())
+    scorer = TorchScorer(checkpoint.model, torch.device("cpu"))
+    assert pass_gate(scorer, scorer, "same", checkpoint, [Task.QA], 12).measured == {"qa_span_agreement": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("precision", "tasks", "line"),
+    [
+        (Precision.FP32, (Task.EMBED,), "scored pairs say what int8 or rounded weights lose"),
+        (Precision.INT8, (Task.FILL_MASK,), "scored pairs are ranked by embeddings, which this export has not"),
+    ],
+)
+def test_pairs_that_nothing_would_rank_are_refused(
+    precision: Precision, tasks: tuple[Task, ...], line: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    pairs = [ScoredPair("a", "b", 1.0)]
+    with pytest.raises(ExportError, match=line):
+        export(str(checkpoints["bert"]), "bert", Store(tmp_path), tasks=tasks, precision=precision, pairs=pairs)
+
+
+@pytest.mark.parametrize(
+    ("asked", "flags", "expected"),
+    [
+        ("auto", {"avx512_vnni", "sse"}, "int8: since the processor has avx512_vnni and the bundle's gate was passed"),
+        ("auto", {"sse"}, "fp32: since the processor has none of asimddp, avx512_vnni, avx_vnni, i8mm"),
+        ("int8", {"sse"}, "int8: as asked"),
+        ("fp32", {"avx512_vnni"}, "fp32: as asked"),
+    ],
+)
+def test_the_engine_says_what_it_chose_and_why(
+    asked: str, flags: set[str], expected: str, minilm_int8: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.engine, "_instructions", lambda: flags)
+    engine = OnnxEngine(Store(minilm_int8).open("minilm"), Device.CPU, AskedPrecision(asked))
+    assert f"{engine.precision}: {engine.reason}" == expected
+
+
+def test_a_bundle_without_int8(tiny_store: Path) -> None:
+    bundle = Store(tiny_store).open("bert")
+    assert OnnxEngine(bundle, Device.CPU, AskedPrecision.AUTO).reason == "since the bundle has nothing else"
+    with pytest.raises(StartupError, match="bundle bert@1 has no int8 graph; export it with --precision int8"):
+        OnnxEngine(bundle, Device.CPU, AskedPrecision.INT8)
+
+
+def test_the_server_logs_its_choice(minilm_int8: Path) -> None:
+    with running_server(minilm_int8, "--precision", "int8") as server:
+        assert any("serving minilm@1 for embed on cpu in int8, as asked" in line for line in server.log)
+        assert httpx.get(f"{server.url}/info").json()["model_dtype"] == "int8"
+        assert json.loads((minilm_int8 / "minilm/1/manifest.json").read_text())["int8"]["graph"]["precision"] == "int8"

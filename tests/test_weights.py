@@ -1,0 +1,99 @@
+"""How weights lie on disk: fp16 and int8 are smaller, and what they stand for is what both graphs compute with."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from export.checkpoint import load_checkpoint
+from export.errors import ExportError
+from export.gate import LIMITS
+from export.graph import round_weights
+from export.graph.products import quantise
+from export.publish import export
+from export.smoothing import smoothing
+from model_store import Store, Task
+from model_store.manifest import Manifest, Precision, Weights
+from service.core import AskedPrecision, Device, Query
+from service.engine import OnnxEngine
+
+KINDS = ("bert", "bert-qa", "distilbert")
+
+
+def weight_bytes(manifest: Manifest) -> int:
+    return sum(file.size for name, file in manifest.files.items() if name.endswith(".bin"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_halves_the_bytes(kind: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """What is published has passed parity with torch on the rounded weights, at fp32's tolerance."""
+    store = Store(tmp_path)
+    fp32 = export(str(checkpoints[kind]), "fp32", store).manifest
+    fp16 = export(str(checkpoints[kind]), "fp16", store, weights=Weights.FP16).manifest
+    assert fp16.graph.weights is Weights.FP16
+    assert fp16.parity.tolerance == fp32.parity.tolerance
+    assert weight_bytes(fp16) < 0.7 * weight_bytes(fp32)  # pages, and vectors that stay fp32: the models are tiny
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_int8_keeps_one_copy_for_both_graphs(
+    kind: str, checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("export.gate.LIMITS", dict.fromkeys(LIMITS, 0.0))  # random models' first choices are nearly ties
+    bundle = export(str(checkpoints[kind]), "int8", Store(tmp_path), precision=Precision.INT8, weights=Weights.INT8)
+    manifest = bundle.manifest
+    assert manifest.int8 is not None
+    assert max(manifest.parity.max_error.values()) <= manifest.parity.tolerance <= 1e-4
+    assert weight_bytes(manifest) < 0.55 * weight_bytes(export(str(checkpoints[kind]), "fp32", Store(tmp_path)).manifest)
+    assert "weights-int8.bin" not in manifest.files, "the int8 graph has no weight that the fp32 graph has not"
+    fp32, int8 = (OnnxEngine(bundle, Device.CPU, asked) for asked in (AskedPrecision.FP32, AskedPrecision.INT8))
+    rng = np.random.default_rng(0)
+    ids = rng.integers(5, manifest.architecture.vocab_size, 12).astype(np.int32)
+    query = Query(
+        ids,
+        np.zeros_like(ids),
+        masks=(1, 4) if Task.FILL_MASK in manifest.tasks else (),
+        top_k=3 if Task.FILL_MASK in manifest.tasks else 0,
+        embed=Task.EMBED in manifest.tasks,
+    )
+    one, other = fp32.run([query])[0], int8.run([query])[0]
+    for name in ("logsumexp", "embedding", "span_logits"):
+        if (expected := getattr(one, name)) is not None:
+            assert np.linalg.norm(getattr(other, name) - expected) < 0.1 * np.linalg.norm(expected), name
+
+
+def test_int8_weights_need_the_int8_graph(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match="weights int8 are those of the int8 graph: ask for --precision int8 as well"):
+        export(str(checkpoints["bert"]), "bert", Store(tmp_path), weights=Weights.INT8)
+
+
+@pytest.mark.parametrize(("weights", "smoothed"), [(Weights.FP16, False), (Weights.INT8, False), (Weights.INT8, True)])
+@torch.no_grad()
+def test_rounding_is_to_the_nearest_and_only_once(weights: Weights, smoothed: bool, checkpoints: dict[str, Path]) -> None:
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    model, recipe = checkpoint.model, checkpoint.recipe
+    smooth = smoothing(model, checkpoint.tokenizer.size) if smoothed else {}
+    before = [parameter.clone() for parameter in model.parameters()]
+    round_weights(model, recipe, weights, smooth)
+    once = [parameter.clone() for parameter in model.parameters()]
+    round_weights(model, recipe, weights, smooth)
+    moved = 0
+    for original, first, second in zip(before, once, model.parameters(), strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-6 if weights is Weights.INT8 else 0, atol=0)
+        moved += int(not torch.equal(original, first))
+        if not smoothed:
+            assert (original - first).abs().max() <= original.abs().max() / 250, "half a step of 127, and fp16's"
+    assert moved, "something was rounded"
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.integers(1, 8), columns=st.integers(1, 8), seed=st.integers(0, 99))
+def test_integers_of_what_integers_stand_for_are_the_same(rows: int, columns: int, seed: int) -> None:
+    """So that both graphs, each quantising the rounded model, find the same bytes."""
+    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+    integers, steps = quantise(weight)
+    again, _ = quantise(integers * steps[:, None])
+    assert torch.equal(integers, again)

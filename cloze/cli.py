@@ -1,4 +1,4 @@
-"""``cloze train | export | store | serve``: parses arguments, calls one room, prints, and turns its errors into one line."""
+"""``cloze train | export | store | serve | bench``: parses arguments, calls one room, prints; errors become one line."""
 
 import json
 import re
@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import click
 
+from cloze.bench import bench
 from cloze.failing import fail
 from cloze.train import train
-from model_store.manifest import NAME_PATTERN, Manifest, Precision, Task, Weights
+from model_store.manifest import NAME_PATTERN, Gate, Manifest, Precision, Task, Weights
 from model_store.store import DEFAULT_ROOT, Store, StoreError
 
 T = TypeVar("T")
@@ -65,18 +66,32 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     "--precision",
     type=click.Choice([str(p) for p in Precision]),
     default=str(Precision.FP32),
-    help="Arithmetic of the matrix products.",
+    help="Arithmetic of the matrix products; int8 adds a graph to the fp32 one, which stays.",
 )
 @click.option(
     "--weights",
     type=click.Choice([str(w) for w in Weights]),
     default=str(Weights.FP32),
-    help="How matrices lie on disk; fp16 rounds them and halves the bundle, arithmetic stays the precision's.",
+    help="How matrices lie on disk; fp16 rounds them and halves the bundle, int8, with --precision int8, quarters it. "
+    "Arithmetic stays the precision's.",
+)
+@click.option(
+    "--gate-pairs",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="CSV of sentence,sentence,score (STS-B), also .xz: int8 must rank them as well as the checkpoint does.",
 )
 @click.option("--revision", help="Branch, tag or commit of a hub id; the commit it names is pinned and recorded.")
 @_store_option
 def export(
-    source: str, name: str, tasks: tuple[str, ...], precision: str, weights: str, revision: str | None, model_store: Path
+    source: str,
+    name: str,
+    tasks: tuple[str, ...],
+    precision: str,
+    weights: str,
+    gate_pairs: tuple[Path, ...],
+    revision: str | None,
+    model_store: Path,
 ) -> None:
     r"""Turn a checkpoint into a bundle.
 
@@ -91,10 +106,11 @@ def export(
       cloze export ./my-bert --name my-bert
       cloze export google-bert/bert-base-uncased --name bert --revision 86b5e0934494bd15c9632b12f734a8a67f723594
     """
-    assert Precision(precision) is Precision.FP32, "the only one so far"
     try:
         from export.errors import ExportError
         from export.publish import export as export_checkpoint
+        from export.train.errors import TrainError
+        from export.train.sentences import read_pairs
     except ModuleNotFoundError as error:
         fail(f"export needs {error.name}, which the serving install leaves out; install cloze[cpu,export]")
     try:
@@ -104,19 +120,25 @@ def export(
             Store(model_store),
             tasks=[Task(task) for task in tasks],
             revision=revision,
+            precision=Precision(precision),
             weights=Weights(weights),
+            pairs=read_pairs(list(gate_pairs)) if gate_pairs else (),
             say=lambda line: click.echo(line, err=True),
         )
-    except (ExportError, StoreError) as error:
+    except (ExportError, TrainError, StoreError) as error:
         fail(str(error))
-    worst = max(bundle.manifest.parity.max_error.values(), default=0.0)
+    manifest = bundle.manifest
+    worst = max(manifest.parity.max_error.values(), default=0.0)
+    rounded = "" if manifest.graph.weights is Weights.FP32 else " of the same rounded weights"
     click.echo(
-        f"{bundle.manifest.reference}: {', '.join(bundle.manifest.tasks)}; "
-        f"differs from torch by {worst:.1e} at most; in {bundle.path}"
+        f"{manifest.reference}: {', '.join(manifest.tasks)}; differs from torch{rounded} by {worst:.1e} at most; in {bundle.path}"
     )
+    for title, gate in _gates(manifest).items():
+        click.echo(f"{title} beside the checkpoint: {_measured(gate)}")
 
 
 cli.add_command(train)
+cli.add_command(bench)
 
 
 @cli.group()
@@ -169,6 +191,18 @@ def remove(reference: str, model_store: Path) -> None:
     click.echo(f"removed {reference}")
 
 
+def _gates(manifest: Manifest) -> dict[str, Gate]:
+    """Of the graphs that something was rounded for, by precision."""
+    gates = {str(manifest.graph.precision): manifest.gate}
+    if manifest.int8 is not None:
+        gates[str(manifest.int8.graph.precision)] = manifest.int8.gate
+    return {precision: gate for precision, gate in gates.items() if gate is not None}
+
+
+def _measured(gate: Gate) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in gate.measured.items())
+
+
 def _describe(manifest: Manifest) -> str:
     sizes, source, graph, parity = manifest.architecture, manifest.source, manifest.graph, manifest.parity
     case = "uncased" if manifest.tokenizer.lowercase else "cased"
@@ -186,6 +220,7 @@ def _describe(manifest: Manifest) -> str:
         + f" (tolerance {parity.tolerance:.0e})",
         "files": ", ".join(f"{name} {file.size:,} bytes" for name, file in manifest.files.items()),
     }
+    lines |= {title: f"{_measured(gate)}, beside the checkpoint as it came" for title, gate in _gates(manifest).items()}
     if (recipe := manifest.embedding) is not None:
         prompts = f"; prompts {', '.join(recipe.prompts)}" if recipe.prompts else ""
         scaled = "normalised" if recipe.normalize else "not normalised"

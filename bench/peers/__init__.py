@@ -1,0 +1,1 @@
+"""Servers that people run today, measured beside ours."""

@@ -1,0 +1,49 @@
+"""FastAPI around a transformers pipeline, as people write it: one model, each request by itself on a thread, no batching.
+
+python -m bench.peers.pipeline_app CHECKPOINT {embed|fill-mask} PORT
+"""
+
+import sys
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI
+from pydantic import BaseModel
+from transformers import AutoModel, AutoTokenizer, pipeline
+
+
+class Inputs(BaseModel):
+    """A text."""
+
+    inputs: str
+
+
+def make_app(checkpoint: str, task: str) -> FastAPI:
+    """The application."""
+    app = FastAPI()
+    if task == "fill-mask":
+        fill = pipeline("fill-mask", model=checkpoint)
+
+        @app.post("/fill-mask")
+        def fill_mask(body: Inputs) -> Any:
+            return fill(body.inputs, tokenizer_kwargs={"truncation": True})
+    else:
+        tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModel.from_pretrained(checkpoint).eval()
+
+        @app.post("/embed")
+        def embed(body: Inputs) -> Any:
+            encoded = tokenizer(body.inputs, truncation=True, return_tensors="pt")
+            with torch.inference_mode():
+                hidden = model(**encoded).last_hidden_state  # [1, S, H]
+            return torch.nn.functional.normalize(hidden.mean(1), dim=-1).tolist()
+
+    @app.get("/healthz")
+    def healthz() -> dict[str, str]:
+        return {"status": "alive"}
+
+    return app
+
+
+if __name__ == "__main__":
+    uvicorn.run(make_app(sys.argv[1], sys.argv[2]), port=int(sys.argv[3]), log_level="warning")

@@ -1,0 +1,109 @@
+"""Shows a result: a table, and plots."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.result import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLUMNS = {"texts/s": "texts_per_s", "p50 ms": "p50", "p90 ms": "p90", "p99 ms": "p99", "p99.9 ms": "p99.9", "CPU s": "cpu_s"}
+
+
+def table(result: Result) -> str:
+    """Markdown: the machine, the starts, and a row for each subject under each load, medians over turns."""
+    lines = [f"# {result.model}", "", f"    {result.command}", ""]
+    lines += [f"- {name}: {value}" for name, value in result.machine.items()]
+    for environment, versions in result.versions.items():
+        lines += [f"- {environment}: " + ", ".join(f"{name} {value}" for name, value in versions.items())]
+    lines += ["- texts: " + ", ".join(f"{name} {value}" for name, value in result.texts.items()), f"- date: {result.date}", ""]
+    if result.starts:
+        lines += ["| | start to ready | memory then |", "|---|---|---|"]
+        lines += [f"| {start.subject} | {start.ready_s:.2f} s | {start.rss_mb:.0f} MB |" for start in result.starts] + [""]
+    turns = max((turn.turn for turn in result.turns), default=0) + 1
+    lines += [f"Medians of {turns} turns; all subjects in turn, on the same texts.", ""]
+    lines += ["| load | subject | " + " | ".join(_COLUMNS) + " | failed |", "|---|---|" + "---|" * (len(_COLUMNS) + 1)]
+    for load in result.loads():
+        for subject in result.subjects():
+            if not (found := result.of(subject, load)):
+                continue
+            cells = [_cell(result.median(subject, load, figure)) for figure in _COLUMNS.values()]
+            failed = sum(sum(turn.failed.values()) for turn in found)
+            lines.append(f"| {load} | {subject} | " + " | ".join(cells) + f" | {failed or ''} |")
+    return "\n".join([*lines, *_parts(result)]) + "\n"
+
+
+def _parts(result: Result) -> list[str]:
+    """Where the time goes, of the subjects that say so."""
+    rows = {(load, subject): result.parts(subject, load) for load in result.loads() for subject in result.subjects()}
+    rows = {place: parts for place, parts in rows.items() if parts}
+    if not rows:
+        return []
+    names = list(next(iter(rows.values())))
+    lines = ["", "Where a request's time in the server goes, ms on average:", ""]
+    lines += ["| load | subject | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
+    lines += [
+        f"| {load} | {who} | " + " | ".join(_cell(parts[name]) for name in names) + " |" for (load, who), parts in rows.items()
+    ]
+    return lines
+
+
+def _cell(value: float | None) -> str:
+    if not value:
+        return ""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _draw_parts(axes: "Axes", result: Result) -> None:
+    rows = [
+        (f"{subject}, {load}", parts)
+        for load in result.loads()
+        for subject in result.subjects()
+        if (parts := result.parts(subject, load))
+    ]
+    begins = [0.0] * len(rows)
+    for name in rows[0][1] if rows else ():
+        widths = [max(0.0, parts[name]) / sum(parts.values()) for _, parts in rows]
+        axes.barh([label for label, _ in rows], widths, left=begins, label=name)
+        begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
+    axes.set(title="Where a request's time goes", xlabel="share", xlim=(0, 1))
+    axes.tick_params(axis="y", labelsize="small")
+    axes.invert_yaxis()
+    if rows:
+        axes.legend(fontsize="small", loc="lower center", ncols=4, bbox_to_anchor=(0.5, -0.3))
+
+
+def draw(result: Result, file: Path) -> None:
+    """Plots as a PNG: throughput over clients, latency over load, where the time goes.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 4.5), layout="constrained")
+    throughput, latency, shares = figure.subplots(1, 3)
+    for subject in result.subjects():
+        closed = {int(load.split()[1]): load for load in result.loads() if load.startswith("closed") and result.of(subject, load)}
+        if closed:
+            found = [(clients, result.median(subject, load, "texts_per_s") or 0.0) for clients, load in sorted(closed.items())]
+            throughput.plot(*zip(*found, strict=True), marker="o", label=subject)
+        for kind in ("poisson", "recorded"):
+            opened = {
+                float(load.split()[1]): load for load in result.loads() if load.startswith(kind) and result.of(subject, load)
+            }
+            for percentile, style in (("p50", "-"), ("p99", "--")):
+                points = [
+                    (rate, value) for rate, load in sorted(opened.items()) if (value := result.median(subject, load, percentile))
+                ]
+                if points:
+                    latency.plot(*zip(*points, strict=True), style, marker=".", label=f"{subject}, {kind}, {percentile}")
+    throughput.set(title="Closed loop", xlabel="clients", ylabel="texts a second", xscale="log", ylim=(0, None))
+    latency.set(title="Open loop", xlabel="arrivals, share of its own capacity", ylabel="latency, ms", yscale="log")
+    _draw_parts(shares, result)
+    for axes in (throughput, latency):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize="small")
+    figure.savefig(file, dpi=110)

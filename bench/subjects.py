@@ -1,0 +1,208 @@
+"""What is measured: the engine alone, our server, and its peers. Each says how to start and how a text is sent to it."""
+
+import dataclasses
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import orjson
+from hdrh.histogram import HdrHistogram
+
+from bench.http_client import post
+from bench.load import Request, histogram
+from bench.processes import Running, free_port, running
+from model_store import Store, Task
+from service.core import AskedPrecision, Device, Query
+from service.engine import OnnxEngine
+from service.tokenizer import Tokenizer
+
+_WARM_UP = 20
+"""Runs of the engine before its latencies count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A server.
+
+    Attributes:
+        name: in tables.
+        command: starts it; ``{port}`` stands for the port.
+        path: where texts are posted.
+        ready_path: answers 200 once it is ready.
+        field: of the body that holds the texts.
+        extra: further fields of the body.
+        environment: variables besides this process's own, less those that set Cloze.
+        parts: whether its `/metrics` says where a request's time went.
+        lists: whether a request may hold several texts.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    path: str
+    ready_path: str
+    field: str = "inputs"
+    extra: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    parts: bool = False
+    lists: bool = True
+
+    def start(self) -> AbstractContextManager[Running]:
+        """Run it while the context lasts."""
+        port = free_port()
+        own = {name: value for name, value in os.environ.items() if not name.startswith("CLOZE_")}
+        command = [part.format(port=port) for part in self.command]
+        return running(command, f"http://127.0.0.1:{port}", self.ready_path, environment=own | dict(self.environment))
+
+    def requests(self, texts: Sequence[str], *, each: int = 1) -> list[Request]:
+        """The texts as requests of ``each``; a single one is sent as a string."""
+        groups = [texts[at : at + each] for at in range(0, len(texts), each)]
+        return [
+            Request(
+                post(self.path, orjson.dumps({self.field: group[0] if each == 1 else list(group)} | dict(self.extra))), len(group)
+            )
+            for group in groups
+        ]
+
+
+def cloze(name: str, bundle: str, store: Path, path: str, precision: AskedPrecision) -> Served:
+    """Our server on one bundle, in this environment, as it is unless told otherwise."""
+    own = ("--model", bundle, "--model-store", str(store), "--device", "cpu", "--precision", str(precision))
+    command = (sys.executable, "-m", "cloze", "serve", "--port", "{port}", *own)
+    return Served(name, command, path, "/readyz", parts=True)
+
+
+def infinity(python: str, checkpoint: Path, engine: str) -> Served:
+    """infinity-emb, in an environment of its own.
+
+    Args:
+        python: its environment's interpreter.
+        checkpoint: a Hugging Face directory.
+        engine: ``torch`` or ``optimum``.
+    """
+    model = str(checkpoint.resolve())
+    infinity_emb = str(Path(python).parent / "infinity_emb")
+    options: tuple[str, ...] = (
+        "--model-id",
+        model,
+        "--served-model-name",
+        "m",
+        "--engine",
+        engine,
+        "--device",
+        "cpu",
+        "--port",
+        "{port}",
+    )
+    options += ("--onnx-do-not-prefer-quantized",) if engine == "optimum" else ()
+    offline = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
+    return Served(
+        f"infinity-emb {engine}", (infinity_emb, "v2", *options), "/embeddings", "/health", "input", {"model": "m"}, offline
+    )
+
+
+def pipeline(python: str, checkpoint: Path, task: Task) -> Served:
+    """FastAPI around a transformers pipeline."""
+    command = (python, "-m", "bench.peers.pipeline_app", str(checkpoint.resolve()), str(task), "{port}")
+    return Served("FastAPI + transformers", command, f"/{task}", "/healthz", environment={"HF_HUB_OFFLINE": "1"}, lists=False)
+
+
+class EngineAlone:
+    """A bundle's engine without a server: the most that these texts can give.
+
+    Args:
+        bundle: its name.
+        store: where it is.
+        task: what every text is asked.
+        texts: already those of the task.
+        workers: threads, as a server has.
+        max_batch_tokens: as a server has.
+        precision: as a server is asked for.
+    """
+
+    def __init__(
+        self,
+        bundle: str,
+        store: Path,
+        task: Task,
+        texts: Sequence[str],
+        *,
+        workers: int,
+        max_batch_tokens: int,
+        precision: AskedPrecision,
+    ) -> None:
+        opened = Store(store).open(bundle)
+        self._engine, self._workers = OnnxEngine(opened, Device.CPU, precision), workers
+        tokenizer, manifest = Tokenizer(opened), opened.manifest
+        limit = manifest.embedding.max_tokens if manifest.embedding and task is Task.EMBED else manifest.limits.max_tokens
+        groups: dict[int, list[Query]] = defaultdict(list)
+        self._queries: list[Query] = []
+        for ids in tokenizer.ids(texts):
+            sequence = np.array(tokenizer.single(ids, limit)[0], np.int32)
+            masks = np.flatnonzero(sequence == tokenizer.mask_id).tolist() if task is Task.FILL_MASK else []
+            query = Query(sequence, np.zeros_like(sequence), masks=masks, top_k=5 if masks else 0, embed=task is Task.EMBED)
+            groups[len(sequence)].append(query)
+            self._queries.append(query)
+        self._batches = [
+            group[at : at + size]
+            for length, group in sorted(groups.items())
+            for size in (max(1, max_batch_tokens // length),)
+            for at in range(0, len(group), size)
+        ]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each text."""
+        return [len(query) for query in self._queries]
+
+    def run(self, seconds: float) -> float:
+        """Texts a second over whole rounds of all texts, for about so many seconds."""
+        rounds, started = 0, time.perf_counter()
+        while not rounds or time.perf_counter() - started < seconds:
+            self._round()
+            rounds += 1
+        return rounds * len(self._queries) / (time.perf_counter() - started)
+
+    def one_at_a_time(self, seconds: float) -> HdrHistogram:
+        """Latencies in microseconds of single texts, one after the other, in the texts' order."""
+        found = histogram()
+        for query in self._queries[:_WARM_UP]:
+            self._engine.run([query])
+        end = time.perf_counter() + seconds
+        number = 0
+        while (begin := time.perf_counter()) < end:
+            self._engine.run([self._queries[number % len(self._queries)]])
+            found.record_value(max(1, round((time.perf_counter() - begin) * 1e6)))
+            number += 1
+        return found
+
+    def _round(self) -> None:
+        """Every batch once, the longest first, by all workers."""
+        left = list(self._batches)
+        lock = threading.Lock()
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                while True:
+                    with lock:
+                        if not left or failed:
+                            return
+                        batch = left.pop()
+                    self._engine.run(batch)
+            except BaseException as error:
+                failed.append(error)
+
+        threads = [threading.Thread(target=work) for _ in range(self._workers)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]

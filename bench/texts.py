@@ -1,0 +1,89 @@
+"""What is sent: texts of real lengths. A file of one's own, or words of the model's vocabulary in lengths that were measured."""
+
+import json
+import lzma
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from model_store import Bundle
+
+_QUESTION_WORDS = {7: 47, 8: 817, 9: 438, 10: 208, 11: 143, 12: 63, 13: 41, 14: 18, 15: 15, 16: 7, 17: 6, 18: 1, 19: 1}
+"""Words of 1,805 real search questions (Natural Questions): how many had so many."""
+
+_MIX = ((0.75, "question"), (0.20, "sentence"), (0.05, "passage"))
+"""What an embedding service reads: mostly queries, some sentences, few passages to index."""
+
+_SENTENCE_WORDS, _PASSAGE_WORDS = (20, 0.5), (120, 0.5)
+"""Median and sigma of log-normal word counts."""
+
+_LARGEST = 350
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts and where they came from."""
+
+    texts: list[str]
+    source: str
+
+
+def read_texts(file: Path, limit: int) -> Texts:
+    """One text a line, or JSON lines with ``text`` or ``question``; also ``.xz``.
+
+    Raises:
+        ValueError: there is none, or a line is no such object.
+        OSError: it cannot be read.
+    """
+    data = file.read_bytes()
+    lines = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8").splitlines()
+    texts = [_text_of(line) if ".jsonl" in file.suffixes else line for line in lines if line.strip()][:limit]
+    if not texts:
+        raise ValueError(f"{file} has no text")
+    return Texts(texts, file.name)
+
+
+def _text_of(line: str) -> str:
+    row = json.loads(line)
+    text = row.get("text", row.get("question")) if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise ValueError(f"a line has neither text nor question: {line[:80]}")
+    return text
+
+
+def make_texts(words: Sequence[str], count: int, seed: int = 0) -> Texts:
+    """``count`` texts of random words; the same for one seed."""
+    rng = np.random.default_rng(seed)
+    lengths = np.fromiter((_length(rng) for _ in range(count)), int, count)
+    chosen = rng.integers(len(words), size=lengths.sum())
+    ends = np.cumsum(lengths)
+    texts = [" ".join(words[i] for i in chosen[end - size : end]) for end, size in zip(ends, lengths, strict=True)]
+    return Texts(texts, f"{count} of random words: 75 % as long as search questions, 20 % as sentences, 5 % as passages")
+
+
+def _length(rng: np.random.Generator) -> int:
+    kind = rng.choice([name for _, name in _MIX], p=[share for share, _ in _MIX])
+    if kind == "question":
+        counts = np.array(list(_QUESTION_WORDS.values()))
+        return int(rng.choice(list(_QUESTION_WORDS), p=counts / counts.sum()))
+    median, sigma = _SENTENCE_WORDS if kind == "sentence" else _PASSAGE_WORDS
+    return int(np.clip(rng.lognormal(np.log(median), sigma), 3, _LARGEST))
+
+
+def words_of(bundle: Bundle) -> list[str]:
+    """The whole words of a bundle's vocabulary: ASCII letters, three or more."""
+    tokenizer = Tokenizer.from_file(str(bundle.file(bundle.manifest.tokenizer.file)))
+    return sorted(word for word in tokenizer.get_vocab() if len(word) > 2 and word.isascii() and word.isalpha())
+
+
+def mask_a_word(texts: Texts, mask: str) -> Texts:
+    """The same texts, each with its middle word masked."""
+    masked = []
+    for text in texts.texts:
+        words = text.split()
+        words[len(words) // 2] = mask
+        masked.append(" ".join(words))
+    return Texts(masked, texts.source)

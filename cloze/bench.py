@@ -1,0 +1,204 @@
+"""``cloze bench``: parses arguments, calls `bench`, prints. What is measured and how is told in docs/benchmark.md."""
+
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from cloze.failing import fail
+from model_store.manifest import Precision, Task
+from model_store.store import DEFAULT_ROOT, Store, StoreError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from bench.texts import Texts
+
+
+@click.group()
+def bench() -> None:
+    """Measure: the engine alone, the server, and its peers, in turns in one run."""
+
+
+def _numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(float(part) for part in value.split(",") if part)
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) <= 0:
+        raise click.BadParameter(f"numbers above 0 with commas between them, got {value!r}")
+    return numbers
+
+
+@bench.command()
+@click.option("--model", "models", multiple=True, default=("cloze-bert",), help="A bundle; may be repeated, to compare two.")
+@click.option(
+    "--model-store", type=click.Path(path_type=Path), default=DEFAULT_ROOT, envvar="CLOZE_MODEL_STORE", help="Its folder."
+)
+@click.option("--task", type=click.Choice(["embed", "fill-mask"]), default="embed")
+@click.option(
+    "--texts", type=click.Path(path_type=Path), help="A text a line, or .jsonl (text or question); unless given, made up."
+)
+@click.option("--count", type=click.IntRange(min=1), default=2000, help="How many texts.")
+@click.option("--clients", default="1,32", callback=_numbers, help="Of the closed loops.")
+@click.option("--shares", default="0.3,0.5,0.7,0.9", callback=_numbers, help="Of the open loops, of what the closed loop gave.")
+@click.option("--arrivals", type=click.Path(path_type=Path), help="CSV of recorded arrival times (column timestamp).")
+@click.option("--each", type=click.IntRange(min=1), default=1, help="Texts a request.")
+@click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, help="Of each load.")
+@click.option("--turns", type=click.IntRange(min=1), default=3)
+@click.option(
+    "--precision",
+    "precisions",
+    multiple=True,
+    type=click.Choice([str(p) for p in Precision] + ["auto"]),
+    default=("auto",),
+    help="Of engine and server; may be repeated, to compare.",
+)
+@click.option("--infinity", metavar="PYTHON", help="Interpreter of an environment with infinity-emb; needs --checkpoint.")
+@click.option(
+    "--pipeline", metavar="PYTHON", help="Interpreter of an environment with transformers and FastAPI; needs --checkpoint."
+)
+@click.option("--checkpoint", type=click.Path(path_type=Path), help="The bundle's weights as peers read them.")
+@click.option("--out", type=click.Path(path_type=Path), help="Where to write NAME.json, NAME.md and NAME.png (give NAME).")
+def run(
+    models: tuple[str, ...],
+    model_store: Path,
+    task: str,
+    texts: Path | None,
+    count: int,
+    clients: tuple[float, ...],
+    shares: tuple[float, ...],
+    arrivals: Path | None,
+    each: int,
+    seconds: float,
+    turns: int,
+    precisions: tuple[str, ...],
+    infinity: str | None,
+    pipeline: str | None,
+    checkpoint: Path | None,
+    out: Path | None,
+) -> None:
+    """Measure and print a table; with --out, write it, the figures as JSON, and plots."""
+    try:
+        from bench import subjects
+        from bench.errors import BenchError
+        from bench.report import draw, table
+        from bench.result import Result, describe_machine, installed
+        from bench.run import Plan, measure
+        from service.core import AskedPrecision, StartupError
+        from service.settings import Settings, available_cpus
+    except ModuleNotFoundError as error:
+        fail(f"bench needs {error.name}, which the serving install leaves out; install cloze[cpu,bench]")
+    if (infinity or pipeline) and checkpoint is None:
+        fail("peers need the weights as a checkpoint: give --checkpoint")
+    pythons = {"Cloze": sys.executable, "infinity-emb": infinity, "pipeline": pipeline}
+    asked, route, threads = Task(task), f"/{task}", available_cpus()
+    try:
+        if out is not None:  # better told now than at the end
+            out.parent.mkdir(parents=True, exist_ok=True)
+            Path(f"{out}.json").touch()
+        chosen = _texts(texts, models[0], Store(model_store), count, asked)
+        ours = [
+            (name, precision, name if precision == "auto" else f"{name} {precision}")
+            for name in models
+            for precision in precisions
+        ]
+        engines = {
+            f"{title} engine": partial(
+                subjects.EngineAlone,
+                name,
+                model_store,
+                asked,
+                chosen.texts,
+                workers=threads,
+                max_batch_tokens=Settings.model_fields["max_batch_tokens"].default,
+                precision=AskedPrecision(precision),
+            )
+            for name, precision, title in ours
+        }
+        servers = [
+            subjects.cloze(f"{title} server", name, model_store, route, AskedPrecision(precision))
+            for name, precision, title in ours
+        ]
+        if checkpoint and infinity:
+            servers += [subjects.infinity(infinity, checkpoint, engine) for engine in ("torch", "optimum")]
+        if checkpoint and pipeline:
+            servers.append(subjects.pipeline(pipeline, checkpoint, asked))
+        versions = {title: installed(python) for title, python in pythons.items() if python}
+        lengths = next(iter(engines.values()))().lengths
+        plan = Plan(
+            clients=tuple(int(number) for number in clients),
+            shares=shares,
+            arrivals=_arrivals(arrivals) if arrivals else None,
+            texts_per_request=each,
+            seconds=seconds,
+            turns=turns,
+        )
+        found, starts = measure(engines, servers, chosen.texts, plan, lambda line: click.echo(line, err=True))
+    except (BenchError, StoreError, StartupError, subprocess.CalledProcessError, ValueError, OSError) as error:
+        fail(str(error))
+    result = Result(
+        command=shlex.join(["cloze", *sys.argv[1:]]),
+        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+        machine=describe_machine(threads),
+        versions=versions,
+        model=", ".join(Store(model_store).manifest(name).reference for name in models) + f", {task}",
+        texts={"from": chosen.source, "count": len(chosen.texts), "mean tokens": round(sum(lengths) / len(lengths), 1)},
+        turns=found,
+        starts=starts,
+    )
+    click.echo(table(result))
+    if out is not None:
+        Path(f"{out}.json").write_text(result.to_json())
+        Path(f"{out}.md").write_text(table(result))
+        draw(result, Path(f"{out}.png"))
+
+
+@bench.command()
+@click.argument("before", type=click.Path(path_type=Path))
+@click.argument("after", type=click.Path(path_type=Path))
+@click.option("--all", "every", is_flag=True, help="Also what did not move.")
+def compare(before: Path, after: Path, every: bool) -> None:
+    """Name what moved from one result (JSON) to another, beyond what their turns differ among themselves."""
+    try:
+        from bench.compare import compare as compare_results
+        from bench.compare import table
+        from bench.result import Result
+    except ModuleNotFoundError as error:
+        fail(f"bench needs {error.name}, which the serving install leaves out; install cloze[cpu,bench]")
+    try:
+        moves = compare_results(Result.from_json(before), Result.from_json(after))
+    except (OSError, ValueError) as error:
+        fail(str(error))
+    click.echo(table(moves, every=every), nl=False)
+
+
+def _texts(file: Path | None, model: str, store: Store, count: int, task: Task) -> "Texts":
+    """What to send: for fill-mask, each with one word masked."""
+    from bench.texts import make_texts, mask_a_word, read_texts, words_of
+
+    bundle = store.open(model)
+    texts = read_texts(file, count) if file else make_texts(words_of(bundle), count)
+    return mask_a_word(texts, bundle.manifest.tokenizer.mask_token or "") if task is Task.FILL_MASK else texts
+
+
+def _arrivals(file: Path) -> "NDArray[np.float64]":
+    """Seconds since the first, of a CSV with a column ``timestamp``."""
+    import csv
+
+    import numpy as np
+
+    with file.open(newline="") as stream:
+        reader = csv.DictReader(stream)
+        if "timestamp" not in (reader.fieldnames or ()):
+            raise ValueError(f"{file} has no column 'timestamp'")
+        times = [datetime.fromisoformat(row["timestamp"][:26]).timestamp() for row in reader]
+    if len(times) < 2 or times[0] == times[-1]:
+        raise ValueError(f"{file} has fewer than two arrival times")
+    return np.sort(np.asarray(times)) - min(times)

@@ -1,0 +1,282 @@
+"""The benchmark measures what it says: real servers, a server that stalls, arithmetic on made results."""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.compare import compare
+from bench.errors import BenchError
+from bench.http_client import Connection, post
+from bench.load import Request, closed_loop, open_loop, poisson, rescaled
+from bench.processes import running
+from bench.report import table
+from bench.result import Result, Turn
+from bench.texts import make_texts, mask_a_word, read_texts
+from cloze.cli import cli
+from tests.serving import Server
+
+WORDS = ["river", "stone", "house", "winter"]
+
+
+@contextmanager
+def stub(stall: tuple[float, float] = (0.0, 0.0), delay: float = 0.0) -> Iterator[str]:
+    """A server that answers after ``delay``, but nobody between ``stall``'s two seconds after its first request."""
+    loop = asyncio.new_event_loop()
+    first: list[float] = []
+    writers: list[asyncio.StreamWriter] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while head := await reader.readuntil(b"\r\n\r\n"):
+            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+            first.append(time.perf_counter())
+            since = time.perf_counter() - first[0]
+            if stall[0] <= since < stall[1]:
+                await asyncio.sleep(stall[1] - since)
+            await asyncio.sleep(delay)
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n[]")
+
+    async def handle_quietly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        with suppress(asyncio.IncompleteReadError):
+            await handle(reader, writer)
+
+    server = loop.run_until_complete(asyncio.start_server(handle_quietly, "127.0.0.1", 0))
+    thread = Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+
+        async def end() -> None:
+            server.close()
+            for writer in writers:
+                writer.close()
+                await writer.wait_closed()
+
+        asyncio.run_coroutine_threadsafe(end(), loop).result(5)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(5)
+        loop.close()
+
+
+REQUESTS = [Request(post("/embed", b'{"inputs": "a"}'))]
+
+
+def test_a_stall_is_charged_to_all_who_came_meanwhile() -> None:
+    """Half a second of 100 arrivals each second: about 50 of 100 wait, 250 ms on average. Not one, as a closed loop would say."""
+    arrivals = np.arange(100) / 100
+    with stub(stall=(0.2, 0.7)) as url:
+        found = asyncio.run(open_loop(url, REQUESTS, arrivals))
+    assert found.requests == 100
+    assert found.latencies.get_value_at_percentile(75) > 200_000
+    assert found.latencies.get_value_at_percentile(25) < 100_000
+    with stub(stall=(0.2, 0.7)) as url:
+        closed = asyncio.run(closed_loop(url, REQUESTS, clients=1, seconds=1.0))
+    assert closed.latencies.get_value_at_percentile(75) < 100_000
+
+
+def test_throughput_is_what_the_server_answers_within_the_time() -> None:
+    """Each of 4 clients gets an answer after 0.2 s: 20 a second, though the last ones of a load come after its end."""
+    with stub(delay=0.2) as url:
+        found = asyncio.run(closed_loop(url, REQUESTS, clients=4, seconds=0.95))
+    assert found.statuses == {200: 16}
+    assert found.seconds == 0.95
+
+
+def test_an_idle_connection_that_was_closed_is_opened_anew() -> None:
+    """As a peer's uvicorn does after 5 s: not a failure of the server."""
+    with stub() as url:
+
+        async def twice() -> tuple[int, int]:
+            connections: list[Connection] = []
+            original = Connection.to
+
+            async def to(url: str) -> Connection:
+                connections.append(await original(url))
+                return connections[-1]
+
+            arrivals = np.array([0.0, 0.0, 0.5])
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Connection, "to", to)
+                running = asyncio.create_task(open_loop(url, REQUESTS, arrivals))
+                await asyncio.sleep(0.35)
+                for connection in connections:
+                    await connection.close()
+                found = await running
+            return found.statuses[200], len(connections)
+
+        assert asyncio.run(twice()) == (3, 3)
+
+
+def test_a_server_that_is_gone_is_one_line() -> None:
+    with stub() as url:
+        pass
+    with pytest.raises(BenchError, match="the server is gone: "):
+        asyncio.run(closed_loop(url, REQUESTS, clients=2, seconds=0.2))
+
+
+def test_answers_are_counted_by_status(server: Server) -> None:
+    requests = [
+        Request(post("/embed", json.dumps({"inputs": ["one", "two"], "model": "bert"}).encode()), 2),
+        Request(post("/embed", b'{"inputs": 1}')),
+        Request(post("/nowhere", b"{}")),
+    ]
+    found = asyncio.run(closed_loop(server.url, requests, clients=2, seconds=0.5))
+    assert set(found.statuses) == {200, 422, 404}
+    assert found.requests == found.statuses[200] == found.latencies.get_total_count()
+    assert found.texts == 2 * found.requests
+
+
+@given(rate=st.floats(1, 500), seed=st.integers(0, 99))
+def test_poisson_arrivals_come_at_their_rate(rate: float, seed: int) -> None:
+    times = poisson(rate, 20.0, seed)
+    assert (np.diff(times) > 0).all()
+    assert times[-1] <= 20.0 or len(times) == 1
+    assert abs(len(times) - rate * 20) < 6 * np.sqrt(rate * 20) + 1
+
+
+@given(st.lists(st.floats(0.001, 10), min_size=3, max_size=50), st.floats(0.5, 50))
+def test_recorded_arrivals_keep_their_bursts_at_another_rate(gaps: list[float], rate: float) -> None:
+    times = np.cumsum(gaps)
+    scaled = rescaled(times, rate, float("inf"))
+    assert scaled[0] == 0
+    np.testing.assert_allclose((len(times) - 1) / scaled[-1], rate)
+    np.testing.assert_allclose(np.diff(scaled) / np.diff(times), scaled[-1] / (times[-1] - times[0]))
+
+
+def test_made_texts_are_as_long_as_real_ones_and_always_the_same() -> None:
+    texts = make_texts(WORDS, 3000).texts
+    assert texts == make_texts(WORDS, 3000).texts
+    lengths = np.array([len(text.split()) for text in texts])
+    assert 0.70 < np.mean((lengths >= 7) & (lengths <= 19)) < 0.92
+    assert 14 < lengths.mean() < 24
+    assert lengths.max() <= 350
+    masked = mask_a_word(make_texts(WORDS, 5), "[MASK]").texts
+    assert all(text.split().count("[MASK]") == 1 for text in masked)
+
+
+def test_texts_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
+    (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"question": "two"}\n')
+    assert read_texts(tmp_path / "lines.txt", 10).texts == read_texts(tmp_path / "rows.jsonl", 10).texts == ["one", "two"]
+    (tmp_path / "bad.jsonl").write_text('{"title": "one"}\n')
+    with pytest.raises(ValueError, match="a line has neither text nor question"):
+        read_texts(tmp_path / "bad.jsonl", 10)
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(ValueError, match="has no text"):
+        read_texts(tmp_path / "empty.txt", 10)
+
+
+def result(*turns: Turn) -> Result:
+    return Result(
+        "cloze bench run",
+        "2026-01-01 00:00",
+        {"processor": "one"},
+        {"Cloze": {"cloze": "0"}},
+        "m@1",
+        {"count": 1},
+        list(turns),
+        [],
+    )
+
+
+def turns(subject: str, speeds: list[float]) -> list[Turn]:
+    return [Turn(subject, "closed 32", number, speed, latency_ms={"p50": 1000 / speed}) for number, speed in enumerate(speeds)]
+
+
+def test_only_what_moved_beyond_the_turns_spread_is_named() -> None:
+    before = result(*turns("steady", [100, 101, 99]), *turns("noisy", [80, 100, 120]), *turns("gone", [1.0]))
+    after = result(*turns("steady", [110, 111, 109]), *turns("noisy", [95, 110, 115]), *turns("new", [1.0]))
+    found = {(move.subject, move.figure): move.verdict for move in compare(before, after)}
+    assert found == {
+        ("steady", "texts_per_s"): "better",
+        ("steady", "p50"): "better",
+        ("noisy", "texts_per_s"): "same",
+        ("noisy", "p50"): "same",
+    }
+    worse = {(move.subject, move.figure): move.verdict for move in compare(after, before)}
+    assert worse["steady", "texts_per_s"] == worse["steady", "p50"] == "worse"
+
+
+def test_a_result_that_fails_is_worse() -> None:
+    good = Turn("one", "closed 32", 0, 100.0, answered=50, latency_ms={"p50": 10.0})
+    half = Turn("one", "closed 32", 0, 100.0, answered=25, failed={"429": 25}, latency_ms={"p50": 5.0})
+    nothing = Turn("one", "closed 32", 0, 0.0, failed={"500": 50})
+    verdicts = {move.figure: move.verdict for move in compare(result(good), result(half))}
+    assert (verdicts["failed"], verdicts["p50"]) == ("worse", "better")
+    verdicts = {move.figure: move.verdict for move in compare(result(good), result(nothing))}
+    assert verdicts["failed"] == verdicts["texts_per_s"] == "worse"
+
+
+def test_a_result_comes_back_from_its_file(tmp_path: Path) -> None:
+    original = result(*turns("one", [1.0, 2.0]))
+    (tmp_path / "result.json").write_text(original.to_json())
+    assert Result.from_json(tmp_path / "result.json") == original
+    assert original.median("one", "closed 32", "texts_per_s") == 1.5
+    for content in ("", "[]", '{"turns": []}', json.dumps({**json.loads(original.to_json()), "unknown": 1})):
+        (tmp_path / "bad.json").write_text(content)
+        with pytest.raises(ValueError, match="no result of cloze bench"):
+            Result.from_json(tmp_path / "bad.json")
+
+
+def test_failures_are_in_the_table() -> None:
+    failed = replace(turns("one", [1.0])[0], failed={"429": 3, "0": 2})
+    assert table(result(failed)).rstrip().endswith("| 5 |")
+
+
+def test_a_server_that_does_not_start_is_told_in_its_own_words() -> None:
+    with (
+        pytest.raises(BenchError, match=r"ended with 3: no such model"),
+        running(["/bin/sh", "-c", "echo no such model >&2; exit 3"], "http://127.0.0.1:9", "/"),
+    ):
+        pass
+
+
+def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
+    """Engine and server on a tiny bundle: a table, figures that compare with themselves, and plots."""
+    (tmp_path / "arrivals.csv").write_text("timestamp\n" + "".join(f"2023-11-16 18:15:{s:02}.6805900\n" for s in range(40)))
+    command = ["bench", "run", "--model", "bert", "--model-store", str(tiny_store), "--seconds", "0.4", "--turns", "2"]
+    command += ["--clients", "1,4", "--shares", "0.3", "--count", "60", "--arrivals", str(tmp_path / "arrivals.csv")]
+    done = CliRunner().invoke(cli, [*command, "--out", str(tmp_path / "results" / "tiny")])
+    assert done.exit_code == 0, done.output
+    found = Result.from_json(tmp_path / "results" / "tiny.json")
+    assert found.loads() == ["closed 1", "closed 4", "poisson 0.3", "recorded 0.3", "single beside bulk"]
+    assert found.subjects() == ["bert engine", "bert server"]
+    for subject, load in itertools.product(["bert server"], found.loads()):
+        assert [turn.turn for turn in found.of(subject, load)] == [0, 1]
+        assert all(turn.texts_per_s > 0 and not turn.failed for turn in found.of(subject, load))
+    assert all(start.rss_mb > 20 for start in found.starts)
+    assert (tmp_path / "results" / "tiny.png").read_bytes().startswith(b"\x89PNG")
+    assert "| closed 4 | bert server |" in (tmp_path / "results" / "tiny.md").read_text()
+    same = CliRunner().invoke(cli, ["bench", "compare", *[str(tmp_path / "results" / "tiny.json")] * 2])
+    assert same.output.startswith("nothing moved")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["run", "--model", "nowhere"], "no bundle named 'nowhere'"),
+        (["run", "--model", "bert", "--infinity", "python"], "peers need the weights as a checkpoint: give --checkpoint"),
+        (["run", "--model", "bert", "--texts", "nowhere.txt"], "No such file"),
+        (["run", "--model", "bert", "--arrivals", "pyproject.toml"], "pyproject.toml has no column 'timestamp'"),
+        (["compare", "nowhere.json", "nowhere.json"], "No such file"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(arguments: list[str], line: str, tiny_store: Path) -> None:
+    store = ["--model-store", str(tiny_store)] if arguments[0] == "run" else []
+    done = CliRunner().invoke(cli, ["bench", *arguments, *store])
+    assert done.exit_code == 1
+    assert line in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from model_store import Task
 from service import core
-from service.http import Connection
+from service.http import Connection, DirectRoutes
 from service.metrics import CONTENT_TYPE, Metrics
 from service.pipeline import Models
 from service.task_api import BODIES, JSON, TASK_ROUTES, ApiLimits, TaskApi
@@ -67,12 +67,15 @@ def create_api(models: Models, metrics: Metrics, health: Health, limits: ApiLimi
         redoc_url=None,
         static_url="/docs/assets",
         swagger_ui_oauth2_redirect_url="/docs/oauth2-redirect",
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # it looks for each of them at every request
     )
-    app.include_router(TaskApi(models, metrics, limits).router())
+    tasks = TaskApi(models, metrics, limits)
+    app.include_router(tasks.router())
     app.include_router(_service_routes(models, metrics, health, limits))
     for kind in (core.ServiceError, HTTPException, Exception):
         app.add_exception_handler(kind, _respond_to_error)
     _document(app)
+    app.add_middleware(DirectRoutes, handlers=tasks.handlers(), respond=_respond_to_error)
     app.add_middleware(Connection, known_routes=(*TASK_ROUTES, *_SERVICE_ROUTES), observe=metrics.observe_request)
     return app
 
@@ -120,11 +123,12 @@ def _service_routes(models: Models, metrics: Metrics, health: Health, limits: Ap
 
 def _info(models: Models, limits: ApiLimits) -> dict[str, Any]:
     """text-embeddings-inference's fields, of the default model, and a list of all models with their tasks."""
-    first = (models.default(Task.EMBED) or models.pipelines[0]).manifest
+    shown = models.default(Task.EMBED) or models.pipelines[0]
+    first = shown.manifest
     return {
         "model_id": first.name,
         "model_sha": first.source.revision,
-        "model_dtype": first.graph.precision,
+        "model_dtype": shown.precision,
         "model_type": {"embedding": {"pooling": first.embedding.pooling}} if first.embedding else {},
         "max_input_length": first.embedding.max_tokens if first.embedding else first.limits.max_tokens,
         "max_client_batch_size": limits.max_request_texts,
@@ -138,13 +142,14 @@ def _info(models: Models, limits: ApiLimits) -> dict[str, Any]:
                 "tasks": manifest.tasks,
                 "family": manifest.architecture.family,
                 "parameters": manifest.architecture.parameters,
-                "precision": manifest.graph.precision,
+                "precision": pipeline.precision,
                 "max_tokens": manifest.limits.max_tokens,
                 "embedding": manifest.embedding.model_dump() if manifest.embedding else None,
                 "license": manifest.license,
                 "source": manifest.source.model_dump(),
             }
-            for manifest in (pipeline.manifest for pipeline in models.pipelines)
+            for pipeline in models.pipelines
+            for manifest in (pipeline.manifest,)
         ],
     }
 

@@ -1,6 +1,8 @@
 """What Prometheus sees. The only module that speaks prometheus_client. Labels are bounded: known routes, served models."""
 
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -20,6 +22,19 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PARTS = ("tokenize", "queue", "inference")
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelSeries:
+    """One model's series."""
+
+    parts: tuple[Histogram, ...]
+    truncated: Counter
+    batch_sequences: Histogram
+    batch_tokens: Histogram
+    batch_seconds: Histogram
+    tokens: Counter
+    padding: Counter
 
 
 class Metrics:
@@ -56,40 +71,46 @@ class Metrics:
         self._truncated = Counter("cloze_truncated_texts", "Texts cut to the model's limit.", ("model",), registry=self._registry)
         self._queue = Gauge("cloze_queue_tokens", "Tokens that wait for a worker.", ("model",), registry=self._registry)
         self._ready = Gauge("cloze_ready", "1 while the server admits requests.", registry=self._registry)
-        for model in models:
-            for part in _PARTS:
-                self._parts.labels(part, model)
-            for series in (
-                self._batch_sequences,
-                self._batch_tokens,
-                self._batch_seconds,
-                self._tokens,
-                self._padding,
-                self._truncated,
-            ):
-                series.labels(model)
+        # A series is looked up by its labels once: that costs more than to observe.
+        self._request = functools.cache(lambda route, model, status: self._requests.labels(route, model, str(status)))
+        self._of = {model: self._series(model) for model in models}
         for route, answering in routes:
             for model in ("", *answering):  # none, where the request failed before it was known
                 for status in statuses:
-                    self._requests.labels(route, model, str(status))
+                    self._request(route, model, status)
+
+    def _series(self, model: str) -> _ModelSeries:
+        return _ModelSeries(
+            tuple(self._parts.labels(part, model) for part in _PARTS),
+            self._truncated.labels(model),
+            self._batch_sequences.labels(model),
+            self._batch_tokens.labels(model),
+            self._batch_seconds.labels(model),
+            self._tokens.labels(model),
+            self._padding.labels(model),
+        )
 
     def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
         """A request was answered, with a result or an error."""
-        self._requests.labels(route, model, str(status)).observe(seconds)
+        self._request(route, model, status).observe(seconds)
 
     def observe_parts(self, model: str, timings: Timings, truncated: int) -> None:
         """A request got its result."""
-        for part, seconds in zip(_PARTS, (timings.tokenize_s, timings.queue_s, timings.inference_s), strict=True):
-            self._parts.labels(part, model).observe(seconds)
-        self._truncated.labels(model).inc(truncated)
+        series = self._of[model]
+        for part, seconds in zip(series.parts, (timings.tokenize_s, timings.queue_s, timings.inference_s), strict=True):
+            part.observe(seconds)
+        if truncated:
+            series.truncated.inc(truncated)
 
     def observe_batch(self, model: str, report: BatchReport) -> None:
         """The engine ran a batch. Called on a worker's thread."""
-        self._batch_sequences.labels(model).observe(report.sequences)
-        self._batch_tokens.labels(model).observe(report.tokens)
-        self._batch_seconds.labels(model).observe(report.seconds)
-        self._tokens.labels(model).inc(report.tokens)
-        self._padding.labels(model).inc(report.padding)
+        series = self._of[model]
+        series.batch_sequences.observe(report.sequences)
+        series.batch_tokens.observe(report.tokens)
+        series.batch_seconds.observe(report.seconds)
+        series.tokens.inc(report.tokens)
+        if report.padding:
+            series.padding.inc(report.padding)
 
     def watch(self, *, queues: dict[str, Callable[[], float]], ready: Callable[[], bool]) -> None:
         """Say where the values lie that are read at each scrape.

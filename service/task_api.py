@@ -2,7 +2,7 @@
 
 import asyncio
 import io
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,6 +28,13 @@ TASK_ROUTES = {"/fill-mask": Task.FILL_MASK, "/embed": Task.EMBED, "/nsp": Task.
 
 BODIES: dict[str, type[Body]] = {"/fill-mask": FillMaskBody, "/embed": EmbedBody, "/nsp": NspBody, "/qa": QaBody}
 """The body that each route reads."""
+
+_SUMMARIES = {
+    "/fill-mask": "The likeliest tokens at each [MASK]",
+    "/embed": "One vector a text",
+    "/nsp": "Whether one text follows another",
+    "/qa": "The span of a context that answers a question",
+}
 
 _INLINE_BYTES = 65_536
 """Larger bodies are parsed on a thread, so that the event loop answers probes meanwhile."""
@@ -60,13 +67,15 @@ class TaskApi:
         self._metrics = metrics
         self._limits = limits
 
+    def handlers(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
+        """Who answers POST on each route."""
+        return {"/fill-mask": self.fill_mask, "/embed": self.embed, "/nsp": self.nsp, "/qa": self.qa}
+
     def router(self) -> APIRouter:
-        """The routes."""
+        """The same as routes, for the documentation and for other methods' 405."""
         router = APIRouter(tags=["tasks"])
-        router.post("/fill-mask", summary="The likeliest tokens at each [MASK]")(self.fill_mask)
-        router.post("/embed", summary="One vector a text")(self.embed)
-        router.post("/nsp", summary="Whether one text follows another")(self.nsp)
-        router.post("/qa", summary="The span of a context that answers a question")(self.qa)
+        for path, handler in self.handlers().items():
+            router.post(path, summary=_SUMMARIES[path])(handler)
         return router
 
     async def fill_mask(self, request: Request) -> Response:
@@ -140,7 +149,7 @@ class TaskApi:
         return texts
 
     def _choose(self, request: Request, name: str | None) -> Pipeline:
-        pipeline = self._models.choose(TASK_ROUTES[request.url.path], name)
+        pipeline = self._models.choose(TASK_ROUTES[request.scope["path"]], name)
         request.scope["cloze.model"] = pipeline.manifest.reference
         return pipeline
 
@@ -193,22 +202,20 @@ def _one_or_many(results: Sequence[T]) -> T | Sequence[T]:
 
 def _respond(reply: Reply[Any], content: bytes, media_type: str = JSON, headers: dict[str, str] | None = None) -> Response:
     timings = reply.timings
-    total = timings.tokenize_s + timings.queue_s + timings.inference_s
-    return Response(
-        content,
-        media_type=media_type,
-        headers={
-            "x-compute-time": _milliseconds(total),
-            "x-total-time": _milliseconds(total),
-            "x-tokenization-time": _milliseconds(timings.tokenize_s),
-            "x-queue-time": _milliseconds(timings.queue_s),
-            "x-inference-time": _milliseconds(timings.inference_s),
-            "x-compute-tokens": str(reply.tokens),
-            "x-truncated": str(reply.truncated),
-            **({"x-warning": "; ".join(reply.warnings)[:2000]} if reply.warnings else {}),
-            **(headers or {}),
-        },
-    )
+    total = _milliseconds(timings.tokenize_s + timings.queue_s + timings.inference_s)
+    response = Response(content, headers=headers, media_type=media_type)
+    response.raw_headers += [
+        (b"x-compute-time", total),
+        (b"x-total-time", total),
+        (b"x-tokenization-time", _milliseconds(timings.tokenize_s)),
+        (b"x-queue-time", _milliseconds(timings.queue_s)),
+        (b"x-inference-time", _milliseconds(timings.inference_s)),
+        (b"x-compute-tokens", b"%d" % reply.tokens),
+        (b"x-truncated", b"%d" % reply.truncated),
+    ]
+    if reply.warnings:
+        response.raw_headers.append((b"x-warning", "; ".join(reply.warnings)[:2000].encode("ascii")))
+    return response
 
 
 def _respond_vectors(request: Request, reply: Reply[core.Float32]) -> Response:
@@ -236,5 +243,5 @@ def _accepted(header: str) -> str:
     return best
 
 
-def _milliseconds(seconds: float) -> str:
-    return str(round(seconds * 1000))  # whole numbers, as text-embeddings-inference's clients expect
+def _milliseconds(seconds: float) -> bytes:
+    return b"%d" % round(seconds * 1000)  # whole numbers, as text-embeddings-inference's clients expect

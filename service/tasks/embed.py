@@ -63,9 +63,9 @@ def prepare(
     normalize = recipe.normalize if options.normalize is None else options.normalize
 
     def decode(outputs: Sequence[Output]) -> Float32:
-        vectors = np.stack([output.embedding for output in outputs if output.embedding is not None])[:, :dimensions]
+        vectors = np.array([output.embedding for output in outputs if output.embedding is not None])[:, :dimensions]
         if normalize:
-            vectors = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+            vectors = vectors / np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), 1e-12)[:, None]
         return np.ascontiguousarray(vectors, dtype=np.float32)
 
     return Prepared(queries, decode, truncated=truncated)

@@ -35,7 +35,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
 }
 """The HTTP status and the ``error_type`` of every error a request may get."""
 
-_SERVICE_ROUTES = ("/healthz", "/readyz", "/health", "/info", "/metrics", "/docs", "/openapi.json")
+_SERVICE_ROUTES = ("/healthz", "/readyz", "/health", "/info", "/metrics", "/v1/models", "/docs", "/openapi.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,14 @@ def _service_routes(models: Models, metrics: Metrics, health: Health, limits: Ap
     async def info() -> dict[str, Any]:
         return _info(models, limits)
 
+    @router.get("/v1/models", summary="What is served, as OpenAI's API has it")
+    async def openai_models() -> dict[str, Any]:
+        rows = [
+            {"id": m.reference, "object": "model", "created": int(m.created.timestamp()), "owned_by": "cloze"}
+            for m in (pipeline.manifest for pipeline in models.pipelines)
+        ]
+        return {"object": "list", "data": rows}
+
     @router.get("/metrics", summary="For Prometheus")
     async def scrape() -> Response:
         return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE})
@@ -158,7 +166,7 @@ def _info(models: Models, limits: ApiLimits) -> dict[str, Any]:
 
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:
-    """``{"error", "error_type"}`` for every error: ours, the router's, and bugs."""
+    """Every error, ours, the router's and bugs, as ``{"error", "error_type"}``; under ``/v1/`` in OpenAI's shape."""
     headers: dict[str, str] = {}
     if isinstance(error, HTTPException):
         status, kind = error.status_code, "Validation"
@@ -176,7 +184,16 @@ async def _respond_to_error(request: Request, error: Exception) -> Response:
             headers["connection"] = "close"  # what is left of the body would be taken for the next request
     else:
         status, kind, message = 500, "Backend", "an internal error; it was logged"
-    return Response(orjson.dumps({"error": message, "error_type": kind}), status, headers, JSON)
+    body: dict[str, Any] = {"error": message, "error_type": kind}
+    if request.scope["path"].startswith("/v1/"):
+        status = 400 if status == 422 else status
+        code = "model_not_found" if isinstance(error, core.UnknownModel) else None
+        body = {"error": {"message": message, "type": _openai_type(status), "param": None, "code": code}}
+    return Response(orjson.dumps(body), status, headers, JSON)
+
+
+def _openai_type(status: int) -> str:
+    return "rate_limit_error" if status == 429 else "invalid_request_error" if status < 500 else "server_error"
 
 
 def _document(app: FastAPI) -> None:

@@ -17,6 +17,7 @@ class _FirstError(FailFast):
 
 Texts = Annotated[list[str], _FirstError()]
 TokenIds = Annotated[list[int], _FirstError()]
+TextOrTexts = str | TokenIds | Annotated[list[str | TokenIds], _FirstError()]
 
 
 class Body(BaseModel):
@@ -49,9 +50,7 @@ def _lower(value: object) -> object:
 class EmbedBody(Body):
     """``POST /embed``: text-embeddings-inference's fields, and huggingface_hub's ``feature_extraction``."""
 
-    inputs: str | TokenIds | Annotated[list[str | TokenIds], _FirstError()] = Field(
-        description="a text, its token ids, or a list of either", examples=["What is deep learning?"]
-    )
+    inputs: TextOrTexts = Field(description="a text, its token ids, or a list of either", examples=["What is deep learning?"])
     normalize: bool | None = Field(None, description="scale to length 1; unless given, as the model's recipe says")
     truncate: bool | None = Field(None, description="false: refuse a text that is too long instead of cutting it")
     truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_lower)] = Field(
@@ -63,6 +62,18 @@ class EmbedBody(Body):
         None, description="accepted for huggingface_hub; the answer is floats"
     )
     model: Model = None
+
+
+class OpenAiEmbeddingsBody(Body):
+    """``POST /v1/embeddings``, as OpenAI's clients send it."""
+
+    input: TextOrTexts = Field(description="a text, its token ids, or a list of either", examples=["What is deep learning?"])
+    model: str = Field(description="a served model, NAME or NAME@VERSION")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64: of little-endian float32; floats unless given"
+    )
+    dimensions: int | None = Field(None, description="keep only the first so many dimensions")
+    user: str | None = Field(None, description="accepted and not looked at")
 
 
 class Pair(Body):

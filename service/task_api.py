@@ -2,7 +2,8 @@
 
 import asyncio
 import io
-from collections.abc import Awaitable, Callable, Sequence
+from base64 import b64encode
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,17 +17,42 @@ from service import core
 from service.http import client_gone, read_body
 from service.metrics import Metrics
 from service.pipeline import Models, Pipeline, Reply
-from service.schemas import Body, Candidates, EmbedBody, FillMaskBody, FillMaskParameters, NspBody, Pair, QaBody, QaPair
+from service.schemas import (
+    Body,
+    Candidates,
+    EmbedBody,
+    FillMaskBody,
+    FillMaskParameters,
+    NspBody,
+    OpenAiEmbeddingsBody,
+    Pair,
+    QaBody,
+    QaPair,
+)
 from service.tasks.embed import EmbedOptions
 from service.tasks.qa import QaOptions
 
 B = TypeVar("B", bound=Body)
 T = TypeVar("T")
 
-TASK_ROUTES = {"/fill-mask": Task.FILL_MASK, "/embed": Task.EMBED, "/nsp": Task.NSP, "/qa": Task.QA}
+OPENAI_EMBEDDINGS = "/v1/embeddings"
+
+TASK_ROUTES = {
+    "/fill-mask": Task.FILL_MASK,
+    "/embed": Task.EMBED,
+    "/nsp": Task.NSP,
+    "/qa": Task.QA,
+    OPENAI_EMBEDDINGS: Task.EMBED,
+}
 """The task that each route answers with."""
 
-BODIES: dict[str, type[Body]] = {"/fill-mask": FillMaskBody, "/embed": EmbedBody, "/nsp": NspBody, "/qa": QaBody}
+BODIES: dict[str, type[Body]] = {
+    "/fill-mask": FillMaskBody,
+    "/embed": EmbedBody,
+    "/nsp": NspBody,
+    "/qa": QaBody,
+    OPENAI_EMBEDDINGS: OpenAiEmbeddingsBody,
+}
 """The body that each route reads."""
 
 _SUMMARIES = {
@@ -34,6 +60,7 @@ _SUMMARIES = {
     "/embed": "One vector a text",
     "/nsp": "Whether one text follows another",
     "/qa": "The span of a context that answers a question",
+    OPENAI_EMBEDDINGS: "One vector a text, as OpenAI's API has it",
 }
 
 _INLINE_BYTES = 65_536
@@ -69,7 +96,13 @@ class TaskApi:
 
     def handlers(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
         """Who answers POST on each route."""
-        return {"/fill-mask": self.fill_mask, "/embed": self.embed, "/nsp": self.nsp, "/qa": self.qa}
+        return {
+            "/fill-mask": self.fill_mask,
+            "/embed": self.embed,
+            "/nsp": self.nsp,
+            "/qa": self.qa,
+            OPENAI_EMBEDDINGS: self.openai_embeddings,
+        }
 
     def router(self) -> APIRouter:
         """The same as routes, for the documentation and for other methods' 405."""
@@ -94,15 +127,27 @@ class TaskApi:
     async def embed(self, request: Request) -> Response:
         """One text or many; a vector each."""
         body = await self._receive(request, EmbedBody)
-        inputs: Any = body.inputs
-        is_one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
-        texts = self._listed([inputs] if is_one else inputs)
+        texts, many = self._texts(body.inputs)
         pipeline = self._choose(request, body.model)
         options = EmbedOptions(
             body.normalize, body.dimensions, body.prompt_name, body.truncate, keep_end=body.truncation_direction == "left"
         )
-        reply = await self._answer(request, pipeline, pipeline.embed(texts, options, many=not is_one))
+        reply = await self._answer(request, pipeline, pipeline.embed(texts, options, many=many))
         return _respond_vectors(request, reply)
+
+    async def openai_embeddings(self, request: Request) -> Response:
+        """One text or many; a vector each, in OpenAI's shape."""
+        body = await self._receive(request, OpenAiEmbeddingsBody)
+        texts, many = self._texts(body.input)
+        pipeline = self._choose(request, body.model)
+        reply = await self._answer(request, pipeline, pipeline.embed(texts, EmbedOptions(dimensions=body.dimensions), many=many))
+        vectors: Iterable[object] = reply.value.astype("<f4", copy=False)
+        if body.encoding_format == "base64":
+            vectors = (b64encode(vector).decode() for vector in reply.value.astype("<f4", copy=False))
+        data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(vectors)]
+        usage = {"prompt_tokens": reply.tokens, "total_tokens": reply.tokens}
+        answer = {"object": "list", "data": data, "model": body.model, "usage": usage}
+        return _respond(reply, orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY))
 
     async def nsp(self, request: Request) -> Response:
         """A pair, many pairs, or a text with candidates to rank."""
@@ -138,6 +183,11 @@ class TaskApi:
     async def _receive(self, request: Request, kind: type[B]) -> B:
         data = await read_body(request, self._limits.max_request_bytes, self._limits.request_timeout_s)
         return _parse(kind, data) if len(data) <= _INLINE_BYTES else await asyncio.to_thread(_parse, kind, data)
+
+    def _texts(self, inputs: Any) -> tuple[list[Any], bool]:
+        """One text, its token ids, or a list of either, as a list; and whether it was one."""
+        is_one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
+        return self._listed([inputs] if is_one else inputs), not is_one
 
     def _listed(self, inputs: Any) -> list[Any]:
         """One or many as a list, neither empty nor too long."""

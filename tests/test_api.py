@@ -247,7 +247,13 @@ def test_documentation_is_served_by_us_alone(server: Server) -> None:
 
 def test_openapi_describes_every_body(server: Server) -> None:
     document = httpx.get(f"{server.url}/openapi.json").json()
-    for route, name in {"/fill-mask": "FillMaskBody", "/embed": "EmbedBody", "/nsp": "NspBody", "/qa": "QaBody"}.items():
+    for route, name in {
+        "/fill-mask": "FillMaskBody",
+        "/embed": "EmbedBody",
+        "/nsp": "NspBody",
+        "/qa": "QaBody",
+        "/v1/embeddings": "OpenAiEmbeddingsBody",
+    }.items():
         schema = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert schema == {"$ref": f"#/components/schemas/{name}"}
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))

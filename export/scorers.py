@@ -14,6 +14,7 @@ from export.models import Model
 from export.sentence import EmbeddingRecipe
 from model_store import interface as names
 from model_store.manifest import Task
+from model_store.processor import int8_instructions, int8_settings
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
@@ -93,7 +94,8 @@ class GraphScorer:
     def __init__(self, file: Path, tasks: Iterable[Task], *, token_types: bool) -> None:
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        options.add_session_config_entry(*names.EXACT_INT8)
+        for setting, value in int8_settings(int8_instructions()).items():
+            options.add_session_config_entry(setting, value)
         self._tasks, self._token_types = tuple(tasks), token_types
         self._session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 

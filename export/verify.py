@@ -16,6 +16,7 @@ from export.models import Model
 from model_store import interface as names
 from model_store.manifest import Graph, Parity, Precision, Task
 from model_store.parity import errors
+from model_store.processor import int8_instructions, int8_settings
 
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the official builds otherwise report to their maker from the import on
 import onnxruntime as ort
@@ -58,7 +59,8 @@ def verify(folder: Path, graph: Graph, checkpoint: Checkpoint, tasks: Collection
     """
     options = ort.SessionOptions()
     options.log_severity_level = 3
-    options.add_session_config_entry(*names.EXACT_INT8)
+    for setting, value in int8_settings(int8_instructions()).items():
+        options.add_session_config_entry(setting, value)
     session = ort.InferenceSession(folder / graph.file, options, providers=["CPUExecutionProvider"])
     lengths = tuple(sorted({min(length, max_tokens) for length in (*_SHORT_LENGTHS, max_tokens)}))
     rng = np.random.default_rng(0)

@@ -32,9 +32,6 @@ Outputs:
 
 from typing import Final
 
-EXACT_INT8: Final = ("session.x64quantprecision", "1")
-"""A session's setting: without VNNI, x86 sums products of u8 and s8 in 16 bits and may overflow; with this it does not."""
-
 INPUT_IDS: Final = "input_ids"
 TOKEN_TYPE_IDS: Final = "token_type_ids"
 MASK_ROWS: Final = "mask_rows"

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from model_store import Bundle, Manifest, Task
 from model_store import interface as names
 from model_store.manifest import Graph, Parity
 from model_store.parity import errors
+from model_store.processor import INT8_NAMES, int8_instructions, int8_settings
 from service.core import AskedPrecision, Device, Output, Query, StartupError
 
 Feeds = dict[str, NDArray[Any]]
@@ -29,9 +29,6 @@ _NO_MASKS: Feeds = {
     names.TARGET_MASKS: _NOTHING,
     names.TARGET_IDS: _NOTHING,
 }
-
-_INT8_INSTRUCTIONS = frozenset({"avx512_vnni", "avx_vnni", "asimddp", "i8mm"})
-"""By their names in /proc/cpuinfo. Without one of them int8 is no faster than fp32, and on old AVX2 its sums may overflow."""
 
 
 class OnnxEngine:
@@ -169,18 +166,9 @@ def _choose_graph(manifest: Manifest, provider: str, asked: AskedPrecision) -> t
     int8 = manifest.int8.graph, manifest.int8.parity
     if asked is AskedPrecision.INT8:
         return *int8, "as asked"
-    if there := sorted(_INT8_INSTRUCTIONS & _instructions()):
+    if there := int8_instructions():
         return *int8, f"since the processor has {', '.join(there)} and the bundle's gate was passed"
-    return *fp32, f"since the processor has none of {', '.join(sorted(_INT8_INSTRUCTIONS))}"
-
-
-def _instructions() -> set[str]:
-    """What Linux says the processor can do; nothing, where there is no such file."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return {word for line in lines if line.partition(":")[0].strip() in ("flags", "Features") for word in line.split()}
+    return *fp32, f"since the processor has none of {INT8_NAMES}"
 
 
 def _open_session(bundle: Bundle, graph: Graph, device: Device) -> ort.InferenceSession:
@@ -189,7 +177,8 @@ def _open_session(bundle: Bundle, graph: Graph, device: Device) -> ort.Inference
     options.inter_op_num_threads = 1
     options.log_severity_level = 3
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.add_session_config_entry(*names.EXACT_INT8)
+    for name, value in int8_settings(int8_instructions()).items():
+        options.add_session_config_entry(name, value)
     providers = [_CPU] if _provider(device) == _CPU else [_CUDA, _CPU]
     try:
         session = ort.InferenceSession(bundle.file(graph.file), options, providers=providers)

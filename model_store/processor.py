@@ -1,0 +1,27 @@
+"""What the processor can do for int8, and how a session must be set for it: the same where graphs are verified and served."""
+
+from pathlib import Path
+
+_INT8 = frozenset({"avx512_vnni", "avx_vnni", "asimddp", "i8mm"})
+"""By their names in /proc/cpuinfo."""
+
+INT8_NAMES = ", ".join(sorted(_INT8))
+
+
+def int8_instructions() -> list[str]:
+    """Those instructions for int8 that Linux says are there; none where it does not say."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    words = {word for line in lines if line.partition(":")[0].strip() in ("flags", "Features") for word in line.split()}
+    return sorted(words & _INT8)
+
+
+def int8_settings(instructions: list[str]) -> dict[str, str]:
+    """Session settings of onnxruntime for exact int8.
+
+    Without those instructions x86 sums products of u8 and s8 in 16 bits, which overflow; told so, the runtime takes a way that
+    does not. With them that way is needless and takes twice the time (40 tokens of MiniLM: 7.3 ms against 4.0).
+    """
+    return {} if instructions else {"session.x64quantprecision": "1"}

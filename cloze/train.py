@@ -107,13 +107,23 @@ def vocab(corpus: tuple[Path, ...], recipe: str, size: int | None, cased: bool |
 @_corpus
 @_recipe("pretrain-5-minutes")
 @click.option("--vocab", "vocabulary", type=_FOLDER, help="Folder of `cloze train vocab`; learnt from the text if not given.")
+@click.option(
+    "--from", "source", metavar="CHECKPOINT", help="Go on from it, with its sizes and vocabulary, instead of from nothing."
+)
 @_out
 @_seed
 @_device
 @_threads
 @_one_line
 def pretrain(
-    corpus: tuple[Path, ...], recipe: str, vocabulary: Path | None, out: Path, seed: int | None, device: str, threads: int | None
+    corpus: tuple[Path, ...],
+    recipe: str,
+    vocabulary: Path | None,
+    source: str | None,
+    out: Path,
+    seed: int | None,
+    device: str,
+    threads: int | None,
 ) -> None:
     r"""Train a BERT from text: masked tokens and next sentences, or what the recipe says.
 
@@ -121,12 +131,13 @@ def pretrain(
     Examples:
       cloze train pretrain --corpus my.txt --out my-run
       cloze export my-run/checkpoint --name my-bert
+      cloze train pretrain --from ./my-bert --recipe pretrain-further --corpus more.txt --out further
     """
     from export.train.pretrain import pretrain as run
     from export.train.recipe import PretrainRecipe, load_recipe
 
     chosen = load_recipe(recipe, PretrainRecipe, seed=seed)
-    _done(run(_required(corpus), chosen, out, vocabulary=vocabulary, **_how(device, threads)))
+    _done(run(_required(corpus), chosen, out, source=source, vocabulary=vocabulary, **_how(device, threads)))
 
 
 @train.command("finetune-qa")

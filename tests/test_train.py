@@ -32,6 +32,7 @@ from export.train.evaluate import Data, evaluate, open_subject
 from export.train.loop import Schedule, train
 from export.train.objectives import SpanBoundary
 from export.train.optimisation import learning_rate, make_optimizer
+from export.train.pairs import Sentence
 from export.train.pretrain import fill_positions, pretrain
 from export.train.progress import read_log
 from export.train.questions import finetune_questions
@@ -41,8 +42,11 @@ from export.train.recipe import (
     EmbedRecipe,
     Optimisation,
     Phase,
+    Pretraining,
     PretrainRecipe,
     QuestionsRecipe,
+    Sizes,
+    Vocabulary,
     VocabularyRecipe,
     load_recipe,
 )
@@ -192,6 +196,67 @@ def test_a_folder_belongs_to_one_recipe_on_one_text(tmp_path: Path) -> None:
         )
     after = load_file(tmp_path / "checkpoint" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def further_recipe(**changes: object) -> PretrainRecipe:
+    """What may be said of a run that goes on from a checkpoint."""
+    fields = {
+        "optimisation": Optimisation(learning_rate=2e-3, precision="fp32"),
+        "phases": [Phase(tokens=40, sequences=8, steps=30)],
+        "held_out": 0.1,
+    }
+    return PretrainRecipe(**fields | changes)  # type: ignore[arg-type]
+
+
+def test_pre_training_goes_on_from_a_checkpoint(trained: Path, stories: Path, tmp_path: Path) -> None:
+    """It begins where that ended: as good at its first steps, with that tokenizer, those sizes and those positions."""
+    recipe = further_recipe()
+    further = pretrain(
+        [stories], recipe, tmp_path / "further", source=str(trained), vocabulary=None, device=CPU, schedule=SCHEDULE, say=quietly
+    )
+    first, last_before = read_log(further.parent)[0], read_log(trained.parent)[-1]
+    assert first["masked_loss"] < last_before["masked_loss"] + 0.5
+    assert first["masked_loss"] < read_log(trained.parent)[0]["masked_loss"] / 2
+    assert (further / "tokenizer.json").read_text() == (trained / "tokenizer.json").read_text()
+    before, after = (load_file(folder / "model.safetensors") for folder in (trained, further))
+    assert before.keys() == after.keys()
+    assert str(trained) in (further / "README.md").read_text()
+    with pytest.raises(TrainError, match="another checkpoint"):
+        pretrain(
+            [stories],
+            recipe,
+            tmp_path / "further",
+            source=str(further),
+            vocabulary=None,
+            device=CPU,
+            schedule=SCHEDULE,
+            say=quietly,
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"model": Sizes(layers=3)}, r"\[model\] layers is given, but sizes and vocabulary are the checkpoint's"),
+        ({"vocabulary": Vocabulary(size=300)}, "a vocabulary is given, but"),
+        ({"pretraining": Pretraining(method="rtd", sentence=Sentence.NONE)}, "not with replaced ones"),
+        ({"phases": [Phase(tokens=65, sequences=8, steps=3)]}, "a phase of 65 tokens exceeds the checkpoint's 64 positions"),
+    ],
+)
+def test_what_a_checkpoint_decides_is_not_asked_for(
+    changes: dict[str, object], line: str, trained: Path, stories: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(TrainError, match=line):
+        pretrain(
+            [stories],
+            further_recipe(**changes),
+            tmp_path,
+            source=str(trained),
+            vocabulary=None,
+            device=CPU,
+            schedule=SCHEDULE,
+            say=quietly,
+        )
 
 
 def test_fine_tuning_sees_each_pair_once_an_epoch_however_it_accumulates() -> None:

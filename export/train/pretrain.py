@@ -9,7 +9,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from export.models import Model
+from export.checkpoint import Checkpoint, load_checkpoint
+from export.models import Head, Model
 from export.models.encoder import Encoder
 from export.scorers import TorchScorer
 from export.train.batches import TextBatch, TextBatches
@@ -18,11 +19,12 @@ from export.train.corpus import Corpus, fingerprint, is_held_out, prepare_corpus
 from export.train.errors import TrainError
 from export.train.loop import Schedule, train
 from export.train.masking import Masking
-from export.train.objectives import make_pretraining
+from export.train.objectives import MaskedText, ReplacedTokens, make_pretraining
 from export.train.pairs import Sentence
 from export.train.recipe import Phase, Pretraining, PretrainRecipe, Vocabulary
 from export.train.run_folder import VOCABULARY, claim
 from export.train.save import save_checkpoint
+from export.train.start import start_from
 from export.train.vocabulary import CONTINUATION, SPECIAL_TOKENS, save_vocabulary, special_ids, train_tokenizer
 
 CHECKPOINT = "checkpoint"
@@ -34,6 +36,7 @@ def pretrain(
     recipe: PretrainRecipe,
     folder: Path,
     *,
+    source: str | None = None,
     vocabulary: Path | None,
     device: torch.device,
     schedule: Schedule,
@@ -45,6 +48,7 @@ def pretrain(
         files: the text, as `corpus.read_documents`.
         recipe: the run.
         folder: of the run: vocabulary, tokenized text, state, log, curves, checkpoint.
+        source: a checkpoint to go on from, with its sizes and its vocabulary; none: random weights.
         vocabulary: a folder with a ``tokenizer.json`` to use; one is learnt from the text if not given.
         device: where to compute.
         schedule: how often to log, evaluate and save.
@@ -53,13 +57,21 @@ def pretrain(
     Raises:
         TrainError: see the parts.
     """
+    checkpoint = _open_source(source, recipe, vocabulary) if source else None
     given = hashlib.sha256(open_tokenizer(vocabulary).to_str().encode()).hexdigest() if vocabulary else None
-    claim(folder, recipe, {"text": fingerprint(files), "vocabulary": given})
-    tokenizer = (
-        open_tokenizer(vocabulary) if vocabulary else learn_vocabulary(files, recipe.vocabulary, folder, recipe.held_out, say)
-    )
+    began = checkpoint.source.weights_sha256 if checkpoint else None
+    claim(folder, recipe, {"text": fingerprint(files), "vocabulary": given, "checkpoint": began})
+    module: MaskedText | ReplacedTokens
+    if checkpoint:
+        heads = [Head.MASKED_LM] if recipe.pretraining.sentence is Sentence.NONE else [Head.MASKED_LM, Head.NEXT_SENTENCE]
+        start = start_from(checkpoint, heads, dropout=recipe.model.dropout, seed=recipe.seed)
+        tokenizer, module = start.tokenizer, MaskedText(start.model, recipe.pretraining)
+    else:
+        tokenizer = (
+            open_tokenizer(vocabulary) if vocabulary else learn_vocabulary(files, recipe.vocabulary, folder, recipe.held_out, say)
+        )
+        module = make_pretraining(recipe.model, tokenizer.get_vocab_size(), recipe.pretraining, recipe.seed)
     corpus = prepare_corpus(files, tokenizer, folder / "corpus", held_out=recipe.held_out, say=say)
-    module = make_pretraining(recipe.model, tokenizer.get_vocab_size(), recipe.pretraining, recipe.seed)
     say(f"a {recipe.model.family} of {module.model.parameter_count():,} parameters")
     batches = text_batches(
         corpus.train, recipe.pretraining, recipe.phases, tokenizer, recipe.seed, recipe.optimisation.accumulation
@@ -72,18 +84,41 @@ def pretrain(
     )
 
     def grow(step: int) -> None:
-        if not recipe.pretraining.shifted and (seen := batches.grows_from(step)) is not None:
+        if not checkpoint and not recipe.pretraining.shifted and (seen := batches.grows_from(step)) is not None:
             fill_positions(module, seen)
 
     train(objective, recipe.seed, recipe.optimisation, folder, device=device, schedule=schedule, say=say, before_step=grow)
-    fill_positions(module, max(phase.tokens for phase in recipe.phases))
+    if not checkpoint:  # whose positions are learnt
+        fill_positions(module, max(phase.tokens for phase in recipe.phases))
     if recipe.pretraining.sentence is Sentence.SOP:
         module.model.next_sentence = None  # it tells order, which is not what a next-sentence head is asked
     save_checkpoint(module.model, tokenizer, folder / CHECKPOINT)
-    write_card(folder / CHECKPOINT, title="A BERT pre-trained on text", source=None, files=files, recipe=recipe, device=device)
+    write_card(folder / CHECKPOINT, title="A BERT pre-trained on text", source=source, files=files, recipe=recipe, device=device)
     for line in guesses(module.model.cpu(), tokenizer, objective.held_out[-1][0] if objective.held_out else batches(0, 0)):
         say(line)
     return folder / CHECKPOINT
+
+
+def _open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) -> Checkpoint:
+    """The checkpoint to go on from, if the recipe leaves to it what is its own.
+
+    Raises:
+        TrainError: the recipe or the command gives sizes or a vocabulary, or asks for what a checkpoint cannot go on with.
+    """
+    checkpoint = load_checkpoint(source)
+    config = checkpoint.model.config
+    theirs = sorted(recipe.model.model_fields_set - {"dropout"})
+    longest = max(phase.tokens for phase in recipe.phases)
+    if theirs or recipe.vocabulary.model_fields_set or vocabulary:
+        what = f"[model] {', '.join(theirs)}" if theirs else "a vocabulary"
+        raise TrainError(f"{what} is given, but sizes and vocabulary are the checkpoint's; see the recipe pretrain-further")
+    if recipe.pretraining.method != "mlm":
+        raise TrainError("a checkpoint goes on with masked tokens, not with replaced ones: it has no generator")
+    if config.family != "bert":
+        raise TrainError(f"the checkpoint is a {config.family}; pre-training goes on from a bert")
+    if longest > config.max_positions:
+        raise TrainError(f"a phase of {longest} tokens exceeds the checkpoint's {config.max_positions} positions")
+    return checkpoint
 
 
 def guesses(model: Model, tokenizer: Tokenizer, batch: TextBatch, count: int = 4) -> list[str]:

@@ -5,35 +5,19 @@
 # One base for all stages: a virtual environment points at the interpreter it was made with, so both must lie where they lay.
 FROM python:3.11-slim AS interpreter
 
-# ---- export: torch, the default model's weights, and the bundle made of them. Only the bundle leaves this stage.
-FROM interpreter AS export
-# pip reads these: a mirror of the package index, or a second index with torch's CPU wheels, which are far smaller.
-ARG PIP_INDEX_URL
-ARG PIP_EXTRA_INDEX_URL
-WORKDIR /src
-# Each script runs before the sources come, to install what they need in a layer of its own that a changed line of code
-# does not throw away; a second run then adds the project itself.
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-COPY scripts/install-export scripts/
-RUN scripts/install-export /opt/export
-COPY cloze cloze
-COPY export export
-COPY model_store model_store
-RUN scripts/install-export /opt/export
-COPY scripts/export-default scripts/
-RUN scripts/export-default /opt/export/bin /bundles
-
-
 # ---- install: what serving needs and nothing more
 FROM interpreter AS install
+# pip reads these: a mirror of the package index, or a second index.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /src
+# The script runs before the sources come, to install what they need in a layer of its own that a changed line of code
+# does not throw away; a second run then adds the project itself.
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY scripts/install-serving scripts/
 RUN scripts/install-serving /opt/cloze
 COPY cloze cloze
-COPY model_store model_store
+COPY model_store/*.py model_store/
 COPY service service
 RUN scripts/install-serving /opt/cloze
 
@@ -43,7 +27,7 @@ FROM interpreter AS serving
 LABEL org.opencontainers.image.title="cloze" org.opencontainers.image.licenses="Apache-2.0"
 # Both belong to root: the service can read its code and its bundles, not change them.
 COPY --from=install /opt/cloze /opt/cloze
-COPY --from=export /bundles /bundles
+COPY model_store/bundles /bundles
 ENV PATH=/opt/cloze/bin:$PATH \
     CLOZE_HOST=0.0.0.0 \
     CLOZE_MODEL_STORE=/bundles

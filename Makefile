@@ -15,9 +15,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-serve: install  ## Export the default model if there is none, and serve it on port 8000.
-	scripts/export-default $(BIN)
-	$(BIN)/cloze serve
+# Its own environment: what serving needs and nothing more, so no torch.
+SERVING := .venv-serving
+
+$(SERVING)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(SERVING)
+	$(SERVING)/bin/pip install --quiet --constraint constraints.txt --editable '.[cpu]'
+	touch $@
+
+serve: $(SERVING)/.installed  ## Serve the models that come with the project on port 8000.
+	$(SERVING)/bin/cloze serve
 
 lint: install  ## ruff, mypy --strict, import-linter.
 	$(BIN)/ruff check .
@@ -36,4 +43,4 @@ format: install  ## Format the code.
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove what the other commands made, but not the bundles.
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SERVING) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

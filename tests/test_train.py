@@ -1,7 +1,9 @@
 """Training at a size of seconds: it learns, it goes on as if never stopped, and what it leaves is a checkpoint as any other."""
 
+import itertools
 import json
 import math
+import re
 import tempfile
 from collections.abc import Iterator
 from copy import deepcopy
@@ -257,6 +259,24 @@ def test_what_a_checkpoint_decides_is_not_asked_for(
             schedule=SCHEDULE,
             say=quietly,
         )
+
+
+def test_a_run_ends_with_guesses_at_the_text_itself(tmp_path: Path) -> None:
+    """What it shows is of the stories: of ten words in a row that a mask stands among, most are as some story has them."""
+    said: list[str] = []
+    text = write_stories(tmp_path / "stories.txt")
+    pretrain([text], tiny_recipe(steps=60), tmp_path, vocabulary=None, device=CPU, schedule=SCHEDULE, say=said.append)
+    shown = [line for line in said if "____" in line]
+    words = set(re.findall(r"[a-z]+", text.read_text().lower()))
+    assert shown
+    for line, answer in zip(shown, (line for line in said if "guessed" in line), strict=True):
+        seen = re.findall(r"[a-z]+", line.split("\n")[0])
+        assert np.mean([word in words for word in seen]) > 0.7, line
+        assert (found := re.search(r"was '(##)?(\w+|\W)'", answer)) is not None
+        assert found[2] in words or found[2] in " ".join(words) or found[2] == ".", answer
+    pairs = {f"{a} {b}" for a, b in itertools.pairwise(re.findall(r"[a-z]+", text.read_text().lower()))}
+    neighbours = [f"{a} {b}" for line in shown for a, b in itertools.pairwise(re.findall(r"[a-z]+", line.split("\n")[0]))]
+    assert np.mean([pair in pairs for pair in neighbours]) > 0.5, shown
 
 
 def test_fine_tuning_sees_each_pair_once_an_epoch_however_it_accumulates() -> None:

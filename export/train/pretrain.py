@@ -126,7 +126,7 @@ def guesses(model: Model, tokenizer: Tokenizer, batch: TextBatch, count: int = 4
     if model.masked_lm is None:
         return []
     scorer, lines = TorchScorer(model, torch.device("cpu")), []
-    words = dict(zip(tokenizer.get_vocab().values(), tokenizer.get_vocab(), strict=True))
+    words = {number: token for token, number in tokenizer.get_vocab().items()}
     length = batch.input_ids.shape[1]
     for row in range(min(count, len(batch.input_ids))):
         (chosen,) = torch.nonzero(batch.positions // length == row, as_tuple=True)

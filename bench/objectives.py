@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 EVERY = 24
-STEPS = 900
+STEPS = 2500
+"""Enough to leave the plateau on which a model knows only how frequent words are; after 900 of a larger one all stood at 6 %."""
+
 HELD_OUT = "0.08"
 
 SHARE_OF_STEPS = {"replaced tokens": 0.8}
@@ -38,11 +40,11 @@ PRETRAIN = """seed = 1
 held_out = {held_out}
 [model]
 hidden_size = 128
-layers = 3
+layers = 2
 heads = 2
 intermediate_size = 512
-max_tokens = 256
-dropout = 0.1
+max_tokens = 128
+dropout = 0.0
 [optimisation]
 learning_rate = 3e-3
 [pretraining]
@@ -52,14 +54,14 @@ tokens = 32
 sequences = 128
 steps = {first}
 [[phases]]
-tokens = 96
-sequences = 48
+tokens = 64
+sequences = 64
 steps = {second}
 """
 
 EMBED = "epochs = 3\ntext_weight = 0.0\n[optimisation]\nlearning_rate = 3e-4\n"
 QUESTIONS = (
-    f"epochs = 1\ntokens = 192\nstride = 64\nquestion_tokens = 32\nheld_out = {HELD_OUT}\n[optimisation]\nlearning_rate = 1e-3\n"
+    f"epochs = 1\ntokens = 128\nstride = 48\nquestion_tokens = 32\nheld_out = {HELD_OUT}\n[optimisation]\nlearning_rate = 1e-3\n"
 )
 
 COLUMNS = {
@@ -96,7 +98,7 @@ def pretrain(folder: Path, text: Path, vocabulary: Path, objective: dict[str, An
     """Train; returns the last line of the log."""
     said = "\n".join(f"{name} = {json.dumps(value)}" for name, value in objective.items())
     steps = round(STEPS * share)
-    recipe = PRETRAIN.format(held_out=HELD_OUT, pretraining=said, first=steps // 2, second=steps - steps // 2)
+    recipe = PRETRAIN.format(held_out=HELD_OUT, pretraining=said, first=steps * 3 // 5, second=steps - steps * 3 // 5)
     out = folder / "pretrained"
     if not (out / "checkpoint/README.md").exists():
         recipe_file = write(folder / "pretrain.toml", recipe)
@@ -131,7 +133,7 @@ def main(data: Path, runs: Path) -> None:
     text = subset(data / "corpus/corpus.jsonl.xz", runs / "text.jsonl")
     vocabulary = runs / "vocabulary"
     if not (vocabulary / "vocab.txt").exists():
-        cloze("train", "vocab", "--corpus", text, "--size", "8000", "--out", vocabulary)
+        cloze("train", "vocab", "--corpus", text, "--size", "4000", "--out", vocabulary)
     print("| objective | tokens seen | seconds | " + " | ".join(COLUMNS.values()) + " |")
     print("|---|" + "---|" * (len(COLUMNS) + 2))
     for name, objective in OBJECTIVES.items():

@@ -2,8 +2,11 @@
 
 from pathlib import Path
 
+CPU_INFO = Path("/proc/cpuinfo")
+"""Where Linux says what the processor can do."""
+
 _INT8 = frozenset({"avx512_vnni", "avx_vnni", "asimddp", "i8mm"})
-"""By their names in /proc/cpuinfo."""
+"""By their names in `CPU_INFO`."""
 
 INT8_NAMES = ", ".join(sorted(_INT8))
 
@@ -11,7 +14,7 @@ INT8_NAMES = ", ".join(sorted(_INT8))
 def int8_instructions() -> list[str]:
     """Those instructions for int8 that Linux says are there; none where it does not say."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = CPU_INFO.read_text().splitlines()
     except OSError:
         return []
     words = {word for line in lines if line.partition(":")[0].strip() in ("flags", "Features") for word in line.split()}

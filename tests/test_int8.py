@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-import service.engine
 from export.checkpoint import load_checkpoint
 from export.errors import ExportError
 from export.gate import LIMITS, pass_gate
@@ -28,7 +27,7 @@ from export.smoothing import smoothing
 from export.train.evaluate import Data, evaluate, open_subject
 from export.train.sentences import ScoredPair
 from export.verify import verify
-from model_store import Store, Task
+from model_store import Store, Task, processor
 from model_store import interface as names
 from model_store.manifest import Precision
 from model_store.processor import int8_instructions, int8_settings
@@ -215,18 +214,19 @@ def test_pairs_that_nothing_would_rank_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("asked", "there", "expected"),
+    ("asked", "flags", "expected"),
     [
-        ("auto", ["avx512_vnni"], "int8: since the processor has avx512_vnni and the bundle's gate was passed"),
-        ("auto", [], "fp32: since the processor has none of asimddp, avx512_vnni, avx_vnni, i8mm"),
-        ("int8", [], "int8: as asked"),
-        ("fp32", ["avx512_vnni"], "fp32: as asked"),
+        ("auto", "sse avx512_vnni", "int8: since the processor has avx512_vnni and the bundle's gate was passed"),
+        ("auto", "sse avx2", "fp32: since the processor has none of asimddp, avx512_vnni, avx_vnni, i8mm"),
+        ("int8", "sse", "int8: as asked"),
+        ("fp32", "avx512_vnni", "fp32: as asked"),
     ],
 )
 def test_the_engine_says_what_it_chose_and_why(
-    asked: str, there: list[str], expected: str, minilm_int8: Path, monkeypatch: pytest.MonkeyPatch
+    asked: str, flags: str, expected: str, minilm_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service.engine, "int8_instructions", lambda: there)
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: avx_vnni in a name\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
     engine = OnnxEngine(Store(minilm_int8).open("minilm"), Device.CPU, AskedPrecision(asked))
     assert f"{engine.precision}: {engine.reason}" == expected
 

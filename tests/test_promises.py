@@ -45,8 +45,9 @@ def embed(server: Server, inputs: str | list[str], timeout: float = 30.0) -> htt
 
 
 def at_once(server: Server, texts: list[Any]) -> list[httpx.Response]:
-    with ThreadPoolExecutor(len(texts)) as pool:
-        return list(pool.map(lambda text: embed(server, text), texts))
+    # One client: making one takes tens of milliseconds, so that the requests of many would come one after the other.
+    with httpx.Client(timeout=30.0, limits=httpx.Limits(max_connections=None)) as client, ThreadPoolExecutor(len(texts)) as pool:
+        return list(pool.map(lambda text: client.post(f"{server.url}/embed", json={"inputs": text}), texts))
 
 
 def metric(server: Server, pattern: str) -> float:
@@ -93,7 +94,7 @@ def test_1_late_requests_are_told_in_time(tiny_store: Path) -> None:
         assert set(statuses) == {200, 504}
         time.sleep(0.3)
         ran = metric(server, r'cloze_batch_sequences_count\{model="bert@1"\}')
-        assert statuses.count(200) <= ran < len(statuses)  # some ran when their time ended, but not all
+        assert statuses.count(200) <= ran <= statuses.count(200) + 1  # one may have been running when its time ended
 
 
 def test_1_a_full_queue_says_when_to_come_back(tiny_store: Path) -> None:

@@ -8,7 +8,15 @@ from bench.result import Result
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLUMNS = {"texts/s": "texts_per_s", "p50 ms": "p50", "p90 ms": "p90", "p99 ms": "p99", "p99.9 ms": "p99.9", "CPU s": "cpu_s"}
+_COLUMNS = {
+    "texts/s": "texts_per_s",
+    "p50 ms": "p50",
+    "p90 ms": "p90",
+    "p99 ms": "p99",
+    "p99.9 ms": "p99.9",
+    "CPU s": "cpu_s",
+    "memory MB": "rss_mb",
+}
 
 
 def table(result: Result) -> str:
@@ -31,7 +39,30 @@ def table(result: Result) -> str:
             cells = [_cell(result.median(subject, load, figure)) for figure in _COLUMNS.values()]
             failed = sum(sum(turn.failed.values()) for turn in found)
             lines.append(f"| {load} | {subject} | " + " | ".join(cells) + f" | {failed or ''} |")
-    return "\n".join([*lines, *_parts(result)]) + "\n"
+    return "\n".join([*lines, *_ratios(result), *_parts(result)]) + "\n"
+
+
+def _ratios(result: Result) -> list[str]:
+    """Texts a second of our servers over those of their engines, and of everybody else's servers."""
+    subjects = result.subjects()
+    servers = [subject for subject in subjects if subject.endswith(" server")]
+    peers = [subject for subject in subjects if not subject.endswith((" server", " engine"))]
+    rows = []
+    for load in (load for load in result.loads() if load.startswith("closed")):
+        for server in servers:
+            ours = result.median(server, load, "texts_per_s")
+            for other in (server.removesuffix("server") + "engine", *peers):
+                theirs = result.median(other, load, "texts_per_s")
+                if ours and theirs:
+                    rows.append(f"| {load} | {server} | {other} | {ours / theirs:.2f} |")
+    return [
+        "",
+        "Texts a second of one over those of the other:",
+        "",
+        "| load | one | other | ratio |",
+        "|---|---|---|---|",
+        *rows,
+    ]
 
 
 def _parts(result: Result) -> list[str]:

@@ -12,7 +12,7 @@ import click
 from cloze.bench import bench
 from cloze.failing import fail
 from cloze.train import train
-from model_store.manifest import NAME_PATTERN, Gate, Manifest, Precision, Task, Weights
+from model_store.manifest import NAME_PATTERN, Gate, Layout, Manifest, Precision, Task, Weights
 from model_store.store import DEFAULT_ROOT, Store, StoreError
 
 T = TypeVar("T")
@@ -64,9 +64,15 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
 )
 @click.option(
     "--precision",
+    "precisions",
+    multiple=True,
     type=click.Choice([str(p) for p in Precision]),
-    default=str(Precision.FP32),
-    help="Arithmetic of the matrix products; int8 adds a graph to the fp32 one, which stays.",
+    help="Arithmetic of a further graph beside the fp32 one: int8 for a CPU, fp16 for CUDA; may be repeated.",
+)
+@click.option(
+    "--layout",
+    type=click.Choice([str(layout) for layout in Layout]),
+    help="How a batch lies in memory; it follows from the precision: fp16 is packed, fp32 and int8 are dense.",
 )
 @click.option(
     "--weights",
@@ -87,7 +93,8 @@ def export(
     source: str,
     name: str,
     tasks: tuple[str, ...],
-    precision: str,
+    precisions: tuple[str, ...],
+    layout: str | None,
     weights: str,
     gate_pairs: tuple[Path, ...],
     revision: str | None,
@@ -108,19 +115,22 @@ def export(
     """
     try:
         from export.errors import ExportError
+        from export.graph import check_layout
         from export.publish import export as export_checkpoint
         from export.train.errors import TrainError
         from export.train.sentences import read_pairs
     except ModuleNotFoundError as error:
         fail(f"export needs {error.name}, which the serving install leaves out; install cloze[cpu,export]")
+    asked = [Precision(precision) for precision in precisions]
     try:
+        check_layout(asked, Layout(layout) if layout else None)
         bundle = export_checkpoint(
             source,
             name,
             Store(model_store),
             tasks=[Task(task) for task in tasks],
             revision=revision,
-            precision=Precision(precision),
+            precisions=asked,
             weights=Weights(weights),
             pairs=read_pairs(list(gate_pairs)) if gate_pairs else (),
             say=lambda line: click.echo(line, err=True),
@@ -194,8 +204,7 @@ def remove(reference: str, model_store: Path) -> None:
 def _gates(manifest: Manifest) -> dict[str, Gate]:
     """Of the graphs that something was rounded for, by precision."""
     gates = {str(manifest.graph.precision): manifest.gate}
-    if manifest.int8 is not None:
-        gates[str(manifest.int8.graph.precision)] = manifest.int8.gate
+    gates |= {str(lower.graph.precision): lower.gate for lower in manifest.lower()}
     return {precision: gate for precision, gate in gates.items() if gate is not None}
 
 
@@ -215,6 +224,7 @@ def _describe(manifest: Manifest) -> str:
         "source": f"{source.kind} {source.location}" + (f" at {source.revision}" if source.revision else ""),
         "license": manifest.license or "not named by the source",
         "graph": f"{graph.layout}, {graph.precision}, weights {graph.weights} on disk, opset {graph.opset}",
+        "further": ", ".join(f"{lower.graph.layout}, {lower.graph.precision}" for lower in manifest.lower()) or "none",
         "operators": ", ".join(f"{name} {count}" for name, count in graph.operators.items()),
         "parity": ", ".join(f"{name} {error:.1e}" for name, error in parity.max_error.items())
         + f" (tolerance {parity.tolerance:.0e})",

@@ -1,6 +1,6 @@
 """The way of a checkpoint on one screen: load, build, verify, publish."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 
 import torch
@@ -39,7 +39,7 @@ def export(
     *,
     tasks: Sequence[Task] = (),
     revision: str | None = None,
-    precision: Precision = Precision.FP32,
+    precisions: Collection[Precision] = (),
     weights: Weights = Weights.FP32,
     pairs: Sequence[ScoredPair] = (),
     say: Callable[[str], None] = lambda _: None,
@@ -52,7 +52,7 @@ def export(
         store: where to publish.
         tasks: what to export it for; everything its heads allow if not given.
         revision: the hub's branch, tag or commit.
-        precision: int8 writes a second graph beside the fp32 one.
+        precisions: of graphs to write beside the fp32 one.
         weights: how matrices lie on disk; fp16 and int8 round them, and torch is compared with the same rounded ones. int8
             keeps the integers of the int8 graph, for both graphs.
         pairs: sentences with scores, which a rounded graph must rank as well as the checkpoint does.
@@ -68,9 +68,9 @@ def export(
     for note in checkpoint.notes:
         say(f"  note: {note}")
     chosen = _choose_tasks(checkpoint, tasks)
-    _check_choices(chosen, precision, weights, pairs)
+    _check_choices(chosen, precisions, weights, pairs)
     model, recipe = checkpoint.model, checkpoint.recipe
-    smooth = smoothing(model, checkpoint.tokenizer.size) if precision is Precision.INT8 else {}
+    smooth = smoothing(model, checkpoint.tokenizer.size) if Precision.INT8 in precisions else {}
     original = TorchScorer(deepcopy(model), torch.device("cpu"), deepcopy(recipe))
     round_weights(model, recipe, weights, smooth)
     limits = _limits(checkpoint)
@@ -86,19 +86,17 @@ def export(
 
         def agreement(of: Graph) -> Gate:
             """With the checkpoint as it came."""
-            scorer = GraphScorer(folder / of.file, chosen, token_types=model.config.type_vocab_size > 0)
+            types = model.config.type_vocab_size > 0
+            scorer = GraphScorer(folder / of.file, of.layout, chosen, token_types=types, pooling=recipe.pooling)
             return pass_gate(original, scorer, f"{of.precision} graph", checkpoint, chosen, limits.max_tokens, pairs)
 
         gate = None if weights is Weights.FP32 else agreement(graph)
-        int8 = None
-        if precision is Precision.INT8:
-            say("writing the int8 graph and comparing it")
-            lower = writer.write(Precision.INT8)
-            int8 = LowerPrecision(
-                graph=lower,
-                parity=verify(folder, lower, checkpoint, chosen, limits.max_tokens),
-                gate=agreement(lower),
-            )
+        lower: dict[Precision, LowerPrecision] = {}
+        for precision in sorted(set(precisions) - {Precision.FP32}):
+            say(f"writing the {precision} graph and comparing it")
+            written = writer.write(precision)
+            parity_of_it = verify(folder, written, checkpoint, chosen, limits.max_tokens)
+            lower[precision] = LowerPrecision(graph=written, parity=parity_of_it, gate=agreement(written))
         facts = Facts(
             name=name,
             tasks=chosen,
@@ -111,18 +109,21 @@ def export(
             graph=graph,
             parity=parity,
             gate=gate,
-            int8=int8,
+            int8=lower.get(Precision.INT8),
+            fp16=lower.get(Precision.FP16),
         )
         return store.publish(folder, facts)
 
 
-def _check_choices(tasks: Sequence[Task], precision: Precision, weights: Weights, pairs: Sequence[ScoredPair]) -> None:
-    if weights is Weights.INT8 and precision is not Precision.INT8:
+def _check_choices(
+    tasks: Sequence[Task], precisions: Collection[Precision], weights: Weights, pairs: Sequence[ScoredPair]
+) -> None:
+    if weights is Weights.INT8 and Precision.INT8 not in precisions:
         raise ExportError("weights int8 are those of the int8 graph: ask for --precision int8 as well")
     if pairs and Task.EMBED not in tasks:
         raise ExportError("scored pairs are ranked by embeddings, which this export has not: leave out --gate-pairs")
-    if pairs and precision is Precision.FP32 and weights is Weights.FP32:
-        raise ExportError("scored pairs say what int8 or rounded weights lose: leave out --gate-pairs, or give --precision int8")
+    if pairs and not set(precisions) - {Precision.FP32} and weights is Weights.FP32:
+        raise ExportError("scored pairs say what a lower precision loses: leave out --gate-pairs, or give --precision int8")
 
 
 def _choose_tasks(checkpoint: Checkpoint, asked: Sequence[Task]) -> tuple[Task, ...]:

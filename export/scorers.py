@@ -1,6 +1,5 @@
 """One face for what is evaluated: a torch model or an exported graph. Rows of one call have one length: no padding."""
 
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,12 +11,10 @@ from torch import Tensor
 
 from export.models import Model
 from export.sentence import EmbeddingRecipe
+from export.session import Session, open_session
 from model_store import interface as names
-from model_store.manifest import Task
-from model_store.processor import int8_instructions, int8_settings
-
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
-import onnxruntime as ort
+from model_store import packing
+from model_store.manifest import Layout, Task
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -83,21 +80,20 @@ class TorchScorer:
 
 
 class GraphScorer:
-    """An exported graph on onnxruntime, as it will be served.
+    """An exported graph, run as it will be served; a packed one by its reference.
 
     Args:
         file: the graph, its weights beside it.
+        layout: its own.
         tasks: whose heads it has.
         token_types: whether it takes them.
+        pooling: of its embeddings, if it has any.
     """
 
-    def __init__(self, file: Path, tasks: Iterable[Task], *, token_types: bool) -> None:
-        options = ort.SessionOptions()
-        options.log_severity_level = 3
-        for setting, value in int8_settings(int8_instructions()).items():
-            options.add_session_config_entry(setting, value)
-        self._tasks, self._token_types = tuple(tasks), token_types
-        self._session = ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    def __init__(self, file: Path, layout: Layout, tasks: Iterable[Task], *, token_types: bool, pooling: str = "") -> None:
+        self._packed, self._tasks, self._token_types = layout is Layout.PACKED, tuple(tasks), token_types
+        self._pooling = pooling
+        self._session: Session = open_session(file, layout)
 
     def masked(self, input_ids: Ids, token_type_ids: Ids, positions: Ids, labels: Ids, k: int) -> tuple[Ids, Floats]:
         """See `Scorer`."""
@@ -144,4 +140,13 @@ class GraphScorer:
             feeds[names.TOKEN_TYPE_IDS] = token_type_ids.astype(np.int32)
         for other in self._tasks:
             feeds |= asked if other is task else nothing[other]
-        return self._session.run(list(wanted), feeds)  # type: ignore[no-any-return]
+        return self._session.run(list(wanted), self._pack(feeds, input_ids.shape) if self._packed else feeds)
+
+    def _pack(self, feeds: dict[str, Array], shape: tuple[int, ...]) -> dict[str, Array]:
+        """The inputs of a dense graph, ``[B, S]``, as those of a packed one."""
+        lengths = np.full(shape[0], shape[1], np.int32)
+        chosen = feeds.pop(names.EMBED_SEQUENCES, None)
+        feeds = {name: array.reshape(-1) for name, array in feeds.items()} | packing.place(lengths)
+        if chosen is not None:
+            feeds |= packing.pool(packing.starts_of(lengths)[chosen], lengths[chosen], self._pooling)
+        return feeds

@@ -42,6 +42,9 @@ class Precision(StrEnum):
     INT8 = "int8"
     """Weights with a scale an output channel, activations with a scale a token; all else fp32."""
 
+    FP16 = "fp16"
+    """The encoder, for a GPU; LayerNorm's and attention's sums, pooling and the heads are fp32."""
+
 
 class Weights(StrEnum):
     """How large weights lie on disk; arithmetic is the precision's."""
@@ -58,7 +61,10 @@ class Layout(StrEnum):
     """How the tokens of a batch lie in memory."""
 
     DENSE = "dense"
-    """``[B, S]``, all sequences of one length: no padding, hence no attention mask."""
+    """``[B, S]``, all sequences of one length: no padding, hence no attention mask. For a CPU."""
+
+    PACKED = "packed"
+    """``[T]``, sequences of any lengths one after the other: no padding either. For CUDA."""
 
 
 class Frozen(BaseModel):
@@ -163,7 +169,7 @@ class Gate(Frozen):
 
 
 class LowerPrecision(Frozen):
-    """A second graph of the same weights, faster where the processor has instructions for it."""
+    """A further graph of the same weights, faster where the device has instructions for it."""
 
     graph: Graph
     parity: Parity
@@ -192,6 +198,11 @@ class Facts(Frozen):
     parity: Parity
     gate: Gate | None = Field(None, description="of this graph, where its weights are rounded")
     int8: LowerPrecision | None = None
+    fp16: LowerPrecision | None = None
+
+    def lower(self) -> list[LowerPrecision]:
+        """The further graphs that there are."""
+        return [lower for lower in (self.int8, self.fp16) if lower is not None]
 
     @model_validator(mode="after")
     def _tasks_have_what_they_need(self) -> Self:
@@ -212,7 +223,7 @@ class Manifest(Facts):
 
     @model_validator(mode="after")
     def _named_files_are_listed(self) -> Self:
-        graphs = [(self.graph, self.parity)] + ([(self.int8.graph, self.int8.parity)] if self.int8 else [])
+        graphs = [(self.graph, self.parity)] + [(lower.graph, lower.parity) for lower in self.lower()]
         for file in (self.tokenizer.file, *(name for graph, parity in graphs for name in (graph.file, parity.golden_file))):
             if file not in self.files:
                 raise ValueError(f"the file {file!r} is named but not listed under files")
@@ -225,8 +236,8 @@ class Manifest(Facts):
 
     def graph_of(self, precision: Precision) -> Graph | None:
         """The graph of a precision; None if the bundle has none."""
-        lower = self.int8.graph if self.int8 else None
-        return next((graph for graph in (self.graph, lower) if graph is not None and graph.precision is precision), None)
+        graphs = [self.graph, *(lower.graph for lower in self.lower())]
+        return next((graph for graph in graphs if graph.precision is precision), None)
 
     def to_bytes(self) -> bytes:
         """The one serialisation: JSON whose last field, ``digest``, is the sha256 of all before it."""

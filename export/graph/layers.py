@@ -1,6 +1,6 @@
 """The pieces that trunk and heads are both made of."""
 
-from torch import Tensor, nn
+from torch import nn
 
 from export.graph.builder import FUSED, GraphBuilder
 
@@ -11,9 +11,8 @@ def dense(g: GraphBuilder, x: str, name: str, linear: nn.Linear) -> str:
     return g.op("Add", [product, g.weight(f"{name}.bias", linear.bias)])
 
 
-def activated(g: GraphBuilder, product: str, name: str, linear: nn.Linear, activation: str) -> str:
-    """``activation(product + b)``, fused where there is an operator for it."""
-    bias = g.weight(f"{name}.bias", linear.bias)
+def activated(g: GraphBuilder, product: str, bias: str, activation: str) -> str:
+    """``activation(product + bias)``, fused where there is an operator for it."""
     match activation:
         case "gelu":
             return g.op("BiasGelu", [product, bias], domain=FUSED)
@@ -22,16 +21,6 @@ def activated(g: GraphBuilder, product: str, name: str, linear: nn.Linear, activ
         case "relu":
             return g.op("Relu", [g.op("Add", [product, bias])])
     raise AssertionError(f"the loader let the activation {activation!r} through")
-
-
-def residual_norm(g: GraphBuilder, x: str, skip: str, name: str, bias: Tensor, layer: nn.LayerNorm) -> str:
-    """``LayerNorm(x + skip + bias)``.
-
-    Not the fused `SkipLayerNormalization`: on a CPU that is a scalar loop in onnxruntime 1.31, 974 us where these two take 168
-    (512 x 384, one thread of a Zen 4). `Sum` and not two `Add`, which the runtime would fuse into it.
-    """
-    total = g.op("Sum", [x, skip, g.weight(f"{name}.skip.bias", bias)])
-    return norm(g, total, name, layer)
 
 
 def norm(g: GraphBuilder, x: str, name: str, layer: nn.LayerNorm) -> str:

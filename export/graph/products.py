@@ -1,4 +1,7 @@
-"""How a product of activations and weights is computed: in fp32, or in int8. Everything else of a graph is fp32 either way.
+"""How a product of activations and weights is computed: in fp32, in int8, or in fp16.
+
+With int8 everything else of a graph is fp32. With fp16 the whole trunk is fp16; what leaves it is widened first, so that the
+heads are the same.
 
 int8: weights have a scale an output channel, activations a scale a token, so that a token's result does not depend on its
 batch. With ``s`` the largest absolute value of a row of x over 127, and w' the weights in integers of step ``t``:
@@ -22,6 +25,7 @@ import torch
 from onnx import TensorProto
 from torch import Tensor, nn
 
+from export.errors import ExportError
 from export.graph.builder import FUSED, GraphBuilder
 from export.models import Model
 from export.models.encoder import Layer
@@ -33,6 +37,9 @@ _SMALLEST_STEP = 1e-12
 """So that a row of zeros divides by something."""
 
 _AXIS_1 = np.array([1], np.int64)
+
+WORDS = "embeddings.word"
+"""The table that may lie on disk as integers."""
 
 _ZERO = 128
 """What stands for zero in activations: the fast kernel takes u8 x s8."""
@@ -60,8 +67,14 @@ class Products(Protocol):
     def product(self, g: GraphBuilder, operand: Operand, name: str, linear: nn.Linear) -> str:
         """``x @ W^T`` without the bias: [..., in] -> [..., out] float32."""
 
+    def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
+        """A bias, or a norm's scale, as the trunk's activations are."""
+
     def table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
-        """A matrix whose rows are looked up: [V, H] float32."""
+        """A matrix whose rows are looked up: [V, H], as the trunk's activations are."""
+
+    def widened(self, g: GraphBuilder, rows: str) -> str:
+        """Rows of the trunk's activations in float32."""
 
     def scores(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
         """``x @ table^T + bias``: [..., H] -> [..., V] float32. ``weight`` is the table's, ``bias`` a value [V]."""
@@ -80,6 +93,14 @@ class _Matrices:
         self._smoothing, self._keep_integers = smoothing, integers
         self._smoothed: dict[str, str] = {}  # the operand's value -> the name that its smoothing has
         self._tables: dict[str, str] = {}
+
+    def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
+        """See `Products`."""
+        return g.weight(name, values)
+
+    def widened(self, g: GraphBuilder, rows: str) -> str:  # noqa: ARG002
+        """See `Products`."""
+        return rows
 
     def table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
         """See `Products`."""
@@ -137,6 +158,51 @@ class Fp32(_Matrices):
         matrix = g.op("Mul", [g.op("Cast", [integers], to=TensorProto.FLOAT), steps])
         smooth = self._smooth(g, self._smoothed.get(operand.value, ""))
         return g.op("Mul", [matrix, g.op("Unsqueeze", [smooth, g.weight("axis_1", _AXIS_1)])]) if smooth else matrix
+
+
+class Fp16(Fp32):
+    """Products, and all else of the trunk, in fp16.
+
+    Args:
+        smoothing: as `Fp32` has it.
+    """
+
+    def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
+        """See `Products`."""
+        return g.weight(f"{name}.fp16", _halved(name, values))
+
+    def widened(self, g: GraphBuilder, rows: str) -> str:
+        """See `Products`."""
+        return g.op("Cast", [rows], to=TensorProto.FLOAT)
+
+    def table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
+        """See `Products`."""
+        if self._keep_integers and name == WORDS:
+            return g.op("Cast", [super().table(g, name, weight)], to=TensorProto.FLOAT16)
+        return g.weight(f"{name}.fp16", _halved(name, weight))
+
+    def scores(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
+        """See `Products`. In fp32: of logits near 20, fp16 knows no more than two digits after the point."""
+        whole = super().table(g, table, weight) if self._keep_integers else self.widened(g, self.table(g, table, weight))
+        return g.op("Gemm", [x, whole, bias], transB=1)
+
+    def _widened(self, g: GraphBuilder, operand: Operand, name: str, weight: Tensor) -> str:
+        """The matrix [in, out] in fp16."""
+        if self._keep_integers:
+            return g.op("Cast", [super()._widened(g, operand, name, weight)], to=TensorProto.FLOAT16)
+        return g.weight(f"{name}.weight.fp16", _halved(name, weight).t())
+
+
+def _halved(name: str, values: Tensor) -> Tensor:
+    """The nearest fp16 numbers.
+
+    Raises:
+        ExportError: one is too large for fp16.
+    """
+    half = values.half()
+    if not half.isfinite().all():
+        raise ExportError(f"{name} holds {float(values.abs().max()):.3g}, which fp16 cannot; use fp32")
+    return half
 
 
 class Int8(_Matrices):

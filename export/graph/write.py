@@ -1,4 +1,4 @@
-"""Writes the graph of a model: the trunk in one layout, and a head for each task."""
+"""Writes the graph of a model: the trunk in the precision's layout, and a head for each task."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -9,15 +9,19 @@ from torch import Tensor, nn
 
 from export.errors import ExportError
 from export.graph.builder import OPSET, GraphBuilder, Stored
-from export.graph.heads import dense_embedding, masked_lm, next_sentence, span
-from export.graph.products import Fp32, Int8, Products, round_to_integers
-from export.graph.trunk import dense_trunk
+from export.graph.heads import dense_embedding, masked_lm, next_sentence, packed_embedding, span
+from export.graph.layouts import Dense, Packed
+from export.graph.products import Fp16, Fp32, Int8, Products, round_to_integers
+from export.graph.trunk import trunk
 from export.models import Model
 from export.sentence import EmbeddingRecipe
 from model_store.manifest import Graph, Layout, Precision, Task, Weights
 
-GRAPH_FILES = {Precision.FP32: "dense.onnx", Precision.INT8: "dense-int8.onnx"}
-WEIGHTS_FILES = {Precision.FP32: "weights.bin", Precision.INT8: "weights-int8.bin"}
+LAYOUTS = {Precision.FP32: Layout.DENSE, Precision.INT8: Layout.DENSE, Precision.FP16: Layout.PACKED}
+"""fp32 and int8 are for a CPU, fp16 for CUDA."""
+
+GRAPH_FILES = {Precision.FP32: "dense.onnx", Precision.INT8: "dense-int8.onnx", Precision.FP16: "packed-fp16.onnx"}
+WEIGHTS_FILES = {Precision.FP32: "weights.bin", Precision.INT8: "weights-int8.bin", Precision.FP16: "weights-fp16.bin"}
 
 
 class GraphWriter:
@@ -53,36 +57,56 @@ class GraphWriter:
             What the manifest says of it.
         """
         model, tasks, integers = self._model, self._tasks, self._weights is Weights.INT8
+        kept = self._smoothing if integers else None
         products: Products
-        if precision is Precision.INT8:
-            products = Int8(self._smoothing, integers=integers)
-        else:
-            products = Fp32(self._smoothing if integers else None)
+        match precision:
+            case Precision.INT8:
+                products = Int8(self._smoothing, integers=integers)
+            case Precision.FP16:
+                products = Fp16(kept)
+            case Precision.FP32:
+                products = Fp32(kept)
         g = GraphBuilder(half=self._weights is not Weights.FP32)
-        hidden = dense_trunk(g, products, model)  # [B, S, H]
-        shape = g.weight("rows_shape", np.array([-1, model.config.hidden_size], np.int64))
-        rows = g.op("Reshape", [hidden, shape])  # [T, H]
+        packed = LAYOUTS[precision] is Layout.PACKED
+        rows = hidden = trunk(g, Packed() if packed else Dense(), products, model)
+        if not packed:
+            shape = g.weight("rows_shape", np.array([-1, model.config.hidden_size], np.int64))
+            rows = g.op("Reshape", [hidden, shape])  # [B, S, H] -> [T, H]
         if Task.FILL_MASK in tasks:
             assert model.masked_lm is not None
             masked_lm(g, products, rows, model.masked_lm, model.config.activation)
         if Task.NSP in tasks:
             assert model.next_sentence is not None
-            next_sentence(g, rows, model.next_sentence)
+            next_sentence(g, products, rows, model.next_sentence)
         if Task.QA in tasks:
             assert model.span is not None
-            span(g, rows, model.span)
-        if Task.EMBED in tasks:
+            span(g, products, rows, model.span)
+        if Task.EMBED in tasks and packed:
+            packed_embedding(g, products, rows, self._recipe, model.config.hidden_size)
+        elif Task.EMBED in tasks:
             dense_embedding(g, hidden, self._recipe, model.config.hidden_size)
         file = GRAPH_FILES[precision]
         self._stored |= g.save(self._folder / file, self._folder / WEIGHTS_FILES[precision], self._stored)
         return Graph(
             file=file,
-            layout=Layout.DENSE,
+            layout=LAYOUTS[precision],
             precision=precision,
             weights=self._weights,
             opset=OPSET,
             operators=g.operators(),
         )
+
+
+def check_layout(precisions: Collection[Precision], layout: Layout | None) -> None:
+    """A layout that was asked for must be that of a graph that was asked for.
+
+    Raises:
+        ExportError: it is not.
+    """
+    there = {LAYOUTS[precision] for precision in precisions or (Precision.FP32,)}
+    if layout is not None and there != {layout}:
+        of_it = ", ".join(precision for precision, its in LAYOUTS.items() if its is layout)
+        raise ExportError(f"the layout {layout} is that of {of_it}; leave out --layout, or ask for --precision {of_it}")
 
 
 def round_weights(model: Model, recipe: EmbeddingRecipe, weights: Weights, smoothing: Mapping[str, Tensor]) -> None:

@@ -52,7 +52,8 @@ def open_subject(source: str, store: Store, device: torch.device, precision: Pre
         if graph is None:
             raise TrainError(f"bundle {manifest.reference} has no {precision} graph")
         file, types = bundle.file(graph.file), manifest.architecture.type_vocab_size > 0
-        scorer: Scorer = GraphScorer(file, manifest.tasks, token_types=types)
+        pooling = manifest.embedding.pooling if manifest.embedding else ""
+        scorer: Scorer = GraphScorer(file, graph.layout, manifest.tasks, token_types=types, pooling=pooling)
         return Subject(scorer, open_tokenizer(bundle.path), frozenset(manifest.tasks), manifest.limits.max_tokens)
     checkpoint = load_checkpoint(source)
     scorer = TorchScorer(checkpoint.model.to(device), device, checkpoint.recipe)

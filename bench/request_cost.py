@@ -33,6 +33,7 @@ class Instant:
     device = Device.CPU
     precision = "fp32"
     reason = "it computes nothing"
+    mixes_lengths = False
 
     def __init__(self, bundle: Bundle, device: Device, precision: AskedPrecision) -> None:  # noqa: ARG002
         assert bundle.manifest.embedding is not None

@@ -92,7 +92,7 @@ def run(
         from bench.result import Result, describe_machine, installed
         from bench.run import Plan, measure
         from service.core import AskedPrecision, StartupError
-        from service.settings import Settings, available_cpus
+        from service.settings import CPU_BATCH_TOKENS, available_cpus
     except ModuleNotFoundError as error:
         fail(f"bench needs {error.name}, which the serving install leaves out; install cloze[cpu,bench]")
     if (infinity or pipeline) and checkpoint is None:
@@ -117,7 +117,7 @@ def run(
                 asked,
                 chosen.texts,
                 workers=threads,
-                max_batch_tokens=Settings.model_fields["max_batch_tokens"].default,
+                max_batch_tokens=CPU_BATCH_TOKENS,
                 precision=AskedPrecision(precision),
             )
             for name, precision, title in ours

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -20,12 +21,13 @@ from fastapi import FastAPI
 from model_store import Bundle, Store, StoreError
 from service.api import STATUS, Health, create_api
 from service.core import AskedPrecision, BatchReport, Device, Engine, StartupError
+from service.cost import measure_cost
 from service.engine import OnnxEngine
 from service.http import BoundedHeaders
 from service.metrics import Metrics
 from service.pipeline import Models, Pipeline
 from service.scheduler import Scheduler
-from service.settings import Settings, unknown_variables
+from service.settings import CPU_BATCH_TOKENS, Settings, unknown_variables
 from service.task_api import TASK_ROUTES, ApiLimits
 from service.tasks import TaskLimits
 from service.tokenizer import Tokenizer
@@ -41,6 +43,7 @@ _BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
 EngineFactory = Callable[[Bundle, Device, AskedPrecision], Engine]
+"""Opens a bundle's engine."""
 
 _DRAIN_MARGIN_S = 5
 """How much longer uvicorn waits for connections than the scheduler for answers: for these to be written."""
@@ -57,12 +60,13 @@ class Service:
         StartupError: the store is empty, a bundle does not open, or a device is missing.
     """
 
-    def __init__(self, settings: Settings, make_engine: EngineFactory = OnnxEngine) -> None:
+    def __init__(self, settings: Settings, make_engine: EngineFactory | None = None) -> None:
         self.on_dead: Callable[[], None] = lambda: None
         """Told, on any thread, that an engine died."""
         self._settings = settings
         self._draining = False
         bundles = open_bundles(settings)
+        make_engine = make_engine or partial(OnnxEngine, gpu_memory_limit=settings.gpu_memory_limit_mb * 2**20)
         engines = [make_engine(bundle, settings.device, settings.precision) for bundle in bundles]
         references = [bundle.manifest.reference for bundle in bundles]
         tasks = {path: [b.manifest.reference for b in bundles if task in b.manifest.tasks] for path, task in TASK_ROUTES.items()}
@@ -124,8 +128,8 @@ class Service:
 
         scheduler = Scheduler(
             engine,
-            workers=settings.worker_count(),
-            max_batch_tokens=settings.max_batch_tokens,
+            workers=settings.worker_count(engine.device),
+            max_batch_tokens=settings.max_batch_tokens or _fitted_tokens(bundle, engine, settings),
             max_queue_tokens=settings.max_queue_tokens,
             stall_timeout_s=settings.stall_timeout_ms / 1000,
             on_batch=on_batch,
@@ -166,7 +170,7 @@ def open_bundles(settings: Settings) -> list[Bundle]:
         raise StartupError(str(error)) from error
 
 
-def serve(settings: Settings, make_engine: EngineFactory = OnnxEngine) -> int:
+def serve(settings: Settings, make_engine: EngineFactory | None = None) -> int:
     """Serve until SIGTERM or SIGINT, or until an engine dies.
 
     Returns:
@@ -243,6 +247,23 @@ class _Server(uvicorn.Server):
 
 def _leave(number: int, _: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
+
+
+def _fitted_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
+    """How many tokens a batch should hold, where the settings leave that open."""
+    if not engine.mixes_lengths:
+        return CPU_BATCH_TOKENS
+    cost = measure_cost(engine, bundle.manifest.limits.max_tokens)
+    tokens = cost.batch_tokens(settings.batch_latency_ms / 1000)
+    log.info(
+        "batches of %s hold %d tokens: one takes %.2f ms + %.3f us a token + %.5f us a token and token of its length",
+        bundle.manifest.reference,
+        tokens,
+        cost.fixed * 1e3,
+        cost.per_token * 1e6,
+        cost.per_square * 1e6,
+    )
+    return tokens
 
 
 def _queue_of(scheduler: Scheduler) -> Callable[[], float]:

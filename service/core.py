@@ -208,6 +208,7 @@ class AskedPrecision(StrEnum):
     AUTO = "auto"
     FP32 = "fp32"
     INT8 = "int8"
+    FP16 = "fp16"
 
 
 class Engine(Protocol):
@@ -215,16 +216,18 @@ class Engine(Protocol):
 
     Attributes:
         device: where it runs, once that is settled.
-        precision: of the graph that it runs: ``fp32`` or ``int8``.
+        precision: of the graph that it runs: ``fp32``, ``int8`` or ``fp16``.
         reason: why that one, for the log.
+        mixes_lengths: whether the queries of a batch may have unlike lengths.
     """
 
     device: Device
     precision: str
     reason: str
+    mixes_lengths: bool
 
     def run(self, batch: Sequence[Query]) -> list[Output]:
-        """Answer queries of one length, in order. Raises whatever the runtime raises."""
+        """Answer queries, of one length unless it mixes lengths, in order. Raises whatever the runtime raises."""
         ...
 
     def probe(self) -> None:

@@ -22,6 +22,7 @@ class FakeEngine:
     device = Device.CPU
     precision = "fp32"
     reason = "it is a fake"
+    mixes_lengths = False
 
     def __init__(self, poison: Callable[[Query], bool] = lambda _: False) -> None:
         self.batches: list[list[Query]] = []

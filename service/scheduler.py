@@ -1,11 +1,11 @@
 """Decides what runs next. Hides waiting: a request's queries go in at once, one future comes out. Knows no text, no HTTP.
 
 Work-conserving and late-binding: a worker that becomes idle takes what is useful now; nobody waits for a batch to fill.
-A batch holds queries of one length, so nothing is padded. Which length: that of the query whose turn it is by fair
-queueing over tokens (Demers et al. 1989): each query is tagged with the virtual time of its request's arrival plus the
-request's tokens before it, and the smallest tag is next. Virtual time advances by the tokens that each pending request
-would have been served had they all been served at once. So a single text does not wait behind a bulk request, and a
-bulk request does not wait for ever behind single texts.
+A batch holds queries of one length, so nothing is padded; of any lengths, if the engine mixes them. Which come next is
+settled by fair queueing over tokens (Demers et al. 1989): each query is tagged with the virtual time of its request's
+arrival plus the request's tokens before it, and the smallest tag is next, with others of its length. Virtual time
+advances by the tokens that each pending request would have been served had they all been served at once. So a single
+text does not wait behind a bulk request, and a bulk request does not wait for ever behind single texts.
 """
 
 import heapq
@@ -100,7 +100,7 @@ class Scheduler:
         self._on_dead = on_dead
 
         self._changed = threading.Condition()  # guards all below
-        self._groups: dict[int, list[_Entry]] = {}  # by length, each a heap by turn
+        self._groups: dict[int, list[_Entry]] = {}  # by length, or all in one, each a heap by turn
         self._tickets: set[_Ticket] = set()
         self._running: dict[int, float] = {}  # worker's number -> when its run began
         self._queued_tokens = 0
@@ -170,7 +170,7 @@ class Scheduler:
             ticket.add_done_callback(self._forget)
             tag = self._virtual_time
             for index, query in enumerate(queries):
-                group = self._groups.setdefault(len(query), [])
+                group = self._groups.setdefault(0 if self._engine.mixes_lengths else len(query), [])
                 heapq.heappush(group, _Entry(tag, self._serial, query, ticket, index))
                 self._serial += 1
                 tag += len(query)
@@ -222,35 +222,37 @@ class Scheduler:
             return []
 
     def _take_now(self) -> list[_Entry]:
-        """The queries of one length whose turn it is, the dropped ones left out; the lock is held."""
-        length = min(self._groups, key=lambda length: self._groups[length][0])
-        group = self._groups[length]
+        """The queries of one group whose turn it is, the dropped ones left out; the lock is held."""
+        key = min(self._groups, key=lambda key: self._groups[key][0])
+        group = self._groups[key]
         self._virtual_time = max(self._virtual_time, group[0].tag)
-        share = math.ceil(len(group) / (self._idle + 1))  # leave the idle workers theirs
-        size = max(1, min(self._max_batch_tokens // length, share))
+        # Leave the idle workers theirs; but a device that mixes lengths runs one batch at a time, and they only pack the next.
+        share = len(group) if self._engine.mixes_lengths else math.ceil(len(group) / (self._idle + 1))
         batch: list[_Entry] = []
-        masks = 0
+        tokens = masks = 0
         now = time.monotonic()
-        while group and len(batch) < size:
-            masks += len(group[0].query.masks)
-            if batch and masks > _MAX_BATCH_MASKS:
+        while group and len(batch) < share:
+            query = group[0].query
+            masks += len(query.masks)
+            if batch and (tokens + len(query) > self._max_batch_tokens or masks > _MAX_BATCH_MASKS):
                 break
             entry = heapq.heappop(group)
             if entry.ticket.done():  # cancelled, or failed already
                 continue
-            entry.ticket.queued_tokens -= length
-            self._queued_tokens -= length
+            entry.ticket.queued_tokens -= len(query)
+            self._queued_tokens -= len(query)
             if entry.ticket.deadline <= now:
                 self._finish(entry.ticket, DeadlineExceeded("the request's time was over before it ran"))
                 continue
             if entry.ticket.started is None:
                 entry.ticket.started = now
             batch.append(entry)
+            tokens += len(query)
         if not group:
-            self._groups.pop(length, None)  # a sweep may have been quicker
+            self._groups.pop(key, None)  # a sweep may have been quicker
         # Those that ran ahead of their turn, for their length's sake, cost nobody a turn: time does not advance for them.
-        in_turn = sum(entry.tag <= self._virtual_time for entry in batch)
-        self._virtual_time += in_turn * length / max(1, len(self._tickets))
+        in_turn = sum(len(entry.query) for entry in batch if entry.tag <= self._virtual_time)
+        self._virtual_time += in_turn / max(1, len(self._tickets))
         return batch
 
     def _run(self, number: int, batch: list[_Entry]) -> None:

@@ -17,6 +17,10 @@ from service.core import AskedPrecision, Device, StartupError
 
 ENV_PREFIX = "CLOZE_"
 
+CPU_BATCH_TOKENS = 512
+
+_GPU_WORKERS = 2
+
 
 def available_cpus() -> int:
     """Cores this process may use: its affinity, and the quota of its control group (v2 or v1), rounded up."""
@@ -58,10 +62,19 @@ class Settings(BaseSettings):
     device: Device = Field(Device.AUTO, description="auto, cpu or cuda; cuda that does not come up stops the start")
     precision: AskedPrecision = Field(
         AskedPrecision.AUTO,
-        description="arithmetic on a CPU; auto: int8 where the bundle has it and the processor has instructions for it",
+        description="arithmetic: fp32, int8 (on a CPU), fp16 (on CUDA); auto: fp16 on CUDA, int8 where the processor has "
+        "instructions for it, each if the bundle has it, else fp32",
     )
-    workers: int = Field(0, ge=0, le=1024, description="threads that run a model's batches; 0: one a core this process may use")
-    max_batch_tokens: int = Field(512, ge=1, description="most tokens in a batch; on a CPU more is slower, and delays others")
+    workers: int = Field(
+        0, ge=0, le=1024, description="threads that run a model's batches; 0: one a core this process may use, on a GPU two"
+    )
+    max_batch_tokens: int = Field(
+        0,
+        ge=0,
+        description="most tokens in a batch; 0: 512 on a CPU, where more is slower and delays others, on a GPU fitted at start",
+    )
+    batch_latency_ms: int = Field(20, ge=1, le=60_000, description="longest run of a batch whose size is fitted at the start")
+    gpu_memory_limit_mb: int = Field(0, ge=0, description="memory of the GPU that a model may take; 0: all there is")
     max_queue_tokens: int = Field(
         262_144,
         ge=1,
@@ -99,9 +112,9 @@ class Settings(BaseSettings):
     def _split_names(cls, value: object) -> object:
         return tuple(name.strip() for name in value.split(",") if name.strip()) if isinstance(value, str) else value
 
-    def worker_count(self) -> int:
-        """Worker threads a model."""
-        return self.workers or available_cpus()
+    def worker_count(self, device: Device) -> int:
+        """Worker threads a model; of a GPU's two, one packs a batch while the other's runs."""
+        return self.workers or (_GPU_WORKERS if device is Device.CUDA else available_cpus())
 
 
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:

@@ -201,7 +201,7 @@ def test_texts_are_cut_to_what_the_model_reads(checkpoints: dict[str, Path]) -> 
 @pytest.mark.parametrize(
     ("precision", "tasks", "line"),
     [
-        (Precision.FP32, (Task.EMBED,), "scored pairs say what int8 or rounded weights lose"),
+        (Precision.FP32, (Task.EMBED,), "scored pairs say what a lower precision loses"),
         (Precision.INT8, (Task.FILL_MASK,), "scored pairs are ranked by embeddings, which this export has not"),
     ],
 )

@@ -54,12 +54,19 @@ requests = st.lists(
 @settings(
     max_examples=150, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )  # shrinking a race takes for ever
-@given(arrivals=requests, workers=st.integers(1, 3), held=st.booleans(), poison=st.sets(st.integers(1, 50), max_size=3))
+@given(
+    arrivals=requests,
+    workers=st.integers(1, 3),
+    held=st.booleans(),
+    mixed=st.booleans(),
+    poison=st.sets(st.integers(1, 50), max_size=3),
+)
 def test_every_request_ends_once_and_rightly(
-    arrivals: list[tuple[list[tuple[int, int]], str]], workers: int, held: bool, poison: set[int]
+    arrivals: list[tuple[list[tuple[int, int]], str]], workers: int, held: bool, mixed: bool, poison: set[int]
 ) -> None:
     """Whatever arrives: each future ends; answers are the request's own, in order; batches keep their rules."""
     engine = FakeEngine(poison=lambda one: int(one.input_ids[0]) in poison)
+    engine.mixes_lengths = mixed
     reports: list[BatchReport] = []
     if held:
         engine.gate.clear()
@@ -89,8 +96,24 @@ def test_every_request_ends_once_and_rightly(
     assert sum(report.sequences for report in reports) == sum(map(len, engine.batches))
     assert all(report.padding == 0 for report in reports)
     for batch in engine.batches:
-        assert len({len(one) for one in batch}) == 1, "a batch has one length"
+        assert mixed or len({len(one) for one in batch}) == 1, "a batch has one length"
         assert len(batch) == 1 or sum(map(len, batch)) <= 64
+
+
+def test_an_engine_that_mixes_lengths_gets_what_waits_in_one_batch() -> None:
+    """In the order of turns, up to the budget; the other worker, which could only wait for the device, leaves it whole."""
+    engine = FakeEngine()
+    engine.mixes_lengths = True
+    engine.gate.clear()
+    with running(engine, workers=2, max_batch_tokens=64) as scheduler:
+        first = [scheduler.submit([query(1)], later()) for _ in range(2)]
+        while sum(map(len, scheduler._groups.values())):  # until both workers hold one
+            time.sleep(0.001)
+        waiting = [scheduler.submit([query(length, length)], later()) for length in (20, 3, 40, 5, 16)]
+        engine.gate.set()
+        for future in (*first, *waiting):
+            future.result(WAIT_S)
+    assert [[len(one) for one in batch] for batch in engine.batches[2:]] in ([[20, 3, 40], [5, 16]], [[5, 16], [20, 3, 40]])
 
 
 def test_a_single_text_does_not_wait_behind_a_bulk_request() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.core import StartupError
+from service.core import Device, StartupError
 from service.settings import Settings, available_cpus, load_settings, unknown_variables
 
 
@@ -39,7 +39,7 @@ def test_models_are_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
         ("CLOZE_PORT", "70000", r"^CLOZE_PORT: input should be less than or equal to 65535, got '70000'$"),
         ("CLOZE_PORT", "tcp://10.0.0.1:8000", r"^CLOZE_PORT: .*'tcp://10.0.0.1:8000'$"),
         ("CLOZE_DEVICE", "tpu", r"^CLOZE_DEVICE: input should be 'auto', 'cpu' or 'cuda', got 'tpu'$"),
-        ("CLOZE_MAX_BATCH_TOKENS", "0", r"^CLOZE_MAX_BATCH_TOKENS: .*greater than or equal to 1, got '0'$"),
+        ("CLOZE_MAX_QUEUE_TOKENS", "0", r"^CLOZE_MAX_QUEUE_TOKENS: .*greater than or equal to 1, got '0'$"),
         ("CLOZE_LOG_LEVEL", "loud", r"^CLOZE_LOG_LEVEL: .*got 'loud'$"),
     ],
 )
@@ -61,8 +61,9 @@ def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_workers_default_to_the_cores_there_are() -> None:
-    assert 1 <= available_cpus() == load_settings().worker_count()
-    assert load_settings({"workers": 3}).worker_count() == 3
+    assert 1 <= available_cpus() == load_settings().worker_count(Device.CPU)
+    assert load_settings({"workers": 3}).worker_count(Device.CPU) == 3
+    assert load_settings().worker_count(Device.CUDA) == 2
 
 
 def shown(default: Any) -> str:

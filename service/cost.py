@@ -1,0 +1,86 @@
+"""What a batch costs, measured at start-up, and how many tokens one should therefore hold. For engines that mix lengths."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core import Engine, Query
+
+_TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+_LENGTHS = (32, 128, 512)
+_RUNS = 3
+
+_OVERHEAD = 0.05
+"""Share of a batch's time that its fixed part may take; beyond that a larger batch gains next to nothing."""
+
+_TYPICAL_LENGTH = 128
+_LEAST, _MOST = 512, 32768
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Seconds of a batch: ``fixed + per_token * tokens + per_square * (sum of squared lengths)``."""
+
+    fixed: float
+    per_token: float
+    per_square: float
+
+    def batch_tokens(self, objective_s: float) -> int:
+        """As many as leave the fixed part a small share of the time, and keep it within the objective; 512 to 32,768."""
+        a_token = self.per_token + self.per_square * _TYPICAL_LENGTH
+        if a_token <= 0:  # nothing but the fixed part could be seen
+            return _MOST if self.fixed <= objective_s else _LEAST
+        worthwhile = self.fixed * (1 - _OVERHEAD) / _OVERHEAD / a_token
+        allowed = (objective_s - self.fixed) / a_token
+        return int(min(_MOST, max(_LEAST, min(worthwhile, allowed))))
+
+
+def measure_cost(engine: Engine, max_tokens: int, clock: Callable[[], float] = time.perf_counter) -> Cost:
+    """Run batches of several sizes and lengths, and fit their times.
+
+    Args:
+        engine: whose; sizes for which its memory is not enough are left out.
+        max_tokens: the longest sequence it takes.
+        clock: seconds.
+
+    Raises:
+        Exception: whatever the engine raises on the smallest batch.
+    """
+    rows: list[tuple[float, int, int]] = []
+    seconds: list[float] = []
+    for length in sorted({min(length, max_tokens) for length in _LENGTHS}):
+        for tokens in _TOKENS:
+            batch = [Query(np.zeros(length, np.int32), np.zeros(length, np.int32))] * (tokens // length)
+            try:
+                seconds.append(_best(engine, batch, clock))
+            except Exception:
+                if not rows:
+                    raise
+                break
+            rows.append((1.0, len(batch) * length, len(batch) * length**2))
+    return Cost(*_fit(np.array(rows, np.float64), np.array(seconds)))
+
+
+def _best(engine: Engine, batch: Sequence[Query], clock: Callable[[], float]) -> float:
+    """Seconds of the quickest of some runs, after one that does not count."""
+    times = []
+    for _ in range(_RUNS + 1):
+        begin = clock()
+        engine.run(batch)
+        times.append(clock() - begin)
+    return min(times[1:])
+
+
+def _fit(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> list[float]:
+    """Least squares of relative errors, no coefficient below zero."""
+    used = list(range(rows.shape[1]))
+    while True:
+        weighted = rows[:, used] / seconds[:, None]
+        scale = np.abs(weighted).max(0)
+        found = np.linalg.lstsq(weighted / scale, np.ones(len(seconds)), rcond=None)[0] / scale
+        if (found >= 0).all():
+            return [float(found[used.index(i)]) if i in used else 0.0 for i in range(rows.shape[1])]
+        used.pop(int(np.argmin(found * scale)))

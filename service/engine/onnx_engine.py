@@ -1,0 +1,149 @@
+"""Runs a bundle: chooses its graph, checks its goldens, then answers batches. Knows no queue, no text, no HTTP."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from model_store import Bundle, Manifest
+from model_store import interface as names
+from model_store.manifest import Graph, Layout, Parity
+from model_store.parity import errors
+from model_store.processor import INT8_NAMES, int8_instructions
+from service.core import AskedPrecision, Device, Output, Query, StartupError
+from service.engine.feeds import BatchFeeds, unpack
+from service.engine.session import CUDA, Session, cpu_session, cuda_session, providers
+
+OpenSession = Callable[[Bundle, Graph], Session]
+
+
+class OnnxEngine:
+    """A session on one of a bundle's graphs, its goldens checked before it answers anything.
+
+    Args:
+        bundle: an opened, hence verified, bundle.
+        device: where to run; CUDA that does not come up is an error, never a silent CPU.
+        precision: which graph to run; auto takes fp16 on CUDA, and int8 on a processor with instructions for it.
+        device_id: which GPU.
+        gpu_memory_limit: bytes; 0: all there is.
+        open_session: instead of the device's own; for a graph that nothing here can run.
+
+    Raises:
+        StartupError: the device is not there, the bundle lacks the precision, the graph does not load, or the goldens do
+            not come back.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        device: Device = Device.AUTO,
+        precision: AskedPrecision = AskedPrecision.FP32,
+        *,
+        device_id: int = 0,
+        gpu_memory_limit: int = 0,
+        open_session: OpenSession | None = None,
+    ) -> None:
+        manifest = bundle.manifest
+        self._name = manifest.reference
+
+        def on_device(bundle: Bundle, graph: Graph) -> Session:
+            file = bundle.file(graph.file)
+            return cuda_session(file, device_id, gpu_memory_limit) if self.device is Device.CUDA else cpu_session(file)
+
+        self.device = _device(device) if open_session is None else device
+        try:
+            graph, parity, self.reason = _choose_graph(manifest, self.device, precision)
+            self._session = _open(bundle, graph, open_session or on_device)
+        except StartupError as error:
+            if device is not Device.AUTO or self.device is Device.CPU:
+                raise
+            self.device = Device.CPU  # auto, and the GPU did not come up
+            graph, parity, self.reason = _choose_graph(manifest, self.device, precision)
+            self._session = _open(bundle, graph, on_device)
+            self.reason += f"; {error}"
+        self.precision = str(graph.precision)
+        self.mixes_lengths = graph.layout is Layout.PACKED
+        self._feeds = BatchFeeds(manifest, graph.layout)
+        self._tolerance = parity.tolerance
+        self._goldens = json.loads(bundle.file(parity.golden_file).read_bytes())
+        self._outputs = list(self._goldens[0]["outputs"])
+        try:
+            for golden in self._goldens:
+                self._check(golden)
+        except Exception as error:
+            raise StartupError(f"bundle {self._name} does not reproduce its golden outputs: {_first_line(error)}") from error
+
+    def run(self, batch: Sequence[Query]) -> list[Output]:
+        """As `Engine.run`."""
+        found = self._session.run(self._outputs, self._feeds.pack(batch))
+        return unpack(batch, dict(zip(self._outputs, found, strict=True)))
+
+    def probe(self) -> None:
+        """As `Engine.probe`, with the first golden."""
+        self._check(self._goldens[0])
+
+    def _check(self, golden: dict[str, dict[str, Any]]) -> None:
+        """Run a golden batch; every output must come back within the manifest's tolerance."""
+        feeds = {name: np.array(values, _DTYPES.get(name, np.int32)) for name, values in golden["feeds"].items()}
+        expected = {name: np.array(values) for name, values in golden["outputs"].items()}
+        outputs = dict(zip(expected, self._session.run(list(expected), feeds), strict=True))
+        for name, error in errors(outputs, expected, self._tolerance).items():
+            if error > self._tolerance:
+                raise ValueError(f"{name} is off by {error:.1e}, more than {self._tolerance:.0e}")
+
+
+_DTYPES = {names.TOP_K: np.int64, names.POOL_WEIGHTS: np.float32}
+"""Of inputs that are not int32."""
+
+
+def _device(asked: Device) -> Device:
+    there = providers()
+    if asked is Device.CUDA and CUDA not in there:
+        raise StartupError(f"device cuda was asked for, but this onnxruntime has only {', '.join(there)}; install cloze[gpu]")
+    return Device.CPU if asked is Device.CPU or CUDA not in there else Device.CUDA
+
+
+def _choose_graph(manifest: Manifest, device: Device, asked: AskedPrecision) -> tuple[Graph, Parity, str]:
+    """The graph to run, its parity, and why it is this one."""
+    fp32 = manifest.graph, manifest.parity
+    if asked is AskedPrecision.FP32:
+        return *fp32, "as asked"
+    if device is Device.CUDA:
+        return _choose_for_cuda(manifest, asked)
+    if asked is AskedPrecision.FP16:
+        raise StartupError("precision fp16 was asked for, which runs on CUDA only; set the device to cuda")
+    if manifest.int8 is None:
+        if asked is AskedPrecision.INT8:
+            raise StartupError(f"bundle {manifest.reference} has no int8 graph; export it with --precision int8")
+        return *fp32, "since the bundle has nothing else"
+    int8 = manifest.int8.graph, manifest.int8.parity
+    if asked is AskedPrecision.INT8:
+        return *int8, "as asked"
+    if there := int8_instructions():
+        return *int8, f"since the processor has {', '.join(there)} and the bundle's gate was passed"
+    return *fp32, f"since the processor has none of {INT8_NAMES}"
+
+
+def _choose_for_cuda(manifest: Manifest, asked: AskedPrecision) -> tuple[Graph, Parity, str]:
+    if asked is AskedPrecision.INT8:
+        raise StartupError("precision int8 was asked for, which runs on a CPU only; set the device to cpu")
+    if manifest.fp16 is not None:
+        reason = "as asked" if asked is AskedPrecision.FP16 else "since the device is a GPU and the bundle's gate was passed"
+        return manifest.fp16.graph, manifest.fp16.parity, reason
+    if asked is AskedPrecision.FP16:
+        raise StartupError(f"bundle {manifest.reference} has no fp16 graph; export it with --precision fp16")
+    return manifest.graph, manifest.parity, "since the bundle has no fp16 graph; export it with --precision fp16 for speed"
+
+
+def _open(bundle: Bundle, graph: Graph, open_session: OpenSession) -> Session:
+    try:
+        return open_session(bundle, graph)
+    except StartupError:
+        raise
+    except Exception as error:
+        raise StartupError(f"bundle {bundle.manifest.reference}: its graph does not load: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

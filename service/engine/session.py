@@ -1,0 +1,178 @@
+"""Runs one graph with onnxruntime: on a CPU, or on CUDA with all inputs in one copy. Knows no bundle and no query."""
+
+import ctypes
+import os
+import threading
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the official builds otherwise report to their maker from the import on
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from model_store.packing import Feeds
+from model_store.processor import int8_instructions, int8_settings
+from service.core import StartupError
+
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+_BUILDS = ("onnxruntime", "onnxruntime-gpu")
+
+_ON_HOST = frozenset({"top_k"})
+"""Inputs that the kernels read on the host."""
+
+_ALIGNMENT = 256
+"""Bytes, of each input on the device."""
+
+
+class Session(Protocol):
+    """What runs a graph. Several threads may do so at once."""
+
+    def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
+        """The outputs named, in order."""
+
+
+def providers() -> list[str]:
+    """What this build of onnxruntime can run on.
+
+    Raises:
+        StartupError: two builds are installed, in one place.
+    """
+    if all(map(_is_installed, _BUILDS)):
+        raise StartupError(
+            f"both {' and '.join(_BUILDS)} are installed, and overwrite each other; "
+            "uninstall both, then install cloze[cpu] or cloze[gpu]"
+        )
+    there: list[str] = ort.get_available_providers()
+    return there
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def cpu_session(file: Path) -> ort.InferenceSession:
+    """A graph on this machine's processor, one thread a run; the scheduler's workers bring the cores."""
+    options = _options()
+    options.intra_op_num_threads = 1
+    options.inter_op_num_threads = 1
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    for name, value in int8_settings(int8_instructions()).items():
+        options.add_session_config_entry(name, value)
+    session = ort.InferenceSession(file, options, providers=[CPU])
+    session.disable_fallback()
+    return session
+
+
+def cuda_session(file: Path, device_id: int, memory_limit: int) -> "DeviceSession":
+    """A graph on a GPU, all of it.
+
+    Args:
+        file: the graph.
+        device_id: which GPU.
+        memory_limit: bytes of the device's memory that it may take; 0: all there is.
+
+    Raises:
+        StartupError: CUDA did not come up; says which library is missing, if one is.
+    """
+    with redirect_stdout(None):  # what it misses, we say ourselves
+        ort.preload_dlls()
+    options = _options()
+    options.enable_mem_pattern = False  # it is made for one shape, and every batch has its own
+    asked = {
+        "device_id": str(device_id),
+        "arena_extend_strategy": "kSameAsRequested",
+        "enable_skip_layer_norm_strict_mode": "1",  # sums in fp32
+        "use_tf32": "0",  # the heads are fp32 for their digits' sake
+    }
+    if memory_limit:
+        asked["gpu_mem_limit"] = str(memory_limit)
+    session = ort.InferenceSession(file, options, providers=[(CUDA, asked), CPU])
+    session.disable_fallback()
+    if session.get_providers()[0] != CUDA:
+        raise StartupError(f"CUDA did not come up: {_why_not() or 'its driver is missing, or there is no such device'}")
+    return DeviceSession(session, "cuda", device_id)
+
+
+def _options() -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    return options
+
+
+def _why_not() -> str:
+    """The loader's words about the library that CUDA's provider misses; empty if it misses none."""
+    folder = Path(ort.__file__).parent / "capi"
+    try:
+        ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(folder / "libonnxruntime_providers_cuda.so"))
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+class DeviceSession:
+    """A session whose inputs go to the device in one copy, from and into buffers that are used again.
+
+    Args:
+        session: on the device.
+        device: ``cuda``, or ``cpu``, where the same way is tested.
+        device_id: which one.
+    """
+
+    def __init__(self, session: ort.InferenceSession, device: str, device_id: int) -> None:
+        self._session, self._device, self._device_id = session, device, device_id
+        self._own = threading.local()  # buffers: while one thread's batch runs, another's is being packed
+        self._running = threading.Lock()
+
+    def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
+        """See `Session`."""
+        binding = self._session.io_binding()
+        for name in _ON_HOST & feeds.keys():
+            binding.bind_cpu_input(name, feeds[name])
+        inputs = {name: np.ascontiguousarray(array) for name, array in feeds.items() if name not in _ON_HOST}
+        sizes = [-(-max(1, array.nbytes) // _ALIGNMENT) * _ALIGNMENT for array in inputs.values()]
+        staging, there = self._buffers(sum(sizes))
+        offset = 0
+        for (name, array), size in zip(inputs.items(), sizes, strict=True):
+            staging[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+            place = there.data_ptr() + offset
+            binding.bind_input(name, self._device, self._device_id, array.dtype.type, list(array.shape), place)
+            offset += size
+        for name in wanted:
+            binding.bind_output(name, "cpu")
+        with self._running:
+            there.update_inplace(staging)
+            self._session.run_with_iobinding(binding)
+        found: list[NDArray[Any]] = binding.copy_outputs_to_cpu()
+        return found
+
+    def _buffers(self, size: int) -> tuple[NDArray[np.uint8], ort.OrtValue]:
+        """This thread's, on the host and on the device, of the next power of two bytes."""
+        size = 1 << max(16, (size - 1).bit_length())
+        kept: dict[int, tuple[NDArray[np.uint8], ort.OrtValue]] = self._own.__dict__.setdefault("buffers", {})
+        if size not in kept:
+            staging = np.zeros(size, np.uint8)
+            if self._device == "cuda":
+                _pin(staging)
+            kept[size] = staging, ort.OrtValue.ortvalue_from_numpy(staging, self._device, self._device_id)
+        return kept[size]
+
+
+def _pin(array: NDArray[np.uint8]) -> None:
+    """Lock the array's pages, so that the device copies from them directly; without that, copies are slower and no more."""
+    for library in ("libcudart.so.13", "libcudart.so.12"):
+        try:
+            ctypes.CDLL(library).cudaHostRegister(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), 0)
+        except OSError:
+            continue
+        return

@@ -1,0 +1,231 @@
+"""The engine on packed graphs, run by the reference where no kernel can; the way to a device, on the device that is here."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from export.graph.reference import ReferenceSession
+from export.publish import export
+from model_store import Bundle, Store, Task
+from model_store.manifest import Precision
+from service.app import Service
+from service.core import AskedPrecision, Device, Output, Query, StartupError
+from service.cost import Cost, measure_cost
+from service.engine import OnnxEngine
+from service.engine.feeds import BatchFeeds
+from service.engine.session import DeviceSession, cpu_session
+from service.fake_engine import FakeEngine
+from service.settings import load_settings
+
+
+@pytest.fixture(scope="module")
+def packed_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
+    """``bert`` and ``bert-qa`` with an fp16 graph each."""
+    root = tmp_path_factory.mktemp("packed")
+    export(str(checkpoints["bert"]), "bert", Store(root), precisions=[Precision.FP16])
+    export(str(checkpoints["bert-qa"]), "bert-qa", Store(root), tasks=[Task.QA], precisions=[Precision.FP16])
+    return root
+
+
+class OnReference(OnnxEngine):
+    """The engine as on CUDA, its graph run by the reference; remembers its batches."""
+
+    def __init__(self, bundle: Bundle, precision: AskedPrecision = AskedPrecision.AUTO) -> None:
+        super().__init__(
+            bundle, Device.CUDA, precision, open_session=lambda bundle, graph: ReferenceSession(bundle.file(graph.file))
+        )
+        self.batches: list[list[Query]] = []
+
+    def run(self, batch: Sequence[Query]) -> list[Output]:
+        self.batches.append(list(batch))
+        return super().run(batch)
+
+
+def test_on_cuda_the_packed_graph_is_taken(packed_store: Path) -> None:
+    engine = OnReference(Store(packed_store).open("bert"))
+    assert (engine.device, engine.precision, engine.mixes_lengths) == (Device.CUDA, "fp16", True)
+    assert engine.reason == "since the device is a GPU and the bundle's gate was passed"
+    with pytest.raises(StartupError, match=r"int8 was asked for, which runs on a CPU only"):
+        OnReference(Store(packed_store).open("bert"), precision=AskedPrecision.INT8)
+
+
+def test_fp16_is_for_cuda_and_must_be_there(packed_store: Path, tiny_store: Path) -> None:
+    with pytest.raises(StartupError, match=r"fp16 was asked for, which runs on CUDA only"):
+        OnnxEngine(Store(packed_store).open("bert"), Device.CPU, AskedPrecision.FP16)
+    with pytest.raises(StartupError, match=r"has no fp16 graph; export it with --precision fp16"):
+        OnReference(Store(tiny_store).open("bert"), precision=AskedPrecision.FP16)
+
+
+def test_goldens_are_those_of_the_packed_graph(packed_store: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """A bundle whose packed weights are not what they were is refused at the start."""
+    bundle = export(str(checkpoints["bert"]), "bert", Store(tmp_path), precisions=[Precision.FP16])
+    file = bundle.file("weights-fp16.bin")
+    halves = np.frombuffer(file.read_bytes(), np.float16).copy()
+    halves[::3] = 0
+    file.write_bytes(halves.tobytes())
+    with pytest.raises(StartupError, match=r"does not reproduce its golden outputs"):
+        OnReference(Bundle(bundle.manifest, bundle.path))
+
+
+queries = st.lists(
+    st.tuples(st.integers(3, 40), st.sampled_from(["masks", "pair", "embed", "all", "nothing"]), st.integers(0, 9)),
+    min_size=1,
+    max_size=7,
+)
+
+
+def make_query(length: int, kind: str, seed: int) -> Query:
+    rng = np.random.default_rng(seed)
+    masked = kind in ("masks", "all")
+    return Query(
+        rng.integers(5, 100, length, dtype=np.int32),
+        (np.arange(length) > length // 2).astype(np.int32),
+        masks=rng.choice(length, 2, replace=False).tolist() if masked else (),
+        top_k=1 + seed % 4 if masked else 0,
+        targets=[7, 9, 11][: seed % 3] if masked else (),
+        pair=kind in ("pair", "all"),
+        embed=kind in ("embed", "all"),
+    )
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(asked=queries)
+def test_a_mixed_batch_is_answered_as_each_query_alone_on_a_cpu(packed_store: Path, asked: list[tuple[int, str, int]]) -> None:
+    """Any lengths and any heads in one batch; fp32 in the dense layout knows the answer."""
+    bundle = Store(packed_store).open("bert")
+    packed, dense = OnReference(bundle), OnnxEngine(bundle, Device.CPU)
+    batch = [make_query(*one) for one in asked]
+    for query, output in zip(batch, packed.run(batch), strict=True):
+        alone = dense.run([query])[0]
+        for name in ("logsumexp", "target_logits", "pair_logits", "embedding", "top_logits"):
+            one, other = getattr(output, name), getattr(alone, name)
+            assert (one is None) == (other is None), name
+            if one is not None:
+                assert one.shape == other.shape, name
+                np.testing.assert_allclose(one, other, atol=0.02 * max(1, np.abs(other).max(initial=0)), err_msg=name)
+
+
+def numbers(answer: object) -> list[float]:
+    """All scores and vectors of an answer, in order; not ids and offsets, which are not near each other when they differ."""
+    if isinstance(answer, dict):
+        return [number for key, part in answer.items() if key not in ("token", "start", "end") for number in numbers(part)]
+    if isinstance(answer, list):
+        return [number for part in answer for number in numbers(part)]
+    return [answer] if isinstance(answer, float) else []
+
+
+def test_every_route_answers_and_batches_mix_lengths(packed_store: Path) -> None:
+    engines: dict[str, OnReference] = {}
+
+    def make(bundle: Bundle, _: Device, precision: AskedPrecision) -> OnReference:
+        return engines.setdefault(bundle.manifest.name, OnReference(bundle, precision))
+
+    settings = {"model_store": packed_store, "max_batch_tokens": 4096}
+    dense = Service(load_settings({"model_store": packed_store, "device": "cpu"}))
+    packed = Service(load_settings(settings), make)
+    asked = {
+        "/fill-mask": {"inputs": ["the [MASK] sat", "a cat sat on the [MASK] and the [MASK] ran"], "parameters": {"top_k": 3}},
+        "/embed": {"inputs": ["a", "the cat sat", "the dog ran and the cat sat on the mat"]},
+        "/nsp": {"inputs": [{"text": "the cat sat", "next": "the dog ran"}, {"text": "a", "next": "the cat and the dog sat"}]},
+        "/qa": {"inputs": {"question": "who sat", "context": "the cat sat and the dog ran"}},
+    }
+    with TestClient(dense.api()) as one, TestClient(packed.api()) as other:
+        for route, body in asked.items():
+            expected, actual = (client.post(route, json=body) for client in (one, other))
+            assert (expected.status_code, actual.status_code) == (200, 200), actual.text
+            for one_number, other_number in zip(numbers(expected.json()), numbers(actual.json()), strict=True):
+                assert one_number == pytest.approx(other_number, abs=0.02)
+        assert b"cloze_padding_tokens_total" in other.get("/metrics").content
+    together = [batch for batch in engines["bert"].batches if len({len(query) for query in batch}) > 1]
+    assert together, "unlike lengths ran in one batch"
+
+
+@pytest.mark.parametrize("model", ["bert", "bert-qa"])
+def test_the_way_to_a_device_gives_what_the_session_gives(model: str, tiny_store: Path) -> None:
+    """Inputs in one copy into buffers that are used again, by several threads, with shapes that change."""
+    bundle = Store(tiny_store).open(model)
+    manifest = bundle.manifest
+    file = bundle.file(manifest.graph.file)
+    plain = cpu_session(file)
+    device = DeviceSession(ort.InferenceSession(file, providers=["CPUExecutionProvider"]), "cpu", 0)
+    wanted = [output.name for output in plain.get_outputs()]
+    pack = BatchFeeds(manifest, manifest.graph.layout).pack
+
+    def check(number: int) -> None:
+        kinds = ["all", "masks", "nothing", "embed"] if model == "bert" else ["nothing"]
+        batch = [make_query(3 + number % 30, kinds[(number + i) % len(kinds)], number + i) for i in range(1 + number % 5)]
+        feeds = pack(batch)
+        for name, one, other in zip(wanted, plain.run(wanted, feeds), device.run(wanted, feeds), strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=name)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(check, range(120)))
+
+
+class Timed(FakeEngine):
+    """An engine whose time is computed, and whose memory ends."""
+
+    mixes_lengths = True
+
+    def __init__(self, cost: Cost, memory: int = 10**9) -> None:
+        super().__init__()
+        self.cost, self.memory, self.now = cost, memory, 0.0
+
+    def run(self, batch: Sequence[Query]) -> list[Output]:
+        tokens, squares = sum(map(len, batch)), sum(len(query) ** 2 for query in batch)
+        if tokens > self.memory:
+            raise RuntimeError("out of memory")
+        self.now += self.cost.fixed + self.cost.per_token * tokens + self.cost.per_square * squares
+        return []
+
+
+@pytest.mark.parametrize("cost", [Cost(5e-4, 4e-7, 2e-10), Cost(2e-3, 1e-6, 0.0), Cost(1e-5, 3e-6, 1e-9)])
+def test_costs_are_found_by_measuring(cost: Cost) -> None:
+    engine = Timed(cost)
+    found = measure_cost(engine, 512, lambda: engine.now)
+    for one, other in ((found.fixed, cost.fixed), (found.per_token, cost.per_token), (found.per_square, cost.per_square)):
+        assert one == pytest.approx(other, rel=0.01, abs=1e-12)
+
+
+def test_sizes_that_memory_does_not_hold_are_left_out() -> None:
+    engine = Timed(Cost(5e-4, 4e-7, 0.0), memory=5000)
+    assert measure_cost(engine, 512, lambda: engine.now).per_token == pytest.approx(4e-7, rel=0.01)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        measure_cost(Timed(Cost(5e-4, 4e-7, 0.0), memory=100), 512, time.perf_counter)
+
+
+@pytest.mark.parametrize(
+    ("cost", "objective_s", "tokens"),
+    [
+        (Cost(5e-4, 1e-6, 0.0), 0.020, 9500),  # the fixed part is a twentieth of a batch
+        (Cost(5e-4, 1e-5, 0.0), 0.005, 512),  # the objective allows 450: the least
+        (Cost(5e-4, 1e-5, 0.0), 0.010, 950),
+        (Cost(5e-3, 1e-7, 0.0), 1.0, 32768),  # the most
+        (Cost(5e-4, 0.0, 0.0), 0.02, 32768),
+    ],
+)
+def test_a_batch_holds_what_pays_and_what_the_objective_allows(cost: Cost, objective_s: float, tokens: int) -> None:
+    assert cost.batch_tokens(objective_s) == pytest.approx(tokens, abs=1)
+
+
+def test_both_builds_of_the_runtime_are_one_too_many(tmp_path: Path, tiny_store: Path) -> None:
+    """They overwrite each other's files; which of them is left is chance."""
+    metadata = tmp_path / "onnxruntime_gpu-1.27.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: onnxruntime-gpu\nVersion: 1.27.0\n")
+    command = [sys.executable, "-m", "cloze", "serve", "--port", "0", "--model-store", str(tiny_store)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "both onnxruntime and onnxruntime-gpu are installed" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,5 +1,6 @@
 """Shows a result: a table, and plots."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,10 +52,12 @@ def _ratios(result: Result) -> list[str]:
     for load in (load for load in result.loads() if load.startswith("closed")):
         for server in servers:
             ours = result.median(server, load, "texts_per_s")
-            for other in (server.removesuffix("server") + "engine", *peers):
+            for other in (re.sub(r"( \d+ front ends)? server$", " engine", server), *peers):
                 theirs = result.median(other, load, "texts_per_s")
                 if ours and theirs:
                     rows.append(f"| {load} | {server} | {other} | {ours / theirs:.2f} |")
+    if not rows:
+        return []
     return [
         "",
         "Texts a second of one over those of the other:",

@@ -21,6 +21,8 @@ from bench.processes import Running, free_port, running
 from model_store import Store, Task
 from service.core import AskedPrecision, Device, Query
 from service.engine import OnnxEngine
+from service.lanes import fitted_tokens
+from service.settings import Settings
 from service.tokenizer import Tokenizer
 
 _WARM_UP = 20
@@ -71,10 +73,13 @@ class Served:
         ]
 
 
-def cloze(name: str, bundle: str, store: Path, path: str, precision: AskedPrecision) -> Served:
+def cloze(
+    name: str, bundle: str, store: Path, path: str, precision: AskedPrecision, device: Device = Device.CPU, frontends: int = 0
+) -> Served:
     """Our server on one bundle, in this environment, as it is unless told otherwise."""
-    own = ("--model", bundle, "--model-store", str(store), "--device", "cpu", "--precision", str(precision))
-    command = (sys.executable, "-m", "cloze", "serve", "--port", "{port}", *own)
+    own = ("--model", bundle, "--model-store", str(store), "--device", str(device), "--precision", str(precision))
+    several = ("--frontends", str(frontends)) if frontends else ()
+    command = (sys.executable, "-m", "cloze", "serve", "--port", "{port}", *own, *several)
     return Served(name, command, path, "/readyz", parts=True)
 
 
@@ -121,9 +126,8 @@ class EngineAlone:
         store: where it is.
         task: what every text is asked.
         texts: already those of the task.
-        workers: threads, as a server has.
-        max_batch_tokens: as a server has.
         precision: as a server is asked for.
+        device: as a server is asked for.
     """
 
     def __init__(
@@ -133,12 +137,14 @@ class EngineAlone:
         task: Task,
         texts: Sequence[str],
         *,
-        workers: int,
-        max_batch_tokens: int,
         precision: AskedPrecision,
+        device: Device = Device.CPU,
     ) -> None:
         opened = Store(store).open(bundle)
-        self._engine, self._workers = OnnxEngine(opened, Device.CPU, precision), workers
+        settings = Settings()
+        self._engine = OnnxEngine(opened, device, precision)
+        self._workers = settings.worker_count(self._engine.device)
+        budget = fitted_tokens(opened, self._engine, settings)
         tokenizer, manifest = Tokenizer(opened), opened.manifest
         limit = manifest.embedding.max_tokens if manifest.embedding and task is Task.EMBED else manifest.limits.max_tokens
         groups: dict[int, list[Query]] = defaultdict(list)
@@ -147,14 +153,9 @@ class EngineAlone:
             sequence = np.array(tokenizer.single(ids, limit)[0], np.int32)
             masks = np.flatnonzero(sequence == tokenizer.mask_id).tolist() if task is Task.FILL_MASK else []
             query = Query(sequence, np.zeros_like(sequence), masks=masks, top_k=5 if masks else 0, embed=task is Task.EMBED)
-            groups[len(sequence)].append(query)
+            groups[0 if self._engine.mixes_lengths else len(sequence)].append(query)
             self._queries.append(query)
-        self._batches = [
-            group[at : at + size]
-            for length, group in sorted(groups.items())
-            for size in (max(1, max_batch_tokens // length),)
-            for at in range(0, len(group), size)
-        ]
+        self._batches = [batch for _, group in sorted(groups.items()) for batch in _cut(group, budget)]
 
     @property
     def lengths(self) -> list[int]:
@@ -206,3 +207,16 @@ class EngineAlone:
             thread.join()
         if failed:
             raise failed[0]
+
+
+def _cut(group: Sequence[Query], budget: int) -> list[list[Query]]:
+    """Batches of at most so many tokens, or of one query."""
+    batches: list[list[Query]] = []
+    tokens = budget
+    for query in group:
+        if tokens + len(query) > budget:
+            batches.append([])
+            tokens = 0
+        batches[-1].append(query)
+        tokens += len(query)
+    return batches

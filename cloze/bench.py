@@ -49,6 +49,7 @@ def _numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[float, 
 @click.option("--clients", default="1,32", callback=_numbers, help="Of the closed loops.")
 @click.option("--shares", default="0.3,0.5,0.7,0.9", callback=_numbers, help="Of the open loops, of what the closed loop gave.")
 @click.option("--arrivals", type=click.Path(path_type=Path), help="CSV of recorded arrival times (column timestamp).")
+@click.option("--bulk/--no-bulk", default=True, help="Whether to measure single texts beside requests of 2,048.")
 @click.option("--each", type=click.IntRange(min=1), default=1, help="Texts a request.")
 @click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, help="Of each load.")
 @click.option("--turns", type=click.IntRange(min=1), default=3)
@@ -59,6 +60,10 @@ def _numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[float, 
     type=click.Choice([str(p) for p in Precision] + ["auto"]),
     default=("auto",),
     help="Of engine and server; may be repeated, to compare.",
+)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Of engine and server.")
+@click.option(
+    "--frontends", multiple=True, type=click.IntRange(min=0), default=(0,), help="Of the server; may be repeated, to compare."
 )
 @click.option("--infinity", metavar="PYTHON", help="Interpreter of an environment with infinity-emb; needs --checkpoint.")
 @click.option(
@@ -75,10 +80,13 @@ def run(
     clients: tuple[float, ...],
     shares: tuple[float, ...],
     arrivals: Path | None,
+    bulk: bool,
     each: int,
     seconds: float,
     turns: int,
     precisions: tuple[str, ...],
+    device: str,
+    frontends: tuple[int, ...],
     infinity: str | None,
     pipeline: str | None,
     checkpoint: Path | None,
@@ -91,8 +99,8 @@ def run(
         from bench.report import draw, table
         from bench.result import Result, describe_machine, installed
         from bench.run import Plan, measure
-        from service.core import AskedPrecision, StartupError
-        from service.settings import CPU_BATCH_TOKENS, available_cpus
+        from service.core import AskedPrecision, Device, StartupError
+        from service.settings import available_cpus
     except ModuleNotFoundError as error:
         fail(f"bench needs {error.name}, which the serving install leaves out; install cloze[cpu,bench]")
     if (infinity or pipeline) and checkpoint is None:
@@ -116,15 +124,23 @@ def run(
                 model_store,
                 asked,
                 chosen.texts,
-                workers=threads,
-                max_batch_tokens=CPU_BATCH_TOKENS,
                 precision=AskedPrecision(precision),
+                device=Device(device),
             )
             for name, precision, title in ours
         }
         servers = [
-            subjects.cloze(f"{title} server", name, model_store, route, AskedPrecision(precision))
+            subjects.cloze(
+                f"{title}{f' {number} front ends' if number else ''} server",
+                name,
+                model_store,
+                route,
+                AskedPrecision(precision),
+                Device(device),
+                number,
+            )
             for name, precision, title in ours
+            for number in frontends
         ]
         if checkpoint and infinity:
             servers += [subjects.infinity(infinity, checkpoint, engine) for engine in ("torch", "optimum")]
@@ -137,6 +153,7 @@ def run(
             shares=shares,
             arrivals=_arrivals(arrivals) if arrivals else None,
             texts_per_request=each,
+            bulk=bulk,
             seconds=seconds,
             turns=turns,
         )

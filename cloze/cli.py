@@ -277,9 +277,14 @@ def serve(**flags: Any) -> None:
         from service.core import StartupError
         from service.settings import load_settings
     except ModuleNotFoundError as error:
-        fail(f"{error.name} is not installed; install cloze[cpu] or, for CUDA, cloze[gpu]", code=2)
+        fail(f"serve needs {error.name}, which is not installed", code=2)
     try:
-        sys.exit(serve_forever(load_settings({**flags, "model": flags["model"] or None})))
+        settings = load_settings({**flags, "model": flags["model"] or None})
+        if settings.frontends or settings.gpus > 1:
+            from service.processes.supervisor import supervise
+
+            sys.exit(supervise(settings))
+        sys.exit(serve_forever(settings))
     except StartupError as error:
         fail(str(error), code=2)
 

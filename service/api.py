@@ -45,10 +45,12 @@ class Health:
     Attributes:
         dead: why an engine is dead; None while all live.
         draining: whether the server admits nothing more.
+        restarts: whether somebody else restarts a dead engine, so that this process is alive all the same.
     """
 
     dead: Callable[[], str | None]
     draining: Callable[[], bool]
+    restarts: bool = False
 
 
 def create_api(models: Models, metrics: Metrics, health: Health, limits: ApiLimits) -> FastAPI:
@@ -86,18 +88,19 @@ def create_api(models: Models, metrics: Metrics, health: Health, limits: ApiLimi
 def _service_routes(models: Models, metrics: Metrics, health: Health, limits: ApiLimits) -> APIRouter:
     router = APIRouter(tags=["service"])
 
-    def check_alive() -> None:
+    def check_engine() -> None:
         if (reason := health.dead()) is not None:
             raise core.EngineDead(f"the engine is dead: {reason}")
 
     def check_ready() -> None:
-        check_alive()
+        check_engine()
         if health.draining():
             raise core.ShuttingDown("the server is shutting down")
 
     @router.get("/healthz", summary="Liveness: 503 once an engine is dead")
     async def healthz() -> dict[str, str]:
-        check_alive()
+        if not health.restarts:
+            check_engine()
         return {"status": "alive"}
 
     @router.get("/readyz", summary="Readiness: 503 while draining or dead")

@@ -18,16 +18,13 @@ from typing import NoReturn
 import uvicorn
 from fastapi import FastAPI
 
-from model_store import Bundle, Store, StoreError
 from service.api import STATUS, Health, create_api
-from service.core import AskedPrecision, BatchReport, Device, Engine, StartupError
-from service.cost import measure_cost
-from service.engine import OnnxEngine
+from service.core import Queue, StartupError
 from service.http import BoundedHeaders
+from service.lanes import EngineFactory, Lane, MakeLanes, Told, local_lanes, open_bundles
 from service.metrics import Metrics
 from service.pipeline import Models, Pipeline
-from service.scheduler import Scheduler
-from service.settings import CPU_BATCH_TOKENS, Settings, unknown_variables
+from service.settings import Settings, unknown_variables
 from service.task_api import TASK_ROUTES, ApiLimits
 from service.tasks import TaskLimits
 from service.tokenizer import Tokenizer
@@ -42,9 +39,6 @@ _JOIN_TIMEOUT_S = 5.0
 _BACKLOG = 2048
 """Connections that may wait to be accepted."""
 
-EngineFactory = Callable[[Bundle, Device, AskedPrecision], Engine]
-"""Opens a bundle's engine."""
-
 _DRAIN_MARGIN_S = 5
 """How much longer uvicorn waits for connections than the scheduler for answers: for these to be written."""
 
@@ -55,40 +49,34 @@ class Service:
     Args:
         settings: see `Settings`.
         make_engine: opens a bundle's engine; tests give one that fails when told to.
+        make_lanes: instead of engines in this process.
 
     Raises:
         StartupError: the store is empty, a bundle does not open, or a device is missing.
     """
 
-    def __init__(self, settings: Settings, make_engine: EngineFactory | None = None) -> None:
+    def __init__(self, settings: Settings, make_engine: EngineFactory | None = None, make_lanes: MakeLanes | None = None) -> None:
         self.on_dead: Callable[[], None] = lambda: None
         """Told, on any thread, that an engine died."""
         self._settings = settings
         self._draining = False
+        self._elsewhere = make_lanes is not None
         bundles = open_bundles(settings)
-        make_engine = make_engine or partial(OnnxEngine, gpu_memory_limit=settings.gpu_memory_limit_mb * 2**20)
-        engines = [make_engine(bundle, settings.device, settings.precision) for bundle in bundles]
         references = [bundle.manifest.reference for bundle in bundles]
         tasks = {path: [b.manifest.reference for b in bundles if task in b.manifest.tasks] for path, task in TASK_ROUTES.items()}
         statuses = sorted({200, *(status for status, _ in STATUS.values())})
-        self._metrics = Metrics(list(tasks.items()), references, statuses)
-        self.models = Models(
-            [self._pipeline(bundle, engine) for bundle, engine in zip(bundles, engines, strict=True)],
-        )
-        self._metrics.watch(
-            queues={p.manifest.reference: _queue_of(p.scheduler) for p in self.models.pipelines},
-            ready=lambda: not self._draining and self.dead() is None,
-        )
-        for bundle, engine in zip(bundles, engines, strict=True):
-            tasks_of_it = ", ".join(bundle.manifest.tasks)
-            precision = f"{engine.precision}, {engine.reason}"
-            log.info("serving %s for %s on %s in %s", bundle.manifest.reference, tasks_of_it, engine.device, precision)
+        self._metrics = Metrics(list(tasks.items()), references, statuses, shared=self._elsewhere)
+        told = Told(self._metrics.observe_batch, lambda _: self.on_dead())
+        lanes = (make_lanes or partial(local_lanes, settings, make_engine))(bundles, told)
+        self.models = Models([self._pipeline(lane) for lane in lanes])
+        queues = {} if self._elsewhere else {lane.bundle.manifest.reference: _tokens_of(lane.queue) for lane in lanes}
+        self._metrics.watch(queues=queues, ready=lambda: not self._draining and self.dead() is None)
 
     def api(self) -> FastAPI:
         """The HTTP application; when it shuts down, so does this service."""
         settings = self._settings
         limits = ApiLimits(settings.max_request_bytes, settings.max_request_texts, settings.request_timeout_ms / 1000)
-        app = create_api(self.models, self._metrics, Health(self.dead, lambda: self._draining), limits)
+        app = create_api(self.models, self._metrics, Health(self.dead, lambda: self._draining, restarts=self._elsewhere), limits)
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -116,32 +104,15 @@ class Service:
         for pipeline in self.models.pipelines:
             pipeline.scheduler.close(max(0.0, end - time.monotonic()))
 
-    def _pipeline(self, bundle: Bundle, engine: Engine) -> Pipeline:
-        settings, reference = self._settings, bundle.manifest.reference
-
-        def on_batch(report: BatchReport) -> None:
-            self._metrics.observe_batch(reference, report)
-
-        def on_dead(reason: str) -> None:
-            log.error("the engine of %s is dead: %s", reference, reason)
-            self.on_dead()
-
-        scheduler = Scheduler(
-            engine,
-            workers=settings.worker_count(engine.device),
-            max_batch_tokens=settings.max_batch_tokens or _fitted_tokens(bundle, engine, settings),
-            max_queue_tokens=settings.max_queue_tokens,
-            stall_timeout_s=settings.stall_timeout_ms / 1000,
-            on_batch=on_batch,
-            on_dead=on_dead,
-        )
+    def _pipeline(self, lane: Lane) -> Pipeline:
+        settings, manifest = self._settings, lane.bundle.manifest
         return Pipeline(
-            bundle.manifest,
-            Tokenizer(bundle),
-            scheduler,
-            precision=engine.precision,
+            manifest,
+            Tokenizer(lane.bundle),
+            lane.queue,
+            precision=lane.precision,
             limits=TaskLimits(
-                max_tokens=bundle.manifest.limits.max_tokens,
+                max_tokens=manifest.limits.max_tokens,
                 max_masks=settings.max_masks,
                 max_top_k=settings.max_top_k,
                 max_results=settings.max_request_results,
@@ -150,24 +121,6 @@ class Service:
             ),
             request_timeout_s=settings.request_timeout_ms / 1000,
         )
-
-
-def open_bundles(settings: Settings) -> list[Bundle]:
-    """Open the bundles that the settings name, or the newest of each name.
-
-    Raises:
-        StartupError: there are none, or one does not open.
-    """
-    store = Store(settings.model_store)
-    try:
-        names = settings.model or tuple(dict.fromkeys(reference.split("@")[0] for reference in store.references()))
-        if not names:
-            raise StartupError(
-                f"the model store {settings.model_store} has no bundle; make one with `cloze export SOURCE --name NAME`"
-            )
-        return [store.open(name) for name in names]
-    except StoreError as error:
-        raise StartupError(str(error)) from error
 
 
 def serve(settings: Settings, make_engine: EngineFactory | None = None) -> int:
@@ -179,14 +132,35 @@ def serve(settings: Settings, make_engine: EngineFactory | None = None) -> int:
     Raises:
         StartupError: see `Service`, or the port is taken.
     """
+    begin(settings)
+    warn_of_unknown_variables()
+    listener = bind(settings)
+    service = Service(settings, make_engine)
+    listen(listener, settings)
+    run(service, settings, listener)
+    if service.dead() is not None:
+        # A hung run cannot be joined; nothing else is left to do.
+        logging.shutdown()
+        os._exit(1)
+    return 0
+
+
+def begin(settings: Settings) -> None:
+    """What every process of the service does first: signals and logging."""
     # Until the server takes over: process 1 of a container ignores signals that it has no handler for.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _leave)
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+
+
+def warn_of_unknown_variables() -> None:
+    """A word about those that are most likely misspelt."""
     for name in unknown_variables():
         log.warning("the variable %s is not a setting; see `cloze serve --help`", name)
-    listener = _listen(settings)
-    service = Service(settings, make_engine)
+
+
+def run(service: Service, settings: Settings, listener: socket.socket) -> None:
+    """Answer on a listening socket until a signal, or until an engine in this process dies."""
     server = _Server(service, settings)
     service.on_dead = server.stop
 
@@ -197,18 +171,7 @@ def serve(settings: Settings, make_engine: EngineFactory | None = None) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    try:
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        raise StartupError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
-    host, port = listener.getsockname()[:2]
-    log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
     server.run(sockets=[listener])
-    if service.dead() is not None:
-        # A hung run cannot be joined; nothing else is left to do.
-        logging.shutdown()
-        os._exit(1)
-    return 0
 
 
 class _Server(uvicorn.Server):
@@ -249,28 +212,11 @@ def _leave(number: int, _: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _fitted_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
-    """How many tokens a batch should hold, where the settings leave that open."""
-    if not engine.mixes_lengths:
-        return CPU_BATCH_TOKENS
-    cost = measure_cost(engine, bundle.manifest.limits.max_tokens)
-    tokens = cost.batch_tokens(settings.batch_latency_ms / 1000)
-    log.info(
-        "batches of %s hold %d tokens: one takes %.2f ms + %.3f us a token + %.5f us a token and token of its length",
-        bundle.manifest.reference,
-        tokens,
-        cost.fixed * 1e3,
-        cost.per_token * 1e6,
-        cost.per_square * 1e6,
-    )
-    return tokens
+def _tokens_of(queue: Queue) -> Callable[[], float]:
+    return lambda: queue.queued_tokens
 
 
-def _queue_of(scheduler: Scheduler) -> Callable[[], float]:
-    return lambda: scheduler.queued_tokens
-
-
-def _listen(settings: Settings) -> socket.socket:
+def bind(settings: Settings) -> socket.socket:
     """Take the port first: a taken one is told before a model is loaded. Nobody can connect until the server runs."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family)
@@ -281,3 +227,17 @@ def _listen(settings: Settings) -> socket.socket:
         listener.close()
         raise StartupError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
     return listener
+
+
+def listen(listener: socket.socket, settings: Settings) -> None:
+    """Let clients in, and say where.
+
+    Raises:
+        StartupError: somebody else listens there.
+    """
+    try:
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        raise StartupError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
+    host, port = listener.getsockname()[:2]
+    log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)

@@ -21,6 +21,7 @@ Errors, each naming what the caller can do; the HTTP status of each lies in one 
 """
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -232,4 +233,50 @@ class Engine(Protocol):
 
     def probe(self) -> None:
         """Run something known to be good; raises if even that fails or comes back wrong."""
+        ...
+
+
+class Queue(Protocol):
+    """Where a model's requests wait for its engine, in this process or in another. Every future that it gives ends."""
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens that wait."""
+        ...
+
+    @property
+    def dead(self) -> str | None:
+        """Why there is no engine; None while there is one."""
+        ...
+
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused."""
+        ...
+
+    def submit(self, queries: Sequence[Query], deadline: float, *, accepted: bool = False) -> Future[Answer]:
+        """Admit all of a request's queries or none.
+
+        Args:
+            queries: at least one.
+            deadline: `time.monotonic` time after which nothing of it is run any more.
+            accepted: whether the request came before the drain, and is to be finished all the same.
+
+        Returns:
+            A future that ends in every case: with the answer, or with a `ServiceError`. Cancelling it drops what has
+            not run yet.
+
+        Raises:
+            Overloaded: the queue is full.
+            ShuttingDown: it drains.
+            EngineDead: there is no engine.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Admit nothing more; what was admitted runs on."""
+        ...
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Fail what is still pending with `ShuttingDown` and end its threads, in ``timeout_s`` or not at all."""
         ...

@@ -1,8 +1,9 @@
 """What Prometheus sees. The only module that speaks prometheus_client. Labels are bounded: known routes, served models."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -10,9 +11,13 @@ from prometheus_client import (
     Counter,
     Gauge,
     Histogram,
+    Metric,
     ProcessCollector,
     generate_latest,
+    multiprocess,
 )
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from service.core import BatchReport, Timings
 
@@ -37,18 +42,34 @@ class _ModelSeries:
     padding: Counter
 
 
-class Metrics:
-    """All series of one process, there from the start so that rates have a zero to begin from.
+class Metrics(Collector):
+    """All series, there from the start so that rates have a zero to begin from.
+
+    Of one process, or of all that share a folder (`share_folder`): then each writes its own numbers there, and whichever is
+    scraped adds up those of all, also of the dead.
 
     Args:
         routes: (path, the models that answer it) of the task routes; the models may be none.
         models: the served models' full names.
         statuses: the HTTP statuses a route may answer.
+        shared: whether the numbers are those of all processes.
     """
 
-    def __init__(self, routes: Sequence[tuple[str, Sequence[str]]], models: Sequence[str], statuses: Sequence[int]) -> None:
+    def __init__(
+        self,
+        routes: Sequence[tuple[str, Sequence[str]]],
+        models: Sequence[str],
+        statuses: Sequence[int],
+        *,
+        shared: bool = False,
+    ) -> None:
+        self._own = CollectorRegistry()  # what is read at each scrape
         self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)
+        if shared:
+            multiprocess.MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]
+        else:
+            ProcessCollector(registry=self._registry)
+        self._series_registry = None if shared else self._registry
         self._requests = self._histogram(
             "cloze_request_duration_seconds",
             "Time from a request's first byte to its answer's last, by route, model and status.",
@@ -66,11 +87,19 @@ class Metrics:
         self._batch_seconds = self._histogram(
             "cloze_batch_duration_seconds", "Time of one run of the engine.", ("model",), _SECONDS
         )
-        self._tokens = Counter("cloze_tokens", "Real tokens run.", ("model",), registry=self._registry)
-        self._padding = Counter("cloze_padding_tokens", "Tokens computed for nothing.", ("model",), registry=self._registry)
-        self._truncated = Counter("cloze_truncated_texts", "Texts cut to the model's limit.", ("model",), registry=self._registry)
-        self._queue = Gauge("cloze_queue_tokens", "Tokens that wait for a worker.", ("model",), registry=self._registry)
-        self._ready = Gauge("cloze_ready", "1 while the server admits requests.", registry=self._registry)
+        registry = self._series_registry
+        self._tokens = Counter("cloze_tokens", "Real tokens run.", ("model",), registry=registry)
+        self._padding = Counter("cloze_padding_tokens", "Tokens computed for nothing.", ("model",), registry=registry)
+        self._truncated = Counter("cloze_truncated_texts", "Texts cut to the model's limit.", ("model",), registry=registry)
+        self._queue = Gauge(
+            "cloze_queue_tokens",
+            "Tokens that wait for a worker.",
+            ("model",),
+            registry=registry,
+            multiprocess_mode="livesum",
+        )
+        self._is_ready: Callable[[], bool] = lambda: False
+        self._own.register(self)
         # A series is looked up by its labels once: that costs more than to observe.
         self._request = functools.cache(lambda route, model, status: self._requests.labels(route, model, str(status)))
         self._of = {model: self._series(model) for model in models}
@@ -113,7 +142,7 @@ class Metrics:
             series.padding.inc(report.padding)
 
     def watch(self, *, queues: dict[str, Callable[[], float]], ready: Callable[[], bool]) -> None:
-        """Say where the values lie that are read at each scrape.
+        """Say where the values lie that are read at each scrape. With shared numbers queues are told by `observe_queue`.
 
         Args:
             queues: model -> its queue's tokens.
@@ -121,11 +150,29 @@ class Metrics:
         """
         for model, tokens in queues.items():
             self._queue.labels(model).set_function(tokens)
-        self._ready.set_function(ready)
+        self._is_ready = ready
+
+    def collect(self) -> Iterable[Metric]:
+        """What this process alone can say; `prometheus_client` calls it at each scrape."""
+        yield GaugeMetricFamily("cloze_ready", "1 while the server admits requests.", float(self._is_ready()))
+
+    def observe_queue(self, model: str, tokens: int) -> None:
+        """So much waits now."""
+        self._queue.labels(model).set(tokens)
 
     def exposition(self) -> bytes:
         """The text that Prometheus scrapes."""
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._own)
 
     def _histogram(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
+        return Histogram(name, text, labels, buckets=buckets, registry=self._series_registry)
+
+
+def share_folder(folder: Path) -> dict[str, str]:
+    """The environment of processes whose numbers are to lie in ``folder``; it must be theirs from their start."""
+    return {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
+
+
+def forget_process(folder: Path, pid: int) -> None:
+    """A process ended: what it alone could say, like its queue, is over; what it counted stays."""
+    multiprocess.mark_process_dead(pid, str(folder))  # type: ignore[no-untyped-call]

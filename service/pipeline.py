@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from model_store import Manifest, Task
-from service.core import DeadlineExceeded, Float32, Timings, UnknownModel, WrongTask
-from service.scheduler import Scheduler
+from service.core import DeadlineExceeded, Float32, Queue, Timings, UnknownModel, WrongTask
 from service.tasks import Prepared, TaskLimits, embed, fill_mask, nsp, qa
 from service.tokenizer import Tokenizer
 
@@ -44,7 +43,7 @@ class Pipeline:
     Args:
         manifest: its bundle's.
         tokenizer: its bundle's.
-        scheduler: runs its engine.
+        scheduler: where its requests wait.
         precision: of the graph that the engine runs.
         limits: the most that a request may ask of a task.
         request_timeout_s: after this a request fails with `DeadlineExceeded`.
@@ -54,7 +53,7 @@ class Pipeline:
         self,
         manifest: Manifest,
         tokenizer: Tokenizer,
-        scheduler: Scheduler,
+        scheduler: Queue,
         *,
         precision: str,
         limits: TaskLimits,

@@ -137,22 +137,7 @@ class Scheduler:
         return self._draining
 
     def submit(self, queries: Sequence[Query], deadline: float, *, accepted: bool = False) -> Future[Answer]:
-        """Admit all of a request's queries or none.
-
-        Args:
-            queries: at least one.
-            deadline: `time.monotonic` time after which nothing of it is run any more.
-            accepted: whether the request came before the drain, and is to be finished all the same.
-
-        Returns:
-            A future that ends in every case: with the answer, or with a `ServiceError`. Cancelling it drops what has
-            not run yet.
-
-        Raises:
-            Overloaded: the queue is full.
-            ShuttingDown: the scheduler drains.
-            EngineDead: there is no engine any more.
-        """
+        """See `core.Queue`."""
         tokens = sum(map(len, queries))
         with self._changed:
             if self._dead is not None:
@@ -183,7 +168,7 @@ class Scheduler:
         self._draining = True
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Fail what is still pending with `ShuttingDown` and join the threads, in ``timeout_s`` or not at all."""
+        """See `core.Queue`."""
         self.drain()
         with self._changed:
             self._closing = True

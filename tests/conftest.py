@@ -42,10 +42,10 @@ def tiny_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, 
     return root
 
 
-@pytest.fixture(scope="session")
-def server(tiny_store: Path) -> Iterator[Server]:
+@pytest.fixture(scope="session", params=[(), ("--frontends", "2")], ids=["one-process", "front-ends"])
+def server(request: pytest.FixtureRequest, tiny_store: Path) -> Iterator[Server]:
     """A server on `tiny_store`."""
-    with running_server(tiny_store) as server:
+    with running_server(tiny_store, *request.param) as server:
         yield server
 
 

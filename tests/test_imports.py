@@ -18,9 +18,19 @@ def modules_after(code: str) -> list[str]:
 
 
 def test_the_service_never_imports_what_export_needs() -> None:
-    loaded = modules_after("import service.app")
+    loaded = modules_after("import service.app, service.engine, service.processes.supervisor, service.processes.engine_process")
     assert "onnxruntime" in loaded
     assert not [name for name in HEAVY if name in loaded]
+
+
+def test_a_front_end_holds_no_runtime() -> None:
+    loaded = modules_after("import service.processes.frontend")
+    assert "zmq" in loaded
+    assert not [name for name in [*HEAVY, "onnxruntime"] if name in loaded]
+
+
+def test_one_process_needs_no_messages() -> None:
+    assert "zmq" not in modules_after("import service.app, service.processes.supervisor")
 
 
 def test_the_command_line_imports_a_room_only_when_asked() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import os
 import re
 import signal
 import socket
@@ -10,9 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,35 @@ from service.core import Device, StartupError
 from service.engine import OnnxEngine
 from service.fake_engine import FakeEngine
 from service.settings import load_settings
-from tests.serving import Server, running_server
+from tests.serving import Server, running_server, wait_until_ready
 
 FAULTY = (sys.executable, "-m", "tests.faulty_server")
+FAULTY_ENGINE_PROCESS = (sys.executable, "-m", "tests.faulty_engine_process")
 WORDS = ["paris", "france", "door", "house", "time", "year", "water", "answer", "red", "green", "walk", "run"]
 
 
+Faulty = Callable[..., AbstractContextManager[Server]]
+"""Starts a server whose engine misbehaves on certain words."""
+
+
 @contextmanager
-def faulty_server(store: Path, **environment: str) -> Iterator[Server]:
+def one_process(store: Path, **environment: str) -> Iterator[Server]:
     with running_server(store, "--model", "bert", command=FAULTY, **environment) as server:
         yield server
+
+
+@contextmanager
+def front_ends(store: Path, **environment: str) -> Iterator[Server]:
+    arguments = ("--model", "bert", "--frontends", "2")
+    with running_server(store, *arguments, command=FAULTY_ENGINE_PROCESS, **environment) as server:
+        yield server
+
+
+@pytest.fixture(params=[one_process, front_ends], ids=["one-process", "front-ends"])
+def faulty_server(request: pytest.FixtureRequest) -> Faulty:
+    """The promises hold either way."""
+    start: Faulty = request.param
+    return start
 
 
 def embed(server: Server, inputs: str | list[str], timeout: float = 30.0) -> httpx.Response:
@@ -58,7 +78,7 @@ def metric(server: Server, pattern: str) -> float:
 # ---- 1: every accepted request is answered exactly once -------------------------------------------------------------
 
 
-def test_1_every_request_is_answered_whatever_happens(tiny_store: Path) -> None:
+def test_1_every_request_is_answered_whatever_happens(tiny_store: Path, faulty_server: Faulty) -> None:
     """Good, slow, poisonous and oversized requests together: each gets the one answer it should."""
     kinds = {"paris walk": 200, "moon": 200, "sun": 500, "": 422}
     texts = list(kinds) * 8
@@ -72,7 +92,7 @@ def test_1_every_request_is_answered_whatever_happens(tiny_store: Path) -> None:
         assert {status: float(count) for status, count in answered if float(count)} == {"200": 16, "500": 8, "422": 8}
 
 
-def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path) -> None:
+def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path, faulty_server: Faulty) -> None:
     with faulty_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="700", CLOZE_WORKERS="2") as server:
         with ThreadPoolExecutor(1) as pool:
             hung = pool.submit(embed, server, "tree")
@@ -84,7 +104,7 @@ def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path) -> None:
         assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
-def test_1_late_requests_are_told_in_time(tiny_store: Path) -> None:
+def test_1_late_requests_are_told_in_time(tiny_store: Path, faulty_server: Faulty) -> None:
     """One worker, slow work: those who wait longer than their time get 504 and are never run."""
     with faulty_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="500", CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server:
         started = time.monotonic()
@@ -97,7 +117,7 @@ def test_1_late_requests_are_told_in_time(tiny_store: Path) -> None:
         assert statuses.count(200) <= ran <= statuses.count(200) + 1  # one may have been running when its time ended
 
 
-def test_1_a_full_queue_says_when_to_come_back(tiny_store: Path) -> None:
+def test_1_a_full_queue_says_when_to_come_back(tiny_store: Path, faulty_server: Faulty) -> None:
     with faulty_server(tiny_store, CLOZE_MAX_QUEUE_TOKENS="20", CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server:
         responses = at_once(server, ["moon " * n for n in range(2, 14)])
         statuses = [response.status_code for response in responses]
@@ -108,7 +128,7 @@ def test_1_a_full_queue_says_when_to_come_back(tiny_store: Path) -> None:
         assert int(refused.headers["retry-after"]) >= 1
 
 
-def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path) -> None:
+def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path, faulty_server: Faulty) -> None:
     with faulty_server(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server:
         body = json.dumps({"inputs": ["moon " * n for n in range(1, 101)]}).encode()  # 15 s of work
         host, port = server.url.removeprefix("http://").split(":")
@@ -123,7 +143,7 @@ def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path) -> None:
         assert metric(server, r'cloze_request_duration_seconds_count\{model="bert@1",route="/embed",status="499"\}') == 1
 
 
-def test_1_a_body_that_never_ends_is_not_waited_for(tiny_store: Path) -> None:
+def test_1_a_body_that_never_ends_is_not_waited_for(tiny_store: Path, faulty_server: Faulty) -> None:
     with faulty_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="500") as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
@@ -136,7 +156,7 @@ def test_1_a_body_that_never_ends_is_not_waited_for(tiny_store: Path) -> None:
         assert embed(server, "paris").status_code == 200
 
 
-def test_1_headers_that_never_end_are_not_collected(tiny_store: Path) -> None:
+def test_1_headers_that_never_end_are_not_collected(tiny_store: Path, faulty_server: Faulty) -> None:
     with faulty_server(tiny_store) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
@@ -151,7 +171,7 @@ def test_1_headers_that_never_end_are_not_collected(tiny_store: Path) -> None:
         assert httpx.get(f"{server.url}/healthz", headers={"x": "a" * 50_000}).status_code == 200
 
 
-def test_1_trailers_that_never_end_are_not_collected(tiny_store: Path) -> None:
+def test_1_trailers_that_never_end_are_not_collected(tiny_store: Path, faulty_server: Faulty) -> None:
     with faulty_server(tiny_store) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
@@ -165,7 +185,7 @@ def test_1_trailers_that_never_end_are_not_collected(tiny_store: Path) -> None:
         assert embed(server, "paris").status_code == 200
 
 
-def test_1_a_client_that_leaves_while_it_sends_is_no_error_of_ours(tiny_store: Path) -> None:
+def test_1_a_client_that_leaves_while_it_sends_is_no_error_of_ours(tiny_store: Path, faulty_server: Faulty) -> None:
     with faulty_server(tiny_store) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
@@ -179,13 +199,15 @@ def test_1_a_client_that_leaves_while_it_sends_is_no_error_of_ours(tiny_store: P
 # ---- 2: a poisonous item never harms its batch-mates -----------------------------------------------------------------
 
 
-def test_2_batch_mates_of_a_poisonous_text_get_their_answers(tiny_store: Path, server: Server) -> None:
+def test_2_batch_mates_of_a_poisonous_text_get_their_answers(tiny_store: Path, server: Server, faulty_server: Faulty) -> None:
     expected = {word: embed(server, word).json() for word in WORDS}
-    with faulty_server(tiny_store, CLOZE_WORKERS="1") as faulty, ThreadPoolExecutor(32) as pool:
-        blocker = pool.submit(embed, faulty, "moon moon")  # while it runs, the others queue up and share a batch
+    with faulty_server(tiny_store, CLOZE_WORKERS="1") as faulty, ThreadPoolExecutor(1) as pool:
+        blocker = pool.submit(
+            embed, faulty, ["moon moon", "moon moon moon"]
+        )  # while they run, the others queue up and share a batch
         time.sleep(0.03)
         texts = [*WORDS, "sun", *WORDS]
-        responses = list(pool.map(lambda text: embed(faulty, text), texts))
+        responses = at_once(faulty, texts)
         assert blocker.result().status_code == 200
         for text, response in zip(texts, responses, strict=True):
             if text == "sun":
@@ -251,7 +273,7 @@ def assert_close(actual: Any, expected: Any) -> None:
     ],
 )
 def test_4_a_dead_engine_ends_the_process(tiny_store: Path, text: str, environment: dict[str, str], reason: str) -> None:
-    with faulty_server(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1", **environment) as server:
+    with one_process(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1", **environment) as server:
         with ThreadPoolExecutor(8) as pool:
             guilty = pool.submit(embed, server, text)
             time.sleep(0.5 if text == "tree" else 0.0)  # until it runs
@@ -260,6 +282,64 @@ def test_4_a_dead_engine_ends_the_process(tiny_store: Path, text: str, environme
             assert {future.result().status_code for future in queued} <= {503}
         assert server.process.wait(15) == 1
     assert any(reason in line for line in server.log)
+
+
+def test_4_an_engine_process_that_dies_is_started_again(tiny_store: Path) -> None:
+    """Behind front ends: who waits for it is told at once, readiness goes and comes back, the server lives."""
+    with front_ends(tiny_store, CLOZE_STALL_TIMEOUT_MS="1500", CLOZE_WORKERS="1") as server, ThreadPoolExecutor(8) as pool:
+        for _ in range(2):
+            hung = pool.submit(embed, server, "tree")
+            time.sleep(0.3)  # until it runs
+            queued = [pool.submit(embed, server, word) for word in WORDS[:4]]
+            assert {future.result().status_code for future in (hung, *queued)} == {503}
+            answers = {probe: httpx.get(f"{server.url}{probe}").status_code for probe in ("/readyz", "/healthz")}
+            assert answers == {"/readyz": 503, "/healthz": 200}, "it is being restarted; nobody need end the process"
+            refused = embed(server, "paris")
+            assert refused.status_code == 503
+            assert "the engine is dead" in refused.json()["error"]
+            wait_until_ready(server)
+            assert embed(server, "paris").status_code == 200
+        assert server.process.poll() is None
+        assert metric(server, r'cloze_tokens_total\{model="bert@1"\}') > 0, "what dead processes counted stays"
+    assert sum("engine-0 ended with 1" in line for line in server.log) == 2
+
+
+def test_4_a_front_end_that_dies_loses_only_its_own_requests(tiny_store: Path) -> None:
+    with front_ends(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server, ThreadPoolExecutor(12) as pool:
+        waiting = [pool.submit(embed, server, "moon " * n) for n in range(1, 13)]
+        time.sleep(0.6)  # until both front ends have some
+        front_end = children(server.process.pid, "frontend-0")[0]
+        os.kill(front_end, signal.SIGKILL)
+        answered = [future for future in waiting if future.exception() is None]
+        assert all(isinstance(future.exception(), httpx.TransportError) for future in waiting if future not in answered)
+        assert {future.result().status_code for future in answered} == {200}
+        deadline = time.monotonic() + 15
+        while not (again := children(server.process.pid, "frontend-0")) or again == [front_end]:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert {response.status_code for response in at_once(server, WORDS)} == {200}
+        assert metric(server, r'cloze_queue_tokens\{model="bert@1"\}') == 0, "the engine dropped what nobody waits for"
+
+
+def test_4_nobody_outlives_the_supervisor(tiny_store: Path) -> None:
+    with front_ends(tiny_store) as server:
+        family = children(server.process.pid, "")
+        assert len(family) == 3
+        server.stop(signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def children(parent: int, name: str) -> list[int]:
+    """Processes that the supervisor started under that name."""
+    found = []
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            if f'"name": "{name}' in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(int(pid))
+    return found
 
 
 def test_4_probes_say_that_the_engine_is_dead(tiny_store: Path) -> None:
@@ -376,22 +456,25 @@ def test_6_nothing_in_service_or_store_can_unpickle() -> None:
 # ---- 7: SIGTERM ------------------------------------------------------------------------------------------------------
 
 
-def test_7_sigterm_under_load_finishes_what_was_accepted(tiny_store: Path) -> None:
+def test_7_sigterm_under_load_finishes_what_was_accepted(tiny_store: Path, faulty_server: Faulty) -> None:
     with faulty_server(tiny_store, CLOZE_WORKERS="2", CLOZE_MAX_BATCH_TOKENS="1") as server:
         host, port = server.url.removeprefix("http://").split(":")
         connections = [http.client.HTTPConnection(host, int(port), timeout=30) for _ in range(12)]
         for length, connection in enumerate(connections, start=1):
             connection.request("POST", "/embed", json.dumps({"inputs": "moon " * length}))
-        # All are admitted once no more is missing from the queue than two workers can have taken.
+        # All are admitted once no more is missing from what waits and what is done than two workers can be running.
         accepted = sum(range(3, 15)) - 14 - 13
         deadline = time.monotonic() + 10
-        while metric(server, r'cloze_queue_tokens\{model="bert@1"\}') < accepted:
+        series = (r'cloze_tokens_total\{model="bert@1"\}', r'cloze_queue_tokens\{model="bert@1"\}')
+        while sum(metric(server, one) for one in series) < accepted:
             assert time.monotonic() < deadline
         server.process.send_signal(signal.SIGTERM)
         started = time.monotonic()
         responses = [connection.getresponse() for connection in connections]
         assert [response.status for response in responses] == [200] * 12
         assert all(len(json.loads(response.read())[0]) == 64 for response in responses)
+        for connection in connections:
+            connection.close()
         assert server.process.wait(20) == 0
         assert time.monotonic() - started < 15
         with pytest.raises(httpx.TransportError):
@@ -407,7 +490,7 @@ def test_7_a_text_that_is_being_tokenized_was_accepted(tiny_store: Path) -> None
         assert server.process.wait(20) == 0
 
 
-def test_7_what_cannot_finish_in_the_grace_period_is_told_so(tiny_store: Path) -> None:
+def test_7_what_cannot_finish_in_the_grace_period_is_told_so(tiny_store: Path, faulty_server: Faulty) -> None:
     with faulty_server(tiny_store, CLOZE_WORKERS="1", CLOZE_SHUTDOWN_GRACE_MS="500") as server, ThreadPoolExecutor(4) as pool:
         hung = pool.submit(embed, server, "tree")
         time.sleep(0.2)  # until it runs

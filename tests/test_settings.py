@@ -64,6 +64,7 @@ def test_workers_default_to_the_cores_there_are() -> None:
     assert 1 <= available_cpus() == load_settings().worker_count(Device.CPU)
     assert load_settings({"workers": 3}).worker_count(Device.CPU) == 3
     assert load_settings().worker_count(Device.CUDA) == 2
+    assert load_settings({"intra_op_threads": 1000}).worker_count(Device.CPU) == 1
 
 
 def shown(default: Any) -> str:

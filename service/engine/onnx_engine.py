@@ -27,6 +27,7 @@ class OnnxEngine:
         precision: which graph to run; auto takes fp16 on CUDA, and int8 on a processor with instructions for it.
         device_id: which GPU.
         gpu_memory_limit: bytes; 0: all there is.
+        threads: of one run on a CPU.
         open_session: instead of the device's own; for a graph that nothing here can run.
 
     Raises:
@@ -42,6 +43,7 @@ class OnnxEngine:
         *,
         device_id: int = 0,
         gpu_memory_limit: int = 0,
+        threads: int = 1,
         open_session: OpenSession | None = None,
     ) -> None:
         manifest = bundle.manifest
@@ -49,7 +51,8 @@ class OnnxEngine:
 
         def on_device(bundle: Bundle, graph: Graph) -> Session:
             file = bundle.file(graph.file)
-            return cuda_session(file, device_id, gpu_memory_limit) if self.device is Device.CUDA else cpu_session(file)
+            on_cuda = self.device is Device.CUDA
+            return cuda_session(file, device_id, gpu_memory_limit) if on_cuda else cpu_session(file, threads)
 
         self.device = _device(device) if open_session is None else device
         try:

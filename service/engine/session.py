@@ -60,10 +60,10 @@ def _is_installed(package: str) -> bool:
     return True
 
 
-def cpu_session(file: Path) -> ort.InferenceSession:
-    """A graph on this machine's processor, one thread a run; the scheduler's workers bring the cores."""
+def cpu_session(file: Path, threads: int = 1) -> ort.InferenceSession:
+    """A graph on this machine's processor, so many threads a run: with one, the scheduler's workers bring the cores."""
     options = _options()
-    options.intra_op_num_threads = 1
+    options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     for name, value in int8_settings(int8_instructions()).items():

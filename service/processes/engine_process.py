@@ -1,0 +1,188 @@
+"""One device's engine process: takes requests from all front ends, runs them through its models' schedulers, sends answers back.
+
+Started by the supervisor as ``python -m service.processes.engine_process``. Ends with 1 when an engine dies, with 2 if it cannot
+start.
+"""
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from types import FrameType
+
+import zmq
+
+from service import app
+from service.core import Answer, BatchReport, EngineFailed, Queue, ServiceError, StartupError
+from service.lanes import EngineFactory, Lane, Told, local_lanes, open_bundles
+from service.metrics import Metrics
+from service.processes import frames, start
+
+log = logging.getLogger("cloze")
+
+_POLL_MS = 200
+_LOOK_EVERY_S = 0.5
+"""For front ends that ended."""
+
+_UNSENT = 100_000
+"""Answers that may wait for a front end to take them; beyond that it hangs, and its answers are dropped."""
+
+
+class FrontEnd:
+    """The way back to one front end. Any thread may send."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
+        self._socket = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, _UNSENT)
+        self._socket.connect(address)
+        self._lock = threading.Lock()
+        self.pid = int(address.rsplit("-", 1)[1])
+        self.running: dict[int, Future[Answer]] = {}
+
+    def send(self, message: frames.Frames) -> None:
+        """Unless nobody takes it."""
+        with self._lock:
+            if self._socket.closed:
+                return
+            try:
+                self._socket.send_multipart(message, zmq.NOBLOCK)
+            except zmq.Again:
+                log.warning("a front end takes no answers")
+
+    def close(self) -> None:
+        """It ended: nobody waits for its requests."""
+        for future in list(self.running.values()):
+            future.cancel()
+        with self._lock:
+            self._socket.close()
+
+
+class EngineServer:
+    """The loop that receives.
+
+    Args:
+        lanes: the served models.
+        metrics: told how much waits.
+        address: where to listen.
+    """
+
+    def __init__(self, lanes: list[Lane], metrics: Metrics, address: str) -> None:
+        self._lanes, self._metrics = lanes, metrics
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(address)
+        self._front_ends: dict[str, FrontEnd] = {}
+        models = [{"reference": lane.bundle.manifest.reference, "precision": lane.precision} for lane in lanes]
+        self._welcome = [frames.WELCOME, json.dumps({"pid": os.getpid(), "models": models}).encode()]
+        self.stopping = False
+
+    def serve(self) -> None:
+        """Until `stopping`."""
+        looked = time.monotonic()
+        while not self.stopping:
+            if self._socket.poll(_POLL_MS):
+                self._handle(self._socket.recv_multipart())
+            if time.monotonic() - looked > _LOOK_EVERY_S:
+                looked = time.monotonic()
+                self._drop_gone()
+            for lane in self._lanes:
+                self._metrics.observe_queue(lane.bundle.manifest.reference, lane.queue.queued_tokens)
+
+    def _handle(self, message: list[bytes]) -> None:
+        kind, address, rest = message[0], message[1].decode(), [message[0], *message[2:]]
+        if kind == frames.HELLO:
+            self._greet(address)
+        elif (front_end := self._front_ends.get(address)) is None:
+            log.warning("a front end that did not say hello")
+        elif kind == frames.RUN:
+            self._run(front_end, frames.decode_run(rest))
+        elif kind == frames.CANCEL and (future := front_end.running.get(frames.decode_cancel(rest))) is not None:
+            future.cancel()
+
+    def _greet(self, address: str) -> None:
+        if address not in self._front_ends:
+            self._front_ends[address] = FrontEnd(self._context, address)
+        self._front_ends[address].send(self._welcome)
+
+    def _drop_gone(self) -> None:
+        """Nobody waits for what a front end asked that ended."""
+        for gone in [known for known, front_end in self._front_ends.items() if not _is_alive(front_end.pid)]:
+            self._front_ends.pop(gone).close()
+
+    def _run(self, front_end: FrontEnd, asked: frames.Run) -> None:
+        try:
+            future = self._lanes[asked.model].queue.submit(asked.queries, asked.deadline, accepted=asked.accepted)
+        except ServiceError as error:
+            front_end.send(frames.encode_fail(asked.number, error))
+            return
+        front_end.running[asked.number] = future
+        future.add_done_callback(lambda ended: _answer(front_end, asked.number, ended))
+
+
+def _answer(front_end: FrontEnd, number: int, future: Future[Answer]) -> None:
+    """On a worker's thread: send what came out."""
+    front_end.running.pop(number, None)
+    if future.cancelled():
+        return
+    error = future.exception()
+    if error is None:
+        front_end.send(frames.encode_done(number, future.result()))
+    else:
+        known = error if isinstance(error, ServiceError) else EngineFailed(f"the engine process failed ({type(error).__name__})")
+        front_end.send(frames.encode_fail(number, known))
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def main(make_engine: EngineFactory | None = None) -> int:
+    """Serve until SIGTERM; returns the exit code."""
+    orders = start.Orders.from_arguments()
+    app.begin(orders.settings)
+    try:
+        bundles = open_bundles(orders.settings)
+        references = [bundle.manifest.reference for bundle in bundles]
+        metrics = Metrics([], references, [], shared=True)
+
+        def die(_: str) -> None:
+            logging.shutdown()
+            os._exit(1)
+
+        queues: dict[str, Queue] = {}
+
+        def observe(model: str, report: BatchReport) -> None:
+            metrics.observe_batch(model, report)
+            if model in queues:
+                metrics.observe_queue(model, queues[model].queued_tokens)
+
+        lanes = local_lanes(orders.settings, make_engine, bundles, Told(observe, die), device_id=orders.device_id)
+    except StartupError as error:
+        sys.stderr.write(f"cloze: {error}\n")
+        return 2
+    queues |= {lane.bundle.manifest.reference: lane.queue for lane in lanes}
+    server = EngineServer(lanes, metrics, f"ipc://{orders.folder}/{orders.name}")
+
+    def stop(_: int, __: FrameType | None) -> None:
+        server.stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    orders.say_ready()
+    server.serve()
+    for lane in lanes:
+        lane.queue.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

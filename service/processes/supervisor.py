@@ -1,0 +1,180 @@
+"""Starts engine processes and front ends, restarts those that die, and ends them in order. Speaks no HTTP."""
+
+import logging
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from service import app
+from service.core import StartupError
+from service.metrics import forget_process, share_folder
+from service.processes.start import Orders
+from service.settings import Settings
+
+log = logging.getLogger("cloze")
+
+ENGINE_COMMAND = (sys.executable, "-m", "service.processes.engine_process")
+FRONTEND_COMMAND = (sys.executable, "-m", "service.processes.frontend")
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 30.0
+"""Before a process that died is started again; doubled each time."""
+
+_STEADY_S = 60.0
+"""A process that has lived so long is started again at once when it dies."""
+
+_TICK_S = 0.1
+_END_GRACE_S = 10.0
+
+
+@dataclass(slots=True)
+class Child:
+    """A process that is to run for ever.
+
+    Attributes:
+        name: for the log, and for an engine's socket.
+        device_id: which GPU; None for a front end.
+        process: None while it waits to be started.
+        started: when it was, or will be.
+        wait_s: before the next start.
+    """
+
+    name: str
+    device_id: int | None
+    process: subprocess.Popen[bytes] | None = None
+    started: float = 0.0
+    wait_s: float = field(default=_FIRST_WAIT_S)
+
+
+class Supervisor:
+    """The processes of one server.
+
+    Args:
+        settings: with at least one front end.
+        engine_command: starts an engine process.
+    """
+
+    def __init__(self, settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMAND) -> None:
+        self._settings, self._engine_command = settings, engine_command
+        self._engines = [Child(f"engine-{number}", number) for number in range(settings.gpus)]
+        self._front_ends = [Child(f"frontend-{number}", None) for number in range(settings.frontends)]
+        self._stopping = False
+
+    def run(self) -> int:
+        """Until SIGTERM or SIGINT.
+
+        Returns:
+            The exit code: 0 after a drain; that of a process that did not even start.
+
+        Raises:
+            StartupError: the port is taken.
+        """
+        app.begin(self._settings)
+        app.warn_of_unknown_variables()
+        listener = app.bind(self._settings)
+        self._folder = Path(tempfile.mkdtemp(prefix="cloze-"))
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self._on_signal)
+            if (code := self._start_all(self._engines, listener)) is not None:
+                return code
+            if self._stopping:
+                return 128 + signal.SIGTERM
+            app.listen(listener, self._settings)
+            if (code := self._start_all(self._front_ends, listener)) is not None:
+                return code
+            while not self._stopping:
+                self._tend(listener)
+                time.sleep(_TICK_S)
+            return 0
+        finally:
+            self._end(self._front_ends, self._settings.shutdown_grace_ms / 1000 + _END_GRACE_S)
+            self._end(self._engines, _END_GRACE_S)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _on_signal(self, _: int, __: FrameType | None) -> None:
+        self._stopping = True
+
+    def _start_all(self, children: list[Child], listener: socket.socket) -> int | None:
+        """Start them together and wait until all are ready, or we are to stop; the exit code if one of them ended instead."""
+        waiting = {self._start(child, listener): child for child in children}
+        try:
+            while waiting:
+                for descriptor in select.select(list(waiting), [], [], _TICK_S)[0]:
+                    if not os.read(descriptor, 1):  # its end was closed, and nothing said
+                        process = waiting[descriptor].process
+                        assert process is not None
+                        return process.wait() or 1
+                    waiting.pop(descriptor)
+                    os.close(descriptor)
+                if self._stopping:
+                    break
+            return None
+        finally:
+            for descriptor in waiting:
+                os.close(descriptor)
+
+    def _start(self, child: Child, listener: socket.socket) -> int:
+        """Start a process; returns the descriptor that says when it is ready."""
+        ready, say_ready = os.pipe()
+        is_engine = child.device_id is not None
+        orders = Orders(
+            folder=self._folder,
+            name=child.name,
+            engines=tuple(engine.name for engine in self._engines),
+            ready=say_ready,
+            listener=-1 if is_engine else listener.fileno(),
+            device_id=child.device_id or 0,
+            parent=os.getpid(),
+            settings=self._settings,
+        )
+        child.process = subprocess.Popen(
+            [*(self._engine_command if is_engine else FRONTEND_COMMAND), orders.to_argument()],
+            pass_fds=[say_ready] if is_engine else [say_ready, listener.fileno()],
+            env=os.environ | share_folder(self._folder),
+            start_new_session=True,  # Ctrl-C is for us: front ends finish before engines end
+        )
+        child.started = time.monotonic()
+        os.close(say_ready)
+        return ready
+
+    def _tend(self, listener: socket.socket) -> None:
+        """See who died, and start those again whose wait is over."""
+        for child in (*self._engines, *self._front_ends):
+            now = time.monotonic()
+            if child.process is None:
+                if now >= child.started:
+                    os.close(self._start(child, listener))  # when it is ready, its peers notice
+            elif (code := child.process.poll()) is not None:
+                forget_process(self._folder, child.process.pid)
+                child.wait_s = _FIRST_WAIT_S if now - child.started > _STEADY_S else min(child.wait_s * 2, _LONGEST_WAIT_S)
+                child.process, child.started = None, now + child.wait_s
+                log.error("%s ended with %d; it starts again in %.2g s", child.name, code, child.wait_s)
+
+    def _end(self, children: list[Child], grace_s: float) -> None:
+        """SIGTERM to all, and wait; SIGKILL to whoever has not ended by then."""
+        running = [child.process for child in children if child.process is not None]
+        for process in running:
+            process.terminate()
+        end = time.monotonic() + grace_s
+        for process in running:
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMAND) -> int:
+    """Serve with several processes; see `Supervisor.run`."""
+    if settings.gpus > 1 and not settings.frontends:
+        raise StartupError(f"gpus is {settings.gpus}, which needs front ends: set frontends to at least 1")
+    return Supervisor(settings, engine_command).run()

@@ -1,0 +1,15 @@
+"""``cloze serve`` with several processes, the engine's as faulty as `tests.faulty_server`'s: ``python -m tests.faulty_engine_process``."""
+
+import sys
+
+from service.processes import engine_process
+from service.processes.supervisor import supervise
+from service.settings import load_settings
+from tests.faulty_server import FaultyEngine
+
+if __name__ == "__main__":
+    if sys.argv[1].startswith("{"):  # started by the supervisor
+        sys.exit(engine_process.main(FaultyEngine))
+    names = [name.removeprefix("--").replace("-", "_") for name in sys.argv[1::2]]
+    settings = load_settings(dict(zip(names, sys.argv[2::2], strict=True)))
+    sys.exit(supervise(settings, (sys.executable, "-m", "tests.faulty_engine_process")))

@@ -1,5 +1,6 @@
 """The HTTP application: task routes, probes, metrics, documentation, and the one table of errors. Knows no task."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -127,7 +128,9 @@ def _service_routes(models: Models, metrics: Metrics, health: Health, limits: Ap
 
     @router.get("/metrics", summary="For Prometheus")
     async def scrape() -> Response:
-        return Response(metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+        # Adding up those of many processes takes long enough to be felt.
+        text = await asyncio.to_thread(metrics.exposition) if metrics.shared else metrics.exposition()
+        return Response(text, headers={"content-type": CONTENT_TYPE})
 
     return router
 

@@ -38,13 +38,14 @@ class Cost:
         return int(min(_MOST, max(_LEAST, min(worthwhile, allowed))))
 
 
-def measure_cost(engine: Engine, max_tokens: int, clock: Callable[[], float] = time.perf_counter) -> Cost:
+def measure_cost(engine: Engine, max_tokens: int, clock: Callable[[], float] = time.perf_counter, *, embed: bool = False) -> Cost:
     """Run batches of several sizes and lengths, and fit their times.
 
     Args:
         engine: whose; sizes for which its memory is not enough are left out.
         max_tokens: the longest sequence it takes.
         clock: seconds.
+        embed: ask for embeddings, as most requests of such a model do.
 
     Raises:
         Exception: whatever the engine raises on the smallest batch.
@@ -53,7 +54,7 @@ def measure_cost(engine: Engine, max_tokens: int, clock: Callable[[], float] = t
     seconds: list[float] = []
     for length in sorted({min(length, max_tokens) for length in _LENGTHS}):
         for tokens in _TOKENS:
-            batch = [Query(np.zeros(length, np.int32), np.zeros(length, np.int32))] * (tokens // length)
+            batch = [Query(np.zeros(length, np.int32), np.zeros(length, np.int32), embed=embed)] * (tokens // length)
             try:
                 seconds.append(_best(engine, batch, clock))
             except Exception:

@@ -22,12 +22,12 @@ class Lane:
     """A model, and where its requests wait.
 
     Attributes:
-        precision: of the graph that its engine runs.
+        precision: of the graph that its engine runs; asked when it is to be told.
     """
 
     bundle: Bundle
     queue: Queue
-    precision: str
+    precision: Callable[[], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +83,16 @@ def local_lanes(
     engines = [make_engine(bundle, settings.device, settings.precision) for bundle in bundles]
     lanes = []
     for bundle, engine in zip(bundles, engines, strict=True):
-        lanes.append(Lane(bundle, _queue(settings, bundle, engine, told), engine.precision))
+        lanes.append(Lane(bundle, _queue(settings, bundle, engine, told), _precision_of(engine)))
         tasks = ", ".join(bundle.manifest.tasks)
         log.info(
             "serving %s for %s on %s in %s, %s", bundle.manifest.reference, tasks, engine.device, engine.precision, engine.reason
         )
     return lanes
+
+
+def _precision_of(engine: Engine) -> Callable[[], str]:
+    return lambda: engine.precision
 
 
 def _onnx_engine(settings: Settings, device_id: int) -> EngineFactory:
@@ -122,7 +126,11 @@ def fitted_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
     """How many tokens a batch should hold, where the settings leave that open."""
     if not engine.mixes_lengths:
         return CPU_BATCH_TOKENS
-    cost = measure_cost(engine, bundle.manifest.limits.max_tokens)
+    manifest = bundle.manifest
+    try:
+        cost = measure_cost(engine, manifest.limits.max_tokens, embed=manifest.embedding is not None)
+    except Exception as error:  # the runtime's errors have no common type
+        raise StartupError(f"bundle {manifest.reference} does not run even a small batch: {error}") from error
     tokens = cost.batch_tokens(settings.batch_latency_ms / 1000)
     log.info(
         "batches of %s hold %d tokens: one takes %.2f ms + %.3f us a token + %.5f us a token and token of its length",

@@ -15,6 +15,7 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
     multiprocess,
+    values,
 )
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -63,6 +64,7 @@ class Metrics(Collector):
         *,
         shared: bool = False,
     ) -> None:
+        self.shared = shared
         self._own = CollectorRegistry()  # what is read at each scrape
         self._registry = CollectorRegistry()
         if shared:
@@ -173,6 +175,11 @@ def share_folder(folder: Path) -> dict[str, str]:
     return {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
 
 
-def forget_process(folder: Path, pid: int) -> None:
+def write_as(name: str) -> None:
+    """Before any `Metrics`: this process goes on with the numbers of those that had its name before, so that files stay few."""
+    values.ValueClass = values.MultiProcessValue(lambda: name)  # type: ignore[no-untyped-call]
+
+
+def forget_process(folder: Path, name: str) -> None:
     """A process ended: what it alone could say, like its queue, is over; what it counted stays."""
-    multiprocess.mark_process_dead(pid, str(folder))  # type: ignore[no-untyped-call]
+    multiprocess.mark_process_dead(name, str(folder))  # type: ignore[no-untyped-call]

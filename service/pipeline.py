@@ -55,16 +55,21 @@ class Pipeline:
         tokenizer: Tokenizer,
         scheduler: Queue,
         *,
-        precision: str,
+        precision: Callable[[], str],
         limits: TaskLimits,
         request_timeout_s: float,
     ) -> None:
         self.manifest = manifest
-        self.precision = precision
+        self._precision = precision
         self.scheduler = scheduler
         self._tokenizer = tokenizer
         self._limits = limits
         self._request_timeout_s = request_timeout_s
+
+    @property
+    def precision(self) -> str:
+        """Of the graph that the engine runs; empty while no engine has said so."""
+        return self._precision()
 
     async def fill_mask(
         self, texts: Sequence[str], *, top_k: int, targets: Sequence[str], many: bool

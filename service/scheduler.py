@@ -33,6 +33,9 @@ from service.core import (
 _MAX_BATCH_MASKS = 128
 """A mask costs the graph about 12 bytes a word of the vocabulary: 128 of them 47 MB for BERT's 30,522."""
 
+_CELLS_A_TOKEN = 4
+"""Where lengths mix, sequences times the longest may be so many times the tokens: embeddings are pooled from so many cells."""
+
 _RATE_WEIGHT = 0.1
 """Of the newest batch in the running mean of tokens a second."""
 
@@ -214,12 +217,14 @@ class Scheduler:
         # Leave the idle workers theirs; but a device that mixes lengths runs one batch at a time, and they only pack the next.
         share = len(group) if self._engine.mixes_lengths else math.ceil(len(group) / (self._idle + 1))
         batch: list[_Entry] = []
-        tokens = masks = 0
+        tokens = masks = longest = 0
         now = time.monotonic()
         while group and len(batch) < share:
             query = group[0].query
             masks += len(query.masks)
-            if batch and (tokens + len(query) > self._max_batch_tokens or masks > _MAX_BATCH_MASKS):
+            longest = max(longest, len(query))
+            too_many = tokens + len(query) > self._max_batch_tokens or masks > _MAX_BATCH_MASKS
+            if batch and (too_many or (len(batch) + 1) * longest > _CELLS_A_TOKEN * self._max_batch_tokens):
                 break
             entry = heapq.heappop(group)
             if entry.ticket.done():  # cancelled, or failed already

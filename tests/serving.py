@@ -31,7 +31,7 @@ class Server:
 
 @contextmanager
 def running_server(store: Path, *arguments: str, command: tuple[str, ...] = (), **environment: str) -> Iterator[Server]:
-    """``cloze serve`` on a free port, ready; killed at the end if it still runs."""
+    """``cloze serve`` on a free port, ready; ended if it still runs."""
     command = command or (sys.executable, "-m", "cloze", "serve")
     env = {k: v for k, v in os.environ.items() if not k.startswith("CLOZE_")} | environment
     process = subprocess.Popen(
@@ -59,7 +59,11 @@ def running_server(store: Path, *arguments: str, command: tuple[str, ...] = (), 
         yield server
     finally:
         if process.poll() is None:
-            process.kill()
+            process.terminate()  # so that several processes tidy up
+            try:
+                process.wait(3)
+            except subprocess.TimeoutExpired:
+                process.kill()
         process.wait()
         reader.join()
         assert process.stderr is not None

@@ -118,6 +118,21 @@ def test_an_engine_that_mixes_lengths_gets_what_waits_in_one_batch() -> None:
     assert sorted([len(one) for one in batch] for batch in engine.batches) == [[1], [1], [5, 16], [20, 3, 40]]
 
 
+def test_a_long_query_does_not_make_a_mixed_batch_mostly_padding_of_its_embeddings() -> None:
+    engine = FakeEngine()
+    engine.mixes_lengths = True
+    engine.gate.clear()
+    with running(engine, workers=1, max_batch_tokens=64) as scheduler:
+        first = scheduler.submit([query(1)], later())
+        while scheduler.queued_tokens:  # until the worker holds it
+            time.sleep(0.001)
+        waiting = [scheduler.submit([query(length)], later()) for length in (40, *[1] * 20)]
+        engine.gate.set()
+        for future in (first, *waiting):
+            future.result(WAIT_S)
+    assert [max(map(len, batch)) * len(batch) for batch in engine.batches] == [1, 240, 15], "4 x 64 cells at most"
+
+
 def test_a_single_text_does_not_wait_behind_a_bulk_request() -> None:
     engine = FakeEngine()
     engine.gate.clear()

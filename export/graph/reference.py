@@ -98,7 +98,7 @@ class FastGelu(OpRun):
 
 
 def _gelu(x: Array, bias: Array, approximate: str) -> Array:
-    total = torch.from_numpy(x.astype(np.float32) + bias)
+    total = torch.from_numpy((x + bias).astype(np.float32))  # the sum in the type of its terms, as the kernel forms it
     result: Array = torch.nn.functional.gelu(total, approximate=approximate).numpy().astype(x.dtype)
     return result
 

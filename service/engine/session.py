@@ -96,8 +96,12 @@ def cuda_session(file: Path, device_id: int, memory_limit: int) -> "DeviceSessio
     }
     if memory_limit:
         asked["gpu_mem_limit"] = str(memory_limit)
-    session = ort.InferenceSession(file, options, providers=[(CUDA, asked), CPU])
-    session.disable_fallback()
+    try:
+        session = ort.InferenceSession(file, options, providers=[(CUDA, asked), CPU], enable_fallback=0)
+    except Exception as error:  # without CUDA, a CPU has no kernel for a packed graph
+        if why := _why_not():
+            raise StartupError(f"CUDA did not come up: {why}") from error
+        raise
     if session.get_providers()[0] != CUDA:
         raise StartupError(f"CUDA did not come up: {_why_not() or 'its driver is missing, or there is no such device'}")
     return DeviceSession(session, "cuda", device_id)
@@ -150,8 +154,8 @@ class DeviceSession:
             offset += size
         for name in wanted:
             binding.bind_output(name, "cpu")
+        there.update_inplace(staging)
         with self._running:
-            there.update_inplace(staging)
             self._session.run_with_iobinding(binding)
         found: list[NDArray[Any]] = binding.copy_outputs_to_cpu()
         return found
@@ -162,17 +166,6 @@ class DeviceSession:
         kept: dict[int, tuple[NDArray[np.uint8], ort.OrtValue]] = self._own.__dict__.setdefault("buffers", {})
         if size not in kept:
             staging = np.zeros(size, np.uint8)
-            if self._device == "cuda":
-                _pin(staging)
-            kept[size] = staging, ort.OrtValue.ortvalue_from_numpy(staging, self._device, self._device_id)
+            # A copy, since on a CPU the value would be the array itself.
+            kept[size] = staging, ort.OrtValue.ortvalue_from_numpy(staging.copy(), self._device, self._device_id)
         return kept[size]
-
-
-def _pin(array: NDArray[np.uint8]) -> None:
-    """Lock the array's pages, so that the device copies from them directly; without that, copies are slower and no more."""
-    for library in ("libcudart.so.13", "libcudart.so.12"):
-        try:
-            ctypes.CDLL(library).cudaHostRegister(ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(array.nbytes), 0)
-        except OSError:
-            continue
-        return

@@ -19,7 +19,7 @@ import zmq
 from service import app
 from service.core import Answer, BatchReport, EngineFailed, Queue, ServiceError, StartupError
 from service.lanes import EngineFactory, Lane, Told, local_lanes, open_bundles
-from service.metrics import Metrics
+from service.metrics import Metrics, write_as
 from service.processes import frames, start
 
 log = logging.getLogger("cloze")
@@ -78,17 +78,17 @@ class EngineServer:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._front_ends: dict[str, FrontEnd] = {}
-        models = [{"reference": lane.bundle.manifest.reference, "precision": lane.precision} for lane in lanes]
+        models = [{"reference": lane.bundle.manifest.reference, "precision": lane.precision()} for lane in lanes]
         self._welcome = [frames.WELCOME, json.dumps({"pid": os.getpid(), "models": models}).encode()]
         self.stopping = False
 
     def serve(self) -> None:
-        """Until `stopping`."""
+        """Until `stopping`, and until no front end is left: whoever stops all processes at once still gets their answers."""
         looked = time.monotonic()
-        while not self.stopping:
+        while not self.stopping or self._front_ends:
             if self._socket.poll(_POLL_MS):
                 self._handle(self._socket.recv_multipart())
-            if time.monotonic() - looked > _LOOK_EVERY_S:
+            if self.stopping or time.monotonic() - looked > _LOOK_EVERY_S:
                 looked = time.monotonic()
                 self._drop_gone()
             for lane in self._lanes:
@@ -150,6 +150,7 @@ def main(make_engine: EngineFactory | None = None) -> int:
     """Serve until SIGTERM; returns the exit code."""
     orders = start.Orders.from_arguments()
     app.begin(orders.settings)
+    write_as(orders.name)
     try:
         bundles = open_bundles(orders.settings)
         references = [bundle.manifest.reference for bundle in bundles]

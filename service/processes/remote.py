@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 
 import zmq
 
-from service.core import Answer, EngineDead, Query, ServiceError, ShuttingDown, StartupError
+from service.core import Answer, EngineDead, Query, ServiceError, ShuttingDown
 from service.processes import frames
 
 log = logging.getLogger("cloze")
@@ -41,11 +40,13 @@ class Link:
         context: of zmq.
         folder: of the sockets.
         name: the engine's.
+        references: of the models that this front end knows.
     """
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: Path, name: str) -> None:
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: Path, name: str, references: Sequence[str]) -> None:
         self.models: list[RemoteModel] = []
         """What the engine runs; none before it has said so."""
+        self._references = list(references)
         self.tokens = 0
         """Of requests that are not answered."""
         self._name = name
@@ -75,6 +76,8 @@ class Link:
         future: Future[Answer] = Future()
         tokens = sum(map(len, queries))
         with self._lock:
+            if self._closing:
+                raise ShuttingDown("the server is shutting down")
             if self._dead is not None:
                 raise EngineDead(f"the engine is dead: {self._dead}")
             number = next(self._numbers)
@@ -99,7 +102,8 @@ class Link:
 
     def close(self) -> None:
         """End what is pending; nothing is received any more."""
-        self._closing = True
+        with self._lock:
+            self._closing = True
         self.fail_all(lambda: ShuttingDown("the server shut down before this request was answered"))
 
     def _forget(self, number: int, future: Future[Answer]) -> None:
@@ -122,6 +126,14 @@ class Link:
     # ---- the receiving thread --------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
+        try:
+            self._receive_all()
+        except BaseException:  # without this thread nobody here is ever answered: the supervisor starts another front end
+            log.exception("the link to %s failed", self._name)
+            logging.shutdown()
+            os._exit(1)
+
+    def _receive_all(self) -> None:
         poller = zmq.Poller()
         poller.register(self._from, zmq.POLLIN)
         engine: int | None = None  # descriptor of its process
@@ -159,13 +171,18 @@ class Link:
         return engine
 
     def _engine_came(self, told: dict[str, Any], poller: zmq.Poller) -> int | None:
+        models = [RemoteModel(**model) for model in told["models"]]
+        if [model.reference for model in models] != self._references:
+            with self._lock:
+                self._dead = f"engine {self._name} serves other models than this front end"
+            return None
         try:
             engine = os.pidfd_open(told["pid"])
-        except ProcessLookupError:  # it is gone again
+        except OSError:  # it is gone again, or there is no descriptor left: it will be asked once more
             return None
         poller.register(engine, zmq.POLLIN)
         with self._lock:
-            self.models = [RemoteModel(**model) for model in told["models"]]
+            self.models = models
             self._dead = None
         return engine
 
@@ -221,6 +238,10 @@ class RemoteQueue:
         link = min(alive or self._links, key=lambda link: link.tokens)
         return link.submit(self._model, queries, deadline, accepted=accepted)
 
+    def precision(self) -> str:
+        """Of the graph that an engine runs; empty before one has said so."""
+        return next((link.models[self._model].precision for link in self._links if link.models), "")
+
     def drain(self) -> None:
         """Admit nothing more; what was admitted runs on."""
         self._draining = True
@@ -230,18 +251,3 @@ class RemoteQueue:
         self.drain()
         for link in self._links:
             link.close()
-
-
-def models_of_first(links: Sequence[Link], timeout_s: float) -> list[RemoteModel]:
-    """What the engine runs that answers first; all run the same.
-
-    Raises:
-        StartupError: none did.
-    """
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        for link in links:
-            if link.models:
-                return link.models
-        time.sleep(_HELLO_EVERY_MS / 1000)
-    raise StartupError(f"no engine answered in {timeout_s:g} s")

@@ -15,7 +15,8 @@ from pathlib import Path
 from types import FrameType
 
 from service import app
-from service.core import StartupError
+from service.core import Device, StartupError
+from service.lanes import open_bundles
 from service.metrics import forget_process, share_folder
 from service.processes.start import Orders
 from service.settings import Settings
@@ -60,10 +61,15 @@ class Supervisor:
     Args:
         settings: with at least one front end.
         engine_command: starts an engine process.
+
+    Raises:
+        StartupError: the store is empty, or a bundle does not open.
     """
 
     def __init__(self, settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMAND) -> None:
-        self._settings, self._engine_command = settings, engine_command
+        # By version: a process that starts again must not take up what was published meanwhile, which the others do not know.
+        references = tuple(bundle.manifest.reference for bundle in open_bundles(settings))
+        self._settings, self._engine_command = settings.model_copy(update={"model": references}), engine_command
         self._engines = [Child(f"engine-{number}", number) for number in range(settings.gpus)]
         self._front_ends = [Child(f"frontend-{number}", None) for number in range(settings.frontends)]
         self._stopping = False
@@ -96,6 +102,7 @@ class Supervisor:
                 time.sleep(_TICK_S)
             return 0
         finally:
+            listener.close()  # ours too, or clients would go on to queue for a server that ends
             self._end(self._front_ends, self._settings.shutdown_grace_ms / 1000 + _END_GRACE_S)
             self._end(self._engines, _END_GRACE_S)
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -125,6 +132,17 @@ class Supervisor:
     def _start(self, child: Child, listener: socket.socket) -> int:
         """Start a process; returns the descriptor that says when it is ready."""
         ready, say_ready = os.pipe()
+        try:
+            self._spawn(child, say_ready, listener)
+        except OSError:
+            os.close(ready)
+            raise
+        finally:
+            os.close(say_ready)
+        child.started = time.monotonic()
+        return ready
+
+    def _spawn(self, child: Child, say_ready: int, listener: socket.socket) -> None:
         is_engine = child.device_id is not None
         orders = Orders(
             folder=self._folder,
@@ -142,9 +160,6 @@ class Supervisor:
             env=os.environ | share_folder(self._folder),
             start_new_session=True,  # Ctrl-C is for us: front ends finish before engines end
         )
-        child.started = time.monotonic()
-        os.close(say_ready)
-        return ready
 
     def _tend(self, listener: socket.socket) -> None:
         """See who died, and start those again whose wait is over."""
@@ -152,12 +167,20 @@ class Supervisor:
             now = time.monotonic()
             if child.process is None:
                 if now >= child.started:
-                    os.close(self._start(child, listener))  # when it is ready, its peers notice
+                    self._start_again(child, listener)
             elif (code := child.process.poll()) is not None:
-                forget_process(self._folder, child.process.pid)
+                forget_process(self._folder, child.name)
                 child.wait_s = _FIRST_WAIT_S if now - child.started > _STEADY_S else min(child.wait_s * 2, _LONGEST_WAIT_S)
                 child.process, child.started = None, now + child.wait_s
                 log.error("%s ended with %d; it starts again in %.2g s", child.name, code, child.wait_s)
+
+    def _start_again(self, child: Child, listener: socket.socket) -> None:
+        try:
+            os.close(self._start(child, listener))  # when it is ready, its peers notice
+        except OSError as error:  # no memory, no process left: the others go on
+            child.wait_s = min(child.wait_s * 2, _LONGEST_WAIT_S)
+            child.started = time.monotonic() + child.wait_s
+            log.error("%s does not start (%s); again in %.2g s", child.name, error.strerror, child.wait_s)
 
     def _end(self, children: list[Child], grace_s: float) -> None:
         """SIGTERM to all, and wait; SIGKILL to whoever has not ended by then."""
@@ -174,7 +197,19 @@ class Supervisor:
 
 
 def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMAND) -> int:
-    """Serve with several processes; see `Supervisor.run`."""
+    """Serve with several processes; see `Supervisor.run`.
+
+    Raises:
+        StartupError: a setting does not fit, or see `Supervisor`.
+    """
     if settings.gpus > 1 and not settings.frontends:
         raise StartupError(f"gpus is {settings.gpus}, which needs front ends: set frontends to at least 1")
+    if settings.gpus > 1 and settings.device is not Device.CUDA:
+        raise StartupError(
+            f"gpus is {settings.gpus}, but the device is {settings.device}: set it to cuda, so that none runs on a CPU"
+        )
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        raise StartupError(f"front ends need pidfd_open, which this system refuses ({error}): set frontends to 0") from error
     return Supervisor(settings, engine_command).run()

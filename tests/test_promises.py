@@ -202,12 +202,11 @@ def test_1_a_client_that_leaves_while_it_sends_is_no_error_of_ours(tiny_store: P
 # ---- 2: a poisonous item never harms its batch-mates -----------------------------------------------------------------
 
 
-def test_2_batch_mates_of_a_poisonous_text_get_their_answers(tiny_store: Path, server: Server, faulty_server: Faulty) -> None:
-    expected = {word: embed(server, word).json() for word in WORDS}
+def test_2_batch_mates_of_a_poisonous_text_get_their_answers(tiny_store: Path, faulty_server: Faulty) -> None:
     with faulty_server(tiny_store, CLOZE_WORKERS="1") as faulty, ThreadPoolExecutor(1) as pool:
-        blocker = pool.submit(
-            embed, faulty, ["moon moon", "moon moon moon"]
-        )  # while they run, the others queue up and share a batch
+        expected = {word: embed(faulty, word).json() for word in WORDS}
+        # While these run, the others queue up and share a batch.
+        blocker = pool.submit(embed, faulty, ["moon moon", "moon moon moon"])
         time.sleep(0.03)
         texts = [*WORDS, "sun", *WORDS]
         responses = at_once(faulty, texts)

@@ -5,6 +5,7 @@ Started by the supervisor as ``python -m service.processes.frontend``.
 
 import socket
 import sys
+import time
 from collections.abc import Sequence
 
 import zmq
@@ -17,6 +18,10 @@ from service.metrics import write_as
 from service.processes import start
 from service.processes.remote import Link, RemoteQueue
 
+_ENGINE_WAIT_S = 5.0
+"""For an engine, before clients are let in: others are ready already, and nobody should meet the one that is not. While there is
+no engine at all, probes must be answered."""
+
 
 def main() -> int:
     """Serve until SIGTERM; returns the exit code."""
@@ -24,10 +29,11 @@ def main() -> int:
     app.begin(orders.settings)
     write_as(orders.name)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    links: list[Link] = []
 
     def lanes(bundles: Sequence[Bundle], _: Told) -> list[Lane]:
         references = [bundle.manifest.reference for bundle in bundles]
-        links = [Link(context, orders.folder, name, references) for name in orders.engines]
+        links.extend(Link(context, orders.folder, name, references) for name in orders.engines)
         queues = [RemoteQueue(links, number) for number in range(len(bundles))]
         return [Lane(bundle, queue, queue.precision) for bundle, queue in zip(bundles, queues, strict=True)]
 
@@ -36,6 +42,9 @@ def main() -> int:
     except StartupError as error:
         sys.stderr.write(f"cloze: {error}\n")
         return 2
+    end = time.monotonic() + _ENGINE_WAIT_S
+    while all(link.dead for link in links) and time.monotonic() < end:
+        time.sleep(0.01)
     orders.say_ready()
     app.run(service, orders.settings, socket.socket(fileno=orders.listener))
     return 0

@@ -83,12 +83,14 @@ def _note(found: list[Turn], turns: list[Turn], say: Callable[[str], None]) -> N
 
 
 def _measure_engine(name: str, engine: EngineAlone, plan: Plan, number: int) -> list[Turn]:
-    single = Load(seconds=plan.seconds, latencies=engine.one_at_a_time(plan.seconds))
-    single.requests = single.texts = single.latencies.get_total_count()
-    return [
-        turn_of(name, "closed 1", number, single, cpu_s=0.0, rss_mb=0.0),
-        Turn(name, f"closed {max(plan.clients)}", number, engine.run(plan.seconds)),
-    ]
+    found = []
+    if plan.texts_per_request == 1:  # else no load of the plan has single texts
+        single = Load(seconds=plan.seconds, latencies=engine.one_at_a_time(plan.seconds))
+        single.requests = single.texts = single.latencies.get_total_count()
+        found.append(turn_of(name, "closed 1", number, single, cpu_s=0.0, rss_mb=0.0))
+    if plan.texts_per_request > 1 or max(plan.clients) > 1:  # else one client's single texts are no batch
+        found.append(Turn(name, f"closed {max(plan.clients)}", number, engine.run(plan.seconds)))
+    return found
 
 
 async def _measure_server(server: Served, process: Running, texts: Sequence[str], plan: Plan, number: int) -> list[Turn]:

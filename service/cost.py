@@ -57,7 +57,7 @@ def measure_cost(engine: Engine, max_tokens: int, clock: Callable[[], float] = t
             batch = [Query(np.zeros(length, np.int32), np.zeros(length, np.int32), embed=embed)] * (tokens // length)
             try:
                 seconds.append(_best(engine, batch, clock))
-            except Exception:
+            except Exception:  # the runtime's errors have no common type; of a larger batch, it is its memory
                 if not rows:
                     raise
                 break

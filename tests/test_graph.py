@@ -17,22 +17,12 @@ from export.publish import export
 from export.verify import verify
 from model_store import Store, Task
 from model_store import interface as names
-from tests.tiny import make_model, save_checkpoint
+from tests.tiny import SHAPES, make_model, name_of, save_checkpoint
 from tests.vocabulary import vocabulary
 
 CASES = [
-    pytest.param(kind, seed, sizes, id=f"{kind}-{seed}-{'-'.join(map(str, sizes.values())) or 'tiny'}")
-    for kind, shapes in {
-        "bert": [
-            {},
-            {"hidden_size": 96, "num_attention_heads": 3, "num_hidden_layers": 4},
-            {"hidden_act": "gelu_new"},
-            {"hidden_act": "relu"},
-        ],
-        "bert-qa": [{}],
-        "distilbert": [{}, {"dim": 48, "n_heads": 2, "n_layers": 3}, {"activation": "relu"}],
-        "distilbert-qa": [{}],
-    }.items()
+    pytest.param(kind, seed, sizes, id=f"{name_of(kind, sizes)}-{seed}")
+    for kind, shapes in SHAPES.items()
     for sizes in shapes
     for seed in (0, 1)
 ]

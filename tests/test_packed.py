@@ -29,23 +29,9 @@ from model_store import interface as names
 from model_store.manifest import Layout, Precision, Weights
 from service.core import Device
 from service.engine import OnnxEngine
-from tests.tiny import save_checkpoint
+from tests.tiny import SHAPES, name_of, save_checkpoint
 
-CASES = [
-    pytest.param(kind, sizes, id=f"{kind}-{'-'.join(map(str, sizes.values())) or 'tiny'}")
-    for kind, shapes in {
-        "bert": [
-            {},
-            {"hidden_size": 96, "num_attention_heads": 3, "num_hidden_layers": 4},
-            {"hidden_act": "gelu_new"},
-            {"hidden_act": "relu"},
-        ],
-        "bert-qa": [{}],
-        "distilbert": [{}, {"dim": 48, "n_heads": 2, "n_layers": 3}],
-        "distilbert-qa": [{}],
-    }.items()
-    for sizes in shapes
-]
+CASES = [pytest.param(kind, sizes, id=name_of(kind, sizes)) for kind, shapes in SHAPES.items() for sizes in shapes]
 
 
 @pytest.fixture(scope="module")

@@ -413,6 +413,26 @@ def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--gpus", "2"], "gpus is 2, which needs front ends"),
+        (["--gpus", "2", "--frontends", "1"], "gpus is 2, but the device is auto: set it to cuda"),
+        (["--frontends", "1", "--device", "cuda"], "cuda"),
+    ],
+)
+def test_5_several_processes_start_on_what_was_asked_for_or_not_at_all(tiny_store: Path, flags: list[str], line: str) -> None:
+    import onnxruntime
+
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this onnxruntime can use CUDA")
+    result = cli("serve", "--port", "0", "--model-store", str(tiny_store), *flags)
+    assert result.returncode == 2
+    assert line in result.stderr
+    assert "Traceback" not in result.stderr
+    assert "listening" not in result.stderr
+
+
 def test_5_a_gpu_that_was_asked_for_and_is_not_there_stops_the_start(tiny_store: Path) -> None:
     import onnxruntime
 

@@ -30,7 +30,7 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 30.0
 """Before a process that died is started again; doubled each time."""
 
 _STEADY_S = 60.0
-"""A process that has lived so long is started again at once when it dies."""
+"""After a process has lived so long, its next wait is the first again."""
 
 _TICK_S = 0.1
 _END_GRACE_S = 10.0
@@ -170,17 +170,22 @@ class Supervisor:
                     self._start_again(child, listener)
             elif (code := child.process.poll()) is not None:
                 forget_process(self._folder, child.name)
-                child.wait_s = _FIRST_WAIT_S if now - child.started > _STEADY_S else min(child.wait_s * 2, _LONGEST_WAIT_S)
-                child.process, child.started = None, now + child.wait_s
-                log.error("%s ended with %d; it starts again in %.2g s", child.name, code, child.wait_s)
+                if now - child.started > _STEADY_S:
+                    child.wait_s = _FIRST_WAIT_S
+                child.process = None
+                self._postpone(child, f"ended with {code}")
 
     def _start_again(self, child: Child, listener: socket.socket) -> None:
         try:
             os.close(self._start(child, listener))  # when it is ready, its peers notice
         except OSError as error:  # no memory, no process left: the others go on
-            child.wait_s = min(child.wait_s * 2, _LONGEST_WAIT_S)
-            child.started = time.monotonic() + child.wait_s
-            log.error("%s does not start (%s); again in %.2g s", child.name, error.strerror, child.wait_s)
+            self._postpone(child, f"does not start ({error.strerror})")
+
+    @staticmethod
+    def _postpone(child: Child, why: str) -> None:
+        log.error("%s %s; it starts again in %.2g s", child.name, why, child.wait_s)
+        child.started = time.monotonic() + child.wait_s
+        child.wait_s = min(child.wait_s * 2, _LONGEST_WAIT_S)
 
     def _end(self, children: list[Child], grace_s: float) -> None:
         """SIGTERM to all, and wait; SIGKILL to whoever has not ended by then."""

@@ -22,27 +22,35 @@ CPU_BATCH_TOKENS = 512
 _GPU_WORKERS = 2
 
 
-def available_cpus() -> int:
-    """Cores this process may use: its affinity, and the quota of its control group (v2 or v1), rounded up."""
-    cores = len(os.sched_getaffinity(0))
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_cpus(control_group: Path = _CGROUP, cores: int | None = None) -> int:
+    """Cores this process may use: its affinity, and the quota of its control group (v2 or v1), rounded up.
+
+    Args:
+        control_group: where Linux shows it.
+        cores: of the affinity; asked of the system if not given.
+    """
+    cores = cores or len(os.sched_getaffinity(0))
     for read_quota in (_quota_v2, _quota_v1):
-        if (quota := read_quota()) is not None:
+        if (quota := read_quota(control_group)) is not None:
             return max(1, min(cores, math.ceil(quota)))
     return cores
 
 
-def _quota_v2() -> float | None:
+def _quota_v2(control_group: Path) -> float | None:
     try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        quota, period = (control_group / "cpu.max").read_text().split()
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError):
         return None
 
 
-def _quota_v1() -> float | None:
+def _quota_v1(control_group: Path) -> float | None:
     try:
-        quota = int(Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").read_text())
-        return quota / int(Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us").read_text()) if quota > 0 else None
+        quota = int((control_group / "cpu/cpu.cfs_quota_us").read_text())
+        return quota / int((control_group / "cpu/cpu.cfs_period_us").read_text()) if quota > 0 else None
     except (OSError, ValueError):
         return None
 

@@ -60,6 +60,27 @@ def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unknown_variables() == ["CLOZE_PROT"]
 
 
+@pytest.mark.parametrize(
+    ("files", "cpus"),
+    [
+        ({}, 64),
+        ({"cpu.max": "max 100000\n"}, 64),
+        ({"cpu.max": "200000 100000\n"}, 2),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "10000 100000\n"}, 1),
+        ({"cpu.max": "9900000 100000\n"}, 64),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64),
+        ({"cpu.max": "rubbish"}, 64),
+    ],
+)
+def test_a_container_s_quota_bounds_the_cores_of_its_host(files: dict[str, str], cpus: int, tmp_path: Path) -> None:
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert available_cpus(tmp_path, cores=64) == cpus
+
+
 def test_workers_default_to_the_cores_there_are() -> None:
     assert 1 <= available_cpus() == load_settings().worker_count(Device.CPU)
     assert load_settings({"workers": 3}).worker_count(Device.CPU) == 3

@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install serve test test-slow lint format clean
+.PHONY: help install serve test test-slow test-gpu lint format clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -12,7 +12,7 @@ install: $(VENV)/.installed  ## Make .venv with everything for work on the proje
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu,dev]'
 	touch $@
 
 # Its own environment: what serving needs and nothing more, so no torch.
@@ -38,9 +38,20 @@ test: lint  ## Lint and the whole suite, but for the slow proofs.
 test-slow: install  ## The proofs that take minutes.
 	$(BIN)/pytest -m slow
 
+# Its own environment: the two builds of the runtime overwrite each other.
+GPU := .venv-gpu
+
+$(GPU)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(GPU)
+	$(GPU)/bin/pip install --quiet --constraint constraints.txt --editable '.[gpu,dev]'
+	touch $@
+
+test-gpu: $(GPU)/.installed  ## The proofs that need a GPU.
+	$(GPU)/bin/pytest -m gpu
+
 format: install  ## Format the code.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove what the other commands made, but not the bundles.
-	rm -rf $(VENV) $(SERVING) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SERVING) $(GPU) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -88,6 +88,12 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     help="CSV of sentence,sentence,score (STS-B), also .xz: int8 must rank them as well as the checkpoint does.",
 )
 @click.option("--revision", help="Branch, tag or commit of a hub id; the commit it names is pinned and recorded.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    help="Where an fp16 graph is compared with torch: as CUDA's kernels run it, or, without a GPU, by what its operators mean.",
+)
 @_store_option
 def export(
     source: str,
@@ -98,6 +104,7 @@ def export(
     weights: str,
     gate_pairs: tuple[Path, ...],
     revision: str | None,
+    device: str,
     model_store: Path,
 ) -> None:
     r"""Turn a checkpoint into a bundle.
@@ -133,6 +140,7 @@ def export(
             precisions=asked,
             weights=Weights(weights),
             pairs=read_pairs(list(gate_pairs)) if gate_pairs else (),
+            cuda=device == "cuda",
             say=lambda line: click.echo(line, err=True),
         )
     except (ExportError, TrainError, StoreError) as error:

@@ -10,6 +10,7 @@ from export.errors import ExportError
 from export.gate import pass_gate
 from export.graph import GraphWriter, round_weights
 from export.scorers import GraphScorer, TorchScorer
+from export.session import Session, open_session
 from export.smoothing import smoothing
 from export.train.sentences import ScoredPair
 from export.verify import verify
@@ -42,6 +43,7 @@ def export(
     precisions: Collection[Precision] = (),
     weights: Weights = Weights.FP32,
     pairs: Sequence[ScoredPair] = (),
+    cuda: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Bundle:
     """Turn a checkpoint into a published bundle, or raise and leave the store as it was.
@@ -56,6 +58,7 @@ def export(
         weights: how matrices lie on disk; fp16 and int8 round them, and torch is compared with the same rounded ones. int8
             keeps the integers of the int8 graph, for both graphs.
         pairs: sentences with scores, which a rounded graph must rank as well as the checkpoint does.
+        cuda: compare packed graphs as CUDA's kernels run them, instead of by their reference.
         say: is told what happens, a line each.
 
     Raises:
@@ -82,21 +85,23 @@ def export(
         if checkpoint.card is not None:
             (folder / CARD_FILE).write_text(checkpoint.card, encoding="utf-8")
         say("comparing it with torch")
-        parity = verify(folder, graph, checkpoint, chosen, limits.max_tokens)
+        session = open_session(folder / graph.file, graph.layout)
+        parity = verify(folder, graph, checkpoint, chosen, limits.max_tokens, session)
 
-        def agreement(of: Graph) -> Gate:
+        def agreement(of: Graph, session: Session) -> Gate:
             """With the checkpoint as it came."""
             types = model.config.type_vocab_size > 0
-            scorer = GraphScorer(folder / of.file, of.layout, chosen, token_types=types, pooling=recipe.pooling)
+            scorer = GraphScorer(session, of.layout, chosen, token_types=types, pooling=recipe.pooling)
             return pass_gate(original, scorer, f"{of.precision} graph", checkpoint, chosen, limits.max_tokens, pairs)
 
-        gate = None if weights is Weights.FP32 else agreement(graph)
+        gate = None if weights is Weights.FP32 else agreement(graph, session)
         lower: dict[Precision, LowerPrecision] = {}
         for precision in sorted(set(precisions) - {Precision.FP32}):
             say(f"writing the {precision} graph and comparing it")
             written = writer.write(precision)
-            parity_of_it = verify(folder, written, checkpoint, chosen, limits.max_tokens)
-            lower[precision] = LowerPrecision(graph=written, parity=parity_of_it, gate=agreement(written))
+            session = open_session(folder / written.file, written.layout, cuda=cuda)
+            parity_of_it = verify(folder, written, checkpoint, chosen, limits.max_tokens, session)
+            lower[precision] = LowerPrecision(graph=written, parity=parity_of_it, gate=agreement(written, session))
         facts = Facts(
             name=name,
             tasks=chosen,

@@ -1,7 +1,6 @@
 """One face for what is evaluated: a torch model or an exported graph. Rows of one call have one length: no padding."""
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from export.models import Model
 from export.sentence import EmbeddingRecipe
-from export.session import Session, open_session
+from export.session import Session
 from model_store import interface as names
 from model_store import packing
 from model_store.manifest import Layout, Task
@@ -80,20 +79,20 @@ class TorchScorer:
 
 
 class GraphScorer:
-    """An exported graph, run as it will be served; a packed one by its reference.
+    """An exported graph.
 
     Args:
-        file: the graph, its weights beside it.
-        layout: its own.
+        session: on the graph, see `open_session`.
+        layout: the graph's.
         tasks: whose heads it has.
         token_types: whether it takes them.
         pooling: of its embeddings, if it has any.
     """
 
-    def __init__(self, file: Path, layout: Layout, tasks: Iterable[Task], *, token_types: bool, pooling: str = "") -> None:
+    def __init__(self, session: Session, layout: Layout, tasks: Iterable[Task], *, token_types: bool, pooling: str = "") -> None:
+        self._session = session
         self._packed, self._tasks, self._token_types = layout is Layout.PACKED, tuple(tasks), token_types
         self._pooling = pooling
-        self._session: Session = open_session(file, layout)
 
     def masked(self, input_ids: Ids, token_type_ids: Ids, positions: Ids, labels: Ids, k: int) -> tuple[Ids, Floats]:
         """See `Scorer`."""

@@ -1,5 +1,6 @@
 """Fixtures that several files share: tiny checkpoints, a store of their bundles, a server on it, the shared data."""
 
+import ctypes
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from export.publish import export
 from model_store import Store, Task
+from model_store.manifest import Precision
 from tests.serving import Server, running_server
 from tests.tiny import save_checkpoint
 
@@ -23,6 +25,23 @@ def shared_data() -> Path:
     if not SHARED_DATA.is_dir():
         pytest.skip(f"the shared data is not on this machine ({SHARED_DATA.name} beside the project)")
     return SHARED_DATA
+
+
+@pytest.fixture(
+    scope="session", params=[pytest.param(False, id="reference"), pytest.param(True, id="cuda", marks=pytest.mark.gpu)]
+)
+def on_cuda(request: pytest.FixtureRequest) -> bool:
+    """Whether packed graphs run by CUDA's kernels; else by their reference."""
+    if request.param and not has_gpu():
+        pytest.skip("no GPU: its driver (libcuda.so.1) is not there or finds none")
+    return bool(request.param)
+
+
+def has_gpu() -> bool:
+    try:
+        return bool(ctypes.CDLL("libcuda.so.1").cuInit(0) == 0)
+    except OSError:
+        return False
 
 
 @pytest.fixture(scope="session")
@@ -39,6 +58,15 @@ def tiny_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, 
     root = tmp_path_factory.mktemp("store")
     for kind in ("bert", "bert-qa", "distilbert"):
         export(str(checkpoints[kind]), kind, Store(root))
+    return root
+
+
+@pytest.fixture(scope="session")
+def packed_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
+    """``bert`` and ``bert-qa`` with an fp16 graph each."""
+    root = tmp_path_factory.mktemp("packed")
+    export(str(checkpoints["bert"]), "bert", Store(root), precisions=[Precision.FP16])
+    export(str(checkpoints["bert-qa"]), "bert-qa", Store(root), tasks=[Task.QA], precisions=[Precision.FP16])
     return root
 
 

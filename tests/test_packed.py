@@ -1,4 +1,4 @@
-"""The packed layout: its meaning, checked without a GPU by the reference; its inputs; what a bundle keeps of it."""
+"""The packed layout: its meaning, by the reference and, with a GPU, by the kernels; its inputs; what a bundle keeps of it."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -19,10 +19,10 @@ from export.graph import GraphWriter
 from export.graph.builder import GraphBuilder
 from export.graph.layouts import Packed
 from export.graph.products import Fp32
-from export.graph.reference import ReferenceSession
 from export.graph.trunk import trunk
 from export.publish import export
 from export.sentence import Pooling
+from export.session import Session, open_session
 from export.verify import verify
 from model_store import Store, packing
 from model_store import interface as names
@@ -39,30 +39,34 @@ def bert(checkpoints: dict[str, Path]) -> Checkpoint:
     return load_checkpoint(str(checkpoints["bert"]))
 
 
+def open_packed(file: Path, cuda: bool) -> Session:
+    return open_session(file, Layout.PACKED, cuda=cuda)
+
+
 def writer_of(checkpoint: Checkpoint, folder: Path) -> GraphWriter:
     return GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, folder)
 
 
 @pytest.mark.parametrize(("kind", "sizes"), CASES)
-def test_every_head_agrees_with_torch(kind: str, sizes: dict[str, object], tmp_path: Path) -> None:
+def test_every_head_agrees_with_torch(kind: str, sizes: dict[str, object], on_cuda: bool, tmp_path: Path) -> None:
     """Over the grid, sequences of unlike lengths in one batch, all heads in it, each alone, and none."""
     checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "checkpoint", kind, **sizes)))
     graph = writer_of(checkpoint, tmp_path).write(Precision.FP16)
     assert (graph.layout, graph.precision) == (Layout.PACKED, Precision.FP16)
-    parity = verify(tmp_path, graph, checkpoint, checkpoint.tasks, 160)
+    parity = verify(tmp_path, graph, checkpoint, checkpoint.tasks, 160, open_packed(tmp_path / graph.file, on_cuda))
     assert 0 < max(parity.max_error.values()) < 0.01, "fp16 rounds, but not more than this"
 
 
 @pytest.mark.parametrize("pooling", list(Pooling))
-def test_every_pooling_agrees_with_torch(pooling: Pooling, bert: Checkpoint, tmp_path: Path) -> None:
+def test_every_pooling_agrees_with_torch(pooling: Pooling, bert: Checkpoint, on_cuda: bool, tmp_path: Path) -> None:
     checkpoint = replace(bert, recipe=replace(bert.recipe, pooling=pooling))
     graph = writer_of(checkpoint, tmp_path).write(Precision.FP16)
-    verify(tmp_path, graph, checkpoint, checkpoint.tasks, 64)
+    verify(tmp_path, graph, checkpoint, checkpoint.tasks, 64, open_packed(tmp_path / graph.file, on_cuda))
 
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
 @torch.no_grad()
-def test_folding_biases_is_exact(kind: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_folding_biases_is_exact(kind: str, checkpoints: dict[str, Path], on_cuda: bool, tmp_path: Path) -> None:
     """The same trunk in fp32, where nothing hides behind rounding."""
     model = load_checkpoint(str(checkpoints[kind])).model
     g = GraphBuilder()
@@ -75,7 +79,7 @@ def test_folding_biases_is_exact(kind: str, checkpoints: dict[str, Path], tmp_pa
     types = rng.integers(0, 2, len(ids), dtype=np.int32)
     if model.config.type_vocab_size:
         feeds[names.TOKEN_TYPE_IDS] = types
-    hidden = ReferenceSession(tmp_path / "g.onnx").run(["hidden"], feeds)[0]
+    hidden = open_packed(tmp_path / "g.onnx", on_cuda).run(["hidden"], feeds)[0]
     for begin, end in pairwise(packing.starts_of(lengths)):
         one, its_types = (torch.from_numpy(array[begin:end])[None] for array in (ids, types))
         np.testing.assert_allclose(hidden[begin:end], model(one, its_types)[0].numpy(), atol=2e-5)
@@ -182,10 +186,18 @@ def test_the_layout_that_is_asked_for_must_fit(checkpoints: dict[str, Path], tmp
     assert "packed, fp16" in shown.output
 
 
-def test_all_tasks_are_in_one_packed_batch(bert: Checkpoint, tmp_path: Path) -> None:
+def test_kernels_that_are_not_there_are_not_replaced_silently(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Where CUDA was asked for to check a graph, the reference does not stand in; nothing is published."""
+    store = Store(tmp_path)
+    with pytest.raises(ExportError, match="CUDA was asked for, but this onnxruntime"):
+        export(str(checkpoints["bert-qa"]), "q", store, precisions=[Precision.FP16], cuda=True)
+    assert not store.references()
+
+
+def test_all_tasks_are_in_one_packed_batch(bert: Checkpoint, on_cuda: bool, tmp_path: Path) -> None:
     """A batch's answers are those of each sequence alone."""
     graph = writer_of(bert, tmp_path).write(Precision.FP16)
-    session = ReferenceSession(tmp_path / graph.file)
+    session = open_packed(tmp_path / graph.file, on_cuda)
     rng = np.random.default_rng(3)
     lengths = np.array([5, 33, 12, 7], np.int32)
     starts = packing.starts_of(lengths)

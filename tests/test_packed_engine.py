@@ -1,5 +1,6 @@
-"""The engine on packed graphs, run by the reference where no kernel can; the way to a device, on the device that is here."""
+"""The engine on packed graphs, run by the reference and, with a GPU, by the kernels; the way to a device, on that which is here."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -17,34 +18,26 @@ from hypothesis import strategies as st
 
 from export.graph.reference import ReferenceSession
 from export.publish import export
-from model_store import Bundle, Store, Task
-from model_store.manifest import Precision
+from model_store import Bundle, Store
+from model_store.manifest import Graph, Precision
 from service.app import Service
 from service.core import AskedPrecision, Device, Output, Query, StartupError
 from service.cost import Cost, measure_cost
-from service.engine import OnnxEngine
+from service.engine import OnnxEngine, pinned
 from service.engine.feeds import BatchFeeds
-from service.engine.session import DeviceSession, cpu_session
+from service.engine.session import DeviceSession, Session, cpu_session
 from service.fake_engine import FakeEngine
 from service.settings import load_settings
 
 
-@pytest.fixture(scope="module")
-def packed_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
-    """``bert`` and ``bert-qa`` with an fp16 graph each."""
-    root = tmp_path_factory.mktemp("packed")
-    export(str(checkpoints["bert"]), "bert", Store(root), precisions=[Precision.FP16])
-    export(str(checkpoints["bert-qa"]), "bert-qa", Store(root), tasks=[Task.QA], precisions=[Precision.FP16])
-    return root
+class Packed(OnnxEngine):
+    """The engine as on CUDA, its graph run by the reference where there is none; remembers its batches."""
 
+    def __init__(self, bundle: Bundle, precision: AskedPrecision = AskedPrecision.AUTO, *, cuda: bool = False) -> None:
+        def by_reference(bundle: Bundle, graph: Graph) -> Session:
+            return ReferenceSession(bundle.file(graph.file))
 
-class OnReference(OnnxEngine):
-    """The engine as on CUDA, its graph run by the reference; remembers its batches."""
-
-    def __init__(self, bundle: Bundle, precision: AskedPrecision = AskedPrecision.AUTO) -> None:
-        super().__init__(
-            bundle, Device.CUDA, precision, open_session=lambda bundle, graph: ReferenceSession(bundle.file(graph.file))
-        )
+        super().__init__(bundle, Device.CUDA, precision, open_session=None if cuda else by_reference)
         self.batches: list[list[Query]] = []
 
     def run(self, batch: Sequence[Query]) -> list[Output]:
@@ -52,22 +45,22 @@ class OnReference(OnnxEngine):
         return super().run(batch)
 
 
-def test_on_cuda_the_packed_graph_is_taken(packed_store: Path) -> None:
-    engine = OnReference(Store(packed_store).open("bert"))
+def test_on_cuda_the_packed_graph_is_taken(packed_store: Path, on_cuda: bool) -> None:
+    engine = Packed(Store(packed_store).open("bert"), cuda=on_cuda)
     assert (engine.device, engine.precision, engine.mixes_lengths) == (Device.CUDA, "fp16", True)
     assert engine.reason == "since the device is a GPU and the bundle's gate was passed"
     with pytest.raises(StartupError, match=r"int8 was asked for, which runs on a CPU only"):
-        OnReference(Store(packed_store).open("bert"), precision=AskedPrecision.INT8)
+        Packed(Store(packed_store).open("bert"), precision=AskedPrecision.INT8)
 
 
 def test_fp16_is_for_cuda_and_must_be_there(packed_store: Path, tiny_store: Path) -> None:
     with pytest.raises(StartupError, match=r"fp16 was asked for, which runs on CUDA only"):
         OnnxEngine(Store(packed_store).open("bert"), Device.CPU, AskedPrecision.FP16)
     with pytest.raises(StartupError, match=r"has no fp16 graph; export it with --precision fp16"):
-        OnReference(Store(tiny_store).open("bert"), precision=AskedPrecision.FP16)
+        Packed(Store(tiny_store).open("bert"), precision=AskedPrecision.FP16)
 
 
-def test_goldens_are_those_of_the_packed_graph(packed_store: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_goldens_are_those_of_the_packed_graph(checkpoints: dict[str, Path], on_cuda: bool, tmp_path: Path) -> None:
     """A bundle whose packed weights are not what they were is refused at the start."""
     bundle = export(str(checkpoints["bert"]), "bert", Store(tmp_path), precisions=[Precision.FP16])
     file = bundle.file("weights-fp16.bin")
@@ -75,7 +68,7 @@ def test_goldens_are_those_of_the_packed_graph(packed_store: Path, checkpoints: 
     halves[::3] = 0
     file.write_bytes(halves.tobytes())
     with pytest.raises(StartupError, match=r"does not reproduce its golden outputs"):
-        OnReference(Bundle(bundle.manifest, bundle.path))
+        Packed(Bundle(bundle.manifest, bundle.path), cuda=on_cuda)
 
 
 queries = st.lists(
@@ -101,10 +94,12 @@ def make_query(length: int, kind: str, seed: int) -> Query:
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asked=queries)
-def test_a_mixed_batch_is_answered_as_each_query_alone_on_a_cpu(packed_store: Path, asked: list[tuple[int, str, int]]) -> None:
+def test_a_mixed_batch_is_answered_as_each_query_alone_on_a_cpu(
+    packed_store: Path, on_cuda: bool, asked: list[tuple[int, str, int]]
+) -> None:
     """Any lengths and any heads in one batch; fp32 in the dense layout knows the answer."""
     bundle = Store(packed_store).open("bert")
-    packed, dense = OnReference(bundle), OnnxEngine(bundle, Device.CPU)
+    packed, dense = Packed(bundle, cuda=on_cuda), OnnxEngine(bundle, Device.CPU)
     batch = [make_query(*one) for one in asked]
     for query, output in zip(batch, packed.run(batch), strict=True):
         alone = dense.run([query])[0]
@@ -125,11 +120,11 @@ def numbers(answer: object) -> list[float]:
     return [answer] if isinstance(answer, float) else []
 
 
-def test_every_route_answers_and_batches_mix_lengths(packed_store: Path) -> None:
-    engines: dict[str, OnReference] = {}
+def test_every_route_answers_and_batches_mix_lengths(packed_store: Path, on_cuda: bool) -> None:
+    engines: dict[str, Packed] = {}
 
-    def make(bundle: Bundle, _: Device, precision: AskedPrecision) -> OnReference:
-        return engines.setdefault(bundle.manifest.name, OnReference(bundle, precision))
+    def make(bundle: Bundle, _: Device, precision: AskedPrecision) -> Packed:
+        return engines.setdefault(bundle.manifest.name, Packed(bundle, precision, cuda=on_cuda))
 
     settings = {"model_store": packed_store, "max_batch_tokens": 4096}
     dense = Service(load_settings({"model_store": packed_store, "device": "cpu"}))
@@ -171,6 +166,43 @@ def test_the_way_to_a_device_gives_what_the_session_gives(model: str, tiny_store
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(check, range(120)))
+
+
+class CudaRuntime:
+    """As much of CUDA's runtime as `page_locked` calls, on the host's own memory."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self.fails, self.memory, self.calls = fails, ctypes.create_string_buffer(64), list[str]()
+
+    def cudaSetDevice(self, device_id: int) -> int:  # noqa: N802
+        self.calls.append(f"device {device_id}")
+        return 0
+
+    def cudaMallocHost(self, place: object, _: ctypes.c_size_t) -> int:  # noqa: N802
+        place._obj.value = 0 if self.fails else ctypes.addressof(self.memory)  # type: ignore[attr-defined]
+        return 2 if self.fails else 0
+
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        self.calls.append("error taken back")
+        return 2
+
+    def cudaFreeHost(self, _: ctypes.c_void_p) -> int:  # noqa: N802
+        self.calls.append("freed")
+        return 0
+
+
+def test_page_locked_memory_is_given_back_and_a_refusal_leaves_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, refused = CudaRuntime(fails=False), CudaRuntime(fails=True)
+    monkeypatch.setattr(pinned, "runtime", lambda: given)
+    array = pinned.page_locked(64, 1)
+    assert array is not None
+    array[:3] = (7, 8, 9)
+    assert given.memory.raw[:3] == bytes((7, 8, 9))
+    del array
+    assert given.calls == ["device 1", "freed"]
+    monkeypatch.setattr(pinned, "runtime", lambda: refused)
+    assert pinned.page_locked(64, 0) is None
+    assert refused.calls == ["device 0", "error taken back"]
 
 
 class Timed(FakeEngine):

@@ -14,6 +14,7 @@ from export.graph import GraphWriter, round_weights
 from export.graph.products import quantise
 from export.publish import export
 from export.scorers import GraphScorer
+from export.session import open_session
 from export.smoothing import smoothing
 from export.verify import verify
 from model_store import Store, Task
@@ -55,7 +56,10 @@ def test_int8_keeps_one_copy_for_both_graphs(kind: str, checkpoints: dict[str, P
     assert [file.name for file in folder.glob("*.bin")] == ["weights.bin"], "int8 has no weight that fp32 has not"
     assert (folder / "weights.bin").stat().st_size < 0.55 * (tmp_path / "fp32" / "weights.bin").stat().st_size
     types = model.config.type_vocab_size > 0
-    one, other = (GraphScorer(folder / graph.file, graph.layout, tasks, token_types=types) for graph in (fp32, int8))
+    one, other = (
+        GraphScorer(open_session(folder / graph.file, graph.layout), graph.layout, tasks, token_types=types)
+        for graph in (fp32, int8)
+    )
     ids = np.random.default_rng(0).integers(5, checkpoint.tokenizer.size, (2, 12))
     for ask in (
         *([lambda scorer: scorer.embed(ids)] if Task.EMBED in tasks else []),

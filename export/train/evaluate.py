@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from export.checkpoint import load_checkpoint
 from export.scorers import GraphScorer, Scorer, TorchScorer
+from export.session import open_session
 from export.train.batches import equal_lengths
 from export.train.bias import read_stereotypes, stereotype_preference
 from export.train.corpus import Corpus, is_held_out, prepare_corpus
@@ -53,7 +54,9 @@ def open_subject(source: str, store: Store, device: torch.device, precision: Pre
             raise TrainError(f"bundle {manifest.reference} has no {precision} graph")
         file, types = bundle.file(graph.file), manifest.architecture.type_vocab_size > 0
         pooling = manifest.embedding.pooling if manifest.embedding else ""
-        scorer: Scorer = GraphScorer(file, graph.layout, manifest.tasks, token_types=types, pooling=pooling)
+        scorer: Scorer = GraphScorer(
+            open_session(file, graph.layout), graph.layout, manifest.tasks, token_types=types, pooling=pooling
+        )
         return Subject(scorer, open_tokenizer(bundle.path), frozenset(manifest.tasks), manifest.limits.max_tokens)
     checkpoint = load_checkpoint(source)
     scorer = TorchScorer(checkpoint.model.to(device), device, checkpoint.recipe)

@@ -16,8 +16,9 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from model_store.packing import Feeds
-from model_store.processor import int8_instructions, int8_settings
+from model_store.processor import cuda_settings, int8_instructions, int8_settings
 from service.core import StartupError
+from service.engine.pinned import page_locked
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
@@ -88,12 +89,7 @@ def cuda_session(file: Path, device_id: int, memory_limit: int) -> "DeviceSessio
         ort.preload_dlls()
     options = _options()
     options.enable_mem_pattern = False  # it is made for one shape, and every batch has its own
-    asked = {
-        "device_id": str(device_id),
-        "arena_extend_strategy": "kSameAsRequested",
-        "enable_skip_layer_norm_strict_mode": "1",  # sums in fp32
-        "use_tf32": "0",  # the heads are fp32 for their digits' sake
-    }
+    asked = {"device_id": str(device_id), "arena_extend_strategy": "kSameAsRequested"} | cuda_settings()
     if memory_limit:
         asked["gpu_mem_limit"] = str(memory_limit)
     try:
@@ -165,7 +161,8 @@ class DeviceSession:
         size = 1 << max(16, (size - 1).bit_length())
         kept: dict[int, tuple[NDArray[np.uint8], ort.OrtValue]] = self._own.__dict__.setdefault("buffers", {})
         if size not in kept:
-            staging = np.zeros(size, np.uint8)
-            # A copy, since on a CPU the value would be the array itself.
-            kept[size] = staging, ort.OrtValue.ortvalue_from_numpy(staging.copy(), self._device, self._device_id)
+            # Not the staging array, which on a CPU the value would be.
+            there = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), self._device, self._device_id)
+            locked = page_locked(size, self._device_id) if self._device == "cuda" else None
+            kept[size] = np.zeros(size, np.uint8) if locked is None else locked, there
         return kept[size]

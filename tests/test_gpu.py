@@ -1,0 +1,122 @@
+"""What only a GPU can show: where nodes run, memory that ends, the server on it. `make test-gpu` runs these and the packed tests."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import httpx
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from model_store import Bundle, Store
+from service.core import AskedPrecision, Device, Query
+from service.engine import OnnxEngine, session
+from tests.conftest import has_gpu
+from tests.serving import running_server
+
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: its driver is not there or finds none")]
+
+
+@pytest.fixture
+def profile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder where the sessions that a test opens write what they ran."""
+    plain = session._options
+
+    def profiled() -> ort.SessionOptions:
+        options = plain()
+        options.enable_profiling = True
+        options.profile_file_prefix = str(tmp_path / "profile")
+        return options
+
+    monkeypatch.setattr(session, "_options", profiled)
+    return tmp_path
+
+
+def placed(folder: Path) -> dict[str, Counter[str]]:
+    """How often each operator ran on each provider, by provider."""
+    found: dict[str, Counter[str]] = {}
+    for file in folder.glob("profile*.json"):
+        for event in json.loads(file.read_text()):
+            if event.get("cat") == "Node" and event["name"].endswith("_kernel_time"):
+                found.setdefault(event["args"]["provider"], Counter())[event["args"]["op_name"]] += 1
+    return found
+
+
+def end(engine: OnnxEngine) -> None:
+    """Have the engine's session write its profile."""
+    inner = engine._session
+    (inner._session if isinstance(inner, session.DeviceSession) else inner).end_profiling()
+
+
+def queries(bundle: Bundle, sequences: int, length: int) -> list[Query]:
+    """Every head of the bundle asked by some of them."""
+    tasks = bundle.manifest.tasks
+    return [
+        Query(
+            np.full(length, 5, np.int32),
+            np.zeros(length, np.int32),
+            masks=[1] if "fill-mask" in tasks and i % 3 == 0 else (),
+            top_k=1 if "fill-mask" in tasks and i % 3 == 0 else 0,
+            pair="nsp" in tasks and i % 3 == 1,
+            embed="embed" in tasks and i % 3 == 2,
+        )
+        for i in range(sequences)
+    ]
+
+
+def test_a_profile_says_where_nodes_ran(tiny_store: Path, profile: Path) -> None:
+    bundle = Store(tiny_store).open("bert")
+    engine = OnnxEngine(bundle, Device.CPU)
+    engine.run(queries(bundle, 4, 8))
+    end(engine)
+    (provider, operators), *others = placed(profile).items()
+    assert (provider, others) == (session.CPU, [])
+    runs = len(engine._goldens) + 1
+    assert operators["MultiHeadAttention"] == bundle.manifest.architecture.layers * runs
+
+
+class TestOnGpu:
+    pytestmark = ON_GPU
+
+    @pytest.mark.parametrize("name", ["bert", "bert-qa"])
+    def test_every_node_runs_on_cuda(self, name: str, packed_store: Path, profile: Path) -> None:
+        bundle = Store(packed_store).open(name)
+        engine = OnnxEngine(bundle, Device.CUDA, AskedPrecision.AUTO)
+        engine.run(queries(bundle, 6, 30))
+        end(engine)
+        found = placed(profile)
+        assert set(found) == {session.CUDA}
+        copies = [operator for operator in found[session.CUDA] if operator.startswith("Memcpy")]
+        assert not copies, "nothing goes between host and device within a run"
+        assert found[session.CUDA]["PackedMultiHeadAttention"] > 0
+
+    def test_memory_that_ends_is_an_error_and_not_the_end(self, packed_store: Path) -> None:
+        bundle = Store(packed_store).open("bert")
+        engine = OnnxEngine(bundle, Device.CUDA, AskedPrecision.AUTO, gpu_memory_limit=96 * 2**20)
+        small = queries(bundle, 6, 30)
+        before = engine.run(small)
+        with pytest.raises(Exception, match=r"(?i)memory|alloc"):
+            engine.run(queries(bundle, 8000, 160))
+        for one, other in zip(before, engine.run(small), strict=True):
+            assert (one.embedding is None) == (other.embedding is None)
+            if one.embedding is not None:
+                np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-3)
+
+    @pytest.mark.parametrize("arguments", [(), ("--frontends", "2")], ids=["one-process", "front-ends"])
+    def test_the_server_answers_as_on_a_cpu(self, arguments: tuple[str, ...], packed_store: Path) -> None:
+        asked = {
+            "/embed": {"inputs": ["a", "the cat sat", "the dog ran and the cat sat on the mat"], "model": "bert"},
+            "/nsp": {"inputs": [{"text": "the cat sat", "next": "the dog ran"}], "model": "bert"},
+            "/fill-mask": {"inputs": ["the [MASK] sat"], "model": "bert"},
+            "/qa": {"inputs": {"question": "who sat", "context": "the cat sat and the dog ran"}, "model": "bert-qa"},
+        }
+        found = []
+        for device in ("cpu", "cuda"):
+            with running_server(packed_store, "--device", device, *arguments) as server:
+                replies = {path: httpx.post(server.url + path, json=body, timeout=60) for path, body in asked.items()}
+                assert all(reply.status_code == 200 for reply in replies.values()), replies
+                found.append(replies)
+                assert f" on {device} in " in "".join(server.log)
+        one, other = (np.array(replies["/embed"].json()) for replies in found)
+        np.testing.assert_allclose(one, other, atol=0.02)

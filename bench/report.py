@@ -1,6 +1,7 @@
 """Shows a result: a table, and plots."""
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,11 +27,15 @@ def table(result: Result) -> str:
     lines += [f"- {name}: {value}" for name, value in result.machine.items()]
     for environment, versions in result.versions.items():
         lines += [f"- {environment}: " + ", ".join(f"{name} {value}" for name, value in versions.items())]
+    lines += [f"- {note}" for note in result.notes]
     lines += ["- texts: " + ", ".join(f"{name} {value}" for name, value in result.texts.items()), f"- date: {result.date}", ""]
     if result.starts:
         lines += ["| | start to ready | memory then |", "|---|---|---|"]
         lines += [f"| {start.subject} | {start.ready_s:.2f} s | {start.rss_mb:.0f} MB |" for start in result.starts] + [""]
-    turns = max((turn.turn for turn in result.turns), default=0) + 1
+    lines += _cells(result)
+    if not result.turns:
+        return "\n".join(lines) + "\n"
+    turns = max(turn.turn for turn in result.turns) + 1
     lines += [f"Medians of {turns} turns; all subjects in turn, on the same texts.", ""]
     lines += ["| load | subject | " + " | ".join(_COLUMNS) + " | failed |", "|---|---|" + "---|" * (len(_COLUMNS) + 1)]
     for load in result.loads():
@@ -41,6 +46,47 @@ def table(result: Result) -> str:
             failed = sum(sum(turn.failed.values()) for turn in found)
             lines.append(f"| {load} | {subject} | " + " | ".join(cells) + f" | {failed or ''} |")
     return "\n".join([*lines, *_ratios(result), *_parts(result)]) + "\n"
+
+
+def _cells(result: Result) -> list[str]:
+    """Engines by length and size of batch; then what ran the same batches, beside the engine of the same size."""
+    found = {(cell.subject, cell.lengths, cell.batch_tokens): cell for cell in result.cells}
+    lines: list[str] = []
+    for subject in dict.fromkeys(cell.subject for cell in result.cells):
+        kinds = [cell for cell in result.cells if cell.subject == subject and cell.lengths.isdigit()]
+        batches = sorted({cell.batch_tokens for cell in kinds})
+        lengths = sorted({cell.lengths for cell in kinds}, key=int)
+        if len(batches) < 2:
+            continue
+        lines += [f"{subject}, thousand tokens a second (share of the peak); a row a length, a column a batch's tokens:", ""]
+        lines += ["| tokens | " + " | ".join(f"{tokens:,}" for tokens in batches) + " |", "|---|" + "---|" * len(batches)]
+        for length in lengths:
+            row = [found.get((subject, length, tokens)) for tokens in batches]
+            lines.append(
+                f"| {length} | " + " | ".join(f"{_kilo(c.tokens_per_s)} ({c.of_peak:.0%})" if c else "" for c in row) + " |"
+            )
+        lines.append("")
+    shared = Counter((cell.subject.split()[0], cell.lengths, cell.batch_tokens) for cell in result.cells)
+    rows = []
+    for cell in result.cells:
+        size = cell.subject.split()[0]
+        ours = found.get((f"{size} engine", cell.lengths, cell.batch_tokens))
+        if shared[size, cell.lengths, cell.batch_tokens] > 1:
+            figures = f"{_kilo(cell.tokens_per_s)} | {cell.sequences_per_s:,.0f} | {cell.of_peak:.0%}"
+            ratio = f"{ours.tokens_per_s / cell.tokens_per_s:.2f}" if ours and ours is not cell else ""
+            rows.append(f"| {cell.subject} | {cell.lengths} | {cell.batch_tokens:,} | {figures} | {ratio} |")
+    if rows:
+        lines += ["The same batches; padding is not counted:", ""]
+        lines += [
+            "| | tokens | a batch | thousand tokens/s | sequences/s | of the peak | engine over it |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        lines += [*sorted(rows, key=lambda row: row.split(" | ")[1:3]), ""]
+    return lines
+
+
+def _kilo(number: float) -> str:
+    return f"{number / 1000:,.0f}" if number >= 1e5 else f"{number / 1000:.1f}"
 
 
 def _ratios(result: Result) -> list[str]:

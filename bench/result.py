@@ -87,6 +87,26 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Cell:
+    """Batches of one kind on one engine.
+
+    Attributes:
+        subject: what ran them.
+        lengths: tokens of a sequence, or the name of a mix.
+        batch_tokens: of a batch, at most.
+        tokens_per_s, sequences_per_s: padding not counted.
+        of_peak: operations a second of what was not padding, over the device's measured peak.
+    """
+
+    subject: str
+    lengths: str
+    batch_tokens: int
+    tokens_per_s: float
+    sequences_per_s: float
+    of_peak: float
+
+
+@dataclass(frozen=True, slots=True)
 class Result:
     """One run of the benchmark.
 
@@ -96,6 +116,8 @@ class Result:
         machine, versions: where, and of what, by environment.
         model: name and size of what was served.
         texts: where they came from, how many, their lengths in tokens.
+        cells: of engines alone, by length and size of batch.
+        notes: what the reader must know.
     """
 
     command: str
@@ -106,6 +128,8 @@ class Result:
     texts: dict[str, Any]
     turns: list[Turn]
     starts: list[Start]
+    cells: list[Cell] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def subjects(self) -> list[str]:
         """In the order in which they were measured."""
@@ -149,7 +173,8 @@ class Result:
             body = json.loads(file.read_text())
             turns = [Turn(**turn) for turn in body.pop("turns")]
             starts = [Start(**start) for start in body.pop("starts")]
-            return cls(**body, turns=turns, starts=starts)
+            cells = [Cell(**cell) for cell in body.pop("cells", ())]
+            return cls(**body, turns=turns, starts=starts, cells=cells)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{file} is no result of cloze bench ({error})") from error
 

@@ -3,9 +3,7 @@
 import dataclasses
 import os
 import sys
-import threading
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from hdrh.histogram import HdrHistogram
 from bench.http_client import post
 from bench.load import Request, histogram
 from bench.processes import Running, free_port, running
+from bench.throughput import batches_for, rounds_per_s, run_all
 from model_store import Store, Task
 from service.core import AskedPrecision, Device, Query
 from service.engine import OnnxEngine
@@ -147,15 +146,13 @@ class EngineAlone:
         budget = fitted_tokens(opened, self._engine, settings)
         tokenizer, manifest = Tokenizer(opened), opened.manifest
         limit = manifest.embedding.max_tokens if manifest.embedding and task is Task.EMBED else manifest.limits.max_tokens
-        groups: dict[int, list[Query]] = defaultdict(list)
         self._queries: list[Query] = []
         for ids in tokenizer.ids(texts):
             sequence = np.array(tokenizer.single(ids, limit)[0], np.int32)
             masks = np.flatnonzero(sequence == tokenizer.mask_id).tolist() if task is Task.FILL_MASK else []
             query = Query(sequence, np.zeros_like(sequence), masks=masks, top_k=5 if masks else 0, embed=task is Task.EMBED)
-            groups[0 if self._engine.mixes_lengths else len(sequence)].append(query)
             self._queries.append(query)
-        self._batches = [batch for _, group in sorted(groups.items()) for batch in _cut(group, budget)]
+        self._batches = batches_for(self._engine, self._queries, budget)
 
     @property
     def lengths(self) -> list[int]:
@@ -164,11 +161,7 @@ class EngineAlone:
 
     def run(self, seconds: float) -> float:
         """Texts a second over whole rounds of all texts, for about so many seconds."""
-        rounds, started = 0, time.perf_counter()
-        while not rounds or time.perf_counter() - started < seconds:
-            self._round()
-            rounds += 1
-        return rounds * len(self._queries) / (time.perf_counter() - started)
+        return rounds_per_s(lambda: run_all(self._engine, self._batches, self._workers), seconds) * len(self._queries)
 
     def one_at_a_time(self, seconds: float) -> HdrHistogram:
         """Latencies in microseconds of single texts, one after the other, in the texts' order."""
@@ -182,41 +175,3 @@ class EngineAlone:
             found.record_value(max(1, round((time.perf_counter() - begin) * 1e6)))
             number += 1
         return found
-
-    def _round(self) -> None:
-        """Every batch once, the longest first, by all workers."""
-        left = list(self._batches)
-        lock = threading.Lock()
-        failed: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                while True:
-                    with lock:
-                        if not left or failed:
-                            return
-                        batch = left.pop()
-                    self._engine.run(batch)
-            except BaseException as error:
-                failed.append(error)
-
-        threads = [threading.Thread(target=work) for _ in range(self._workers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failed:
-            raise failed[0]
-
-
-def _cut(group: Sequence[Query], budget: int) -> list[list[Query]]:
-    """Batches of at most so many tokens, or of one query."""
-    batches: list[list[Query]] = []
-    tokens = budget
-    for query in group:
-        if tokens + len(query) > budget:
-            batches.append([])
-            tokens = 0
-        batches[-1].append(query)
-        tokens += len(query)
-    return batches

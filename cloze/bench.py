@@ -3,12 +3,15 @@
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from cloze.failing import fail
 from model_store.manifest import Precision, Task
@@ -18,12 +21,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from bench.result import Result
     from bench.texts import Texts
 
 
-@click.group()
-def bench() -> None:
-    """Measure: the engine alone, the server, and its peers, in turns in one run."""
+_out_option = click.option(
+    "--out", type=click.Path(path_type=Path), help="Where to write NAME.json, NAME.md and NAME.png (give NAME)."
+)
 
 
 def _numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[float, ...]:
@@ -34,6 +38,105 @@ def _numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[float, 
     if not numbers or min(numbers) <= 0:
         raise click.BadParameter(f"numbers above 0 with commas between them, got {value!r}")
     return numbers
+
+
+def _counts(least: int) -> Callable[[click.Context, click.Parameter, str], tuple[int, ...]]:
+    def parse(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
+        parts = value.split(",")
+        if not all(part.strip().isdecimal() and int(part) >= least for part in parts):
+            raise click.BadParameter(f"whole numbers from {least} with commas between them, got {value!r}")
+        return tuple(int(part) for part in parts)
+
+    return parse
+
+
+@click.group(invoke_without_command=True)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Measure all that it gives; with no command.")
+@click.option("--sizes", default="bert-base,bert-large,distilbert", help="Architectures, with random weights; also tiny.")
+@click.option("--lengths", default="16,32,64,128,256,512", callback=_counts(1), help="Of sequences, in tokens.")
+@click.option(
+    "--batch-tokens", default="1024,2048,4096,8192,16384,32768", callback=_counts(1), help="Of batches of one length each."
+)
+@click.option("--frontends", default="0,1,2,4,8,12", callback=_counts(0), help="Of servers, one each; 0: one process.")
+@click.option("--sequences", type=click.IntRange(min=1), default=1024, help="Of SQuAD's lengths.")
+@click.option("--seconds", type=click.FloatRange(min=0.01), default=0.4, help="Of each batch; of a server ten times that.")
+@click.option("--minutes", type=click.FloatRange(min=0), default=8.0, help="After which no further part begins.")
+@_out_option
+@click.pass_context
+def bench(
+    context: click.Context,
+    device: str | None,
+    sizes: str,
+    lengths: tuple[int, ...],
+    batch_tokens: tuple[int, ...],
+    frontends: tuple[int, ...],
+    sequences: int,
+    seconds: float,
+    minutes: float,
+    out: Path | None,
+) -> None:
+    """Measure: the engine alone, the server, and its peers, in turns in one run.
+
+    Without a command, --device says what to measure: engines of several sizes over lengths and sizes of batches, padded, torch
+    on the same batches, and servers, with weights made up.
+
+    \b
+    Examples:
+      cloze bench --device cuda --out results/my-card
+      cloze bench run --model cloze-bert
+    """
+    if context.invoked_subcommand is not None:
+        if context.get_parameter_source("device") is not ParameterSource.DEFAULT:
+            raise click.UsageError(
+                f"--device before {context.invoked_subcommand} measures a device, without a command; leave one out"
+            )
+        return
+    if device is None:
+        click.echo(context.get_help())
+        return
+    try:
+        from bench.device import Programme, card, run_programme
+        from bench.errors import BenchError
+        from bench.result import Result, describe_machine, installed
+        from bench.sizes import SIZES
+        from export.errors import ExportError
+        from service.core import Device, StartupError
+        from service.settings import available_cpus
+    except ModuleNotFoundError as error:
+        fail(f"bench of a device needs {error.name}; install cloze[bench,export] with cpu or gpu")
+    names = tuple(sizes.split(","))
+    if unknown := [name for name in names if name not in SIZES]:
+        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(SIZES)}", param_hint="--sizes")
+    programme = Programme(
+        Device(device),
+        sizes=names,
+        lengths=lengths,
+        batch_tokens=batch_tokens,
+        frontends=frontends,
+        sequences=sequences,
+        seconds=seconds,
+        minutes=minutes,
+    )
+    try:
+        _open_out(out)
+        with TemporaryDirectory(prefix="cloze-bench-") as folder:
+            found = run_programme(programme, Path(folder), lambda line: click.echo(line, err=True))
+        gpu = {"GPU": name} if (name := card(programme.device)) else {}
+    except (BenchError, ExportError, StoreError, StartupError, OSError) as error:
+        fail(str(error))
+    result = Result(
+        command=shlex.join(["cloze", *sys.argv[1:]]),
+        date=_now(),
+        machine=gpu | describe_machine(available_cpus()),
+        versions={"Cloze": installed()},
+        model=", ".join(names) + f", embed, on {gpu.get('GPU', 'a CPU')}",
+        texts={"from": "random words", "lengths": "SQuAD 1.1's; of single texts, search questions' mostly"},
+        turns=found.turns,
+        starts=found.starts,
+        cells=found.cells,
+        notes=found.notes,
+    )
+    _tell(result, out)
 
 
 @bench.command()
@@ -70,7 +173,7 @@ def _numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[float, 
     "--pipeline", metavar="PYTHON", help="Interpreter of an environment with transformers and FastAPI; needs --checkpoint."
 )
 @click.option("--checkpoint", type=click.Path(path_type=Path), help="The bundle's weights as peers read them.")
-@click.option("--out", type=click.Path(path_type=Path), help="Where to write NAME.json, NAME.md and NAME.png (give NAME).")
+@_out_option
 def run(
     models: tuple[str, ...],
     model_store: Path,
@@ -96,7 +199,6 @@ def run(
     try:
         from bench import subjects
         from bench.errors import BenchError
-        from bench.report import draw, table
         from bench.result import Result, describe_machine, installed
         from bench.run import Plan, measure
         from service.core import AskedPrecision, Device, StartupError
@@ -108,9 +210,7 @@ def run(
     pythons = {"Cloze": sys.executable, "infinity-emb": infinity, "pipeline": pipeline}
     asked, route, threads = Task(task), f"/{task}", available_cpus()
     try:
-        if out is not None:  # better told now than at the end
-            out.parent.mkdir(parents=True, exist_ok=True)
-            Path(f"{out}.json").touch()
+        _open_out(out)
         chosen = _texts(texts, models[0], Store(model_store), count, asked)
         ours = [
             (name, precision, name if precision == "auto" else f"{name} {precision}")
@@ -162,7 +262,7 @@ def run(
         fail(str(error))
     result = Result(
         command=shlex.join(["cloze", *sys.argv[1:]]),
-        date=f"{datetime.now(UTC):%Y-%m-%d %H:%M}",
+        date=_now(),
         machine=describe_machine(threads),
         versions=versions,
         model=", ".join(Store(model_store).manifest(name).reference for name in models) + f", {task}",
@@ -170,11 +270,7 @@ def run(
         turns=found,
         starts=starts,
     )
-    click.echo(table(result))
-    if out is not None:
-        Path(f"{out}.json").write_text(result.to_json())
-        Path(f"{out}.md").write_text(table(result))
-        draw(result, Path(f"{out}.png"))
+    _tell(result, out)
 
 
 @bench.command()
@@ -194,6 +290,27 @@ def compare(before: Path, after: Path, every: bool) -> None:
     except (OSError, ValueError) as error:
         fail(str(error))
     click.echo(table(moves, every=every), nl=False)
+
+
+def _now() -> str:
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
+
+
+def _open_out(out: Path | None) -> None:
+    """That nothing can be written there is better told now than at the end."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        Path(f"{out}.json").touch()
+
+
+def _tell(result: "Result", out: Path | None) -> None:
+    from bench.report import draw, table
+
+    click.echo(table(result))
+    if out is not None:
+        Path(f"{out}.json").write_text(result.to_json())
+        Path(f"{out}.md").write_text(table(result))
+        draw(result, Path(f"{out}.png"))
 
 
 def _texts(file: Path | None, model: str, store: Store, count: int, task: Task) -> "Texts":

@@ -107,7 +107,7 @@ def export(
     device: str,
     model_store: Path,
 ) -> None:
-    r"""Turn a checkpoint into a bundle.
+    """Turn a checkpoint into a bundle.
 
     SOURCE is a directory with config.json, weights (model.safetensors or pytorch_model.bin, whole or sharded) and a
     tokenizer (tokenizer.json or vocab.txt); a sentence-transformers directory; or a hub id such as

@@ -125,7 +125,7 @@ def pretrain(
     device: str,
     threads: int | None,
 ) -> None:
-    r"""Train a BERT from text: masked tokens and next sentences, or what the recipe says.
+    """Train a BERT from text: masked tokens and next sentences, or what the recipe says.
 
     \b
     Examples:

@@ -12,10 +12,12 @@ from threading import Thread
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench import device, sizes
 from bench.compare import compare
 from bench.errors import BenchError
 from bench.http_client import Connection, post
@@ -25,6 +27,13 @@ from bench.report import table
 from bench.result import Result, Turn
 from bench.texts import make_texts, mask_a_word, read_texts
 from cloze.cli import cli
+from export.graph.reference import ReferenceSession
+from export.publish import export
+from model_store import Bundle
+from service.core import AskedPrecision, Device
+from service.cost import Cost
+from service.engine import OnnxEngine
+from service.settings import Settings
 from tests.serving import Server
 
 WORDS = ["river", "stone", "house", "winter"]
@@ -280,3 +289,92 @@ def test_what_cannot_be_measured_is_one_line(arguments: list[str], line: str, ti
     assert done.exit_code == 1
     assert line in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_all_that_a_device_gives(tmp_path: Path) -> None:
+    """The programme that measures a GPU, on this CPU and at small size: engines, padded, torch's ways, a server."""
+    command = ["bench", "--device", "cpu", "--sizes", "tiny", "--lengths", "16,64,512", "--batch-tokens", "32,256"]
+    command += ["--frontends", "1", "--sequences", "40", "--seconds", "0.03", "--out", str(tmp_path / "tiny")]
+    done = CliRunner().invoke(cli, command)
+    assert done.exit_code == 0, done.output
+    found = Result.from_json(tmp_path / "tiny.json")
+    cells = {(cell.subject, cell.lengths, cell.batch_tokens): cell for cell in found.cells}
+    one_length = {("16", 32), ("16", 256), ("64", 256)}  # 64 do not fit into 32, nor 512 into the model
+    assert {(lengths, tokens) for subject, lengths, tokens in cells if subject == "tiny engine" and tokens < 512} == one_length
+    ran = {subject for subject, lengths, _ in cells if lengths == "SQuAD"}
+    assert ran >= {"tiny engine", "tiny engine, padded", "tiny torch padded"}
+    left_out = [note for note in found.notes if "left out" in note]
+    for way in ("nested", "compiled"):  # what this version of torch, or a machine without a compiler, cannot do is told
+        assert f"tiny torch {way}" in ran or any(note.startswith(f"tiny torch {way}: left out: ") for note in left_out)
+    assert all(0 < cell.of_peak < 2 and cell.tokens_per_s > cell.sequences_per_s > 0 for cell in found.cells)
+    mixed = cells["tiny engine", "SQuAD", 512]
+    assert mixed.tokens_per_s / mixed.sequences_per_s == pytest.approx(174 * 64 / 384, rel=0.15)
+    assert found.loads() == ["closed 16", "closed 1"]
+    assert not any(turn.failed for turn in found.turns)
+    written = (tmp_path / "tiny.md").read_text()
+    assert "| tiny engine, padded | SQuAD | 512 |" in written
+    assert "closed 16 | tiny 1 front ends server | tiny engine |" in written
+
+
+def test_a_device_as_on_a_gpu(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What differs there: the packed graph, whose batches mix lengths and are fitted. Its graph runs by the reference."""
+
+    cost = Cost(1e-3, 1e-5, 0.0)
+
+    def by_reference(bundle: Bundle, _: Device, asked: AskedPrecision) -> OnnxEngine:
+        session = ReferenceSession(bundle.file("packed-fp16.onnx"))
+        return OnnxEngine(bundle, Device.CUDA, asked, open_session=lambda *_: session)
+
+    monkeypatch.setattr(device, "OnnxEngine", by_reference)
+    monkeypatch.setattr(device, "measure_cost", lambda *_, **__: cost)
+    monkeypatch.setattr(device, "_torch_device", lambda _: torch.device("cpu"))
+    monkeypatch.setattr(device, "_peak", lambda _: 1e12)
+    monkeypatch.setattr(device, "_servers", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sizes, "export", lambda *arguments, **options: export(*arguments, **options | {"cuda": False}))
+    programme = device.Programme(Device.CUDA, ("tiny",), (16,), (64,), sequences=12, seconds=0.01)
+    monkeypatch.setattr(device, "_TORCH", {"padded": {}})
+    found = device.run_programme(programme, tmp_path, lambda _: None)
+    fitted = cost.batch_tokens(Settings().batch_latency_ms / 1000)
+    assert "tiny: a batch takes 1.00 ms and 10000 ns a token" in found.notes[1]
+    assert {(cell.subject, cell.lengths) for cell in found.cells} == {
+        ("tiny engine", "16"),
+        ("tiny engine", "64"),
+        ("tiny engine", "SQuAD"),
+        ("tiny engine, padded", "SQuAD"),
+        ("tiny torch padded", "64"),
+        ("tiny torch padded", "SQuAD"),
+    }
+    assert {cell.batch_tokens for cell in found.cells} == {64, fitted}
+
+
+def test_what_torch_and_the_engine_disagree_about_is_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(device, "_LARGEST_ERROR", 1e-12)
+    programme = device.Programme(Device.CPU, ("tiny",), (16,), (64,), (), sequences=4, seconds=0.01)
+    monkeypatch.setattr(device, "_servers", lambda *_: None)
+    with pytest.raises(BenchError, match="tiny torch padded and the engine differ by"):
+        device.run_programme(programme, tmp_path, lambda _: None)
+
+
+def test_what_no_longer_fits_into_the_time_is_told(tmp_path: Path) -> None:
+    programme = device.Programme(Device.CPU, ("tiny",), minutes=0.0)
+    found = device.run_programme(programme, tmp_path, lambda _: None)
+    assert not found.cells
+    assert found.notes[1:] == ["tiny, written and compared with torch: left out, the 0 minutes are over"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--device", "cuda"], "CUDA was asked for, but torch sees no GPU"),
+        (["--device", "cpu", "--sizes", "huge"], "'huge' is none of bert-base, bert-large, distilbert, tiny"),
+        (["--device", "cpu", "--lengths", "16,-1"], "whole numbers from 1 with commas between them, got '16,-1'"),
+        (["--device", "cpu", "run"], "--device before run measures a device"),
+    ],
+)
+def test_what_cannot_be_measured_of_a_device_is_told(arguments: list[str], line: str) -> None:
+    if arguments == ["--device", "cuda"] and torch.cuda.is_available():
+        pytest.skip("torch sees a GPU")
+    done = CliRunner().invoke(cli, ["bench", *arguments])
+    assert done.exit_code != 0
+    assert line in done.stderr

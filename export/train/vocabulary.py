@@ -74,7 +74,7 @@ def train_tokenizer(
         "".join(character for character in normaliser.normalize_str(line) if character in known or character.isspace())
         for line in _lines(documents())
     )
-    tokenizer = _wordpiece({}, lowercase)  # busy while it trains: its own normaliser must not be asked meanwhile
+    tokenizer = wordpiece({}, lowercase)  # busy while it trains: its own normaliser must not be asked meanwhile
     tokenizer.train_from_iterator(lines, trainer)
     vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
     if (reached := len(vocabulary)) < size:
@@ -83,10 +83,10 @@ def train_tokenizer(
         )
     if reached > size:
         raise TrainError(f"a vocabulary of {size:,} tokens is too small: the text's characters alone need {reached:,}")
-    return _wordpiece(vocabulary, lowercase)
+    return wordpiece(vocabulary, lowercase)
 
 
-def _wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
+def wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
     """BERT's tokenizer around a vocabulary."""
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)

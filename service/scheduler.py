@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from service.core import (
     Answer,
@@ -60,15 +60,15 @@ class _Ticket(Future[Answer]):
         self.started: float | None = None
 
 
-@dataclass(slots=True, order=True)
-class _Entry:
-    """One queued query. Ordered by turn."""
+class _Entry(NamedTuple):
+    """One queued query. Ordered by turn, and as a tuple: heaps compare it without calling Python."""
 
     tag: float
-    serial: int
-    query: Query = field(compare=False)
-    ticket: _Ticket = field(compare=False)
-    index: int = field(compare=False)
+    serial: int  # no two have the same, so that nothing after it is compared
+    tokens: int
+    query: Query
+    ticket: _Ticket
+    place: int  # among its ticket's
 
 
 class Scheduler:
@@ -141,7 +141,8 @@ class Scheduler:
 
     def submit(self, queries: Sequence[Query], deadline: float, *, accepted: bool = False) -> Future[Answer]:
         """See `core.Queue`."""
-        tokens = sum(map(len, queries))
+        lengths = list(map(len, queries))
+        tokens = sum(lengths)
         with self._changed:
             if self._dead is not None:
                 raise EngineDead(f"the engine is dead: {self._dead}")
@@ -156,12 +157,12 @@ class Scheduler:
             ticket = _Ticket(len(queries), tokens, deadline)
             self._tickets.add(ticket)
             ticket.add_done_callback(self._forget)
-            tag = self._virtual_time
-            for index, query in enumerate(queries):
-                group = self._groups.setdefault(0 if self._engine.mixes_lengths else len(query), [])
-                heapq.heappush(group, _Entry(tag, self._serial, query, ticket, index))
+            tag, mixed = self._virtual_time, self._engine.mixes_lengths
+            for index, (query, length) in enumerate(zip(queries, lengths, strict=True)):
+                group = self._groups.setdefault(0 if mixed else length, [])
+                heapq.heappush(group, _Entry(tag, self._serial, length, query, ticket, index))
                 self._serial += 1
-                tag += len(query)
+                tag += length
             self._queued_tokens += tokens
             self._changed.notify(len(queries))
         return ticket
@@ -220,28 +221,29 @@ class Scheduler:
         tokens = masks = longest = 0
         now = time.monotonic()
         while group and len(batch) < share:
-            query = group[0].query
+            query, length = group[0].query, group[0].tokens
             masks += len(query.masks)
-            longest = max(longest, len(query))
-            too_many = tokens + len(query) > self._max_batch_tokens or masks > _MAX_BATCH_MASKS
+            longest = max(longest, length)
+            too_many = tokens + length > self._max_batch_tokens or masks > _MAX_BATCH_MASKS
             if batch and (too_many or (len(batch) + 1) * longest > _CELLS_A_TOKEN * self._max_batch_tokens):
                 break
             entry = heapq.heappop(group)
-            if entry.ticket.done():  # cancelled, or failed already
+            ticket = entry.ticket
+            if ticket.done():  # cancelled, or failed already
                 continue
-            entry.ticket.queued_tokens -= len(query)
-            self._queued_tokens -= len(query)
-            if entry.ticket.deadline <= now:
-                self._finish(entry.ticket, DeadlineExceeded("the request's time was over before it ran"))
+            ticket.queued_tokens -= length
+            self._queued_tokens -= length
+            if ticket.deadline <= now:
+                self._finish(ticket, DeadlineExceeded("the request's time was over before it ran"))
                 continue
-            if entry.ticket.started is None:
-                entry.ticket.started = now
+            if ticket.started is None:
+                ticket.started = now
             batch.append(entry)
-            tokens += len(query)
+            tokens += length
         if not group:
             self._groups.pop(key, None)  # a sweep may have been quicker
         # Those that ran ahead of their turn, for their length's sake, cost nobody a turn: time does not advance for them.
-        in_turn = sum(len(entry.query) for entry in batch if entry.tag <= self._virtual_time)
+        in_turn = sum(entry.tokens for entry in batch if entry.tag <= self._virtual_time)
         self._virtual_time += in_turn / max(1, len(self._tickets))
         return batch
 
@@ -266,7 +268,7 @@ class Scheduler:
             with self._changed:
                 self._running.pop(number, None)
         seconds = time.monotonic() - started
-        tokens = sum(len(entry.query) for entry in batch)
+        tokens = sum(entry.tokens for entry in batch)
         self._deliver(batch, outputs, tokens / max(seconds, 1e-9))
         self._on_batch(BatchReport(len(batch), tokens, 0, seconds))
 
@@ -277,7 +279,7 @@ class Scheduler:
             self._tokens_per_s += weight * (tokens_per_s - self._tokens_per_s)
             for entry, output in zip(batch, outputs, strict=True):
                 ticket = entry.ticket
-                ticket.outputs[entry.index] = output
+                ticket.outputs[entry.place] = output
                 ticket.missing -= 1
                 if not ticket.missing:
                     done.append(ticket)

@@ -79,24 +79,25 @@ def unpack(batch: Sequence[Query], values: dict[str, NDArray[Any]]) -> list[Outp
     """Give every query its rows of the graph's outputs."""
     outputs = []
     token = mask = target = pair = embed = 0
+    spans = values.get(names.SPAN_LOGITS)
     for query in batch:
-        fields: dict[str, NDArray[Any]] = {}
+        output = Output()
         if count := len(query.masks):
             masks = slice(mask, mask + count)
-            fields["top_logits"] = values[names.TOP_LOGITS][masks, : query.top_k]
-            fields["top_ids"] = values[names.TOP_IDS][masks, : query.top_k]
-            fields["logsumexp"] = values[names.LOGSUMEXP][masks]
+            output.top_logits = values[names.TOP_LOGITS][masks, : query.top_k]
+            output.top_ids = values[names.TOP_IDS][masks, : query.top_k]
+            output.logsumexp = values[names.LOGSUMEXP][masks]
             wanted = count * len(query.targets)
-            fields["target_logits"] = values[names.TARGET_LOGITS][target : target + wanted].reshape(count, -1)
+            output.target_logits = values[names.TARGET_LOGITS][target : target + wanted].reshape(count, -1)
             mask, target = mask + count, target + wanted
         if query.pair:
-            fields["pair_logits"] = values[names.PAIR_LOGITS][pair]
+            output.pair_logits = values[names.PAIR_LOGITS][pair]
             pair += 1
         if query.embed:
-            fields["embedding"] = values[names.EMBEDDINGS][embed]
+            output.embedding = values[names.EMBEDDINGS][embed]
             embed += 1
-        if names.SPAN_LOGITS in values:
-            fields["span_logits"] = values[names.SPAN_LOGITS][token : token + len(query)]
-        token += len(query)
-        outputs.append(Output(**fields))
+        if spans is not None:
+            output.span_logits = spans[token : token + len(query)]
+            token += len(query)
+        outputs.append(output)
     return outputs

@@ -39,6 +39,8 @@ _FIELDS = tuple(field.name for field in fields(Output))
 _IDS = "top_ids"
 """The one field of integers."""
 
+_NONE = (-1, 0, 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -77,27 +79,28 @@ def decode_run(frames: Sequence[bytes]) -> Run:
     rest = _Reader(numbers[1 + 6 * count :])
     queries = []
     for length, top_k, pair, embed, masks, targets in heads:
-        ids, types = rest.take(length), rest.take(length)
-        queries.append(
-            Query(ids, types, rest.take(masks).tolist(), top_k, rest.take(targets).tolist(), pair=bool(pair), embed=bool(embed))
-        )
+        query = Query(rest.take(length), rest.take(length), (), top_k, (), bool(pair), bool(embed))
+        if masks:
+            query.masks = rest.take(masks).tolist()
+        if targets:
+            query.targets = rest.take(targets).tolist()
+        queries.append(query)
     return Run(number, deadline, model, accepted, queries)
 
 
 def encode_done(number: int, answer: Answer) -> Frames:
-    """The message."""
-    shapes: list[int] = [len(answer.outputs)]
+    """The message: of each field of `Output` in turn, each output's array."""
+    count = len(answer.outputs)
+    shapes = np.zeros((len(_FIELDS), count, 3), np.int32)  # dimensions, or -1 for no array, and two sizes
     ids: list[NDArray[np.int32]] = []
     numbers: list[NDArray[np.float32]] = []
-    for output in answer.outputs:
-        for name in _FIELDS:
-            array = getattr(output, name)
-            if array is None:
-                shapes += (-1, 0, 0)
-                continue
-            shapes += (array.ndim, *array.shape, *(0,) * (2 - array.ndim))
-            (ids if name == _IDS else numbers).append(array.ravel())
-    integers = np.concatenate([np.array(shapes, np.int32), *(array.astype(np.int32) for array in ids)])
+    for name, its_shapes in zip(_FIELDS, shapes, strict=True):
+        arrays = [getattr(output, name) for output in answer.outputs]
+        there = [array.ravel() for array in arrays if array is not None]
+        (ids if name == _IDS else numbers).extend(there)
+        its_shapes[:] = [_NONE if array is None else (array.ndim, *array.shape, 0)[:3] for array in arrays] if there else _NONE
+    head = [np.array([count], np.int32), shapes.ravel()]
+    integers = np.concatenate([*head, *(array.astype(np.int32) for array in ids)])
     floats = np.concatenate(numbers).astype(np.float32, copy=False) if numbers else np.zeros(0, np.float32)
     return [DONE, _DONE.pack(number, answer.queue_s, answer.inference_s), integers.tobytes(), floats.tobytes()]
 
@@ -108,18 +111,17 @@ def decode_done(frames: Sequence[bytes]) -> tuple[int, Answer]:
     integers, floats = np.frombuffer(frames[2], np.int32), _Reader(np.frombuffer(frames[3], np.float32))
     count = int(integers[0])
     end = 1 + 3 * len(_FIELDS) * count
-    shapes, ids = integers[1:end].reshape(count, len(_FIELDS), 3).tolist(), _Reader(integers[end:])
-    outputs = []
-    for shape_of in shapes:
-        arrays: dict[str, NDArray[Any]] = {}
-        for name, (dimensions, *shape) in zip(_FIELDS, shape_of, strict=True):
+    shapes, ids = integers[1:end].reshape(len(_FIELDS), count, 3), _Reader(integers[end:])
+    outputs = [Output() for _ in range(count)]
+    for name, its_shapes in zip(_FIELDS, shapes, strict=True):
+        if (its_shapes[:, 0] < 0).all():
+            continue
+        source = ids if name == _IDS else floats
+        for output, (dimensions, rows, columns) in zip(outputs, its_shapes.tolist(), strict=True):
             if dimensions < 0:
                 continue
-            shape = shape[:dimensions]
-            source = ids if name == _IDS else floats
-            array = source.take(int(np.prod(shape))).reshape(shape)
-            arrays[name] = array.astype(np.int64) if name == _IDS else array
-        outputs.append(Output(**arrays))
+            array = source.take(rows) if dimensions == 1 else source.take(rows * columns).reshape(rows, columns)
+            setattr(output, name, array.astype(np.int64) if name == _IDS else array)
     return number, Answer(outputs, queue_s, inference_s)
 
 
@@ -153,10 +155,10 @@ class _Reader:
     """Takes arrays from the front of another, without copying."""
 
     def __init__(self, array: NDArray[Any]) -> None:
-        self._array, self._at = array, 0
+        self._array, self._at, self._size = array, 0, len(array)
 
     def take(self, count: int) -> NDArray[Any]:
-        part = self._array[self._at : self._at + count]
-        assert len(part) == count
+        begin = self._at
         self._at += count
-        return part
+        assert self._at <= self._size
+        return self._array[begin : self._at]

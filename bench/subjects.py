@@ -20,7 +20,7 @@ from bench.throughput import batches_for, rounds_per_s, run_all
 from model_store import Store, Task
 from service.core import AskedPrecision, Device, Query
 from service.engine import OnnxEngine
-from service.lanes import fitted_tokens
+from service.lanes import batch_tokens
 from service.settings import Settings
 from service.tokenizer import Tokenizer
 
@@ -143,7 +143,7 @@ class EngineAlone:
         settings = Settings()
         self._engine = OnnxEngine(opened, device, precision)
         self._workers = settings.worker_count(self._engine.device)
-        budget = fitted_tokens(opened, self._engine, settings)
+        budget = batch_tokens(opened, self._engine, settings)
         tokenizer, manifest = Tokenizer(opened), opened.manifest
         limit = manifest.embedding.max_tokens if manifest.embedding and task is Task.EMBED else manifest.limits.max_tokens
         self._queries: list[Query] = []

@@ -17,25 +17,29 @@ _OVERHEAD = 0.05
 """Share of a batch's time that its fixed part may take; beyond that a larger batch gains next to nothing."""
 
 _TYPICAL_LENGTH = 128
-_LEAST, _MOST = 512, 32768
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Seconds of a batch: ``fixed + per_token * tokens + per_square * (sum of squared lengths)``."""
+    """Seconds of a batch: ``fixed + per_token * tokens + per_square * (sum of squared lengths)``.
+
+    Attributes:
+        most: tokens of the largest batch that ran.
+    """
 
     fixed: float
     per_token: float
     per_square: float
+    most: int = _TOKENS[-1]
 
     def batch_tokens(self, objective_s: float) -> int:
-        """As many as leave the fixed part a small share of the time, and keep it within the objective; 512 to 32,768."""
+        """As many as leave the fixed part a small share of the time and keep it within the objective, from 512 to `most`."""
         a_token = self.per_token + self.per_square * _TYPICAL_LENGTH
         if a_token <= 0:  # nothing but the fixed part could be seen
-            return _MOST if self.fixed <= objective_s else _LEAST
+            return self.most if self.fixed <= objective_s else min(self.most, _TOKENS[0])
         worthwhile = self.fixed * (1 - _OVERHEAD) / _OVERHEAD / a_token
         allowed = (objective_s - self.fixed) / a_token
-        return int(min(_MOST, max(_LEAST, min(worthwhile, allowed))))
+        return int(min(self.most, max(_TOKENS[0], min(worthwhile, allowed))))
 
 
 def measure_cost(engine: Engine, max_tokens: int, clock: Callable[[], float] = time.perf_counter, *, embed: bool = False) -> Cost:
@@ -52,17 +56,34 @@ def measure_cost(engine: Engine, max_tokens: int, clock: Callable[[], float] = t
     """
     rows: list[tuple[float, int, int]] = []
     seconds: list[float] = []
+    most = _TOKENS[-1]
     for length in sorted({min(length, max_tokens) for length in _LENGTHS}):
-        for tokens in _TOKENS:
-            batch = [Query(np.zeros(length, np.int32), np.zeros(length, np.int32), embed=embed)] * (tokens // length)
+        for tokens in (tokens for tokens in _TOKENS if tokens <= most):
+            batch = _batch(tokens, length, embed=embed)
             try:
                 seconds.append(_best(engine, batch, clock))
             except Exception:  # the runtime's errors have no common type; of a larger batch, it is its memory
-                if not rows:
+                if not rows or tokens == _TOKENS[0]:
                     raise
+                most = tokens // 2
                 break
             rows.append((1.0, len(batch) * length, len(batch) * length**2))
-    return Cost(*_fit(np.array(rows, np.float64), np.array(seconds)))
+    fixed, per_token, per_square = _fit(np.array(rows, np.float64), np.array(seconds))
+    return Cost(fixed, per_token, per_square, most)
+
+
+def warm_up(engine: Engine, max_tokens: int, batch_tokens: int, *, embed: bool = False) -> None:
+    """Run the largest batch once: what smaller ones need is then there, in whole pieces, and none has to be got while serving.
+
+    Raises:
+        Exception: whatever the engine raises; where it has run smaller batches, its memory is not enough.
+    """
+    length = min(_TYPICAL_LENGTH, max_tokens, batch_tokens)
+    engine.run(_batch(batch_tokens, length, embed=embed))
+
+
+def _batch(tokens: int, length: int, *, embed: bool) -> list[Query]:
+    return [Query(np.zeros(length, np.int32), np.zeros(length, np.int32), embed=embed)] * (tokens // length)
 
 
 def _best(engine: Engine, batch: Sequence[Query], clock: Callable[[], float]) -> float:

@@ -7,7 +7,7 @@ from functools import partial
 
 from model_store import Bundle, Store, StoreError
 from service.core import AskedPrecision, BatchReport, Device, Engine, Queue, StartupError
-from service.cost import measure_cost
+from service.cost import measure_cost, warm_up
 from service.scheduler import Scheduler
 from service.settings import CPU_BATCH_TOKENS, Settings
 
@@ -114,7 +114,7 @@ def _queue(settings: Settings, bundle: Bundle, engine: Engine, told: Told) -> Sc
     return Scheduler(
         engine,
         workers=settings.worker_count(engine.device),
-        max_batch_tokens=settings.max_batch_tokens or fitted_tokens(bundle, engine, settings),
+        max_batch_tokens=batch_tokens(bundle, engine, settings),
         max_queue_tokens=settings.max_queue_tokens,
         stall_timeout_s=settings.stall_timeout_ms / 1000,
         on_batch=partial(told.batch, reference),
@@ -122,22 +122,37 @@ def _queue(settings: Settings, bundle: Bundle, engine: Engine, told: Told) -> Sc
     )
 
 
-def fitted_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
-    """How many tokens a batch should hold, where the settings leave that open."""
+def batch_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
+    """How many tokens a batch holds: what the settings say, else what suits the engine, which has run as many by then.
+
+    Raises:
+        StartupError: it does not run them.
+    """
+    asked = settings.max_batch_tokens
     if not engine.mixes_lengths:
-        return CPU_BATCH_TOKENS
+        return asked or CPU_BATCH_TOKENS
     manifest = bundle.manifest
+    longest, embed = manifest.limits.max_tokens, manifest.embedding is not None
+    if asked:
+        try:
+            warm_up(engine, longest, asked, embed=embed)
+        except Exception as error:  # the runtime's errors have no common type
+            raise StartupError(
+                f"bundle {manifest.reference} does not run a batch of {asked} tokens, which max_batch_tokens asks for: {error}"
+            ) from error
+        return asked
     try:
-        cost = measure_cost(engine, manifest.limits.max_tokens, embed=manifest.embedding is not None)
-    except Exception as error:  # the runtime's errors have no common type
+        cost = measure_cost(engine, longest, embed=embed)
+    except Exception as error:
         raise StartupError(f"bundle {manifest.reference} does not run even a small batch: {error}") from error
     tokens = cost.batch_tokens(settings.batch_latency_ms / 1000)
     log.info(
-        "batches of %s hold %d tokens: one takes %.2f ms + %.3f us a token + %.5f us a token and token of its length",
-        bundle.manifest.reference,
+        "batches of %s hold %d tokens: one takes %.2f ms + %.3f us a token + %.5f us a token and token of its length; %d fit",
+        manifest.reference,
         tokens,
         cost.fixed * 1e3,
         cost.per_token * 1e6,
         cost.per_square * 1e6,
+        cost.most,
     )
     return tokens

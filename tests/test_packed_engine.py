@@ -27,6 +27,7 @@ from service.engine import OnnxEngine, pinned
 from service.engine.feeds import BatchFeeds
 from service.engine.session import DeviceSession, Session, cpu_session
 from service.fake_engine import FakeEngine
+from service.lanes import batch_tokens
 from service.settings import load_settings
 
 
@@ -232,9 +233,19 @@ def test_costs_are_found_by_measuring(cost: Cost) -> None:
 
 def test_sizes_that_memory_does_not_hold_are_left_out() -> None:
     engine = Timed(Cost(5e-4, 4e-7, 0.0), memory=5000)
-    assert measure_cost(engine, 512, lambda: engine.now).per_token == pytest.approx(4e-7, rel=0.01)
+    found = measure_cost(engine, 512, lambda: engine.now)
+    assert found.per_token == pytest.approx(4e-7, rel=0.01)
+    assert found.batch_tokens(0.1) == found.most == 4096, "no batch is larger than one that ran"
     with pytest.raises(RuntimeError, match="out of memory"):
         measure_cost(Timed(Cost(5e-4, 4e-7, 0.0), memory=100), 512, time.perf_counter)
+
+
+def test_a_batch_that_was_asked_for_and_does_not_fit_stops_the_start(tiny_store: Path) -> None:
+    bundle, engine = Store(tiny_store).open("bert"), Timed(Cost(5e-4, 4e-7, 0.0), memory=5000)
+    assert batch_tokens(bundle, engine, load_settings({"max_batch_tokens": 4096})) == 4096
+    assert engine.now > 0, "it ran one"
+    with pytest.raises(StartupError, match=r"does not run a batch of 8192 tokens, which max_batch_tokens asks for: out of memory"):
+        batch_tokens(bundle, engine, load_settings({"max_batch_tokens": 8192}))
 
 
 @pytest.mark.parametrize(
@@ -243,8 +254,8 @@ def test_sizes_that_memory_does_not_hold_are_left_out() -> None:
         (Cost(5e-4, 1e-6, 0.0), 0.020, 9500),  # the fixed part is a twentieth of a batch
         (Cost(5e-4, 1e-5, 0.0), 0.005, 512),  # the objective allows 450: the least
         (Cost(5e-4, 1e-5, 0.0), 0.010, 950),
-        (Cost(5e-3, 1e-7, 0.0), 1.0, 32768),  # the most
-        (Cost(5e-4, 0.0, 0.0), 0.02, 32768),
+        (Cost(5e-3, 1e-7, 0.0), 1.0, 16384),  # the most that is tried
+        (Cost(5e-4, 0.0, 0.0), 0.02, 16384),
     ],
 )
 def test_a_batch_holds_what_pays_and_what_the_objective_allows(cost: Cost, objective_s: float, tokens: int) -> None:

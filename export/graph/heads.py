@@ -23,7 +23,8 @@ def masked_lm(g: GraphBuilder, products: Products, hidden: str, head: MaskedLMHe
     top = g.op("TopK", [logits, g.input(interface.TOP_K, TensorProto.INT64, [1])], outputs=2, axis=1)
     g.output(top, interface.TOP_LOGITS, TensorProto.FLOAT, ["M", "K"])
     g.output(f"{top}_1", interface.TOP_IDS, TensorProto.INT64, ["M", "K"])
-    g.output(_logsumexp(g, logits), interface.LOGSUMEXP, TensorProto.FLOAT, ["M"])
+    largest = g.op("Gather", [top, g.weight("column_0", np.array([0], np.int64))], axis=1)  # [M, 1]
+    g.output(_logsumexp(g, logits, largest), interface.LOGSUMEXP, TensorProto.FLOAT, ["M"])
 
     last = g.weight("axis_1", np.array([1], np.int64))
     masks = g.op("Unsqueeze", [g.input(interface.TARGET_MASKS, TensorProto.INT32, ["N"]), last])
@@ -32,10 +33,13 @@ def masked_lm(g: GraphBuilder, products: Products, hidden: str, head: MaskedLMHe
     g.output(g.op("GatherND", [logits, indices]), interface.TARGET_LOGITS, TensorProto.FLOAT, ["N"])
 
 
-def _logsumexp(g: GraphBuilder, logits: str) -> str:
-    """[M, V] -> [M]. Not ``ReduceLogSumExp``: on zero rows onnxruntime 1.31 gives that a wrong shape."""
+def _logsumexp(g: GraphBuilder, logits: str, largest: str) -> str:
+    """[M, V] and each row's largest [M, 1] -> [M].
+
+    Not ``ReduceLogSumExp``: on zero rows onnxruntime 1.31 gives that a wrong shape. Nor ``ReduceMax``: on CUDA it is cuDNN's, and
+    TopK has found the largest already.
+    """
     axis = g.weight("axis_1", np.array([1], np.int64))
-    largest = g.op("ReduceMax", [logits, axis], keepdims=1)
     total = g.op("ReduceSum", [g.op("Exp", [g.op("Sub", [logits, largest])]), axis], keepdims=1)
     return g.op("Squeeze", [g.op("Add", [g.op("Log", [total]), largest]), axis])
 

@@ -32,6 +32,9 @@ from numpy.typing import NDArray
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 
+CELLS_A_TOKEN = 4
+"""Where a batch mixes lengths, sequences times the longest may be so many times its most tokens: it takes memory for them all."""
+
 
 class ServiceError(Exception):
     """A request that gets no result, and why. The message is for the client."""

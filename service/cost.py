@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core import Engine, Query
+from service.core import CELLS_A_TOKEN, Engine, Query
 
 _TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 _LENGTHS = (32, 128, 512)
@@ -59,7 +59,7 @@ def measure_cost(engine: Engine, max_tokens: int, clock: Callable[[], float] = t
     most = _TOKENS[-1]
     for length in sorted({min(length, max_tokens) for length in _LENGTHS}):
         for tokens in (tokens for tokens in _TOKENS if tokens <= most):
-            batch = _batch(tokens, length, embed=embed)
+            batch = [_query(length, embed=embed)] * (tokens // length)
             try:
                 seconds.append(_best(engine, batch, clock))
             except Exception:  # the runtime's errors have no common type; of a larger batch, it is its memory
@@ -73,17 +73,21 @@ def measure_cost(engine: Engine, max_tokens: int, clock: Callable[[], float] = t
 
 
 def warm_up(engine: Engine, max_tokens: int, batch_tokens: int, *, embed: bool = False) -> None:
-    """Run the largest batch once: what smaller ones need is then there, in whole pieces, and none has to be got while serving.
+    """Run the batch that takes most memory: one sequence of the longest, and as many others as the scheduler puts beside it.
+
+    What smaller batches need is then there, in whole pieces, and none has to be got while serving.
 
     Raises:
         Exception: whatever the engine raises; where it has run smaller batches, its memory is not enough.
     """
-    length = min(_TYPICAL_LENGTH, max_tokens, batch_tokens)
-    engine.run(_batch(batch_tokens, length, embed=embed))
+    longest = min(max_tokens, batch_tokens)
+    others = max(0, min(batch_tokens - longest, CELLS_A_TOKEN * batch_tokens // longest - 1))
+    lengths = [longest] + [len(part) for part in np.array_split(np.arange(batch_tokens - longest), others or 1) if len(part)]
+    engine.run([_query(length, embed=embed) for length in lengths])
 
 
-def _batch(tokens: int, length: int, *, embed: bool) -> list[Query]:
-    return [Query(np.zeros(length, np.int32), np.zeros(length, np.int32), embed=embed)] * (tokens // length)
+def _query(length: int, *, embed: bool) -> Query:
+    return Query(np.zeros(length, np.int32), np.zeros(length, np.int32), embed=embed)
 
 
 def _best(engine: Engine, batch: Sequence[Query], clock: Callable[[], float]) -> float:

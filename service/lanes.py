@@ -146,13 +146,20 @@ def batch_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
     except Exception as error:
         raise StartupError(f"bundle {manifest.reference} does not run even a small batch: {error}") from error
     tokens = cost.batch_tokens(settings.batch_latency_ms / 1000)
+    while True:
+        try:
+            warm_up(engine, longest, tokens, embed=embed)
+            break
+        except Exception as error:
+            if tokens == 1:
+                raise StartupError(f"bundle {manifest.reference} does not run even one token: {error}") from error
+            tokens //= 2
     log.info(
-        "batches of %s hold %d tokens: one takes %.2f ms + %.3f us a token + %.5f us a token and token of its length; %d fit",
+        "batches of %s hold %d tokens: one takes %.2f ms + %.3f us a token + %.5f us a token and token of its length",
         manifest.reference,
         tokens,
         cost.fixed * 1e3,
         cost.per_token * 1e6,
         cost.per_square * 1e6,
-        cost.most,
     )
     return tokens

@@ -17,6 +17,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import NamedTuple
 
 from service.core import (
+    CELLS_A_TOKEN,
     Answer,
     BatchReport,
     DeadlineExceeded,
@@ -32,9 +33,6 @@ from service.core import (
 
 _MAX_BATCH_MASKS = 128
 """A mask costs the graph about 12 bytes a word of the vocabulary: 128 of them 47 MB for BERT's 30,522."""
-
-_CELLS_A_TOKEN = 4
-"""Where lengths mix, sequences times the longest may be so many times the tokens: embeddings are pooled from so many cells."""
 
 _RATE_WEIGHT = 0.1
 """Of the newest batch in the running mean of tokens a second."""
@@ -225,7 +223,7 @@ class Scheduler:
             masks += len(query.masks)
             longest = max(longest, length)
             too_many = tokens + length > self._max_batch_tokens or masks > _MAX_BATCH_MASKS
-            if batch and (too_many or (len(batch) + 1) * longest > _CELLS_A_TOKEN * self._max_batch_tokens):
+            if batch and (too_many or (len(batch) + 1) * longest > CELLS_A_TOKEN * self._max_batch_tokens):
                 break
             entry = heapq.heappop(group)
             ticket = entry.ticket

@@ -151,6 +151,13 @@ def test_what_fp16_cannot_hold_is_named(checkpoints: dict[str, Path], tmp_path: 
         writer_of(checkpoint, tmp_path).write(Precision.FP16)
 
 
+def test_heads_without_a_fast_kernel_are_refused(tmp_path: Path) -> None:
+    """The graph would run, by kernels that wait for the host in each layer."""
+    checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "c", "bert", hidden_size=48, num_attention_heads=4)))
+    with pytest.raises(ExportError, match="heads of 12 numbers have no fast attention in fp16, only multiples of 8 up to 256"):
+        writer_of(checkpoint, tmp_path).write(Precision.FP16)
+
+
 @pytest.mark.parametrize("weights", list(Weights))
 def test_a_bundle_holds_every_weight_once(weights: Weights, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """And all three graphs are verified, and one of them serves on a CPU as before."""

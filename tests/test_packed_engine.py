@@ -243,8 +243,13 @@ def test_sizes_that_memory_does_not_hold_are_left_out() -> None:
 def test_a_batch_that_was_asked_for_and_does_not_fit_stops_the_start(tiny_store: Path) -> None:
     bundle, engine = Store(tiny_store).open("bert"), Timed(Cost(5e-4, 4e-7, 0.0), memory=5000)
     assert batch_tokens(bundle, engine, load_settings({"max_batch_tokens": 4096})) == 4096
-    assert engine.now > 0, "it ran one"
-    with pytest.raises(StartupError, match=r"does not run a batch of 8192 tokens, which max_batch_tokens asks for: out of memory"):
+    assert engine.now == pytest.approx(5e-4 + 4e-7 * 4096), "it ran one"
+    engine.now = 0.0
+    assert batch_tokens(bundle, engine, load_settings({"max_batch_tokens": 1000})) == 1000
+    assert engine.now == pytest.approx(5e-4 + 4e-7 * 1000)
+    with pytest.raises(
+        StartupError, match=r"does not run a batch of 8192 tokens, which max_batch_tokens asks for: out of memory"
+    ):
         batch_tokens(bundle, engine, load_settings({"max_batch_tokens": 8192}))
 
 

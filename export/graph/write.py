@@ -13,7 +13,7 @@ from export.graph.heads import dense_embedding, masked_lm, next_sentence, packed
 from export.graph.layouts import Dense, Packed
 from export.graph.products import Fp16, Fp32, Int8, Products, round_to_integers
 from export.graph.trunk import trunk
-from export.models import Model
+from export.models import EncoderConfig, Model
 from export.sentence import EmbeddingRecipe
 from model_store.manifest import Graph, Layout, Precision, Task, Weights
 
@@ -22,6 +22,10 @@ LAYOUTS = {Precision.FP32: Layout.DENSE, Precision.INT8: Layout.DENSE, Precision
 
 GRAPH_FILES = {Precision.FP32: "dense.onnx", Precision.INT8: "dense-int8.onnx", Precision.FP16: "packed-fp16.onnx"}
 WEIGHTS_FILES = {Precision.FP32: "weights.bin", Precision.INT8: "weights-int8.bin", Precision.FP16: "weights-fp16.bin"}
+
+
+_HEAD_STEP, _LARGEST_HEAD = 8, 256
+"""Sizes of heads that the flash kernel takes."""
 
 
 class GraphWriter:
@@ -63,6 +67,7 @@ class GraphWriter:
             case Precision.INT8:
                 products = Int8(self._smoothing, integers=integers)
             case Precision.FP16:
+                _check_heads(model.config)
                 products = Fp16(kept)
             case Precision.FP32:
                 products = Fp32(kept)
@@ -94,6 +99,16 @@ class GraphWriter:
             weights=self._weights,
             opset=OPSET,
             operators=g.operators(),
+        )
+
+
+def _check_heads(config: EncoderConfig) -> None:
+    """CUDA's attention of unlike lengths has a fast kernel for some sizes of heads; of others each layer waits for the host."""
+    size = config.hidden_size // config.heads
+    if size % _HEAD_STEP or size > _LARGEST_HEAD:
+        raise ExportError(
+            f"heads of {size} numbers have no fast attention in fp16, only multiples of {_HEAD_STEP} up to {_LARGEST_HEAD}; "
+            "leave out --precision fp16"
         )
 
 

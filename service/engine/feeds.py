@@ -20,6 +20,13 @@ _NO_MASKS: Feeds = {
     names.TARGET_IDS: _NOTHING,
 }
 
+_OUTPUTS = {
+    Task.FILL_MASK: (names.TOP_LOGITS, names.TOP_IDS, names.LOGSUMEXP, names.TARGET_LOGITS),
+    Task.NSP: (names.PAIR_LOGITS,),
+    Task.EMBED: (names.EMBEDDINGS,),
+    Task.QA: (names.SPAN_LOGITS,),
+}
+
 
 class BatchFeeds:
     """Packs batches for one graph.
@@ -34,6 +41,19 @@ class BatchFeeds:
         self._has_token_types = manifest.architecture.type_vocab_size > 0
         self._pooling = manifest.embedding.pooling if manifest.embedding else ""
         self._packed = layout is Layout.PACKED
+
+    def wanted(self, batch: Sequence[Query]) -> list[str]:
+        """The graph's outputs that a query of the batch asks for, and spans, which none asks for by name; else all."""
+        found: list[str] = []
+        if Task.FILL_MASK in self._tasks and any(query.masks for query in batch):
+            found += _OUTPUTS[Task.FILL_MASK]
+        if Task.NSP in self._tasks and any(query.pair for query in batch):
+            found += _OUTPUTS[Task.NSP]
+        if Task.EMBED in self._tasks and any(query.embed for query in batch):
+            found += _OUTPUTS[Task.EMBED]
+        if Task.QA in self._tasks:
+            found += _OUTPUTS[Task.QA]
+        return found or [name for task in self._tasks for name in _OUTPUTS[task]]
 
     def pack(self, batch: Sequence[Query]) -> Feeds:
         """The graph's inputs."""

@@ -70,7 +70,6 @@ class OnnxEngine:
         self._feeds = BatchFeeds(manifest, graph.layout)
         self._tolerance = parity.tolerance
         self._goldens = json.loads(bundle.file(parity.golden_file).read_bytes())
-        self._outputs = list(self._goldens[0]["outputs"])
         try:
             for golden in self._goldens:
                 self._check(golden)
@@ -79,8 +78,9 @@ class OnnxEngine:
 
     def run(self, batch: Sequence[Query]) -> list[Output]:
         """As `Engine.run`."""
-        found = self._session.run(self._outputs, self._feeds.pack(batch))
-        return unpack(batch, dict(zip(self._outputs, found, strict=True)))
+        wanted = self._feeds.wanted(batch)
+        found = self._session.run(wanted, self._feeds.pack(batch))
+        return unpack(batch, dict(zip(wanted, found, strict=True)))
 
     def probe(self) -> None:
         """As `Engine.probe`, with the first golden."""

@@ -1,11 +1,10 @@
 """Shows a result: a table, and plots."""
 
 import re
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.result import Result
+from bench.result import COMPARED, ONE_LENGTH, Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +35,7 @@ def table(result: Result) -> str:
     if not result.turns:
         return "\n".join(lines) + "\n"
     turns = max(turn.turn for turn in result.turns) + 1
-    lines += [f"Medians of {turns} turns; all subjects in turn, on the same texts.", ""]
+    lines += [f"Medians of {turns} turns; all subjects in turn, those of a load on the same texts.", ""]
     lines += ["| load | subject | " + " | ".join(_COLUMNS) + " | failed |", "|---|---|" + "---|" * (len(_COLUMNS) + 1)]
     for load in result.loads():
         for subject in result.subjects():
@@ -50,39 +49,33 @@ def table(result: Result) -> str:
 
 def _cells(result: Result) -> list[str]:
     """Engines by length and size of batch; then what ran the same batches, beside the engine of the same size."""
-    found = {(cell.subject, cell.lengths, cell.batch_tokens): cell for cell in result.cells}
     lines: list[str] = []
-    for subject in dict.fromkeys(cell.subject for cell in result.cells):
-        kinds = [cell for cell in result.cells if cell.subject == subject and cell.lengths.isdigit()]
-        batches = sorted({cell.batch_tokens for cell in kinds})
-        lengths = sorted({cell.lengths for cell in kinds}, key=int)
-        if len(batches) < 2:
-            continue
+    grid = [cell for cell in result.cells if cell.group == ONE_LENGTH]
+    for subject in dict.fromkeys(cell.subject for cell in grid):
+        its = {(cell.lengths, cell.batch_tokens): cell for cell in grid if cell.subject == subject}
+        batches, lengths = sorted({tokens for _, tokens in its}), sorted({length for length, _ in its}, key=int)
         lines += [f"{subject}, thousand tokens a second (share of the peak); a row a length, a column a batch's tokens:", ""]
         lines += ["| tokens | " + " | ".join(f"{tokens:,}" for tokens in batches) + " |", "|---|" + "---|" * len(batches)]
         for length in lengths:
-            row = [found.get((subject, length, tokens)) for tokens in batches]
+            row = [its.get((length, tokens)) for tokens in batches]
             lines.append(
                 f"| {length} | " + " | ".join(f"{_kilo(c.tokens_per_s)} ({c.of_peak:.0%})" if c else "" for c in row) + " |"
             )
         lines.append("")
-    shared = Counter((cell.subject.split()[0], cell.lengths, cell.batch_tokens) for cell in result.cells)
-    rows = []
-    for cell in result.cells:
-        size = cell.subject.split()[0]
-        ours = found.get((f"{size} engine", cell.lengths, cell.batch_tokens))
-        if shared[size, cell.lengths, cell.batch_tokens] > 1:
-            figures = f"{_kilo(cell.tokens_per_s)} | {cell.sequences_per_s:,.0f} | {cell.of_peak:.0%}"
-            ratio = f"{ours.tokens_per_s / cell.tokens_per_s:.2f}" if ours and ours is not cell else ""
-            rows.append(f"| {cell.subject} | {cell.lengths} | {cell.batch_tokens:,} | {figures} | {ratio} |")
-    if rows:
-        lines += ["The same batches; padding is not counted:", ""]
+    rest = [cell for cell in result.cells if cell.group == COMPARED]
+    if rest:
+        lines += ["The same sequences; padding is not counted:", ""]
         lines += [
             "| | tokens | a batch | thousand tokens/s | sequences/s | of the peak | engine over it |",
             "|---|---|---|---|---|---|---|",
         ]
-        lines += [*sorted(rows, key=lambda row: row.split(" | ")[1:3]), ""]
-    return lines
+    ours = {(cell.subject, cell.lengths): cell for cell in rest}
+    for cell in sorted(rest, key=lambda cell: (cell.subject.split()[0], cell.lengths)):
+        engine = ours.get((f"{cell.subject.split()[0]} engine", cell.lengths))
+        figures = f"{_kilo(cell.tokens_per_s)} | {cell.sequences_per_s:,.0f} | {cell.of_peak:.0%}"
+        ratio = f"{engine.tokens_per_s / cell.tokens_per_s:.2f}" if engine and engine is not cell else ""
+        lines.append(f"| {cell.subject} | {cell.lengths} | {cell.batch_tokens:,} | {figures} | {ratio} |")
+    return [*lines, ""] if rest else lines
 
 
 def _kilo(number: float) -> str:
@@ -98,7 +91,7 @@ def _ratios(result: Result) -> list[str]:
     for load in (load for load in result.loads() if load.startswith("closed")):
         for server in servers:
             ours = result.median(server, load, "texts_per_s")
-            for other in (re.sub(r"( \d+ front ends)? server$", " engine", server), *peers):
+            for other in (re.sub(r"( \d+ front ends?)? server$", " engine", server), *peers):
                 theirs = result.median(other, load, "texts_per_s")
                 if ours and theirs:
                     rows.append(f"| {load} | {server} | {other} | {ours / theirs:.2f} |")

@@ -86,12 +86,16 @@ class Start:
     rss_mb: float
 
 
+ONE_LENGTH, COMPARED = "one length", "compared"
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """Batches of one kind on one engine.
 
     Attributes:
         subject: what ran them.
+        group: `ONE_LENGTH`, or `COMPARED` with others on the same batches.
         lengths: tokens of a sequence, or the name of a mix.
         batch_tokens: of a batch, at most.
         tokens_per_s, sequences_per_s: padding not counted.
@@ -99,6 +103,7 @@ class Cell:
     """
 
     subject: str
+    group: str
     lengths: str
     batch_tokens: int
     tokens_per_s: float

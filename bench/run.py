@@ -32,6 +32,7 @@ class Plan:
         bulk: whether to measure single requests beside one client that always has a bulk request of 2,048 texts running.
         seconds: of every load.
         turns: how often all of it.
+        label: of the closed loops, where results have several plans.
     """
 
     clients: tuple[int, ...] = (1, 32)
@@ -41,6 +42,11 @@ class Plan:
     bulk: bool = True
     seconds: float = 10.0
     turns: int = 3
+    label: str = ""
+
+    def closed(self, clients: int) -> str:
+        """The name of a closed loop."""
+        return f"closed {clients} {self.label}".strip()
 
 
 def measure(
@@ -87,9 +93,9 @@ def _measure_engine(name: str, engine: EngineAlone, plan: Plan, number: int) -> 
     if plan.texts_per_request == 1:  # else no load of the plan has single texts
         single = Load(seconds=plan.seconds, latencies=engine.one_at_a_time(plan.seconds))
         single.requests = single.texts = single.latencies.get_total_count()
-        found.append(turn_of(name, "closed 1", number, single, cpu_s=0.0, rss_mb=0.0))
+        found.append(turn_of(name, plan.closed(1), number, single, cpu_s=0.0, rss_mb=0.0))
     if plan.texts_per_request > 1 or max(plan.clients) > 1:  # else one client's single texts are no batch
-        found.append(Turn(name, f"closed {max(plan.clients)}", number, engine.run(plan.seconds)))
+        found.append(Turn(name, plan.closed(max(plan.clients)), number, engine.run(plan.seconds)))
     return found
 
 
@@ -110,7 +116,7 @@ async def _measure_server(server: Served, process: Running, texts: Sequence[str]
     await closed_loop(process.url, requests, clients=max(plan.clients), seconds=_WARM_UP_S)
     capacity = 0.0
     for clients in sorted(plan.clients):
-        closed = await turn(f"closed {clients}", closed_loop(process.url, requests, clients=clients, seconds=plan.seconds))
+        closed = await turn(plan.closed(clients), closed_loop(process.url, requests, clients=clients, seconds=plan.seconds))
         capacity = closed.requests_per_s  # in the end, that of the most clients
     for share in plan.shares if capacity else ():
         for kind, times in _arrivals(capacity * share, plan, number):

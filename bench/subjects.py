@@ -42,6 +42,7 @@ class Served:
         environment: variables besides this process's own, less those that set Cloze.
         parts: whether its `/metrics` says where a request's time went.
         lists: whether a request may hold several texts.
+        ready_timeout_s: for it to become ready.
     """
 
     name: str
@@ -53,13 +54,17 @@ class Served:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     parts: bool = False
     lists: bool = True
+    ready_timeout_s: float = 180.0
 
     def start(self) -> AbstractContextManager[Running]:
         """Run it while the context lasts."""
         port = free_port()
         own = {name: value for name, value in os.environ.items() if not name.startswith("CLOZE_")}
         command = [part.format(port=port) for part in self.command]
-        return running(command, f"http://127.0.0.1:{port}", self.ready_path, environment=own | dict(self.environment))
+        environment = own | dict(self.environment)
+        return running(
+            command, f"http://127.0.0.1:{port}", self.ready_path, environment=environment, timeout_s=self.ready_timeout_s
+        )
 
     def requests(self, texts: Sequence[str], *, each: int = 1) -> list[Request]:
         """The texts as requests of ``each``; a single one is sent as a string."""

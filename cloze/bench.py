@@ -1,5 +1,6 @@
 """``cloze bench``: parses arguments, calls `bench`, prints. What is measured and how is told in docs/benchmark.md."""
 
+import os
 import shlex
 import subprocess
 import sys
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _out_option = click.option(
-    "--out", type=click.Path(path_type=Path), help="Where to write NAME.json, NAME.md and NAME.png (give NAME)."
+    "--out", type=click.Path(path_type=Path), help="Where to write NAME.json and NAME.md, of `run` also NAME.png (give NAME)."
 )
 
 
@@ -60,7 +61,7 @@ def _counts(least: int) -> Callable[[click.Context, click.Parameter, str], tuple
 @click.option("--frontends", default="0,1,2,4,8,12", callback=_counts(0), help="Of servers, one each; 0: one process.")
 @click.option("--sequences", type=click.IntRange(min=1), default=1024, help="Of SQuAD's lengths.")
 @click.option("--seconds", type=click.FloatRange(min=0.01), default=0.4, help="Of each batch; of a server ten times that.")
-@click.option("--minutes", type=click.FloatRange(min=0), default=8.0, help="After which no further part begins.")
+@click.option("--minutes", type=click.FloatRange(min=0), default=8.0, help="After which nothing further begins.")
 @_out_option
 @click.pass_context
 def bench(
@@ -85,22 +86,26 @@ def bench(
       cloze bench --device cuda --out results/my-card
       cloze bench run --model cloze-bert
     """
+    for name in [name for name in os.environ if name.startswith("CLOZE_") and name != "CLOZE_MODEL_STORE"]:
+        del os.environ[name]  # servers are started without them, so that the engine alone must not have them either
+    given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
     if context.invoked_subcommand is not None:
-        if context.get_parameter_source("device") is not ParameterSource.DEFAULT:
+        if given:
             raise click.UsageError(
-                f"--device before {context.invoked_subcommand} measures a device, without a command; leave one out"
+                f"--{given[0].replace('_', '-')} before {context.invoked_subcommand} is of no command; leave one out"
             )
         return
     if device is None:
+        if given:
+            raise click.UsageError(f"--{given[0].replace('_', '-')} says how to measure a device; give --device as well")
         click.echo(context.get_help())
         return
     try:
-        from bench.device import Programme, card, run_programme
+        from bench.device import Found, Programme, card, run_programme
         from bench.errors import BenchError
         from bench.result import Result, describe_machine, installed
         from bench.sizes import SIZES
-        from export.errors import ExportError
-        from service.core import Device, StartupError
+        from service.core import Device
         from service.settings import available_cpus
     except ModuleNotFoundError as error:
         fail(f"bench of a device needs {error.name}; install cloze[bench,export] with cpu or gpu")
@@ -117,26 +122,34 @@ def bench(
         seconds=seconds,
         minutes=minutes,
     )
+    versions = {"Cloze": installed()}
+
+    def result(found: Found) -> Result:
+        gpu = {"GPU": name} if (name := card(programme.device)) else {}
+        return Result(
+            command=shlex.join(["cloze", *sys.argv[1:]]),
+            date=_now(),
+            machine=gpu | describe_machine(available_cpus()),
+            versions=versions,
+            model=", ".join(names) + f", embed, on {gpu.get('GPU', 'a CPU')}",
+            texts={"from": "random words", "lengths": "SQuAD 1.1's; short: search questions' mostly"},
+            turns=found.turns,
+            starts=found.starts,
+            cells=found.cells,
+            notes=found.notes,
+        )
+
     try:
         _open_out(out)
         with TemporaryDirectory(prefix="cloze-bench-") as folder:
-            found = run_programme(programme, Path(folder), lambda line: click.echo(line, err=True))
-        gpu = {"GPU": name} if (name := card(programme.device)) else {}
-    except (BenchError, ExportError, StoreError, StartupError, OSError) as error:
+            found = run_programme(
+                programme, Path(folder), lambda line: click.echo(line, err=True), lambda found: _write(result(found), out)
+            )
+    except (BenchError, OSError) as error:
         fail(str(error))
-    result = Result(
-        command=shlex.join(["cloze", *sys.argv[1:]]),
-        date=_now(),
-        machine=gpu | describe_machine(available_cpus()),
-        versions={"Cloze": installed()},
-        model=", ".join(names) + f", embed, on {gpu.get('GPU', 'a CPU')}",
-        texts={"from": "random words", "lengths": "SQuAD 1.1's; of single texts, search questions' mostly"},
-        turns=found.turns,
-        starts=found.starts,
-        cells=found.cells,
-        notes=found.notes,
-    )
-    _tell(result, out)
+    _tell(result(found), out)
+    if found.failed:
+        fail(f"failed: {'; '.join(found.failed)}; why is said above, and among the notes")
 
 
 @bench.command()
@@ -231,7 +244,7 @@ def run(
         }
         servers = [
             subjects.cloze(
-                f"{title}{f' {number} front ends' if number else ''} server",
+                f"{title}{f' {number} front end' + 's' * (number > 1) if number else ''} server",
                 name,
                 model_store,
                 route,
@@ -304,13 +317,20 @@ def _open_out(out: Path | None) -> None:
 
 
 def _tell(result: "Result", out: Path | None) -> None:
-    from bench.report import draw, table
+    from bench.report import table
 
     click.echo(table(result))
+    _write(result, out)
+
+
+def _write(result: "Result", out: Path | None) -> None:
+    from bench.report import draw, table
+
     if out is not None:
         Path(f"{out}.json").write_text(result.to_json())
         Path(f"{out}.md").write_text(table(result))
-        draw(result, Path(f"{out}.png"))
+        if not result.cells:  # whose tables say more than curves of loads that are not alike
+            draw(result, Path(f"{out}.png"))
 
 
 def _texts(file: Path | None, model: str, store: Store, count: int, task: Task) -> "Texts":

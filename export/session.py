@@ -57,5 +57,6 @@ def _on_cuda(file: Path, options: ort.SessionOptions) -> Session:
     try:
         session: Session = ort.InferenceSession(file, options, providers=[(CUDA, cuda_settings())], enable_fallback=0)
     except Exception as error:  # the runtime's errors have no common type
-        raise ExportError(f"CUDA did not come up: {str(error).strip().splitlines()[0]}") from error
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ExportError(f"CUDA did not come up, or lacks a kernel: {said}") from error
     return session

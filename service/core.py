@@ -32,6 +32,9 @@ from numpy.typing import NDArray
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 
+MAX_BATCH_MASKS = 128
+"""A mask costs the graph about 12 bytes a word of the vocabulary: 128 of them 47 MB for BERT. A query alone may have more."""
+
 CELLS_A_TOKEN = 4
 """Where a batch mixes lengths, sequences times the longest may be so many times its most tokens: it takes memory for them all."""
 
@@ -108,7 +111,7 @@ class StartupError(Exception):
     """The server cannot start: a setting, a bundle, a device or a port. The message is one line."""
 
 
-@dataclass(slots=True)  # not frozen, nor `Output`: that takes 0.7 us each, and an engine process has 6 for a text in all
+@dataclass(slots=True)  # not frozen, nor `Output`: that takes 0.7 us each, of the 7 that an engine process takes for a text
 class Query:
     """One sequence, and what is asked of each head about it. The unit that is queued, batched and answered.
 
@@ -283,3 +286,8 @@ class Queue(Protocol):
     def close(self, timeout_s: float = 5.0) -> None:
         """Fail what is still pending with `ShuttingDown` and end its threads, in ``timeout_s`` or not at all."""
         ...
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, in a line; its type, if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

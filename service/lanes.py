@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from model_store import Bundle, Store, StoreError
-from service.core import AskedPrecision, BatchReport, Device, Engine, Queue, StartupError
-from service.cost import measure_cost, warm_up
+from model_store import Bundle, Store, StoreError, Task
+from service.core import AskedPrecision, BatchReport, Device, Engine, Queue, StartupError, first_line
+from service.cost import largest_batch, measure_cost
 from service.scheduler import Scheduler
 from service.settings import CPU_BATCH_TOKENS, Settings
 
@@ -123,43 +123,29 @@ def _queue(settings: Settings, bundle: Bundle, engine: Engine, told: Told) -> Sc
 
 
 def batch_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
-    """How many tokens a batch holds: what the settings say, else what suits the engine, which has run as many by then.
+    """How many tokens a batch holds: what the settings say, or what suits the engine; one that mixes lengths has run the largest.
 
     Raises:
-        StartupError: it does not run them.
+        StartupError: it does not run that.
     """
     asked = settings.max_batch_tokens
     if not engine.mixes_lengths:
         return asked or CPU_BATCH_TOKENS
     manifest = bundle.manifest
-    longest, embed = manifest.limits.max_tokens, manifest.embedding is not None
+    longest, embed, masks = manifest.limits.max_tokens, manifest.embedding is not None, Task.FILL_MASK in manifest.tasks
     if asked:
         try:
-            warm_up(engine, longest, asked, embed=embed)
+            engine.run(largest_batch(longest, asked, embed=embed, masks=masks))
         except Exception as error:  # the runtime's errors have no common type
             raise StartupError(
-                f"bundle {manifest.reference} does not run a batch of {asked} tokens, which max_batch_tokens asks for: {error}"
+                f"bundle {manifest.reference} does not run the largest batch of the {asked} tokens that max_batch_tokens "
+                f"asks for: {first_line(error)}"
             ) from error
         return asked
     try:
-        cost = measure_cost(engine, longest, embed=embed)
+        cost = measure_cost(engine, longest, embed=embed, masks=masks)
     except Exception as error:
-        raise StartupError(f"bundle {manifest.reference} does not run even a small batch: {error}") from error
+        raise StartupError(f"bundle {manifest.reference} does not run even a small batch: {first_line(error)}") from error
     tokens = cost.batch_tokens(settings.batch_latency_ms / 1000)
-    while True:
-        try:
-            warm_up(engine, longest, tokens, embed=embed)
-            break
-        except Exception as error:
-            if tokens == 1:
-                raise StartupError(f"bundle {manifest.reference} does not run even one token: {error}") from error
-            tokens //= 2
-    log.info(
-        "batches of %s hold %d tokens: one takes %.2f ms + %.3f us a token + %.5f us a token and token of its length",
-        manifest.reference,
-        tokens,
-        cost.fixed * 1e3,
-        cost.per_token * 1e6,
-        cost.per_square * 1e6,
-    )
+    log.info("batches of %s hold %d tokens: %s", manifest.reference, tokens, cost)
     return tokens

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from service.core import (
     CELLS_A_TOKEN,
+    MAX_BATCH_MASKS,
     Answer,
     BatchReport,
     DeadlineExceeded,
@@ -30,9 +31,6 @@ from service.core import (
     ServiceError,
     ShuttingDown,
 )
-
-_MAX_BATCH_MASKS = 128
-"""A mask costs the graph about 12 bytes a word of the vocabulary: 128 of them 47 MB for BERT's 30,522."""
 
 _RATE_WEIGHT = 0.1
 """Of the newest batch in the running mean of tokens a second."""
@@ -222,7 +220,7 @@ class Scheduler:
             query, length = group[0].query, group[0].tokens
             masks += len(query.masks)
             longest = max(longest, length)
-            too_many = tokens + length > self._max_batch_tokens or masks > _MAX_BATCH_MASKS
+            too_many = tokens + length > self._max_batch_tokens or masks > MAX_BATCH_MASKS
             if batch and (too_many or (len(batch) + 1) * longest > CELLS_A_TOKEN * self._max_batch_tokens):
                 break
             entry = heapq.heappop(group)

@@ -14,6 +14,7 @@ from service.core import AskedPrecision, Device, Query
 from service.engine import OnnxEngine, session
 from tests.conftest import has_gpu
 from tests.serving import running_server
+from tests.test_packed_engine import numbers
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not has_gpu(), reason="no GPU: its driver is not there or finds none")]
 
@@ -118,5 +119,6 @@ class TestOnGpu:
                 assert all(reply.status_code == 200 for reply in replies.values()), replies
                 found.append(replies)
                 assert f" on {device} in " in "".join(server.log)
-        one, other = (np.array(replies["/embed"].json()) for replies in found)
-        np.testing.assert_allclose(one, other, atol=0.02)
+        for path in asked:
+            one, other = (numbers(replies[path].json()) for replies in found)
+            np.testing.assert_allclose(one, other, atol=0.02, err_msg=path)

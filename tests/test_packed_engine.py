@@ -21,8 +21,8 @@ from export.publish import export
 from model_store import Bundle, Store
 from model_store.manifest import Graph, Precision
 from service.app import Service
-from service.core import AskedPrecision, Device, Output, Query, StartupError
-from service.cost import Cost, measure_cost
+from service.core import CELLS_A_TOKEN, MAX_BATCH_MASKS, AskedPrecision, Device, Output, Query, StartupError
+from service.cost import Cost, largest_batch, measure_cost
 from service.engine import OnnxEngine, pinned
 from service.engine.feeds import BatchFeeds
 from service.engine.session import DeviceSession, Session, cpu_session
@@ -207,19 +207,22 @@ def test_page_locked_memory_is_given_back_and_a_refusal_leaves_no_error(monkeypa
 
 
 class Timed(FakeEngine):
-    """An engine whose time is computed, and whose memory ends."""
+    """An engine whose time is computed, and whose memory ends: it takes so much for each token and each cell to gather from."""
 
     mixes_lengths = True
 
     def __init__(self, cost: Cost, memory: int = 10**9) -> None:
         super().__init__()
         self.cost, self.memory, self.now = cost, memory, 0.0
+        self.taken: list[int] = []
 
     def run(self, batch: Sequence[Query]) -> list[Output]:
-        tokens, squares = sum(map(len, batch)), sum(len(query) ** 2 for query in batch)
-        if tokens > self.memory:
+        lengths = [len(query) for query in batch]
+        self.taken.append(sum(lengths) + len(batch) * max(lengths) + sum(len(query.masks) for query in batch))
+        if self.taken[-1] > self.memory:
             raise RuntimeError("out of memory")
-        self.now += self.cost.fixed + self.cost.per_token * tokens + self.cost.per_square * squares
+        squares = sum(length**2 for length in lengths)
+        self.now += self.cost.fixed + self.cost.per_token * sum(lengths) + self.cost.per_square * squares
         return []
 
 
@@ -231,25 +234,48 @@ def test_costs_are_found_by_measuring(cost: Cost) -> None:
         assert one == pytest.approx(other, rel=0.01, abs=1e-12)
 
 
-def test_sizes_that_memory_does_not_hold_are_left_out() -> None:
-    engine = Timed(Cost(5e-4, 4e-7, 0.0), memory=5000)
-    found = measure_cost(engine, 512, lambda: engine.now)
+def test_no_batch_is_larger_than_one_that_ran(caplog: pytest.LogCaptureFixture) -> None:
+    """And the one that takes most memory ran first."""
+    engine = Timed(Cost(5e-4, 4e-7, 0.0), memory=25_000)
+    found = measure_cost(engine, 512, lambda: engine.now, embed=True, masks=True)
     assert found.per_token == pytest.approx(4e-7, rel=0.01)
-    assert found.batch_tokens(0.1) == found.most == 4096, "no batch is larger than one that ran"
+    assert found.batch_tokens(0.1) == found.most == 4096
+    assert [taken > engine.memory for taken in engine.taken] == [True, True] + [False] * (len(engine.taken) - 2)
+    assert engine.taken[2] == max(engine.taken[2:])
+    assert [record.getMessage().split(" of ")[1].split(" tokens")[0] for record in caplog.records] == ["16384", "8192"]
     with pytest.raises(RuntimeError, match="out of memory"):
         measure_cost(Timed(Cost(5e-4, 4e-7, 0.0), memory=100), 512, time.perf_counter)
 
 
+@settings(deadline=None)
+@given(
+    max_tokens=st.integers(3, 512),
+    budget=st.integers(1, 20_000),
+    lengths=st.lists(st.integers(3, 512), min_size=1, max_size=60),
+    masks=st.booleans(),
+)
+def test_the_largest_batch_is_one_that_the_scheduler_makes(max_tokens: int, budget: int, lengths: list[int], masks: bool) -> None:
+    largest = largest_batch(max_tokens, budget, embed=True, masks=masks)
+    sizes = [len(query) for query in largest]
+    assert max(sizes) == sizes[0] == max_tokens
+    assert len(sizes) == 1 or (sum(sizes) <= budget and len(sizes) * max_tokens <= CELLS_A_TOKEN * budget)
+    assert sum(len(query.masks) for query in largest) == (MAX_BATCH_MASKS if masks else 0)
+    # No batch of the scheduler's gathers from many more cells than this one.
+    batch: list[int] = []
+    for length in (min(length, max_tokens) for length in lengths):
+        if sum(batch) + length > budget or (len(batch) + 1) * max([*batch, length]) > CELLS_A_TOKEN * budget:
+            break
+        batch.append(length)
+    if batch:
+        assert len(batch) * max(batch) <= len(sizes) * max_tokens + max(max_tokens, budget)
+
+
 def test_a_batch_that_was_asked_for_and_does_not_fit_stops_the_start(tiny_store: Path) -> None:
-    bundle, engine = Store(tiny_store).open("bert"), Timed(Cost(5e-4, 4e-7, 0.0), memory=5000)
+    bundle, engine = Store(tiny_store).open("bert"), Timed(Cost(5e-4, 4e-7, 0.0), memory=22_000)
     assert batch_tokens(bundle, engine, load_settings({"max_batch_tokens": 4096})) == 4096
-    assert engine.now == pytest.approx(5e-4 + 4e-7 * 4096), "it ran one"
-    engine.now = 0.0
-    assert batch_tokens(bundle, engine, load_settings({"max_batch_tokens": 1000})) == 1000
-    assert engine.now == pytest.approx(5e-4 + 4e-7 * 1000)
-    with pytest.raises(
-        StartupError, match=r"does not run a batch of 8192 tokens, which max_batch_tokens asks for: out of memory"
-    ):
+    assert len(engine.taken) == 1, "it ran one"
+    words = r"does not run the largest batch of the 8192 tokens that max_batch_tokens asks for: out of memory"
+    with pytest.raises(StartupError, match=words):
         batch_tokens(bundle, engine, load_settings({"max_batch_tokens": 8192}))
 
 

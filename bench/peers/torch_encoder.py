@@ -1,5 +1,6 @@
 """torch's own ways to run the same encoder on unlike lengths: `scaled_dot_product_attention`, padded, compiled, nested."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -45,10 +46,13 @@ class TorchEncoder:
         self._device, self._nested = device, nested
         encoder = model.encoder.eval().requires_grad_(False).to(device, torch.float16 if device.type == "cuda" else torch.float32)
         hidden = _nested if nested else _padded
+        if nested:
+            warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors is in prototype stage")
 
         def embed(batch: Prepared) -> Tensor:
             return hidden(encoder, batch)
 
+        torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would go on uncompiled, and not say so
         self._embed: Callable[[Prepared], Tensor] = torch.compile(embed, dynamic=True) if compiled else embed
 
     def prepare(self, sequences: Sequence[NDArray[np.int32]]) -> Prepared:
@@ -71,10 +75,11 @@ class TorchEncoder:
 
 
 def _padded(encoder: Encoder, batch: Prepared) -> Tensor:
-    hidden = encoder(batch.input_ids, None, batch.mask).float()  # [B, S, H]
+    hidden = encoder(batch.input_ids, None, batch.mask)  # [B, S, H]
     if batch.mask is None:
-        return hidden.mean(1)  # type: ignore[no-any-return]
-    return (hidden * batch.mask[:, :, None]).sum(1) / batch.mask.sum(1, keepdim=True)  # type: ignore[no-any-return]
+        return hidden.mean(1, dtype=torch.float32)  # type: ignore[no-any-return]
+    weights = batch.mask / batch.mask.sum(1, keepdim=True)  # [B, S] float32
+    return (weights[:, None] @ hidden.float())[:, 0]  # type: ignore[no-any-return]
 
 
 def _nested(encoder: Encoder, batch: Prepared) -> Tensor:

@@ -11,7 +11,7 @@ from model_store import interface as names
 from model_store.manifest import Graph, Layout, Parity
 from model_store.parity import errors
 from model_store.processor import INT8_NAMES, int8_instructions
-from service.core import AskedPrecision, Device, Output, Query, StartupError
+from service.core import AskedPrecision, Device, Output, Query, StartupError, first_line
 from service.engine.feeds import BatchFeeds, unpack
 from service.engine.session import CUDA, Session, cpu_session, cuda_session, providers
 
@@ -74,7 +74,7 @@ class OnnxEngine:
             for golden in self._goldens:
                 self._check(golden)
         except Exception as error:
-            raise StartupError(f"bundle {self._name} does not reproduce its golden outputs: {_first_line(error)}") from error
+            raise StartupError(f"bundle {self._name} does not reproduce its golden outputs: {first_line(error)}") from error
 
     def run(self, batch: Sequence[Query]) -> list[Output]:
         """As `Engine.run`."""
@@ -145,8 +145,4 @@ def _open(bundle: Bundle, graph: Graph, open_session: OpenSession) -> Session:
     except StartupError:
         raise
     except Exception as error:
-        raise StartupError(f"bundle {bundle.manifest.reference}: its graph does not load: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise StartupError(f"bundle {bundle.manifest.reference}: its graph does not load: {first_line(error)}") from error

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from importlib import metadata
@@ -120,6 +121,10 @@ def _why_not() -> str:
     return ""
 
 
+_Buffers = tuple[NDArray[np.uint8], ort.OrtValue]
+"""On the host and on the device, of one size."""
+
+
 class DeviceSession:
     """A session whose inputs go to the device in one copy, from and into buffers that are used again.
 
@@ -131,7 +136,7 @@ class DeviceSession:
 
     def __init__(self, session: ort.InferenceSession, device: str, device_id: int) -> None:
         self._session, self._device, self._device_id = session, device, device_id
-        self._own = threading.local()  # buffers: while one thread's batch runs, another's is being packed
+        self._free: dict[int, list[_Buffers]] = defaultdict(list)  # by size; while one batch runs, another is being packed
         self._running = threading.Lock()
 
     def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
@@ -141,7 +146,21 @@ class DeviceSession:
             binding.bind_cpu_input(name, feeds[name])
         inputs = {name: np.ascontiguousarray(array) for name, array in feeds.items() if name not in _ON_HOST}
         sizes = [-(-max(1, array.nbytes) // _ALIGNMENT) * _ALIGNMENT for array in inputs.values()]
-        staging, there = self._buffers(sum(sizes))
+        size = 1 << max(16, (sum(sizes) - 1).bit_length())
+        free = self._free[size]
+        try:
+            buffers = free.pop()  # whole to other threads
+        except IndexError:
+            buffers = self._make_buffers(size)
+        try:
+            return self._run(binding, wanted, inputs, sizes, buffers)
+        finally:
+            free.append(buffers)
+
+    def _run(
+        self, binding: ort.IOBinding, wanted: Sequence[str], inputs: Feeds, sizes: Sequence[int], buffers: _Buffers
+    ) -> list[NDArray[Any]]:
+        staging, there = buffers
         offset = 0
         for (name, array), size in zip(inputs.items(), sizes, strict=True):
             staging[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
@@ -156,13 +175,8 @@ class DeviceSession:
         found: list[NDArray[Any]] = binding.copy_outputs_to_cpu()
         return found
 
-    def _buffers(self, size: int) -> tuple[NDArray[np.uint8], ort.OrtValue]:
-        """This thread's, on the host and on the device, of the next power of two bytes."""
-        size = 1 << max(16, (size - 1).bit_length())
-        kept: dict[int, tuple[NDArray[np.uint8], ort.OrtValue]] = self._own.__dict__.setdefault("buffers", {})
-        if size not in kept:
-            # Not the staging array, which on a CPU the value would be.
-            there = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), self._device, self._device_id)
-            locked = page_locked(size, self._device_id) if self._device == "cuda" else None
-            kept[size] = np.zeros(size, np.uint8) if locked is None else locked, there
-        return kept[size]
+    def _make_buffers(self, size: int) -> _Buffers:
+        # Not the staging array, which on a CPU the value would be.
+        there = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), self._device, self._device_id)
+        locked = page_locked(size, self._device_id) if self._device == "cuda" else None
+        return np.zeros(size, np.uint8) if locked is None else locked, there

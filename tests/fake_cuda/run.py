@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-LOG = tempfile.mkstemp()[1]
+folder = tempfile.TemporaryDirectory()
+LOG = f"{folder.name}/log"
 os.environ["FAKE_CUDA_LOG"] = LOG
 libraries = {file.name: ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL) for file in Path(sys.argv[1]).glob("lib*.so.*[0-9]")}
 
@@ -22,14 +23,15 @@ import onnxruntime as ort
 
 from model_store import Store, Task
 from service.core import CELLS_A_TOKEN, Output, Query
-from service.cost import warm_up
 from service.engine import session
 from service.engine.feeds import BatchFeeds
 from service.engine.session import DeviceSession, cuda_session
 from service.fake_engine import FakeEngine
+from service.lanes import batch_tokens
+from service.settings import Settings
 
 LENGTHS = (9, 30, 3)
-LARGEST, MIXES = 4096, 200
+MIXES = 200
 
 
 def queries(tasks: set[Task], lengths: tuple[int, ...] = LENGTHS) -> list[Query]:
@@ -48,18 +50,21 @@ def queries(tasks: set[Task], lengths: tuple[int, ...] = LENGTHS) -> list[Query]
     ]
 
 
-def mixes(longest: int) -> Iterator[tuple[int, ...]]:
-    """Lengths of random batches of up to `LARGEST` tokens."""
+def mixes(longest: int, budget: int) -> Iterator[tuple[int, ...]]:
+    """Lengths of random batches as the scheduler cuts them: some of all lengths, some of one long sequence beside short ones."""
     rng = np.random.default_rng(0)
     for _ in range(MIXES):
-        lengths = rng.integers(3, longest, rng.integers(1, 2 * LARGEST // longest)).tolist()
-        while sum(lengths) > LARGEST or len(lengths) * max(lengths) > CELLS_A_TOKEN * LARGEST:  # as the scheduler cuts them
-            lengths.pop()
-        yield tuple(lengths)
+        usual = rng.integers(4, longest + 1)
+        lengths = [longest]
+        while sum(lengths) < budget and len(lengths) * longest < CELLS_A_TOKEN * budget:
+            lengths.append(int(rng.integers(3, usual)))
+        yield tuple(lengths[:-1])
 
 
 class AsEngine(FakeEngine):
-    """As much of one as `warm_up` asks for."""
+    """As much of one as a start asks for."""
+
+    mixes_lengths = True
 
     def __init__(self, play: Callable[[list[Query]], object]) -> None:
         super().__init__()
@@ -105,9 +110,9 @@ def main() -> None:
     run(queries(tasks))  # gets its buffers
     batches = {" ".join(sorted(asked)): run(queries(asked)) for asked in (tasks, *({task} for task in tasks), set[Task]())}
     longest = manifest.limits.max_tokens
-    warm_up(AsEngine(run), longest, LARGEST, embed=Task.EMBED in tasks)
+    budget = batch_tokens(bundle, AsEngine(run), Settings())
     before = used()
-    for lengths in mixes(longest):
+    for lengths in mixes(longest, budget):
         run(queries({Task.EMBED} & tasks, lengths))
     grown = used() - before
     profile = json.loads(Path(on_cuda._session.end_profiling()).read_text())

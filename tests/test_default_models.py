@@ -26,7 +26,7 @@ def test_it_is_there_whole_and_described(name: str) -> None:
     assert set(bundle.manifest.tasks) == TASKS[name]
     assert bundle.manifest.license
     assert bundle.manifest.graph.weights is Weights.INT8
-    assert bundle.manifest.int8 is not None
+    assert {lower.graph.precision for lower in bundle.manifest.lower()} == {Precision.INT8, Precision.FP16}
     card = (bundle.path / "README.md").read_text()
     for section in ("Data and licences", "How it was made", "Measured", "Weaknesses and biases"):
         assert f"## {section}" in card

@@ -32,8 +32,8 @@ def _layer(g: GraphBuilder, tokens: Tokens, products: Products, x: str, name: st
         return products.product(g, x, f"{name}.{part}", linear)
 
     entering = products.operand(g, x, f"{name}.query")
-    query_bias = products.vector(g, f"{name}.query.bias", attention.query.bias)
-    query = g.op("Add", [product(entering, "query", attention.query), query_bias])
+    query = product(entering, "query", attention.query)
+    query = g.op("Add", [query, products.vector(g, f"{name}.query.bias", attention.query.bias)])
     key, value = product(entering, "key", attention.key), product(entering, "value", attention.value)
     context = tokens.attend(g, query, key, value, attention.heads)
     output = product(products.operand(g, context, f"{name}.output"), "output", attention.output)

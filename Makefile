@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install serve test test-slow test-gpu lint format clean
+.PHONY: help install serve test test-slow test-gpu bench lint format clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -48,6 +48,9 @@ $(GPU)/.installed: pyproject.toml constraints.txt
 
 test-gpu: $(GPU)/.installed  ## The proofs that need a GPU.
 	$(GPU)/bin/pytest -m gpu
+
+bench: install  ## Measure the default model: the engine alone and the server.
+	$(BIN)/cloze bench run
 
 format: install  ## Format the code.
 	$(BIN)/ruff format .

@@ -5,7 +5,7 @@ Started by the supervisor as ``python -m service.processes.frontend``.
 
 import socket
 import sys
-import time
+import threading
 from collections.abc import Sequence
 
 import zmq
@@ -30,10 +30,11 @@ def main() -> int:
     write_as(orders.name)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     links: list[Link] = []
+    came = threading.Event()
 
     def lanes(bundles: Sequence[Bundle], _: Told) -> list[Lane]:
         references = [bundle.manifest.reference for bundle in bundles]
-        links.extend(Link(context, orders.folder, name, references) for name in orders.engines)
+        links.extend(Link(context, orders.folder, name, references, came) for name in orders.engines)
         queues = [RemoteQueue(links, number) for number in range(len(bundles))]
         return [Lane(bundle, queue, queue.precision) for bundle, queue in zip(bundles, queues, strict=True)]
 
@@ -42,9 +43,7 @@ def main() -> int:
     except StartupError as error:
         sys.stderr.write(f"cloze: {error}\n")
         return 2
-    end = time.monotonic() + _ENGINE_WAIT_S
-    while all(link.dead for link in links) and time.monotonic() < end:
-        time.sleep(0.01)
+    came.wait(_ENGINE_WAIT_S)
     orders.say_ready()
     app.run(service, orders.settings, socket.socket(fileno=orders.listener))
     return 0

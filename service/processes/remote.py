@@ -41,9 +41,13 @@ class Link:
         folder: of the sockets.
         name: the engine's.
         references: of the models that this front end knows.
+        came: set once an engine is there.
     """
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", folder: Path, name: str, references: Sequence[str]) -> None:
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", folder: Path, name: str, references: Sequence[str], came: threading.Event
+    ) -> None:
+        self._came = came
         self.models: list[RemoteModel] = []
         """What the engine runs; none before it has said so."""
         self._references = list(references)
@@ -184,6 +188,7 @@ class Link:
         with self._lock:
             self.models = models
             self._dead = None
+        self._came.set()
         return engine
 
     def _engine_ended(self, reason: str) -> None:

@@ -32,7 +32,6 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 30.0
 _STEADY_S = 60.0
 """After a process has lived so long, its next wait is the first again."""
 
-_TICK_S = 0.1
 _END_GRACE_S = 10.0
 
 
@@ -44,6 +43,7 @@ class Child:
         name: for the log, and for an engine's socket.
         device_id: which GPU; None for a front end.
         process: None while it waits to be started.
+        ended: descriptor that can be read once it has; of a process.
         started: when it was, or will be.
         wait_s: before the next start.
     """
@@ -51,6 +51,7 @@ class Child:
     name: str
     device_id: int | None
     process: subprocess.Popen[bytes] | None = None
+    ended: int = -1
     started: float = 0.0
     wait_s: float = field(default=_FIRST_WAIT_S)
 
@@ -73,6 +74,10 @@ class Supervisor:
         self._engines = [Child(f"engine-{number}", number) for number in range(settings.gpus)]
         self._front_ends = [Child(f"frontend-{number}", None) for number in range(settings.frontends)]
         self._stopping = False
+        self._signalled, told = os.pipe()  # can be read after a signal
+        os.set_blocking(self._signalled, False)
+        os.set_blocking(told, False)
+        signal.set_wakeup_fd(told)
 
     def run(self) -> int:
         """Until SIGTERM or SIGINT.
@@ -99,7 +104,7 @@ class Supervisor:
                 return code
             while not self._stopping:
                 self._tend(listener)
-                time.sleep(_TICK_S)
+                self._wait()
             return 0
         finally:
             listener.close()  # ours too, or clients would go on to queue for a server that ends
@@ -115,7 +120,7 @@ class Supervisor:
         waiting = {self._start(child, listener): child for child in children}
         try:
             while waiting:
-                for descriptor in select.select(list(waiting), [], [], _TICK_S)[0]:
+                for descriptor in waiting.keys() & self._readable(list(waiting)):
                     if not os.read(descriptor, 1):  # its end was closed, and nothing said
                         process = waiting[descriptor].process
                         assert process is not None
@@ -142,6 +147,20 @@ class Supervisor:
         child.started = time.monotonic()
         return ready
 
+    def _wait(self) -> None:
+        """Until a child ends, the time comes to start one again, or a signal."""
+        children = (*self._engines, *self._front_ends)
+        starts = [child.started for child in children if child.process is None]
+        timeout_s = max(0.0, min(starts) - time.monotonic()) if starts else None
+        self._readable([child.ended for child in children if child.process is not None], timeout_s)
+
+    def _readable(self, descriptors: list[int], timeout_s: float | None = None) -> list[int]:
+        """Those that can be read; waits until one can, a signal comes, or the time is over."""
+        ready, _, _ = select.select([*descriptors, self._signalled], [], [], timeout_s)
+        if self._signalled in ready:
+            os.read(self._signalled, 4096)
+        return ready
+
     def _spawn(self, child: Child, say_ready: int, listener: socket.socket) -> None:
         is_engine = child.device_id is not None
         orders = Orders(
@@ -160,6 +179,13 @@ class Supervisor:
             env=os.environ | share_folder(self._folder),
             start_new_session=True,  # Ctrl-C is for us: front ends finish before engines end
         )
+        try:
+            child.ended = os.pidfd_open(child.process.pid)
+        except OSError:  # no descriptor left
+            child.process.kill()
+            child.process.wait()
+            child.process = None
+            raise
 
     def _tend(self, listener: socket.socket) -> None:
         """See who died, and start those again whose wait is over."""
@@ -170,6 +196,7 @@ class Supervisor:
                     self._start_again(child, listener)
             elif (code := child.process.poll()) is not None:
                 forget_process(self._folder, child.name)
+                os.close(child.ended)
                 if now - child.started > _STEADY_S:
                     child.wait_s = _FIRST_WAIT_S
                 child.process = None

@@ -170,7 +170,7 @@ class _Run:
             cloze(f"{name}{_frontends(number)} server", name, store, "/embed", auto, plan.device, number)
             for number in plan.frontends
         ]
-        each, clients = plan.texts_per_request, 2 * max(8, *plan.frontends)
+        each, clients = plan.texts_per_request, 2 * max(2, *plan.frontends)
         full = Plan(
             (clients,), (), texts_per_request=each, bulk=False, seconds=10 * plan.seconds, turns=1, label=f"{SQUAD} x {each}"
         )

@@ -311,12 +311,12 @@ def test_all_that_a_device_gives(tmp_path: Path) -> None:
     assert all(cell.of_peak > 0 and cell.tokens_per_s > cell.sequences_per_s > 0 for cell in found.cells)
     mixed = cells[COMPARED, "tiny engine", "SQuAD", 512]
     assert mixed.tokens_per_s / mixed.sequences_per_s == pytest.approx(174 * 64 / 384, rel=0.15)
-    assert found.loads() == ["closed 16 SQuAD x 32", "closed 1 short"]
+    assert found.loads() == ["closed 4 SQuAD x 32", "closed 1 short"]
     assert not any(turn.failed for turn in found.turns)
     written = (tmp_path / "tiny.md").read_text()
     assert "| tiny engine, padded | SQuAD | 512 |" in written
     assert "| 64 |  | " in written, "one length a batch has a row for each length"
-    assert "closed 16 SQuAD x 32 | tiny 1 front end server | tiny engine |" in written
+    assert "closed 4 SQuAD x 32 | tiny 1 front end server | tiny engine |" in written
 
 
 def test_operations_are_those_that_torch_counts() -> None:

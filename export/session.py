@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from export.errors import ExportError
+from export.errors import ExportError, first_line
 from export.graph.reference import ReferenceSession
 from model_store.manifest import Layout
 from model_store.processor import cuda_settings, int8_instructions, int8_settings
@@ -57,6 +57,5 @@ def _on_cuda(file: Path, options: ort.SessionOptions) -> Session:
     try:
         session: Session = ort.InferenceSession(file, options, providers=[(CUDA, cuda_settings())], enable_fallback=0)
     except Exception as error:  # the runtime's errors have no common type
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ExportError(f"CUDA did not come up, or lacks a kernel: {said}") from error
+        raise ExportError(f"CUDA did not come up, or lacks a kernel: {first_line(error)}") from error
     return session

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from export.errors import ExportError
+from export.errors import ExportError, first_line
 
 _WANTED = (
     "config.json",
@@ -74,7 +74,7 @@ def _download(repository: str, revision: str | None) -> CheckpointFiles:
         names = [sibling.rfilename for sibling in info.siblings or []]
         folder = Path(snapshot_download(repository, revision=info.sha, allow_patterns=_choose(names)))
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = first_line(error)
         at = "" if revision is None else f" at revision {revision}"
         raise ExportError(f"cannot load {repository}{at} from the hub (and no directory has that name): {reason}") from error
     return CheckpointFiles(folder, "hub", repository, info.sha)

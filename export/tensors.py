@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from export.errors import ExportError
+from export.errors import ExportError, first_line
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -79,7 +79,7 @@ def _read_pytorch(file: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         raise ExportError(f"{file.name} holds more than tensors or is damaged; it is not loaded (weights_only)") from error
     except Exception as error:  # on damaged bytes its unpickler raises whatever the bytes lead it to
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise ExportError(f"{file.name} is damaged: {reason}") from error
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ExportError(f"{file.name} is not a table of tensors")

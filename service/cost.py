@@ -19,7 +19,7 @@ _OVERHEAD = 0.05
 
 _TYPICAL_LENGTH = 128
 
-_TOP_K = 100
+_TOP_K = 5
 """Of the masks of the largest batch."""
 
 log = logging.getLogger("cloze")

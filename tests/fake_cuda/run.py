@@ -29,6 +29,7 @@ from service.engine.session import DeviceSession, cuda_session
 from service.fake_engine import FakeEngine
 from service.lanes import batch_tokens
 from service.settings import Settings
+from tests.profiling import placed, profiled
 
 LENGTHS = (9, 30, 3)
 MIXES = 200
@@ -82,14 +83,7 @@ def main() -> None:
     ort.preload_dlls = lambda: None  # they are ours
     used = next(library for name, library in libraries.items() if name.startswith("libcudart")).fake_cuda_used
     used.restype = ctypes.c_size_t
-    plain = session._options
-
-    def profiled() -> ort.SessionOptions:
-        options = plain()
-        options.enable_profiling, options.profile_file_prefix = True, LOG
-        return options
-
-    session._options = profiled
+    session._options = profiled(LOG)
     on_cuda: DeviceSession = cuda_session(bundle.file(manifest.fp16.graph.file), 0, 0)
     feeds = BatchFeeds(manifest, manifest.fp16.graph.layout)
 
@@ -115,10 +109,8 @@ def main() -> None:
     for lengths in mixes(longest, budget):
         run(queries({Task.EMBED} & tasks, lengths))
     grown = used() - before
-    profile = json.loads(Path(on_cuda._session.end_profiling()).read_text())
-    nodes = [event["args"] for event in profile if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")]
-    placed = Counter(f"{node['provider']} {node['op_name']}" for node in nodes)
-    print(json.dumps({"placed": placed, "batches": batches, "held": before, "grown": grown}))
+    profile = Path(on_cuda._session.end_profiling())
+    print(json.dumps({"placed": placed([profile]), "batches": batches, "held": before, "grown": grown}))
 
 
 if __name__ == "__main__":

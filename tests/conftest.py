@@ -2,10 +2,13 @@
 
 import ctypes
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs behind it; our processes would inherit that
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test may reach a hub; those of the hub's path set one of their own
 
 import pytest

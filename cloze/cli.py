@@ -12,7 +12,9 @@ import click
 from cloze.bench import bench
 from cloze.failing import fail
 from cloze.train import train
-from model_store.manifest import NAME_PATTERN, Gate, Layout, Manifest, Precision, Task, Weights
+from model_store.heads import HEADS
+from model_store.layouts import Layout
+from model_store.manifest import NAME_PATTERN, Gate, Manifest, Precision, Weights
 from model_store.store import DEFAULT_ROOT, Store, StoreError
 
 T = TypeVar("T")
@@ -59,7 +61,7 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     "--task",
     "tasks",
     multiple=True,
-    type=click.Choice([str(task) for task in Task]),
+    type=click.Choice([head.task for head in HEADS.values()]),
     help="What to export it for; may be repeated. [default: all that its heads allow]",
 )
 @click.option(
@@ -135,7 +137,7 @@ def export(
             source,
             name,
             Store(model_store),
-            tasks=[Task(task) for task in tasks],
+            tasks=tasks,
             revision=revision,
             precisions=asked,
             weights=Weights(weights),
@@ -281,17 +283,13 @@ def serve(**flags: Any) -> None:
     Ends with 0 after SIGTERM once accepted requests are answered, with 1 if an engine dies, with 2 if it cannot start.
     """
     try:
-        from service.app import serve as serve_forever
+        from service.serve import serve as serve_forever
         from service.core import StartupError
         from service.settings import load_settings
     except ModuleNotFoundError as error:
         fail(f"serve needs {error.name}, which is not installed", code=2)
     try:
         settings = load_settings({**flags, "model": flags["model"] or None})
-        if settings.frontends or settings.gpus > 1:
-            from service.processes.supervisor import supervise
-
-            sys.exit(supervise(settings))
         sys.exit(serve_forever(settings))
     except StartupError as error:
         fail(str(error), code=2)

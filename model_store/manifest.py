@@ -8,7 +8,19 @@ from enum import StrEnum
 from pathlib import PurePosixPath
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializeAsAny,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
+
+from model_store.heads import HEADS, GraphSpec, Head, Pooling, heads_of_tasks
+from model_store.heads.head import Frozen
+from model_store.layouts import Layout
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 SCHEMA_VERSION = 1
@@ -26,13 +38,13 @@ def _plain_file_name(name: object) -> object:
 FileName = Annotated[str, BeforeValidator(_plain_file_name)]
 
 
-class Task(StrEnum):
-    """What a bundle can be asked for; the value is its name in routes and on the command line."""
+def _known_task(name: str) -> str:
+    heads_of_tasks((name,))
+    return name
 
-    FILL_MASK = "fill-mask"
-    EMBED = "embed"
-    NSP = "nsp"
-    QA = "qa"
+
+TaskName = Annotated[str, AfterValidator(_known_task)]
+"""What a head is called in manifests and on the command line, for example ``fill-mask``."""
 
 
 class Precision(StrEnum):
@@ -55,22 +67,6 @@ class Weights(StrEnum):
 
     INT8 = "int8"
     """A quarter: the encoder's matrices and the word embeddings as the integers of the int8 graph, other matrices as fp16."""
-
-
-class Layout(StrEnum):
-    """How the tokens of a batch lie in memory."""
-
-    DENSE = "dense"
-    """``[B, S]``, all sequences of one length: no padding, hence no attention mask. For a CPU."""
-
-    PACKED = "packed"
-    """``[T]``, sequences of any lengths one after the other: no padding either. For CUDA."""
-
-
-class Frozen(BaseModel):
-    """A value: immutable, and a field it does not know is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
 
 class Architecture(Frozen):
@@ -98,7 +94,7 @@ class Source(Frozen):
     weights_sha256: Sha256
 
 
-class TokenizerFacts(Frozen):
+class TokenizerSpec(Frozen):
     """The tokenizer's file and the ids a server needs without asking it."""
 
     file: FileName
@@ -114,7 +110,7 @@ class Embedding(Frozen):
     """How the ``embed`` task pools, and what its users may name."""
 
     dimensions: int = Field(gt=0)
-    pooling: str
+    pooling: Pooling
     normalize: bool = Field(description="whether an answer is scaled to length 1 unless the request says otherwise")
     max_tokens: int = Field(gt=0, description="longest sequence, special tokens included")
     prompts: dict[str, str] = {}
@@ -183,15 +179,15 @@ class StoredFile(Frozen):
     size: int = Field(ge=0, description="bytes")
 
 
-class Facts(Frozen):
+class BundleSpec(Frozen):
     """Everything an exporter knows before the store gives the bundle a version."""
 
     name: BundleName
-    tasks: tuple[Task, ...] = Field(min_length=1)
+    tasks: tuple[TaskName, ...] = Field(min_length=1)
     architecture: Architecture
     source: Source
     license: str | None = Field(description="SPDX name or the source's own words; none where the source names none")
-    tokenizer: TokenizerFacts
+    tokenizer: TokenizerSpec
     limits: Limits
     embedding: Embedding | None
     graph: Graph
@@ -199,6 +195,31 @@ class Facts(Frozen):
     gate: Gate | None = Field(None, description="of this graph, where its weights are rounded")
     int8: LowerPrecision | None = None
     fp16: LowerPrecision | None = None
+    heads: dict[str, SerializeAsAny[Frozen]] = Field({}, description="what a head's users must know, by head name")
+
+    @field_validator("heads", mode="before")
+    @classmethod
+    def _parse_head_options(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        for name in value:
+            if name not in HEADS or HEADS[name].options is None:
+                raise ValueError(f"no head {name!r} has options")
+        return {name: _options_type(name).model_validate(options) for name, options in value.items()}
+
+    @property
+    def graph_heads(self) -> tuple[Head, ...]:
+        """The heads of the bundle's graphs."""
+        return heads_of_tasks(self.tasks)
+
+    def graph_spec(self, layout: Layout) -> GraphSpec:
+        """Return what a graph of this bundle with that layout takes."""
+        return GraphSpec(
+            layout,
+            tuple(head.name for head in self.graph_heads),
+            token_types=self.architecture.type_vocab_size > 0,
+            pooling=self.embedding.pooling if self.embedding else None,
+        )
 
     def lower(self) -> list[LowerPrecision]:
         """The further graphs that there are."""
@@ -206,14 +227,18 @@ class Facts(Frozen):
 
     @model_validator(mode="after")
     def _tasks_have_what_they_need(self) -> Self:
-        if (Task.EMBED in self.tasks) != (self.embedding is not None):
+        names = {head.name for head in self.graph_heads}
+        if ("embedding" in names) != (self.embedding is not None):
             raise ValueError("the task embed and the section embedding come together")
-        if Task.FILL_MASK in self.tasks and self.tokenizer.mask_id is None:
+        if "masked_lm" in names and self.tokenizer.mask_id is None:
             raise ValueError("the task fill-mask needs a mask token")
+        for head in self.graph_heads:
+            if (head.options is not None) != (head.name in self.heads):
+                raise ValueError(f"the task {head.task} and the section heads.{head.name} come together")
         return self
 
 
-class Manifest(Facts):
+class Manifest(BundleSpec):
     """``manifest.json`` of a published bundle."""
 
     schema_version: Literal[1] = 1
@@ -241,7 +266,7 @@ class Manifest(Facts):
 
     def to_bytes(self) -> bytes:
         """The one serialisation: JSON whose last field, ``digest``, is the sha256 of all before it."""
-        body = self.model_dump(mode="json")
+        body = self.model_dump(mode="json", exclude=None if self.heads else {"heads"})
         return _dump(body | {"digest": _digest(body)})
 
     @classmethod
@@ -260,6 +285,12 @@ class Manifest(Facts):
         if digest != _digest(body) or data != _dump(body | {"digest": digest}):
             raise ValueError("it was changed after it was published (its digest does not match)")
         return cls.model_validate_json(json.dumps(body))
+
+
+def _options_type(head: str) -> type[Frozen]:
+    options = HEADS[head].options
+    assert options is not None
+    return options
 
 
 def parse_reference(reference: str) -> tuple[str, int | None]:

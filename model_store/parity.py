@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model_store import interface
+from model_store.heads import masked_lm
 
 
 def errors(actual: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]], tolerance: float) -> dict[str, float]:
@@ -28,8 +28,8 @@ def errors(actual: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[An
         given = actual[name]
         if given.shape != wanted.shape or not (np.isfinite(given).all() and np.isfinite(wanted).all()):
             found[name] = float("inf")
-        elif name == interface.TOP_IDS:
-            agree = (given == wanted) | ~_is_settled(expected[interface.TOP_LOGITS], tolerance)
+        elif name == masked_lm.TOP_IDS.name:
+            agree = (given == wanted) | ~_is_settled(expected[masked_lm.TOP_LOGITS.name], tolerance)
             found[name] = 0.0 if agree.all() else float("inf")
         else:
             scale = max(1.0, float(np.abs(wanted).max(initial=0.0)))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from model_store.manifest import NAME_PATTERN, Facts, Manifest, StoredFile, parse_reference
+from model_store.manifest import NAME_PATTERN, BundleSpec, Manifest, StoredFile, parse_reference
 
 DEFAULT_ROOT = Path(__file__).parent / "bundles"
 
@@ -125,25 +125,25 @@ class Store:
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def publish(self, folder: Path, facts: Facts) -> Bundle:
+    def publish(self, folder: Path, spec: BundleSpec) -> Bundle:
         """Give a staged folder the next version of its name and make it visible, all or nothing.
 
         Args:
             folder: one that `staging` gave; every file in it becomes part of the bundle.
-            facts: the manifest, less what the store adds.
+            spec: the manifest, less what the store adds.
 
         Raises:
             StoreError: the disk refuses.
         """
         try:
             files = {file.name: _sync_and_hash(file) for file in sorted(folder.iterdir())}
-            (self.root / facts.name).mkdir(exist_ok=True)
-            version = self._newest(facts.name) + 1
+            (self.root / spec.name).mkdir(exist_ok=True)
+            version = self._newest(spec.name) + 1
             while True:
-                manifest = Manifest(**dict(facts), version=version, created=datetime.now(UTC).replace(microsecond=0), files=files)
+                manifest = Manifest(**dict(spec), version=version, created=datetime.now(UTC).replace(microsecond=0), files=files)
                 _write_synced(folder / _MANIFEST, manifest.to_bytes())
                 _sync_folder(folder)
-                target = self.root / facts.name / str(version)
+                target = self.root / spec.name / str(version)
                 try:
                     folder.rename(target)
                 except OSError:
@@ -154,7 +154,7 @@ class Store:
                 _sync_folder(target.parent)
                 return Bundle(manifest, target)
         except OSError as error:
-            raise StoreError(f"cannot publish {facts.name!r} to {self.root}: {error.strerror}") from error
+            raise StoreError(f"cannot publish {spec.name!r} to {self.root}: {error.strerror}") from error
 
     def remove(self, reference: str) -> None:
         """Remove one version (``name@version``) or, given a bare name, all of them.

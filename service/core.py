@@ -1,6 +1,6 @@
-"""The values that the service's rooms hand to each other, and the errors they raise. Imports nothing of ours.
+"""The values that the parts of the service exchange, and the errors that they raise.
 
-Errors, each naming what the caller can do; the HTTP status of each lies in one table in `api`:
+`http.errors` maps each error to its HTTP status:
 
     ServiceError
     +-- RequestError            the request is wrong; sending it again does not help
@@ -24,19 +24,24 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-Int32 = NDArray[np.int32]
+from model_store.batch import Encoding, HeadOutputs
+from model_store.manifest import Precision
+
 Float32 = NDArray[np.float32]
 
-MAX_BATCH_MASKS = 128
-"""A mask costs the graph about 12 bytes a word of the vocabulary: 128 of them 47 MB for BERT. A query alone may have more."""
+MAX_BATCH_VOCABULARY_ROWS = 128
+"""A row costs the graph about 12 bytes per word of the vocabulary: 128 rows are 47 MB for BERT.
 
-CELLS_A_TOKEN = 4
-"""Where a batch mixes lengths, sequences times the longest may be so many times its most tokens: it takes memory for them all."""
+A single encoding may exceed the limit.
+"""
+
+MAX_PADDING_FACTOR = 4
+"""Upper bound on padded cells per real token in a variable-length batch."""
 
 
 class ServiceError(Exception):
@@ -111,66 +116,17 @@ class StartupError(Exception):
     """The server cannot start: a setting, a bundle, a device or a port. The message is one line."""
 
 
-@dataclass(slots=True)  # not frozen, nor `Output`: that takes 0.7 us each, of the 7 that an engine process takes for a text
-class Query:
-    """One sequence, and what is asked of each head about it. The unit that is queued, batched and answered.
-
-    Attributes:
-        input_ids: [S] int32, with ``[CLS]`` and ``[SEP]``.
-        token_type_ids: [S] int32.
-        masks: positions in the sequence to predict.
-        top_k: predictions a mask.
-        targets: vocabulary ids whose logits are wanted, for every mask.
-        pair: whether the next-sentence logits are wanted.
-        embed: whether the embedding is wanted.
-    """
-
-    input_ids: Int32
-    token_type_ids: Int32
-    masks: Sequence[int] = ()
-    top_k: int = 0
-    targets: Sequence[int] = ()
-    pair: bool = False
-    embed: bool = False
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
-
-
-@dataclass(slots=True)
-class Output:
-    """What the engine computed for one sequence; a head that was not asked for is None.
-
-    Attributes:
-        top_logits: [m, k] float32, best first.
-        top_ids: [m, k] int64.
-        logsumexp: [m] float32, over the vocabulary.
-        target_logits: [m, n] float32.
-        pair_logits: [2] float32: is next, is not.
-        embedding: [D] float32, not normalised.
-        span_logits: [S, 2] float32: start, end. From a model with that head, always.
-    """
-
-    top_logits: Float32 | None = None
-    top_ids: NDArray[np.int64] | None = None
-    logsumexp: Float32 | None = None
-    target_logits: Float32 | None = None
-    pair_logits: Float32 | None = None
-    embedding: Float32 | None = None
-    span_logits: Float32 | None = None
-
-
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What the scheduler gives back for one request.
+class BatchResult:
+    """What the scheduler returns for one request.
 
     Attributes:
-        outputs: one a query, in the request's order.
-        queue_s: from its admission until its first query ran.
-        inference_s: from then until its last query was done.
+        outputs: one per encoding, in the request's order.
+        queue_s: seconds from admission until the first encoding ran.
+        inference_s: seconds from then until the last encoding was done.
     """
 
-    outputs: list[Output]
+    outputs: list[HeadOutputs]
     queue_s: float
     inference_s: float
 
@@ -190,14 +146,12 @@ class BatchReport:
 
     Attributes:
         sequences: in the batch.
-        tokens: real ones.
-        padding: tokens computed for nothing.
+        tokens: in the batch.
         seconds: the run took.
     """
 
     sequences: int
     tokens: int
-    padding: int
     seconds: float
 
 
@@ -209,41 +163,46 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-class AskedPrecision(StrEnum):
-    """Which of a bundle's graphs to run."""
-
-    AUTO = "auto"
-    FP32 = "fp32"
-    INT8 = "int8"
-    FP16 = "fp16"
+RequestedPrecision = Precision | Literal["auto"]
+"""Which of a bundle's graphs to run; ``auto`` takes the fastest that the device supports."""
 
 
 class Engine(Protocol):
-    """The seam between scheduler and runtime. ``run`` is called by several threads at once.
+    """The interface between scheduler and runtime. Several threads call ``run`` at once.
 
     Attributes:
-        device: where it runs, once that is settled.
-        precision: of the graph that it runs: ``fp32``, ``int8`` or ``fp16``.
-        reason: why that one, for the log.
-        mixes_lengths: whether the queries of a batch may have unlike lengths.
+        device: where the engine runs.
+        precision: of the graph that the engine runs.
+        reason: why the engine chose that graph, for the log.
+        supports_varlen: whether the encodings of a batch may differ in length.
     """
 
     device: Device
-    precision: str
+    precision: Precision
     reason: str
-    mixes_lengths: bool
+    supports_varlen: bool
 
-    def run(self, batch: Sequence[Query]) -> list[Output]:
-        """Answer queries, of one length unless it mixes lengths, in order. Raises whatever the runtime raises."""
+    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+        """Return the results of each encoding, in order.
+
+        Args:
+            batch: of one length, unless the engine supports variable lengths.
+
+        Raises:
+            Exception: whatever the runtime raises.
+        """
         ...
 
     def probe(self) -> None:
-        """Run something known to be good; raises if even that fails or comes back wrong."""
+        """Run a golden batch; raise if the run fails or its outputs are wrong."""
         ...
 
 
 class Queue(Protocol):
-    """Where a model's requests wait for its engine, in this process or in another. Every future that it gives ends."""
+    """Where a model's requests wait for an engine, in this process or in another one.
+
+    Every future that a queue returns ends.
+    """
 
     @property
     def queued_tokens(self) -> int:
@@ -252,39 +211,41 @@ class Queue(Protocol):
 
     @property
     def dead(self) -> str | None:
-        """Why there is no engine; None while there is one."""
+        """Why no engine runs; None while one runs."""
         ...
 
     @property
     def draining(self) -> bool:
-        """Whether new requests are refused."""
+        """Whether the queue refuses new requests."""
         ...
 
-    def submit(self, queries: Sequence[Query], deadline: float, *, accepted: bool = False) -> Future[Answer]:
-        """Admit all of a request's queries or none.
+    def submit(
+        self, encodings: Sequence[Encoding], deadline: float, *, accepted: bool = False
+    ) -> Future[BatchResult]:
+        """Admit all encodings of a request or none.
 
         Args:
-            queries: at least one.
-            deadline: `time.monotonic` time after which nothing of it is run any more.
-            accepted: whether the request came before the drain, and is to be finished all the same.
+            encodings: at least one.
+            deadline: `time.monotonic` time after which nothing of the request runs any more.
+            accepted: whether the request arrived before the drain; such a request is finished.
 
         Returns:
-            A future that ends in every case: with the answer, or with a `ServiceError`. Cancelling it drops what has
-            not run yet.
+            A future that always ends: with a result, or with a `ServiceError`. Cancelling the
+            future drops what has not run yet.
 
         Raises:
             Overloaded: the queue is full.
-            ShuttingDown: it drains.
-            EngineDead: there is no engine.
+            ShuttingDown: the queue drains.
+            EngineDead: no engine runs.
         """
         ...
 
     def drain(self) -> None:
-        """Admit nothing more; what was admitted runs on."""
+        """Stop admitting requests; what was admitted still runs."""
         ...
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Fail what is still pending with `ShuttingDown` and end its threads, in ``timeout_s`` or not at all."""
+        """Fail pending requests with `ShuttingDown` and end the threads within ``timeout_s``."""
         ...
 
 

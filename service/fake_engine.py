@@ -1,47 +1,51 @@
-"""An engine for tests of what stands before it: instant, and steered. It can be held, made to fail, and broken."""
+"""An engine for tests: instant, and controlled. A test can hold it, make it fail, and break it."""
 
 import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from service.core import Device, Output, Query
+from model_store.batch import Encoding, HeadOutputs
+from model_store.heads.embedding import HEAD, EmbeddingResult
+from model_store.manifest import Precision
+from service.core import Device
 
 
 class FakeEngine:
-    """Embeds a query as the sum of its ids, and remembers the batches it was given.
+    """Embeds an encoding as the sum of its ids, and records its batches.
 
     Attributes:
         batches: every batch that ran, in order.
         gate: `run` waits while it is cleared.
         entered: set when a run begins to wait or to work.
-        poison: queries that make `run` raise.
+        poison: encodings that make `run` raise.
         broken: whether `probe` fails too.
     """
 
     device = Device.CPU
-    precision = "fp32"
+    precision = Precision.FP32
     reason = "it is a fake"
-    mixes_lengths = False
+    supports_varlen = False
 
-    def __init__(self, poison: Callable[[Query], bool] = lambda _: False) -> None:
-        self.batches: list[list[Query]] = []
+    def __init__(self, poison: Callable[[Encoding], bool] = lambda _: False) -> None:
+        self.batches: list[list[Encoding]] = []
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Event()
         self.poison = poison
         self.broken = False
 
-    def run(self, batch: Sequence[Query]) -> list[Output]:
-        """As `Engine.run`."""
+    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+        """Return the sum of the ids of each encoding."""
         self.entered.set()
         self.gate.wait()
-        if any(self.poison(query) for query in batch):
-            raise RuntimeError("a poisoned query")
+        if any(self.poison(encoding) for encoding in batch):
+            raise RuntimeError("a poisoned encoding")
         self.batches.append(list(batch))
-        return [Output(embedding=np.array([query.input_ids.sum()], np.float32)) for query in batch]
+        sums = [np.array([encoding.input_ids.sum()], np.float32) for encoding in batch]
+        return [{HEAD.name: EmbeddingResult(total)} for total in sums]
 
     def probe(self) -> None:
-        """As `Engine.probe`."""
+        """Raise if the engine is broken."""
         if self.broken:
             raise RuntimeError("the engine is broken")

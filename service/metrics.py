@@ -1,9 +1,10 @@
 """What Prometheus sees. The only module that speaks prometheus_client. Labels are bounded: known routes, served models."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -30,6 +31,22 @@ _TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PARTS = ("tokenize", "queue", "inference")
 
 
+_QUEUE, _QUEUE_TEXT = "cloze_queue_tokens", "Tokens that wait for a worker."
+
+
+class Watched(Protocol):
+    """What is read at each scrape."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether the server admits requests."""
+        ...
+
+    def queued_tokens(self) -> Mapping[str, int]:
+        """Return the tokens that wait, by model."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _ModelSeries:
     """One model's series."""
@@ -40,7 +57,6 @@ class _ModelSeries:
     batch_tokens: Histogram
     batch_seconds: Histogram
     tokens: Counter
-    padding: Counter
 
 
 class Metrics(Collector):
@@ -50,20 +66,11 @@ class Metrics(Collector):
     scraped adds up those of all, also of the dead.
 
     Args:
-        routes: (path, the models that answer it) of the task routes; the models may be none.
         models: the served models' full names.
-        statuses: the HTTP statuses a route may answer.
         shared: whether the numbers are those of all processes.
     """
 
-    def __init__(
-        self,
-        routes: Sequence[tuple[str, Sequence[str]]],
-        models: Sequence[str],
-        statuses: Sequence[int],
-        *,
-        shared: bool = False,
-    ) -> None:
+    def __init__(self, models: Sequence[str], *, shared: bool = False) -> None:
         self.shared = shared
         self._own = CollectorRegistry()  # what is read at each scrape
         self._registry = CollectorRegistry()
@@ -91,24 +98,31 @@ class Metrics(Collector):
         )
         registry = self._series_registry
         self._tokens = Counter("cloze_tokens", "Real tokens run.", ("model",), registry=registry)
-        self._padding = Counter("cloze_padding_tokens", "Tokens computed for nothing.", ("model",), registry=registry)
         self._truncated = Counter("cloze_truncated_texts", "Texts cut to the model's limit.", ("model",), registry=registry)
-        self._queue = Gauge(
-            "cloze_queue_tokens",
-            "Tokens that wait for a worker.",
-            ("model",),
-            registry=registry,
-            multiprocess_mode="livesum",
-        )
-        self._is_ready: Callable[[], bool] = lambda: False
+        self._queue: Gauge | None = None  # of one process: read at each scrape
+        if shared:
+            self._queue = Gauge(
+                _QUEUE, _QUEUE_TEXT, ("model",), registry=registry, multiprocess_mode="livesum"
+            )
+        self._watched: Watched | None = None
         self._own.register(self)
         # A series is looked up by its labels once: that costs more than to observe.
         self._request = functools.cache(lambda route, model, status: self._requests.labels(route, model, str(status)))
         self._of = {model: self._series(model) for model in models}
-        for route, answering in routes:
-            for model in ("", *answering):  # none, where the request failed before it was known
-                for status in statuses:
-                    self._request(route, model, status)
+
+    def create_request_series(
+        self, route: str, models: Sequence[str], statuses: Sequence[int]
+    ) -> None:
+        """Create the series of a route before its first request.
+
+        Args:
+            route: the path.
+            models: that answer on the route.
+            statuses: that the route may answer.
+        """
+        for model in ("", *models):  # empty: the request failed before its model was known
+            for status in statuses:
+                self._request(route, model, status)
 
     def _series(self, model: str) -> _ModelSeries:
         return _ModelSeries(
@@ -118,7 +132,6 @@ class Metrics(Collector):
             self._batch_tokens.labels(model),
             self._batch_seconds.labels(model),
             self._tokens.labels(model),
-            self._padding.labels(model),
         )
 
     def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
@@ -140,26 +153,25 @@ class Metrics(Collector):
         series.batch_tokens.observe(report.tokens)
         series.batch_seconds.observe(report.seconds)
         series.tokens.inc(report.tokens)
-        if report.padding:
-            series.padding.inc(report.padding)
 
-    def watch(self, *, queues: dict[str, Callable[[], float]], ready: Callable[[], bool]) -> None:
-        """Say where the values lie that are read at each scrape. With shared numbers queues are told by `observe_queue`.
-
-        Args:
-            queues: model -> its queue's tokens.
-            ready: whether the server admits requests.
-        """
-        for model, tokens in queues.items():
-            self._queue.labels(model).set_function(tokens)
-        self._is_ready = ready
+    def watch(self, service: Watched) -> None:
+        """Read these values at each scrape."""
+        self._watched = service
 
     def collect(self) -> Iterable[Metric]:
-        """What this process alone can say; `prometheus_client` calls it at each scrape."""
-        yield GaugeMetricFamily("cloze_ready", "1 while the server admits requests.", float(self._is_ready()))
+        """Return what this process alone knows; `prometheus_client` calls it at each scrape."""
+        watched = self._watched
+        ready = watched is not None and watched.ready
+        yield GaugeMetricFamily("cloze_ready", "1 while the server admits requests.", float(ready))
+        if watched is not None and not self.shared:
+            queues = GaugeMetricFamily(_QUEUE, _QUEUE_TEXT, labels=("model",))
+            for model, tokens in watched.queued_tokens().items():
+                queues.add_metric((model,), tokens)
+            yield queues
 
     def observe_queue(self, model: str, tokens: int) -> None:
-        """So much waits now."""
+        """Record how many tokens wait, for the sum over all processes."""
+        assert self._queue is not None
         self._queue.labels(model).set(tokens)
 
     def exposition(self) -> bytes:

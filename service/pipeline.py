@@ -1,36 +1,43 @@
-"""The way of a request inside the service: tokenize, queue, decode, under one deadline. One pipeline a model. No HTTP."""
+"""A request inside the service: tokenize, wait for the engine, decode, under one deadline.
+
+One pipeline per served model. Knows no HTTP and no task.
+"""
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
-from model_store import Manifest, Task
-from service.core import DeadlineExceeded, Float32, Queue, Timings, UnknownModel, WrongTask
-from service.tasks import Prepared, TaskLimits, embed, fill_mask, nsp, qa
+from model_store import Manifest
+from service.core import DeadlineExceeded, Timings, UnknownModel, WrongTask
+from service.served_models import ServedModel
+from service.tasks import Task, TaskCall, TaskContext, TaskLimits
 from service.tokenizer import Tokenizer
 
-T = TypeVar("T")
+_INLINE_BYTES = 4_000
+"""Shorter requests are tokenized on the event loop.
 
-_INLINE_CHARACTERS = 4_000
-"""Shorter requests are tokenized on the event loop: about 1 ms at most, less than two thread hops under load are worth."""
+That takes about 1 ms at most, which is less than two thread switches cost under load.
+"""
 
 _INLINE_RESULTS = 64
 """Fewer predictions are decoded on the event loop: each costs about 10 us."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reply(Generic[T]):
+class TaskResult:
     """A task's result and what it took.
 
     Attributes:
+        value: what `Task.decode` returned.
         tokens: run by the engine, special tokens included.
         truncated: how many texts were cut.
         warnings: for the client, in ASCII.
+        timings: where the time went.
     """
 
-    value: T
+    value: Any
     tokens: int
     truncated: int
     warnings: tuple[str, ...]
@@ -41,96 +48,61 @@ class Pipeline:
     """One served model.
 
     Args:
-        manifest: its bundle's.
-        tokenizer: its bundle's.
-        scheduler: where its requests wait.
-        precision: of the graph that the engine runs.
+        model: the bundle and the queue of its engine.
         limits: the most that a request may ask of a task.
-        request_timeout_s: after this a request fails with `DeadlineExceeded`.
+        request_timeout_s: after this time a request fails with `DeadlineExceeded`.
+
+    Raises:
+        StartupError: the bundle's tokenizer cannot be read.
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        tokenizer: Tokenizer,
-        scheduler: Queue,
-        *,
-        precision: Callable[[], str],
-        limits: TaskLimits,
-        request_timeout_s: float,
+        self, model: ServedModel, limits: TaskLimits, *, request_timeout_s: float
     ) -> None:
-        self.manifest = manifest
-        self._precision = precision
-        self.scheduler = scheduler
-        self._tokenizer = tokenizer
-        self._limits = limits
+        self.model = model
+        self.manifest: Manifest = model.bundle.manifest
+        self._context = TaskContext(self.manifest, Tokenizer(model.bundle), limits)
         self._request_timeout_s = request_timeout_s
 
-    @property
-    def precision(self) -> str:
-        """Of the graph that the engine runs; empty while no engine has said so."""
-        return self._precision()
-
-    async def fill_mask(
-        self, texts: Sequence[str], *, top_k: int, targets: Sequence[str], many: bool
-    ) -> Reply[list[fill_mask.Masks]]:
-        """Predictions of each mask of each text."""
-        return await self._run(
-            sum(map(len, texts)) + sum(map(len, targets)),
-            lambda: fill_mask.prepare(self._tokenizer, texts, self._limits, top_k=top_k, targets=targets, many=many),
-        )
-
-    async def embed(self, texts: Sequence[embed.Text], options: embed.EmbedOptions, *, many: bool) -> Reply[Float32]:
-        """One vector a text: [n, D] float32."""
-        recipe = self.manifest.embedding
-        assert recipe is not None
-        return await self._run(
-            sum(map(len, texts)), lambda: embed.prepare(self._tokenizer, texts, recipe, options, self._limits, many=many)
-        )
-
-    async def nsp(self, pairs: Sequence[tuple[str, str]], names: Sequence[str]) -> Reply[Float32]:
-        """Probabilities [n, 2] float32: the second text is next, it is not."""
-        return await self._run(
-            sum(len(text) for pair in pairs for text in pair),
-            lambda: nsp.prepare(self._tokenizer, pairs, names, self._limits),
-        )
-
-    async def qa(
-        self, pairs: Sequence[tuple[str, str]], names: Sequence[str], options: qa.QaOptions
-    ) -> Reply[list[list[qa.QaAnswer]]]:
-        """The best answers to each (question, context)."""
-        return await self._run(
-            sum(len(text) for pair in pairs for text in pair),
-            lambda: qa.prepare(self._tokenizer, pairs, names, self._limits, options),
-        )
-
-    async def _run(self, characters: int, prepare: Callable[[], Prepared[T]]) -> Reply[T]:
-        """Tokenize, wait for the scheduler, decode. Cancelling it cancels what has not run yet.
+    async def run(self, task: Task, call: TaskCall, *, size: int) -> TaskResult:
+        """Tokenize, wait for the scheduler, decode. Cancelling drops what has not run yet.
 
         Args:
-            characters: in the request, which decides where it is tokenized and decoded.
-            prepare: tokenizes.
+            task: one that the model serves.
+            call: what the client asks.
+            size: bytes of the request, which decide where it is tokenized and decoded.
+
+        Raises:
+            ServiceError: the request gets no result.
         """
-        accepted = not self.scheduler.draining
+        queue = self.model.queue
+        accepted = not queue.draining
         started = time.monotonic()
         deadline = started + self._request_timeout_s
-        inline = characters <= _INLINE_CHARACTERS
+        inline = size <= _INLINE_BYTES
+        context = self._context
         try:
             async with asyncio.timeout(self._request_timeout_s):
-                prepared = prepare() if inline else await asyncio.to_thread(prepare)
+                if inline:
+                    prepared = task.prepare(call, context)
+                else:
+                    prepared = await asyncio.to_thread(task.prepare, call, context)
                 tokenized = time.monotonic()
-                answer = await asyncio.wrap_future(self.scheduler.submit(prepared.queries, deadline, accepted=accepted))
-                inline = inline and prepared.results <= _INLINE_RESULTS
-                decode = prepared.decode
-                value = decode(answer.outputs) if inline else await asyncio.to_thread(decode, answer.outputs)
+                future = queue.submit(prepared.encodings, deadline, accepted=accepted)
+                batch = await asyncio.wrap_future(future)
+                if inline and prepared.results <= _INLINE_RESULTS:
+                    value = task.decode(prepared, batch.outputs, context)
+                else:
+                    value = await asyncio.to_thread(task.decode, prepared, batch.outputs, context)
         except TimeoutError:
-            raise DeadlineExceeded(f"no answer within the limit of {self._request_timeout_s * 1000:.0f} ms") from None
-        return Reply(
+            limit = self._request_timeout_s * 1000
+            raise DeadlineExceeded(f"no answer within the limit of {limit:.0f} ms") from None
+        return TaskResult(
             value=value,
-            tokens=sum(map(len, prepared.queries)),
+            tokens=sum(map(len, prepared.encodings)),
             truncated=prepared.truncated,
             warnings=prepared.warnings,
-            timings=Timings(tokenized - started, answer.queue_s, answer.inference_s),
+            timings=Timings(tokenized - started, batch.queue_s, batch.inference_s),
         )
 
 
@@ -138,33 +110,51 @@ class Models:
     """The served models, and which of them answers a request.
 
     Args:
-        pipelines: at least one; of those that can do a task, the first is its default.
+        pipelines: at least one; the first that serves a task is the task's default.
+        tasks: that clients may ask for.
     """
 
-    def __init__(self, pipelines: Sequence[Pipeline]) -> None:
+    def __init__(self, pipelines: Sequence[Pipeline], tasks: Iterable[Task]) -> None:
         self.pipelines = tuple(pipelines)
+        self._tasks = tuple(tasks)
         self._by_name: dict[str, Pipeline] = {}
         for pipeline in sorted(pipelines, key=lambda pipeline: pipeline.manifest.version):
-            self._by_name[pipeline.manifest.name] = pipeline  # the newest version answers to the bare name
+            # The newest version answers to the bare name.
+            self._by_name[pipeline.manifest.name] = pipeline
             self._by_name[pipeline.manifest.reference] = pipeline
+        self._served = {
+            task.name: [p for p in self.pipelines if task.is_served_by(p.manifest)]
+            for task in self._tasks
+        }
+
+    def serving(self, task: Task) -> Sequence[Pipeline]:
+        """Return the models that serve a task, the default first."""
+        return self._served[task.name]
+
+    def tasks_of(self, pipeline: Pipeline) -> list[str]:
+        """Return the names of the tasks that a model serves."""
+        return [task.name for task in self._tasks if pipeline in self._served[task.name]]
 
     def default(self, task: Task) -> Pipeline | None:
-        """Who answers a request that names no model."""
-        return next((pipeline for pipeline in self.pipelines if task in pipeline.manifest.tasks), None)
+        """Return the model of requests that name none."""
+        return next(iter(self._served[task.name]), None)
 
     def choose(self, task: Task, name: str | None) -> Pipeline:
-        """The model of a name, or the task's default.
+        """Return the model of a name, or the task's default.
 
         Raises:
             UnknownModel: no model of that name is served.
-            WrongTask: the model has no head for the task, or no served model has.
+            WrongTask: the model lacks a head for the task, or no served model has one.
         """
         if name is None:
             if (pipeline := self.default(task)) is None:
-                raise WrongTask(f"no served model can do {task}")
+                raise WrongTask(f"no served model can do {task.name}")
             return pipeline
         if (named := self._by_name.get(name)) is None:
-            raise UnknownModel(f"no model {ascii(name)[:80]} is served (there: {', '.join(sorted(self._by_name))})")
-        if task not in named.manifest.tasks:
-            raise WrongTask(f"model {name} cannot do {task}; it does {', '.join(named.manifest.tasks)}")
+            served = ", ".join(sorted(self._by_name))
+            raise UnknownModel(f"no model {ascii(name)[:80]} is served (there: {served})")
+        if named not in self._served[task.name]:
+            raise WrongTask(
+                f"model {name} cannot do {task.name}; it does {', '.join(self.tasks_of(named))}"
+            )
         return named

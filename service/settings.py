@@ -13,7 +13,8 @@ from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from model_store.store import DEFAULT_ROOT
-from service.core import AskedPrecision, Device, StartupError
+from model_store.manifest import Precision
+from service.core import Device, RequestedPrecision, StartupError
 
 ENV_PREFIX = "CLOZE_"
 
@@ -68,8 +69,8 @@ class Settings(BaseSettings):
         description="bundles to serve, NAME or NAME@VERSION, comma-separated in the environment; none: the newest of each name",
     )
     device: Device = Field(Device.AUTO, description="auto, cpu or cuda; cuda that does not come up stops the start")
-    precision: AskedPrecision = Field(
-        AskedPrecision.AUTO,
+    precision: RequestedPrecision = Field(
+        "auto",
         description="arithmetic: fp32, int8 (on a CPU), fp16 (on CUDA); auto: fp16 on CUDA, int8 where the processor has "
         "instructions for it, each if the bundle has it, else fp32",
     )

@@ -7,7 +7,8 @@ import numpy as np
 from tokenizers import Tokenizer as Backend
 
 from model_store import Bundle
-from service.core import Query, StartupError
+from model_store.batch import Encoding
+from service.core import StartupError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,16 @@ class Tokenizer:
     """
 
     def __init__(self, bundle: Bundle) -> None:
-        facts = bundle.manifest.tokenizer
+        spec = bundle.manifest.tokenizer
         try:
-            self._backend = Backend.from_str(bundle.file(facts.file).read_text(encoding="utf-8"))
+            self._backend = Backend.from_str(bundle.file(spec.file).read_text(encoding="utf-8"))
         except Exception as error:  # the library raises a bare Exception
             raise StartupError(f"bundle {bundle.manifest.reference}: its tokenizer cannot be read: {error}") from error
-        self.mask_id = facts.mask_id
-        self.mask_token = facts.mask_token
-        self.vocab_size = facts.vocab_size
-        self._cls_id = facts.cls_id
-        self._sep_id = facts.sep_id
+        self.mask_id = spec.mask_id
+        self.mask_token = spec.mask_token
+        self.vocab_size = spec.vocab_size
+        self._cls_id = spec.cls_id
+        self._sep_id = spec.sep_id
         self._second_type = min(1, max(0, bundle.manifest.architecture.type_vocab_size - 1))
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -65,11 +66,11 @@ class Tokenizer:
         kept = ids[-room:] if keep_end else ids[:room]
         return [self._cls_id, *kept, self._sep_id], len(ids) > room
 
-    def pair(self, first: Sequence[int], second: Sequence[int], max_tokens: int) -> tuple[Query, bool]:
+    def pair(self, first: Sequence[int], second: Sequence[int], max_tokens: int) -> tuple[Encoding, bool]:
         """``[CLS] first [SEP] second [SEP]``, the longer of the two cut first, as transformers' ``longest_first``.
 
         Returns:
-            A query that asks for nothing yet, and whether any tokens were cut.
+            An encoding that asks for nothing yet, and whether any tokens were cut.
         """
         room = max_tokens - 3
         cut = len(first) + len(second) > room
@@ -81,7 +82,7 @@ class Tokenizer:
         ids = [self._cls_id, *first, self._sep_id, *second, self._sep_id]
         types = np.zeros(len(ids), np.int32)
         types[len(first) + 2 :] = self._second_type
-        return Query(np.array(ids, np.int32), types), cut
+        return Encoding(np.array(ids, np.int32), types), cut
 
     def decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False) -> list[str]:
         """Ids to texts, WordPiece joined and spaces before punctuation removed."""

@@ -1,9 +1,9 @@
-"""The seam to onnxruntime: queries go in, outputs come out. Nobody else in the service speaks it.
+"""The interface to onnxruntime: the only package of the service that imports it.
 
-`feeds` turns a batch into a graph's inputs and its outputs into answers, in either layout; `session` runs a graph, on a CPU or on
-CUDA; `onnx_engine` chooses a bundle's graph and checks its goldens.
+`session` runs a graph on a CPU or on CUDA; `onnx_engine` chooses a bundle's graph and checks its
+golden outputs.
 """
 
-from service.engine.onnx_engine import OnnxEngine
+from service.engine.onnx_engine import OnnxEngine, SessionOptions
 
-__all__ = ["OnnxEngine"]
+__all__ = ["OnnxEngine", "SessionOptions"]

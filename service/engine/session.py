@@ -16,7 +16,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the official builds other
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from model_store.packing import Feeds
+from model_store.layouts import Feeds
 from model_store.processor import cuda_settings, int8_instructions, int8_settings
 from service.core import StartupError
 from service.engine.pinned import page_locked

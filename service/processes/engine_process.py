@@ -16,9 +16,9 @@ from types import FrameType
 
 import zmq
 
-from service import app
-from service.core import Answer, BatchReport, EngineFailed, Queue, ServiceError, StartupError
-from service.lanes import EngineFactory, Lane, Told, local_lanes, open_bundles
+from service import server as http_server
+from service.core import BatchResult, BatchReport, EngineFailed, Queue, ServiceError, StartupError
+from service.served_models import EngineCallbacks, EngineFactory, ServedModel, local_models, open_bundles
 from service.metrics import Metrics, write_as
 from service.processes import frames, start
 
@@ -42,7 +42,7 @@ class FrontEnd:
         self._socket.connect(address)
         self._lock = threading.Lock()
         self.pid = int(address.rsplit("-", 1)[1])
-        self.running: dict[int, Future[Answer]] = {}
+        self.running: dict[int, Future[BatchResult]] = {}
 
     def send(self, message: frames.Frames) -> None:
         """Unless nobody takes it."""
@@ -66,20 +66,20 @@ class EngineServer:
     """The loop that receives.
 
     Args:
-        lanes: the served models.
+        models: the served models.
         metrics: told how much waits.
         address: where to listen.
     """
 
-    def __init__(self, lanes: list[Lane], metrics: Metrics, address: str) -> None:
-        self._lanes, self._metrics = lanes, metrics
+    def __init__(self, models: list[ServedModel], metrics: Metrics, address: str) -> None:
+        self._models, self._metrics = models, metrics
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._front_ends: dict[str, FrontEnd] = {}
-        models = [{"reference": lane.bundle.manifest.reference, "precision": lane.precision()} for lane in lanes]
-        self._welcome = [frames.WELCOME, json.dumps({"pid": os.getpid(), "models": models}).encode()]
+        rows = [{"reference": model.bundle.manifest.reference, "precision": model.precision()} for model in models]
+        self._welcome = [frames.WELCOME, json.dumps({"pid": os.getpid(), "models": rows}).encode()]
         self.stopping = False
 
     def serve(self) -> None:
@@ -91,8 +91,8 @@ class EngineServer:
             if self.stopping or time.monotonic() - looked > _LOOK_EVERY_S:
                 looked = time.monotonic()
                 self._drop_gone()
-            for lane in self._lanes:
-                self._metrics.observe_queue(lane.bundle.manifest.reference, lane.queue.queued_tokens)
+            for model in self._models:
+                self._metrics.observe_queue(model.bundle.manifest.reference, model.queue.queued_tokens)
 
     def _handle(self, message: list[bytes]) -> None:
         kind, address, rest = message[0], message[1].decode(), [message[0], *message[2:]]
@@ -117,7 +117,7 @@ class EngineServer:
 
     def _run(self, front_end: FrontEnd, asked: frames.Run) -> None:
         try:
-            future = self._lanes[asked.model].queue.submit(asked.queries, asked.deadline, accepted=asked.accepted)
+            future = self._models[asked.model].queue.submit(asked.encodings, asked.deadline, accepted=asked.accepted)
         except ServiceError as error:
             front_end.send(frames.encode_fail(asked.number, error))
             return
@@ -125,7 +125,7 @@ class EngineServer:
         future.add_done_callback(lambda ended: _answer(front_end, asked.number, ended))
 
 
-def _answer(front_end: FrontEnd, number: int, future: Future[Answer]) -> None:
+def _answer(front_end: FrontEnd, number: int, future: Future[BatchResult]) -> None:
     """On a worker's thread: send what came out."""
     front_end.running.pop(number, None)
     if future.cancelled():
@@ -148,13 +148,13 @@ def _is_alive(pid: int) -> bool:
 
 def main(make_engine: EngineFactory | None = None) -> int:
     """Serve until SIGTERM; returns the exit code."""
-    orders = start.Orders.from_arguments()
-    app.begin(orders.settings)
-    write_as(orders.name)
+    config = start.ChildConfig.from_arguments()
+    http_server.begin(config.settings)
+    write_as(config.name)
     try:
-        bundles = open_bundles(orders.settings)
+        bundles = open_bundles(config.settings)
         references = [bundle.manifest.reference for bundle in bundles]
-        metrics = Metrics([], references, [], shared=True)
+        metrics = Metrics(references, shared=True)
 
         def die(_: str) -> None:
             logging.shutdown()
@@ -167,21 +167,21 @@ def main(make_engine: EngineFactory | None = None) -> int:
             if model in queues:
                 metrics.observe_queue(model, queues[model].queued_tokens)
 
-        lanes = local_lanes(orders.settings, make_engine, bundles, Told(observe, die), device_id=orders.device_id)
+        models = local_models(config.settings, bundles, EngineCallbacks(observe, die), make_engine, device_id=config.device_id)
     except StartupError as error:
         sys.stderr.write(f"cloze: {error}\n")
         return 2
-    queues |= {lane.bundle.manifest.reference: lane.queue for lane in lanes}
-    server = EngineServer(lanes, metrics, f"ipc://{orders.folder}/{orders.name}")
+    queues |= {model.bundle.manifest.reference: model.queue for model in models}
+    server = EngineServer(models, metrics, f"ipc://{config.folder}/{config.name}")
 
     def stop(_: int, __: FrameType | None) -> None:
         server.stopping = True
 
     signal.signal(signal.SIGTERM, stop)
-    orders.say_ready()
+    config.say_ready()
     server.serve()
-    for lane in lanes:
-        lane.queue.close()
+    for model in models:
+        model.queue.close()
     return 0
 
 

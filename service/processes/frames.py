@@ -1,45 +1,34 @@
-"""What front ends and engine processes send each other: int32 and float32 arrays behind short headers; no code comes with them.
+"""The messages between front ends and engine processes, as bytes.
 
-A message is a list of frames, the first its kind. To an engine, the second being where the front end listens for answers:
+A message is a list of byte strings: a kind, a header in MessagePack, and the arrays as they lie in
+memory. Both sides are processes of one release on one machine: messages carry no version, and
+byte order is the machine's. Requests and results of any head cross without code of their own:
+they are dataclasses of numbers, lists and arrays.
 
-    hello
-    run      header (id, deadline, model, whether it came before a drain), the queries
-    cancel   id
-
-To a front end:
-
-    welcome  JSON: the engine's process id, and of each model how it runs
-    done     header (id, seconds queued, seconds run), the outputs' shapes and ids, the outputs' numbers
-    fail     id, JSON: the error
-
-Both sides are processes of one release on one machine: there is no version, and byte order is the machine's.
+To an engine: ``run`` and ``cancel``. To a front end: ``done`` and ``fail``.
 """
 
-import json
-import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate, pairwise
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from model_store.batch import Encoding, HeadOutputs
+from model_store.heads import HEADS
 from service import core
-from service.core import Answer, Output, Query, ServiceError
+from service.core import BatchResult, ServiceError
 
 Frames = list[bytes]
 
-HELLO, RUN, CANCEL, WELCOME, DONE, FAIL = b"hello", b"run", b"cancel", b"welcome", b"done", b"fail"
+HELLO, WELCOME = b"hello", b"welcome"
+RUN, CANCEL, DONE, FAIL = b"run", b"cancel", b"done", b"fail"
 
-_RUN = struct.Struct("=Qdi?")
-_DONE = struct.Struct("=Qdd")
-_ID = struct.Struct("=Q")
-
-_FIELDS = tuple(field.name for field in fields(Output))
-_IDS = "top_ids"
-"""The one field of integers."""
-
-_NONE = (-1, 0, 0)
+_REQUESTS = {name: msgspec.msgpack.Decoder(head.request) for name, head in HEADS.items()}
+_FIELDS = {name: [field.name for field in fields(head.result)] for name, head in HEADS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,116 +38,168 @@ class Run:
     Attributes:
         number: the front end's own, for the answer.
         deadline: `time.monotonic` time, which all processes of a machine share.
-        model: the index of it.
-        accepted: whether the request came before a drain.
-        queries: at least one.
+        model: index of the served model.
+        accepted: whether the request arrived before a drain.
+        encodings: at least one.
     """
 
     number: int
     deadline: float
     model: int
     accepted: bool
-    queries: list[Query]
+    encodings: list[Encoding]
+
+
+class _RunHeader(msgspec.Struct, array_like=True, gc=False):
+    number: int
+    deadline: float
+    model: int
+    accepted: bool
+    lengths: list[int]
+    requests: list[dict[str, msgspec.Raw]]  # the distinct ones
+    request_of: list[int]  # index into `requests`, per encoding
+
+
+class _Column(msgspec.Struct, array_like=True, gc=False):
+    """One field of one head's results: an array per encoding that has a result."""
+
+    head: str
+    field: str
+    dtype: str
+    encodings: list[int]
+    shapes: list[list[int]]  # a single one if all arrays have one shape
+
+
+class _DoneHeader(msgspec.Struct, array_like=True, gc=False):
+    number: int
+    queue_s: float
+    inference_s: float
+    encodings: int
+    columns: list[_Column]
+
+
+class _FailHeader(msgspec.Struct, array_like=True, gc=False):
+    number: int
+    error: str
+    message: str
+    retry_after_s: int | None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_run_header = msgspec.msgpack.Decoder(_RunHeader)
+_done_header = msgspec.msgpack.Decoder(_DoneHeader)
+_fail_header = msgspec.msgpack.Decoder(_FailHeader)
+_number = msgspec.msgpack.Decoder(int)
 
 
 def encode_run(run: Run) -> Frames:
-    """The message."""
-    heads = [(len(query), query.top_k, query.pair, query.embed, len(query.masks), len(query.targets)) for query in run.queries]
-    parts = [np.array([len(heads)], np.int32), np.array(heads, np.int32).ravel()]
-    for query in run.queries:
-        parts += [query.input_ids, query.token_type_ids, np.array(query.masks, np.int32), np.array(query.targets, np.int32)]
-    return [RUN, _RUN.pack(run.number, run.deadline, run.model, run.accepted), np.concatenate(parts).tobytes()]
+    """Return the message of a run."""
+    encodings = run.encodings
+    distinct: dict[int, tuple[int, Mapping[str, Any]]] = {}  # by identity: encodings share them
+    request_of = [
+        distinct.setdefault(id(e.requests), (len(distinct), e.requests))[0] for e in encodings
+    ]
+    header = [
+        run.number,
+        run.deadline,
+        run.model,
+        run.accepted,
+        [len(encoding) for encoding in encodings],
+        [requests for _, requests in distinct.values()],
+        request_of,
+    ]
+    ids = np.concatenate([encoding.input_ids for encoding in encodings])
+    types = np.concatenate([encoding.token_type_ids for encoding in encodings])
+    return [RUN, _encoder.encode(header), ids.tobytes(), types.tobytes()]
 
 
 def decode_run(frames: Sequence[bytes]) -> Run:
-    """What `encode_run` made."""
-    number, deadline, model, accepted = _RUN.unpack(frames[1])
-    numbers = np.frombuffer(frames[2], np.int32)
-    count = int(numbers[0])
-    heads = numbers[1 : 1 + 6 * count].reshape(count, 6).tolist()
-    rest = _Reader(numbers[1 + 6 * count :])
-    queries = []
-    for length, top_k, pair, embed, masks, targets in heads:
-        query = Query(rest.take(length), rest.take(length), (), top_k, (), bool(pair), bool(embed))
-        if masks:
-            query.masks = rest.take(masks).tolist()
-        if targets:
-            query.targets = rest.take(targets).tolist()
-        queries.append(query)
-    return Run(number, deadline, model, accepted, queries)
+    """Return what `encode_run` was given."""
+    header = _run_header.decode(frames[1])
+    ids, types = np.frombuffer(frames[2], np.int32), np.frombuffer(frames[3], np.int32)
+    requests = [
+        {name: _REQUESTS[name].decode(raw) for name, raw in by_head.items()}
+        for by_head in header.requests
+    ]
+    bounds = pairwise(accumulate(header.lengths, initial=0))
+    encodings = [
+        Encoding(ids[first:end], types[first:end], requests[index])
+        for (first, end), index in zip(bounds, header.request_of, strict=True)
+    ]
+    return Run(header.number, header.deadline, header.model, header.accepted, encodings)
 
 
-def encode_done(number: int, answer: Answer) -> Frames:
-    """The message: of each field of `Output` in turn, each output's array."""
-    count = len(answer.outputs)
-    shapes = np.zeros((len(_FIELDS), count, 3), np.int32)  # dimensions, or -1 for no array, and two sizes
-    ids: list[NDArray[np.int32]] = []
-    numbers: list[NDArray[np.float32]] = []
-    for name, its_shapes in zip(_FIELDS, shapes, strict=True):
-        arrays = [getattr(output, name) for output in answer.outputs]
-        there = [array.ravel() for array in arrays if array is not None]
-        (ids if name == _IDS else numbers).extend(there)
-        its_shapes[:] = [_NONE if array is None else (array.ndim, *array.shape, 0)[:3] for array in arrays] if there else _NONE
-    head = [np.array([count], np.int32), shapes.ravel()]
-    integers = np.concatenate([*head, *(array.astype(np.int32) for array in ids)])
-    floats = np.concatenate(numbers).astype(np.float32, copy=False) if numbers else np.zeros(0, np.float32)
-    return [DONE, _DONE.pack(number, answer.queue_s, answer.inference_s), integers.tobytes(), floats.tobytes()]
+def encode_done(number: int, result: BatchResult) -> Frames:
+    """Return the message of a result."""
+    columns: list[_Column] = []
+    arrays: list[bytes] = []
+    for head, names in _FIELDS.items():
+        asked = [index for index, output in enumerate(result.outputs) if head in output]
+        for name in names if asked else ():
+            values = [getattr(result.outputs[index][head], name) for index in asked]
+            shapes = [list(value.shape) for value in values]
+            if all(shape == shapes[0] for shape in shapes):
+                shapes = shapes[:1]
+            columns.append(_Column(head, name, values[0].dtype.name, asked, shapes))
+            arrays.append(b"".join([value.tobytes() for value in values]))
+    header = _DoneHeader(
+        number, result.queue_s, result.inference_s, len(result.outputs), columns
+    )
+    return [DONE, _encoder.encode(header), *arrays]
 
 
-def decode_done(frames: Sequence[bytes]) -> tuple[int, Answer]:
-    """What `encode_done` made: the request's number, and its answer."""
-    number, queue_s, inference_s = _DONE.unpack(frames[1])
-    integers, floats = np.frombuffer(frames[2], np.int32), _Reader(np.frombuffer(frames[3], np.float32))
-    count = int(integers[0])
-    end = 1 + 3 * len(_FIELDS) * count
-    shapes, ids = integers[1:end].reshape(len(_FIELDS), count, 3), _Reader(integers[end:])
-    outputs = [Output() for _ in range(count)]
-    for name, its_shapes in zip(_FIELDS, shapes, strict=True):
-        if (its_shapes[:, 0] < 0).all():
-            continue
-        source = ids if name == _IDS else floats
-        for output, (dimensions, rows, columns) in zip(outputs, its_shapes.tolist(), strict=True):
-            if dimensions < 0:
-                continue
-            array = source.take(rows) if dimensions == 1 else source.take(rows * columns).reshape(rows, columns)
-            setattr(output, name, array.astype(np.int64) if name == _IDS else array)
-    return number, Answer(outputs, queue_s, inference_s)
+def decode_done(frames: Sequence[bytes]) -> tuple[int, BatchResult]:
+    """Return the request's number and what `encode_done` was given."""
+    header = _done_header.decode(frames[1])
+    outputs: list[dict[str, Any]] = [{} for _ in range(header.encodings)]
+    columns: dict[str, tuple[list[int], list[Sequence[NDArray[Any]]]]] = {}
+    for column, data in zip(header.columns, frames[2:], strict=True):
+        _, values = columns.setdefault(column.head, (column.encodings, []))
+        values.append(_split(column, data))
+    for head, (encodings, values) in columns.items():
+        result = HEADS[head].result
+        for index, row in zip(encodings, zip(*values, strict=True), strict=True):
+            outputs[index][head] = result(*row)
+    done: list[HeadOutputs] = list(outputs)
+    return header.number, BatchResult(done, header.queue_s, header.inference_s)
+
+
+def _split(column: _Column, data: bytes) -> Sequence[NDArray[Any]]:
+    """Return the column's array of each encoding, without copying."""
+    array = np.frombuffer(data, column.dtype)
+    if len(column.shapes) == 1:
+        rows: Sequence[NDArray[Any]] = array.reshape(len(column.encodings), *column.shapes[0])
+        return rows
+    sizes = [int(np.prod(shape)) for shape in column.shapes]
+    bounds = pairwise(accumulate(sizes, initial=0))
+    return [
+        array[first:end].reshape(shape)
+        for (first, end), shape in zip(bounds, column.shapes, strict=True)
+    ]
 
 
 def encode_fail(number: int, error: ServiceError) -> Frames:
-    """The message."""
-    told = {"error": type(error).__name__, "message": str(error), "retry_after_s": getattr(error, "retry_after_s", None)}
-    return [FAIL, _ID.pack(number), json.dumps(told).encode()]
+    """Return the message of an error."""
+    retry_after_s = error.retry_after_s if isinstance(error, core.Overloaded) else None
+    header = _FailHeader(number, type(error).__name__, str(error), retry_after_s)
+    return [FAIL, _encoder.encode(header)]
 
 
 def decode_fail(frames: Sequence[bytes]) -> tuple[int, ServiceError]:
-    """What `encode_fail` made: the request's number, and the same error."""
-    told = json.loads(frames[2])
-    kind: type[ServiceError] = getattr(core, told["error"])
+    """Return the request's number and the error that `encode_fail` was given."""
+    header = _fail_header.decode(frames[1])
+    kind: type[ServiceError] = getattr(core, header.error)
     assert issubclass(kind, ServiceError)
-    error = kind(told["message"], told["retry_after_s"]) if kind is core.Overloaded else kind(told["message"])
-    return _ID.unpack(frames[1])[0], error
+    if kind is core.Overloaded:
+        return header.number, core.Overloaded(header.message, header.retry_after_s or 1)
+    return header.number, kind(header.message)
 
 
 def encode_cancel(number: int) -> Frames:
-    """The message."""
-    return [CANCEL, _ID.pack(number)]
+    """Return the message that a request is cancelled."""
+    return [CANCEL, _encoder.encode(number)]
 
 
 def decode_cancel(frames: Sequence[bytes]) -> int:
-    """What `encode_cancel` made: the request's number."""
-    number: int = _ID.unpack(frames[1])[0]
-    return number
-
-
-class _Reader:
-    """Takes arrays from the front of another, without copying."""
-
-    def __init__(self, array: NDArray[Any]) -> None:
-        self._array, self._at, self._size = array, 0, len(array)
-
-    def take(self, count: int) -> NDArray[Any]:
-        begin = self._at
-        self._at += count
-        assert self._at <= self._size
-        return self._array[begin : self._at]
+    """Return the number of a cancelled request."""
+    return _number.decode(frames[1])

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import zmq
 
 from model_store import Bundle
-from service import app
+from service import app, server
 from service.core import StartupError
-from service.lanes import Lane, Told
+from service.served_models import ServedModel
 from service.metrics import write_as
 from service.processes import start
 from service.processes.remote import Link, RemoteQueue
@@ -25,27 +25,28 @@ no engine at all, probes must be answered."""
 
 def main() -> int:
     """Serve until SIGTERM; returns the exit code."""
-    orders = start.Orders.from_arguments()
-    app.begin(orders.settings)
-    write_as(orders.name)
+    config = start.ChildConfig.from_arguments()
+    server.begin(config.settings)
+    write_as(config.name)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     links: list[Link] = []
     came = threading.Event()
 
-    def lanes(bundles: Sequence[Bundle], _: Told) -> list[Lane]:
-        references = [bundle.manifest.reference for bundle in bundles]
-        links.extend(Link(context, orders.folder, name, references, came) for name in orders.engines)
-        queues = [RemoteQueue(links, number) for number in range(len(bundles))]
-        return [Lane(bundle, queue, queue.precision) for bundle, queue in zip(bundles, queues, strict=True)]
+    class Engines:
+        def models(self, bundles: Sequence[Bundle]) -> list[ServedModel]:
+            references = [bundle.manifest.reference for bundle in bundles]
+            links.extend(Link(context, config.folder, name, references, came) for name in config.engines)
+            queues = [RemoteQueue(links, number) for number in range(len(bundles))]
+            return [ServedModel(b, queue, queue.precision) for b, queue in zip(bundles, queues, strict=True)]
 
     try:
-        service = app.Service(orders.settings, make_lanes=lanes)
+        service = app.front_end(config.settings, Engines())
     except StartupError as error:
         sys.stderr.write(f"cloze: {error}\n")
         return 2
     came.wait(_ENGINE_WAIT_S)
-    orders.say_ready()
-    app.run(service, orders.settings, socket.socket(fileno=orders.listener))
+    config.say_ready()
+    server.run(service, config.settings, socket.socket(fileno=config.listener))
     return 0
 
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import zmq
 
-from service.core import Answer, EngineDead, Query, ServiceError, ShuttingDown
+from model_store.batch import Encoding
+from service.core import BatchResult, EngineDead, ServiceError, ShuttingDown
 from service.processes import frames
 
 log = logging.getLogger("cloze")
@@ -57,7 +58,7 @@ class Link:
         self._closing = False
         self._dead: str | None = f"engine {name} is not up yet"
         self._numbers = itertools.count(1)
-        self._pending: dict[int, tuple[Future[Answer], int]] = {}
+        self._pending: dict[int, tuple[Future[BatchResult], int]] = {}
         self._lock = threading.Lock()  # guards all above and the sending socket
         self._address = f"ipc://{folder}/{name}-{os.getpid()}"
         self._to = context.socket(zmq.PUSH)
@@ -75,17 +76,17 @@ class Link:
         """Why no engine is there; None while one is."""
         return self._dead
 
-    def submit(self, model: int, queries: Sequence[Query], deadline: float, *, accepted: bool) -> Future[Answer]:
+    def submit(self, model: int, encodings: Sequence[Encoding], deadline: float, *, accepted: bool) -> Future[BatchResult]:
         """Send a request; see `core.Queue`."""
-        future: Future[Answer] = Future()
-        tokens = sum(map(len, queries))
+        future: Future[BatchResult] = Future()
+        tokens = sum(map(len, encodings))
         with self._lock:
             if self._closing:
                 raise ShuttingDown("the server is shutting down")
             if self._dead is not None:
                 raise EngineDead(f"the engine is dead: {self._dead}")
             number = next(self._numbers)
-            message = frames.encode_run(frames.Run(number, deadline, model, accepted, list(queries)))
+            message = frames.encode_run(frames.Run(number, deadline, model, accepted, list(encodings)))
             self._pending[number] = future, tokens  # before it is sent: the answer may be quicker than we are
             self.tokens += tokens
             try:
@@ -110,7 +111,7 @@ class Link:
             self._closing = True
         self.fail_all(lambda: ShuttingDown("the server shut down before this request was answered"))
 
-    def _forget(self, number: int, future: Future[Answer]) -> None:
+    def _forget(self, number: int, future: Future[BatchResult]) -> None:
         with self._lock:
             if (known := self._pending.pop(number, None)) is None:
                 return
@@ -197,7 +198,7 @@ class Link:
         self.fail_all(lambda: EngineDead(f"the engine is dead: {reason}"))
 
 
-def _settle(future: Future[Answer], outcome: Answer | ServiceError) -> None:
+def _settle(future: Future[BatchResult], outcome: BatchResult | ServiceError) -> None:
     try:
         if isinstance(outcome, ServiceError):
             future.set_exception(outcome)
@@ -235,13 +236,13 @@ class RemoteQueue:
         """Whether new requests are refused."""
         return self._draining
 
-    def submit(self, queries: Sequence[Query], deadline: float, *, accepted: bool = False) -> Future[Answer]:
+    def submit(self, encodings: Sequence[Encoding], deadline: float, *, accepted: bool = False) -> Future[BatchResult]:
         """See `core.Queue`; that the engine's queue is full, the future says."""
         if self._draining and not accepted:
             raise ShuttingDown("the server is shutting down")
         alive = [link for link in self._links if link.dead is None]
         link = min(alive or self._links, key=lambda link: link.tokens)
-        return link.submit(self._model, queries, deadline, accepted=accepted)
+        return link.submit(self._model, encodings, deadline, accepted=accepted)
 
     def precision(self) -> str:
         """Of the graph that an engine runs; empty before one has said so."""

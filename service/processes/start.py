@@ -16,7 +16,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Orders:
+class ChildConfig:
     """What a child is told, in its one argument.
 
     Attributes:
@@ -45,16 +45,16 @@ class Orders:
         return json.dumps(body | {"folder": str(self.folder), "settings": self.settings.model_dump(mode="json")})
 
     @classmethod
-    def from_arguments(cls) -> "Orders":
+    def from_arguments(cls) -> "ChildConfig":
         """Of this process, which from now on ends when its parent does."""
         body = json.loads(sys.argv[1])
-        orders = cls(
+        config = cls(
             **body | {"folder": Path(body["folder"]), "engines": tuple(body["engines"]), "settings": Settings(**body["settings"])}
         )
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != orders.parent:  # it ended a moment ago
+        if os.getppid() != config.parent:  # it ended a moment ago
             os._exit(1)
-        return orders
+        return config
 
     def say_ready(self) -> None:
         """Once; after a restart nobody listens."""

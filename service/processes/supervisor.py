@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from service import app
+from service import server
 from service.core import Device, StartupError
-from service.lanes import open_bundles
+from service.served_models import open_bundles
 from service.metrics import forget_process, share_folder
-from service.processes.start import Orders
+from service.processes.start import ChildConfig
 from service.settings import Settings
 
 log = logging.getLogger("cloze")
@@ -88,9 +88,9 @@ class Supervisor:
         Raises:
             StartupError: the port is taken.
         """
-        app.begin(self._settings)
-        app.warn_of_unknown_variables()
-        listener = app.bind(self._settings)
+        server.begin(self._settings)
+        server.warn_of_unknown_variables()
+        listener = server.bind(self._settings)
         self._folder = Path(tempfile.mkdtemp(prefix="cloze-"))
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
@@ -99,7 +99,7 @@ class Supervisor:
                 return code
             if self._stopping:
                 return 128 + signal.SIGTERM
-            app.listen(listener, self._settings)
+            server.listen(listener, self._settings)
             if (code := self._start_all(self._front_ends, listener)) is not None:
                 return code
             while not self._stopping:
@@ -163,7 +163,7 @@ class Supervisor:
 
     def _spawn(self, child: Child, say_ready: int, listener: socket.socket) -> None:
         is_engine = child.device_id is not None
-        orders = Orders(
+        config = ChildConfig(
             folder=self._folder,
             name=child.name,
             engines=tuple(engine.name for engine in self._engines),
@@ -174,7 +174,7 @@ class Supervisor:
             settings=self._settings,
         )
         child.process = subprocess.Popen(
-            [*(self._engine_command if is_engine else FRONTEND_COMMAND), orders.to_argument()],
+            [*(self._engine_command if is_engine else FRONTEND_COMMAND), config.to_argument()],
             pass_fds=[say_ready] if is_engine else [say_ready, listener.fileno()],
             env=os.environ | share_folder(self._folder),
             start_new_session=True,  # Ctrl-C is for us: front ends finish before engines end

@@ -1,9 +1,17 @@
-"""What each task asks of the engine, and what it makes of the outputs. Knows tokens and logits; no HTTP, no queue.
+"""One module per task: what a client can ask, which encodings answer it, and what the answer is.
 
-Each task is one function ``prepare(tokenizer, ..., limits) -> Prepared``: the queries to run, and how to read what
-comes back.
+Knows tokens and logits; no HTTP and no queue. To add a task, write a module with a `TASK` and add
+it to `TASKS`.
 """
 
-from service.tasks.prepared import Prepared, TaskLimits
+from typing import Final
 
-__all__ = ["Prepared", "TaskLimits"]
+from service.tasks import embed, fill_mask, nsp, qa
+from service.tasks.task import PreparedRequest, Task, TaskCall, TaskContext, TaskLimits
+
+TASKS: Final[dict[str, Task]] = {
+    module.TASK.name: module.TASK for module in (fill_mask, embed, nsp, qa)
+}
+"""All tasks by name."""
+
+__all__ = ["TASKS", "PreparedRequest", "Task", "TaskCall", "TaskContext", "TaskLimits"]

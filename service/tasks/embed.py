@@ -1,74 +1,120 @@
-"""Embedding: a text as one vector."""
+"""Embedding: one vector per text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Annotated, Any, Final, Literal
 
 import numpy as np
+from pydantic import BeforeValidator, Field
 
+from model_store.batch import Encoding, HeadOutputs
+from model_store.heads import embedding
 from model_store.manifest import Embedding
-from service.core import Float32, InvalidRequest, Output, Query
-from service.tasks.prepared import Prepared, TaskLimits, check_range, check_text, place
-from service.tokenizer import Tokenizer
+from service.core import Float32, InvalidRequest
+from service.tasks.task import (
+    Example,
+    FirstError,
+    PreparedRequest,
+    Task,
+    TaskCall,
+    TaskContext,
+    WireModel,
+    check_range,
+    check_text,
+    input_name,
+    listed,
+)
 
 Text = str | list[int]
 """A text, or its token ids in the model's own vocabulary."""
 
-
-@dataclass(frozen=True, slots=True)
-class EmbedOptions:
-    """What a request may choose.
-
-    Attributes:
-        normalize: scale to length 1; None: as the model's recipe says.
-        dimensions: keep only the first so many, for models trained to allow it (Kusupati et al. 2022).
-        prompt_name: one of the model's prompts, put before each text.
-        truncate: None or True: cut and report; False: refuse a text that is too long.
-        keep_end: cut a long text's start instead of its end.
-    """
-
-    normalize: bool | None = None
-    dimensions: int | None = None
-    prompt_name: str | None = None
-    truncate: bool | None = None
-    keep_end: bool = False
+TokenIds = Annotated[list[int], FirstError()]
+EmbedInputs = str | TokenIds | Annotated[list[str | TokenIds], FirstError()]
 
 
-def prepare(
-    tokenizer: Tokenizer,
-    texts: Sequence[Text],
-    recipe: Embedding,
-    options: EmbedOptions,
-    limits: TaskLimits,
-    *,
-    many: bool = False,
-) -> Prepared[Float32]:
-    """Tokenize texts to embed; the result is [n, D] float32.
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+class EmbedParameters(WireModel):
+    """The fields of text-embeddings-inference and of huggingface_hub's ``feature_extraction``."""
+
+    normalize: bool | None = Field(
+        None, description="scale to length 1; the default is the model's recipe"
+    )
+    truncate: bool | None = Field(
+        None, description="false: refuse a text that is too long instead of cutting it"
+    )
+    truncation_direction: Annotated[
+        Literal["left", "right"] | None, BeforeValidator(_lower)
+    ] = Field(None, description="which end to cut; the default is right")
+    prompt_name: str | None = Field(
+        None, description="one of the model's prompts, put before each text"
+    )
+    dimensions: int | None = Field(
+        None,
+        description="keep only the first dimensions, for models trained to allow it "
+        "(Kusupati et al. 2022)",
+    )
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="accepted for huggingface_hub; the answer is floats"
+    )
+
+
+class _State:
+    """How the vectors of one request are finished."""
+
+    __slots__ = ("dimensions", "normalize")
+
+    def __init__(self, dimensions: int, normalize: bool) -> None:
+        self.dimensions, self.normalize = dimensions, normalize
+
+
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
+    """Tokenize the texts to embed.
 
     Raises:
-        InvalidRequest: an empty text, an id outside the vocabulary, an unknown prompt, or a text that is too long and
-            must not be cut.
+        InvalidRequest: a text is empty, an id is outside the vocabulary, a prompt is unknown, or a
+            text is too long and must not be cut.
     """
-    dimensions = options.dimensions if options.dimensions is not None else recipe.dimensions
+    parameters: EmbedParameters = call.parameters
+    inputs: Any = call.inputs
+    is_one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
+    texts: list[Text] = listed([inputs] if is_one else inputs, context.limits)
+    recipe = context.manifest.embedding
+    assert recipe is not None  # the model has the head
+    dimensions = recipe.dimensions if parameters.dimensions is None else parameters.dimensions
     check_range(dimensions, 1, recipe.dimensions, "dimensions")
-    prompt = _prompt(recipe, options.prompt_name)
-    queries, truncated = [], 0
-    for index, ids in enumerate(_ids(tokenizer, texts, prompt, limits, many)):
-        sequence, cut = tokenizer.single(ids, recipe.max_tokens, keep_end=options.keep_end)
-        if cut and options.truncate is False:
+    prompt = _prompt(recipe, parameters.prompt_name)
+    keep_end = parameters.truncation_direction == "left"
+    encodings, truncated = [], 0
+    for index, ids in enumerate(_ids(texts, prompt, context, many=not is_one)):
+        sequence, cut = context.tokenizer.single(ids, recipe.max_tokens, keep_end=keep_end)
+        if cut and parameters.truncate is False:
             raise InvalidRequest(
-                f"{place(index, many)} has {len(ids) + 2} tokens; the model reads {recipe.max_tokens}, and truncate is false"
+                f"{input_name(index, many=not is_one)} has {len(ids) + 2} tokens; the model reads "
+                f"{recipe.max_tokens}, and truncate is false"
             )
         truncated += cut
-        queries.append(Query(np.array(sequence, np.int32), np.zeros(len(sequence), np.int32), embed=True))
-    normalize = recipe.normalize if options.normalize is None else options.normalize
+        types = np.zeros(len(sequence), np.int32)
+        encodings.append(Encoding(np.array(sequence, np.int32), types, _REQUEST))
+    normalize = recipe.normalize if parameters.normalize is None else parameters.normalize
+    return PreparedRequest(encodings, _State(dimensions, normalize), truncated=truncated)
 
-    def decode(outputs: Sequence[Output]) -> Float32:
-        vectors = np.array([output.embedding for output in outputs if output.embedding is not None])[:, :dimensions]
-        if normalize:
-            vectors = vectors / np.maximum(np.sqrt(np.einsum("nd,nd->n", vectors, vectors)), 1e-12)[:, None]
-        return np.ascontiguousarray(vectors, dtype=np.float32)
 
-    return Prepared(queries, decode, truncated=truncated)
+_REQUEST: Final = {embedding.HEAD.name: embedding.EmbeddingRequest()}
+
+
+def decode(
+    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], _: TaskContext
+) -> Float32:
+    """Return the vectors [n, D] float32."""
+    state = prepared.state
+    rows = [output[embedding.HEAD.name].embedding for output in outputs]
+    vectors = np.array(rows)[:, : state.dimensions]
+    if state.normalize:
+        norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
+        vectors = vectors / np.maximum(norms, 1e-12)[:, None]
+    return np.ascontiguousarray(vectors, dtype=np.float32)
 
 
 def _prompt(recipe: Embedding, name: str | None) -> str:
@@ -81,15 +127,53 @@ def _prompt(recipe: Embedding, name: str | None) -> str:
     return recipe.prompts[name]
 
 
-def _ids(tokenizer: Tokenizer, texts: Sequence[Text], prompt: str, limits: TaskLimits, many: bool) -> list[list[int]]:
-    """Ids of each text without ``[CLS]`` and ``[SEP]``."""
+def _ids(
+    texts: Sequence[Text], prompt: str, context: TaskContext, *, many: bool
+) -> list[list[int]]:
+    """Return the ids of each text without ``[CLS]`` and ``[SEP]``."""
+    tokenizer = context.tokenizer
     for index, text in enumerate(texts):
+        name = input_name(index, many=many)
         if isinstance(text, str):
-            check_text(text, place(index, many), limits)
+            check_text(text, name, context.limits)
         elif not text:
-            raise InvalidRequest(f"{place(index, many)} is empty; it needs at least 1 token id")
+            raise InvalidRequest(f"{name} is empty; it needs at least 1 token id")
         elif not (min(text) >= 0 and max(text) < tokenizer.vocab_size):
             known = f"this model's are 0 to {tokenizer.vocab_size - 1}"
-            raise InvalidRequest(f"{place(index, many)} has token ids from {min(text)} to {max(text)}; {known}")
-    encoded = iter(tokenizer.ids([prompt + text for text in texts if isinstance(text, str)] or [""]))
-    return [next(encoded) if isinstance(text, str) else text[1:-1] if tokenizer.is_wrapped(text) else text for text in texts]
+            raise InvalidRequest(f"{name} has token ids from {min(text)} to {max(text)}; {known}")
+    strings = [prompt + text for text in texts if isinstance(text, str)]
+    encoded = iter(tokenizer.ids(strings or [""]))
+    ids = []
+    for text in texts:
+        if isinstance(text, str):
+            ids.append(next(encoded))
+        else:
+            ids.append(text[1:-1] if tokenizer.is_wrapped(text) else text)
+    return ids
+
+
+TASK: Final = Task(
+    name="embed",
+    route="/embed",
+    summary="One vector per text",
+    heads=(embedding.HEAD.name,),
+    inputs=Annotated[
+        EmbedInputs,
+        Field(
+            description="a text, its token ids, or a list of either",
+            examples=["What is deep learning?"],
+        ),
+    ],
+    parameters=EmbedParameters,
+    result=list[list[float]],
+    prepare=prepare,
+    decode=decode,
+    examples=(
+        Example("One text", {"inputs": "What is deep learning?"}),
+        Example(
+            "Many texts, vectors as the model computes them",
+            {"inputs": ["What is deep learning?", "A cat sat."], "normalize": False},
+        ),
+    ),
+    vectors=True,
+)

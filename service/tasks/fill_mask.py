@@ -1,17 +1,47 @@
-"""Fill-mask: the likeliest tokens at each ``[MASK]``, as transformers' pipeline scores and shapes them.
+"""Fill-mask: the likeliest tokens per ``[MASK]``, as transformers' pipeline scores and shapes them.
 
-A score is the softmax over the whole vocabulary. Asked-for targets are then picked out without scaling them anew; a
+A score is the softmax over the whole vocabulary. Targets are picked out without a new softmax. A
 target that is not one token stands for its first sub-token, with a warning.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Final
 
 import numpy as np
+from pydantic import Field
 
-from service.core import InvalidRequest, Output, Query
-from service.tasks.prepared import Prepared, TaskLimits, check_range, check_text, place
+from model_store.batch import Encoding, HeadOutputs
+from model_store.heads import masked_lm
+from service.core import InvalidRequest
+from service.tasks.task import (
+    Example,
+    PreparedRequest,
+    Task,
+    TaskCall,
+    TaskContext,
+    TaskLimits,
+    Texts,
+    WireModel,
+    check_range,
+    check_text,
+    input_name,
+    listed,
+)
 from service.tokenizer import Tokenizer
+
+_WRITTEN_TOKENS = 4
+"""How many tokens an answer may hold per token that may run; writing costs less than running."""
+
+
+class FillMaskParameters(WireModel):
+    """The parameters that huggingface_hub's ``fill_mask`` sends."""
+
+    top_k: int | None = Field(None, description="predictions per mask; the default is 5")
+    targets: str | Texts | None = Field(
+        None,
+        description="tokens to choose among; scores stay those over the whole vocabulary",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,67 +54,78 @@ class Prediction:
     sequence: str
 
 
-_WRITTEN_TOKENS = 4
-"""How many tokens may be written in an answer for each that may be run: writing is the cheaper."""
-
-Masks = list[list[Prediction]]
-"""Of one text: for each of its masks, predictions, best first."""
+Masks = list[Prediction] | list[list[Prediction]]
+"""Of one text: predictions, best first; a list per mask where the text has several."""
 
 
-def prepare(
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    limits: TaskLimits,
-    *,
-    top_k: int = 5,
-    targets: Sequence[str] = (),
-    many: bool = False,
-) -> Prepared[list[Masks]]:
+@dataclass(frozen=True, slots=True)
+class _State:
+    top_k: int
+    many: bool
+
+
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     """Tokenize texts that each hold at least one mask token.
 
-    Args:
-        tokenizer: the model's.
-        texts: at least one.
-        limits: see `TaskLimits`.
-        top_k: predictions a mask.
-        targets: tokens to choose among; empty: the whole vocabulary.
-        many: whether the request was a list, for the errors' wording.
-
     Raises:
-        InvalidRequest: no mask, too many, one beyond what the model reads, or a parameter out of its limits.
+        InvalidRequest: a text has no mask, too many masks, or a mask beyond what the model reads;
+            or a parameter is out of its limits.
     """
+    parameters: FillMaskParameters = call.parameters
+    tokenizer, limits = context.tokenizer, context.limits
+    texts, many = listed(call.inputs, limits), isinstance(call.inputs, list)
+    targets = parameters.targets or []
+    targets = [targets] if isinstance(targets, str) else targets
+    top_k = 5 if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, min(limits.max_top_k, tokenizer.vocab_size), "top_k")
     if len(targets) > limits.max_top_k:
         raise InvalidRequest(f"targets has {len(targets)} tokens; the limit is {limits.max_top_k}")
     target_ids, warnings = _target_ids(tokenizer, targets)
-    queries, truncated = [], 0
     for index, text in enumerate(texts):
-        check_text(text, place(index, many), limits)
-    predictions = written = 0
+        check_text(text, input_name(index, many=many), limits)
+    encodings, truncated = [], 0
+    counter = _PredictionCounter(limits, max(top_k, len(target_ids)))
     for index, ids in enumerate(tokenizer.ids(texts)):
-        asked = max(top_k, len(target_ids)) * _count_masks(tokenizer, ids, place(index, many), limits)
-        predictions += asked
-        written += asked * min(len(ids), limits.max_tokens)
-        if predictions > limits.max_results:
-            raise InvalidRequest(f"the request asks for more than {limits.max_results} predictions (masks x top_k), the limit")
-        if written > (most := _WRITTEN_TOKENS * limits.max_request_tokens):
-            raise InvalidRequest(f"the predictions' sequences would hold more than {most} tokens, the limit")
+        masks = _count_masks(tokenizer, ids, input_name(index, many=many), limits)
+        counter.add(masks, min(len(ids), limits.max_tokens))
         sequence, cut = tokenizer.single(ids, limits.max_tokens)
         truncated += cut
-        queries.append(
-            Query(
-                np.array(sequence, np.int32),
-                np.zeros(len(sequence), np.int32),
-                masks=[position for position, token in enumerate(sequence) if token == tokenizer.mask_id],
-                top_k=0 if target_ids else top_k,
-                targets=target_ids,
-            )
+        request = masked_lm.MaskedLMRequest(
+            [position for position, token in enumerate(sequence) if token == tokenizer.mask_id],
+            top_k=0 if target_ids else top_k,
+            targets=target_ids,
         )
+        types = np.zeros(len(sequence), np.int32)
+        encodings.append(
+            Encoding(np.array(sequence, np.int32), types, {masked_lm.HEAD.name: request})
+        )
+    return PreparedRequest(encodings, _State(top_k, many), counter.predictions, truncated, warnings)
 
-    def decode(outputs: Sequence[Output]) -> list[Masks]:
-        return [_decode(tokenizer, query, output, top_k) for query, output in zip(queries, outputs, strict=True)]
 
-    return Prepared(queries, decode, predictions, truncated, warnings)
+class _PredictionCounter:
+    """Counts a request's predictions and the tokens of their sequences against the limits."""
+
+    def __init__(self, limits: TaskLimits, predictions_per_mask: int) -> None:
+        self._limits, self._per_mask = limits, predictions_per_mask
+        self.predictions = 0
+        self._written = 0
+
+    def add(self, masks: int, tokens: int) -> None:
+        """Count one text.
+
+        Raises:
+            InvalidRequest: the request asks for too much.
+        """
+        self.predictions += self._per_mask * masks
+        self._written += self._per_mask * masks * tokens
+        if self.predictions > (most := self._limits.max_results):
+            raise InvalidRequest(
+                f"the request asks for more than {most} predictions (masks x top_k), the limit"
+            )
+        if self._written > (most := _WRITTEN_TOKENS * self._limits.max_request_tokens):
+            raise InvalidRequest(
+                f"the predictions' sequences would hold more than {most} tokens, the limit"
+            )
 
 
 def _count_masks(tokenizer: Tokenizer, ids: Sequence[int], name: str, limits: TaskLimits) -> int:
@@ -101,7 +142,7 @@ def _count_masks(tokenizer: Tokenizer, ids: Sequence[int], name: str, limits: Ta
 
 
 def _target_ids(tokenizer: Tokenizer, targets: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
-    found: dict[int, None] = {}
+    target_ids: dict[int, None] = {}
     warnings = []
     for target in targets:
         number = tokenizer.id_of(target)
@@ -113,31 +154,69 @@ def _target_ids(tokenizer: Tokenizer, targets: Sequence[str]) -> tuple[list[int]
                 continue
             number = pieces[0]
             warnings.append(f"target {shown} is not in the vocabulary; {tokenizer.decode([[number]])[0]!a} stands for it")
-        found[number] = None
-    if targets and not found:
+        target_ids[number] = None
+    if targets and not target_ids:
         raise InvalidRequest("none of the targets has a token in the model's vocabulary")
-    return list(found), tuple(warnings)
+    return list(target_ids), tuple(warnings)
 
 
-def _decode(tokenizer: Tokenizer, query: Query, output: Output, top_k: int) -> Masks:
-    assert output.logsumexp is not None
-    assert output.top_logits is not None
-    assert output.top_ids is not None
-    assert output.target_logits is not None
-    sequence = query.input_ids.tolist()
-    only_one = len(query.masks) == 1
+def decode(
+    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], context: TaskContext
+) -> Masks | list[Masks]:
+    """Return the predictions of each text: of one text, if the request was one."""
+    results: list[Masks] = []
+    for encoding, output in zip(prepared.encodings, outputs, strict=True):
+        masks = _predictions(context.tokenizer, encoding, output, prepared.state.top_k)
+        results.append(masks[0] if len(masks) == 1 else masks)
+    return results if prepared.state.many else results[0]
+
+
+def _predictions(
+    tokenizer: Tokenizer, encoding: Encoding, output: HeadOutputs, top_k: int
+) -> list[list[Prediction]]:
+    request: masked_lm.MaskedLMRequest = encoding.requests[masked_lm.HEAD.name]  # type: ignore[assignment]
+    result: masked_lm.MaskedLMResult = output[masked_lm.HEAD.name]
+    sequence = encoding.input_ids.tolist()
+    only_one = len(request.positions) == 1
     masks = []
-    for number, position in enumerate(query.masks):
-        if query.targets:
-            logits = output.target_logits[number]  # [n]
+    for number, position in enumerate(request.positions):
+        if request.targets:
+            logits = result.target_logits[number]  # [n]
             best = np.argsort(-logits, kind="stable")[:top_k]
-            logits, tokens = logits[best], [query.targets[choice] for choice in best]
+            logits, tokens = logits[best], [request.targets[choice] for choice in best]
         else:
-            logits, tokens = output.top_logits[number], output.top_ids[number].tolist()  # [k]
-        scores = np.exp(logits - output.logsumexp[number]).tolist()
+            logits, tokens = result.top_logits[number], result.top_ids[number].tolist()  # [k]
+        scores = np.exp(logits - result.logsumexp[number]).tolist()
         filled = [[*sequence[:position], token, *sequence[position + 1 :]] for token in tokens]
-        # With several masks the others stay visible, hence all special tokens do, as in transformers.
+        # With several masks the others stay visible, and so do all special tokens, as in
+        # transformers.
         texts = tokenizer.decode(filled, skip_special_tokens=only_one)
         words = tokenizer.decode([[token] for token in tokens])
-        masks.append([Prediction(*fields) for fields in zip(scores, tokens, words, texts, strict=True)])
+        masks.append([Prediction(*f) for f in zip(scores, tokens, words, texts, strict=True)])
     return masks
+
+
+TASK: Final = Task(
+    name="fill-mask",
+    route="/fill-mask",
+    summary="The likeliest tokens at each [MASK]",
+    heads=(masked_lm.HEAD.name,),
+    inputs=Annotated[
+        str | Texts,
+        Field(
+            description="a text with at least one [MASK], or a list of such texts",
+            examples=["Paris is the [MASK] of France."],
+        ),
+    ],
+    parameters=FillMaskParameters,
+    result=Masks | list[Masks],
+    prepare=prepare,
+    decode=decode,
+    examples=(
+        Example("One text", {"inputs": "Paris is the [MASK] of France."}),
+        Example(
+            "Targets to choose among",
+            {"inputs": "The water is [MASK].", "parameters": {"targets": ["red", "green"]}},
+        ),
+    ),
+)

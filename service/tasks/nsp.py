@@ -1,43 +1,131 @@
 """Next sentence: does the second text follow the first (Devlin et al. 2019, section 3.1, task 2)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
 
 import numpy as np
+from pydantic import Field
 
-from service.core import Float32, Output
-from service.tasks.prepared import Prepared, TaskLimits, check_text
-from service.tokenizer import Tokenizer
+from model_store.batch import HeadOutputs
+from model_store.heads import next_sentence
+from service.tasks.task import (
+    Example,
+    FirstError,
+    NoParameters,
+    PreparedRequest,
+    Task,
+    TaskCall,
+    TaskContext,
+    Texts,
+    WireModel,
+    check_text,
+    input_name,
+    listed,
+)
 
 
-def prepare(
-    tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]], names: Sequence[str], limits: TaskLimits
-) -> Prepared[Float32]:
-    """Tokenize pairs; the result is [n, 2] float32: the probability that the second is next, and that it is not.
+class Pair(WireModel):
+    """Two texts: does ``next`` follow ``text``?"""
 
-    Args:
-        tokenizer: the model's.
-        pairs: (text, next), at least one.
-        names: how errors name each pair.
-        limits: see `TaskLimits`.
+    text: str
+    next: str
+
+
+class Candidates(WireModel):
+    """One text and possible successors to rank."""
+
+    text: str
+    candidates: Texts
+
+
+@dataclass(frozen=True, slots=True)
+class NspLabel:
+    """A label of a pair and its probability."""
+
+    label: Literal["IsNext", "NotNext"]
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankedCandidate:
+    """A candidate, its place in the request, and the probability that it is next."""
+
+    index: int
+    score: float
+    text: str
+
+
+Inputs = Pair | Candidates | list[Pair]
+
+
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
+    """Tokenize the pairs.
 
     Raises:
-        InvalidRequest: an empty text.
+        InvalidRequest: a text is empty.
     """
+    inputs, tokenizer, limits = call.inputs, context.tokenizer, context.limits
+    if isinstance(inputs, Candidates):
+        pairs = [(inputs.text, candidate) for candidate in listed(inputs.candidates, limits)]
+        names = [f"inputs.candidates[{index}]" for index in range(len(pairs))]
+    else:
+        pairs = [(pair.text, pair.next) for pair in listed(inputs, limits)]
+        many = isinstance(inputs, list)
+        names = [input_name(index, many=many) for index in range(len(pairs))]
     for (first, second), name in zip(pairs, names, strict=True):
         check_text(first, f"{name}.text", limits)
         check_text(second, f"{name}.next", limits)
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # candidates share their first text
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each is tokenized once
     ids = dict(zip(texts, tokenizer.ids(texts), strict=True))
-    queries, truncated = [], 0
+    encodings, truncated = [], 0
     for first, second in pairs:
-        query, cut = tokenizer.pair(ids[first], ids[second], limits.max_tokens)
-        queries.append(replace(query, pair=True))
+        encoding, cut = tokenizer.pair(ids[first], ids[second], limits.max_tokens)
+        encoding.requests = _REQUEST
+        encodings.append(encoding)
         truncated += cut
-    return Prepared(queries, _decode, truncated=truncated)
+    return PreparedRequest(encodings, inputs, truncated=truncated)
 
 
-def _decode(outputs: Sequence[Output]) -> Float32:
-    logits = np.stack([output.pair_logits for output in outputs if output.pair_logits is not None])
-    scores = np.exp(logits - logits.max(1, keepdims=True))
-    return scores / scores.sum(1, keepdims=True)  # type: ignore[no-any-return]
+_REQUEST: Final = {next_sentence.HEAD.name: next_sentence.NextSentenceRequest()}
+
+
+def decode(
+    prepared: PreparedRequest[Inputs], outputs: Sequence[HeadOutputs], _: TaskContext
+) -> list[NspLabel] | list[list[NspLabel]] | list[RankedCandidate]:
+    """Return the labels of each pair, or the candidates, the likeliest first."""
+    logits = np.stack([output[next_sentence.HEAD.name].logits for output in outputs])
+    exponentials = np.exp(logits - logits.max(1, keepdims=True))
+    scores = (exponentials / exponentials.sum(1, keepdims=True)).tolist()
+    inputs = prepared.state
+    if isinstance(inputs, Candidates):
+        order = sorted(range(len(scores)), key=lambda index: -scores[index][0])
+        return [RankedCandidate(i, scores[i][0], inputs.candidates[i]) for i in order]
+    labels = [[NspLabel("IsNext", is_next), NspLabel("NotNext", other)] for is_next, other in scores]
+    return labels if isinstance(inputs, list) else labels[0]
+
+
+TASK: Final = Task(
+    name="nsp",
+    route="/nsp",
+    summary="Whether one text follows another",
+    heads=(next_sentence.HEAD.name,),
+    inputs=Annotated[
+        Pair | Candidates | Annotated[list[Pair], FirstError()],
+        Field(
+            description="a pair, a list of pairs, or a text with candidates to rank",
+            examples=[{"text": "He opened the door.", "next": "Then he went in."}],
+        ),
+    ],
+    parameters=NoParameters,
+    result=list[NspLabel] | list[list[NspLabel]] | list[RankedCandidate],
+    prepare=prepare,
+    decode=decode,
+    examples=(
+        Example("A pair", {"inputs": {"text": "He opened the door.", "next": "He went in."}}),
+        Example(
+            "Candidates to rank",
+            {"inputs": {"text": "He opened the door.", "candidates": ["He went in.", "Cats purr."]}},
+        ),
+    ),
+)

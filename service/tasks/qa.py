@@ -1,44 +1,88 @@
-"""Extractive question answering: the spans of a context that answer a question, as transformers v4's pipeline finds them.
+"""Extractive question answering: the spans of a context that answer a question.
 
-A context that does not fit is read in overlapping windows. In each window start and end logits are softmaxed over the
-context's tokens and ``[CLS]``; a span's score is the product; the best spans of all windows are merged (a text found
-twice adds its scores) and given with character offsets, widened to whole words.
+The spans are those that transformers v4's pipeline finds. A context that does not fit is read in
+overlapping windows. In each window start and end logits are softmaxed over the context's tokens
+and ``[CLS]``; a span's score is the product. The best spans of all windows are merged: a text that
+is found twice adds its scores. Answers carry character offsets and are widened to whole words.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, Final
 
 import numpy as np
+from pydantic import Field
 
-from service.core import Float32, InvalidRequest, Output, Query
-from service.tasks.prepared import Prepared, TaskLimits, check_range, check_text
-from service.tokenizer import Spans, Tokenizer
+from model_store.batch import Encoding, HeadOutputs
+from model_store.heads import span
+from service.core import Float32, InvalidRequest
+from service.tasks.task import (
+    Example,
+    FirstError,
+    PreparedRequest,
+    Task,
+    TaskCall,
+    TaskContext,
+    TaskLimits,
+    WireModel,
+    check_range,
+    check_text,
+    input_name,
+    listed,
+)
+from service.tasks.windows import window_count, windows
+from service.tokenizer import Spans
 
 _DEFAULT_SEQUENCE_TOKENS = 384
 _DEFAULT_STRIDE = 128
 
 _WINDOW_RESULTS = 32
-"""Decoding a window costs about as much as so many predictions."""
+"""Decoding a window costs about as much as this many predictions."""
+
+
+class QaPair(WireModel):
+    """A question and the text that holds its answer."""
+
+    question: str
+    context: str
+
+
+class QaParameters(WireModel):
+    """The parameters of transformers v4, by their names and with their defaults."""
+
+    top_k: int | None = Field(None, description="answers per question; the default is 1")
+    doc_stride: int | None = Field(
+        None,
+        description="tokens that neighbouring windows share; "
+        "the default is min(max_seq_len // 2, 128)",
+    )
+    max_answer_len: int | None = Field(
+        None, description="most tokens per answer; the default is 15"
+    )
+    max_seq_len: int | None = Field(
+        None,
+        description="tokens per window, question and special tokens included; "
+        "the default is 384, or what the model reads",
+    )
+    max_question_len: int | None = Field(
+        None, description="a longer question is cut; the default is 64 tokens"
+    )
+    handle_impossible_answer: bool | None = Field(
+        None, description='whether "no answer" (an empty text) is a candidate'
+    )
+    align_to_words: bool | None = Field(
+        None, description="move an answer's ends to those of words; the default is true"
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class QaOptions:
-    """transformers' parameters, by their names and with their defaults.
-
-    Attributes:
-        top_k: answers a question.
-        doc_stride: tokens that neighbouring windows share; None: ``min(max_seq_len // 2, 128)``.
-        max_answer_len: tokens an answer may have.
-        max_seq_len: tokens of a window, question and special tokens included; None: 384, or less if the model reads less.
-        max_question_len: a longer question is cut.
-        handle_impossible_answer: whether "no answer" (an empty text) is a candidate.
-        align_to_words: whether an answer's ends are moved to those of the words they lie in.
-    """
+class _Options:
+    """`QaParameters` with the defaults filled in; see there."""
 
     top_k: int = 1
     doc_stride: int | None = None
     max_answer_len: int = 15
-    max_seq_len: int | None = None
+    max_seq_len: int = _DEFAULT_SEQUENCE_TOKENS
     max_question_len: int = 64
     handle_impossible_answer: bool = False
     align_to_words: bool = True
@@ -54,12 +98,16 @@ class QaAnswer:
     end: int
 
 
+Answers = QaAnswer | list[QaAnswer]
+"""Of one question: the best answer, or a list of answers where ``top_k`` is above 1."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Question:
     """A question's windows.
 
     Attributes:
-        question_tokens: how many the windows begin with, ``[CLS]`` and ``[SEP]`` not counted.
+        question_tokens: tokens of the question in each window, special tokens not counted.
         windows: (first, end) token of the context in each window.
     """
 
@@ -69,105 +117,115 @@ class _Question:
     windows: list[tuple[int, int]]
 
 
-def prepare(
-    tokenizer: Tokenizer,
-    pairs: Sequence[tuple[str, str]],
-    names: Sequence[str],
-    limits: TaskLimits,
-    options: QaOptions,
-) -> Prepared[list[list[QaAnswer]]]:
-    """Tokenize (question, context) pairs into windows; the result has the best answers of each.
+@dataclass(frozen=True, slots=True)
+class _State:
+    questions: list[_Question]
+    options: _Options
+    many: bool
 
-    Args:
-        tokenizer: the model's.
-        pairs: at least one.
-        names: how errors name each pair.
-        limits: see `TaskLimits`.
-        options: see `QaOptions`.
+
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
+    """Tokenize questions and their contexts into windows.
 
     Raises:
-        InvalidRequest: an empty text, or an option out of its limits.
+        InvalidRequest: a text is empty, or a parameter is out of its limits.
     """
-    sequence_tokens = _check_options(options, limits)
-    if len(pairs) * options.top_k > limits.max_results:
-        raise InvalidRequest(f"the request asks for {len(pairs) * options.top_k} answers; the limit is {limits.max_results}")
+    pairs, many = listed(call.inputs, context.limits), isinstance(call.inputs, list)
+    options, limits = _options(call.parameters, context.limits), context.limits
+    if (answers := len(pairs) * options.top_k) > limits.max_results:
+        raise InvalidRequest(
+            f"the request asks for {answers} answers; the limit is {limits.max_results}"
+        )
     questions: list[_Question] = []
-    queries: list[Query] = []
+    encodings: list[Encoding] = []
     truncated = tokens = 0
-    for (question, context), name in zip(pairs, names, strict=True):
-        check_text(question, f"{name}.question", limits)
-        check_text(context, f"{name}.context", limits)
-        question_ids = tokenizer.ids([question])[0]
-        spans = tokenizer.spans(context)
-        if not question_ids or not spans.ids:
+    for index, pair in enumerate(pairs):
+        name = input_name(index, many=many)
+        ids, spans = _tokenize(pair, name, context)
+        cut = ids[: options.max_question_len]
+        truncated += len(cut) < len(ids)
+        room = options.max_seq_len - len(cut) - 3
+        stride = _stride(options, room, name)
+        tokens += window_count(len(spans.ids), room, stride) * options.max_seq_len
+        if tokens > (most := limits.max_request_tokens):
             raise InvalidRequest(
-                f"{name}.{'context' if question_ids else 'question'} has no token, only spaces or control characters"
+                f"up to {name} the windows hold {tokens} tokens; the limit of a request is {most}"
             )
-        cut = question_ids[: options.max_question_len]
-        truncated += len(cut) < len(question_ids)
-        room = sequence_tokens - len(cut) - 3
-        stride = _stride(options, sequence_tokens, room, name)
-        tokens += (1 + max(0, -(-(len(spans.ids) - room) // (room - stride)))) * sequence_tokens
-        if tokens > limits.max_request_tokens:
-            raise InvalidRequest(
-                f"up to {name} the windows hold {tokens} tokens; the limit of a request is {limits.max_request_tokens}"
-            )
-        windows = _windows(len(spans.ids), room, stride)
-        questions.append(_Question(context, spans, len(cut), windows))
-        queries += [tokenizer.pair(cut, spans.ids[first:end], sequence_tokens)[0] for first, end in windows]
-
-    def decode(outputs: Sequence[Output]) -> list[list[QaAnswer]]:
-        rest = iter(outputs)
-        return [_best_answers(question, [next(rest) for _ in question.windows], options) for question in questions]
-
-    return Prepared(queries, decode, len(queries) * _WINDOW_RESULTS, truncated)
+        question = _Question(
+            pair.context, spans, len(cut), windows(len(spans.ids), room, stride)
+        )
+        questions.append(question)
+        for first, end in question.windows:
+            encoding, _ = context.tokenizer.pair(cut, spans.ids[first:end], options.max_seq_len)
+            encoding.requests = _REQUEST
+            encodings.append(encoding)
+    state = _State(questions, options, many)
+    return PreparedRequest(encodings, state, len(encodings) * _WINDOW_RESULTS, truncated)
 
 
-def _check_options(options: QaOptions, limits: TaskLimits) -> int:
-    """Returns the tokens of a window."""
+_REQUEST: Final = {span.HEAD.name: span.SpanRequest()}
+
+
+def _options(parameters: QaParameters, limits: TaskLimits) -> _Options:
+    default = {"max_seq_len": min(limits.max_tokens, _DEFAULT_SEQUENCE_TOKENS)}
+    options = _Options(**(default | parameters.model_dump(exclude_none=True)))
     check_range(options.top_k, 1, limits.max_top_k, "top_k")
     check_range(options.max_answer_len, 1, limits.max_tokens, "max_answer_len")
     check_range(options.max_question_len, 1, limits.max_tokens, "max_question_len")
-    sequence_tokens = options.max_seq_len
-    if sequence_tokens is None:
-        sequence_tokens = min(limits.max_tokens, _DEFAULT_SEQUENCE_TOKENS)
-    check_range(sequence_tokens, 8, limits.max_tokens, "max_seq_len")
-    return sequence_tokens
+    check_range(options.max_seq_len, 8, limits.max_tokens, "max_seq_len")
+    return options
 
 
-def _stride(options: QaOptions, sequence_tokens: int, room: int, name: str) -> int:
-    """How many tokens neighbouring windows share."""
+def _tokenize(pair: QaPair, name: str, context: TaskContext) -> tuple[list[int], Spans]:
+    """Return the question's ids and the context's tokens."""
+    check_text(pair.question, f"{name}.question", context.limits)
+    check_text(pair.context, f"{name}.context", context.limits)
+    ids = context.tokenizer.ids([pair.question])[0]
+    spans = context.tokenizer.spans(pair.context)
+    if not ids or not spans.ids:
+        empty = "context" if ids else "question"
+        raise InvalidRequest(f"{name}.{empty} has no token, only spaces or control characters")
+    return ids, spans
+
+
+def _stride(options: _Options, room: int, name: str) -> int:
+    """Return how many tokens neighbouring windows share."""
     if room < 1:
         raise InvalidRequest(
-            f"{name}.question leaves no room for the context: max_seq_len {sequence_tokens}, "
+            f"{name}.question leaves no room for the context: max_seq_len {options.max_seq_len}, "
             f"max_question_len {options.max_question_len}"
         )
     if options.doc_stride is None:
-        stride = min(sequence_tokens // 2, _DEFAULT_STRIDE)
+        stride = min(options.max_seq_len // 2, _DEFAULT_STRIDE)
         return stride if stride < room else room // 2
     check_range(options.doc_stride, 0, room - 1, "doc_stride")
     return options.doc_stride
 
 
-def _windows(tokens: int, room: int, stride: int) -> list[tuple[int, int]]:
-    """Cut ``tokens`` into windows of at most ``room`` of which neighbours share ``stride``."""
-    windows = [(0, min(room, tokens))]
-    while windows[-1][1] < tokens:
-        first = windows[-1][0] + room - stride
-        windows.append((first, min(first + room, tokens)))
-    return windows
+def decode(
+    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], _: TaskContext
+) -> Answers | list[Answers]:
+    """Return the best answers to each question: to one question, if the request was one."""
+    rest = iter(outputs)
+    state = prepared.state
+    results: list[Answers] = []
+    for question in state.questions:
+        logits = [next(rest)[span.HEAD.name].logits for _ in question.windows]
+        answers = _best_answers(question, logits, state.options)
+        results.append(answers[0] if len(answers) == 1 else answers)
+    return results if state.many else results[0]
 
 
-def _best_answers(question: _Question, outputs: Sequence[Output], options: QaOptions) -> list[QaAnswer]:
+def _best_answers(question: _Question, logits: Sequence[Float32], options: _Options) -> list[QaAnswer]:
     # Aligning to words may merge candidates, hence a few more of them.
     candidates = options.top_k * 2 + 10 if options.align_to_words else options.top_k
     merged: dict[str, QaAnswer] = {}
     no_answer = 1e6
-    for (first, end), output in zip(question.windows, outputs, strict=True):
-        assert output.span_logits is not None
+    for (first, end), window_logits in zip(question.windows, logits, strict=True):
         begin = question.question_tokens + 2
-        logits = np.concatenate([output.span_logits[:1], output.span_logits[begin : begin + end - first]])  # [CLS], context
-        scores = np.exp(logits - logits.max(0))
+        context_logits = window_logits[begin : begin + end - first]
+        candidates_logits = np.concatenate([window_logits[:1], context_logits])  # [CLS], context
+        scores = np.exp(candidates_logits - candidates_logits.max(0))
         scores /= scores.sum(0)
         no_answer = min(no_answer, float(scores[0, 0] * scores[0, 1]))
         for score, start_token, end_token in _best_spans(scores[1:], candidates, options.max_answer_len):
@@ -210,3 +268,35 @@ def _characters(spans: Spans, start: int, end: int, window: tuple[int, int], ali
         while end + 1 < window[1] and spans.words[end + 1] == spans.words[end]:
             end += 1
     return spans.offsets[start][0], spans.offsets[end][1]
+
+
+TASK: Final = Task(
+    name="qa",
+    route="/qa",
+    summary="The span of a context that answers a question",
+    heads=(span.HEAD.name,),
+    inputs=Annotated[
+        QaPair | Annotated[list[QaPair], FirstError()],
+        Field(
+            description="a question with its context, or a list of them",
+            examples=[{"question": "Who wrote it?", "context": "It was written by Ada."}],
+        ),
+    ],
+    parameters=QaParameters,
+    result=Answers | list[Answers],
+    prepare=prepare,
+    decode=decode,
+    examples=(
+        Example(
+            "The best answer",
+            {"inputs": {"question": "Who wrote it?", "context": "It was written by Ada."}},
+        ),
+        Example(
+            "The three best answers",
+            {
+                "inputs": {"question": "Who wrote it?", "context": "It was written by Ada."},
+                "parameters": {"top_k": 3},
+            },
+        ),
+    ),
+)

@@ -1,30 +1,23 @@
-"""What happens around every route: ids, observation, bounded bodies, the short way to hot ones, clients that went away.
+"""What happens around every request: its id, its observation, the size of its headers, its route.
 
-Knows no task.
+Knows no task and no protocol.
 """
 
-import asyncio
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 import orjson
 from fastapi import Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from service.core import ClientGone, RequestTooLarge, ServiceError, SlowRequest
+from service.core import ServiceError
+from service.metrics import Metrics
 
 OTHER_ROUTE = "other"
-"""How a request to no route of ours is labelled, so that labels stay bounded."""
-
-_WATCH_AFTER_S = 0.05
-"""Most requests are answered sooner; only the others pay for a task that watches their connection."""
-
-_DISCARD_FACTOR = 8
-"""How many times the limit of an oversized body is read and thrown away, so that its client hears why."""
+"""The label of requests to unknown routes, so that labels stay bounded."""
 
 _MAX_HEADER_BYTES = 65_536
 
@@ -35,15 +28,17 @@ class Connection:
     """ASGI middleware: gives a request its id and reports its route, model, status and time.
 
     Args:
-        app: what it wraps.
+        app: the application inside.
         known_routes: paths that may become labels.
-        observe: told (route, model, status, seconds) of every answered request.
+        metrics: observes every answered request.
     """
 
-    def __init__(self, app: ASGIApp, known_routes: Collection[str], observe: Callable[[str, str, int, float], None]) -> None:
+    def __init__(
+        self, app: ASGIApp, known_routes: Collection[str], metrics: Metrics
+    ) -> None:
         self._app = app
         self._known_routes = frozenset(known_routes)
-        self._observe = observe
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
@@ -65,16 +60,17 @@ class Connection:
             await self._app(scope, receive, send_with_id)
         finally:
             route = scope["path"] if scope["path"] in self._known_routes else OTHER_ROUTE
-            self._observe(route, scope.get("cloze.model", ""), status, time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self._metrics.observe_request(route, scope.get("cloze.model", ""), status, seconds)
 
 
 class DirectRoutes:
-    """ASGI middleware: answers POST on its routes by itself, before the router, whose way to them costs more than theirs.
+    """ASGI middleware: calls the handlers of POST routes without the router and its middleware.
 
-    Everything else, and so every other method of these routes, is the router's.
+    Every other request goes to the router. `docs/decisions/0007` has the measured difference.
 
     Args:
-        app: what it wraps.
+        app: the application inside.
         handlers: by path.
         respond: answers a `ServiceError` of a handler.
     """
@@ -151,67 +147,3 @@ class BoundedHeaders(HttpToolsProtocol):
                 )
                 self.transport.write(head.encode() + body)
                 self.transport.close()
-
-
-async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
-    """The whole body.
-
-    Raises:
-        RequestTooLarge: it has more than ``limit`` bytes.
-        SlowRequest: it has not arrived after ``timeout_s``.
-    """
-    chunks: list[bytes] = []
-    size, more = 0, True
-    try:
-        async with asyncio.timeout(timeout_s):
-            while more and size <= limit * _DISCARD_FACTOR:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone("the client closed its connection before its body was whole")
-                chunk, more = message.get("body", b""), message.get("more_body", False)
-                size += len(chunk)
-                if size <= limit:
-                    chunks.append(chunk)
-    except TimeoutError:
-        raise SlowRequest(f"{size} bytes of the body arrived within the limit of {timeout_s * 1000:.0f} ms, not all") from None
-    if size > limit:
-        declared = request.headers.get("content-length", "")
-        raise RequestTooLarge(f"the body has {declared or f'at least {size}'} bytes; the limit is {limit}")
-    return b"".join(chunks)
-
-
-@asynccontextmanager
-async def client_gone(request: Request) -> AsyncIterator[None]:
-    """Cancel what is awaited inside when the client closes its connection.
-
-    Raises:
-        ClientGone: it did.
-    """
-    gone = False
-    watcher: asyncio.Task[None] | None = None
-    task = asyncio.current_task()
-    assert task is not None
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        task.cancel()
-
-    def start_watching() -> None:
-        nonlocal watcher
-        watcher = asyncio.create_task(watch())
-
-    timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, start_watching)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not gone:
-            raise
-        task.uncancel()
-        raise ClientGone("the client closed its connection") from None
-    finally:
-        timer.cancel()
-        if watcher is not None:
-            watcher.cancel()

@@ -1,0 +1,32 @@
+"""One module per head: its tensors, its requests and results, and how these cross the graph.
+
+To add a head, write a module with a `HEAD` and add it to `HEADS`.
+"""
+
+from collections.abc import Collection
+from typing import Final
+
+from model_store.heads import embedding, masked_lm, next_sentence, span
+from model_store.heads.head import GraphSpec, Head, HeadRequest, Pooling
+
+HEADS: Final[dict[str, Head]] = {
+    module.HEAD.name: module.HEAD for module in (masked_lm, next_sentence, embedding, span)
+}
+"""All heads by name, in the order in which graphs have them."""
+
+
+_BY_TASK: Final = {head.task: head for head in HEADS.values()}
+
+
+def heads_of_tasks(tasks: Collection[str]) -> tuple[Head, ...]:
+    """Return the heads that manifests and `cloze export --task` call ``tasks``, in graph order.
+
+    Raises:
+        ValueError: no head has one of these names.
+    """
+    if unknown := [task for task in tasks if task not in _BY_TASK]:
+        raise ValueError(f"no head serves {unknown[0]!r} (known: {', '.join(_BY_TASK)})")
+    return tuple(head for head in HEADS.values() if head.task in tasks)
+
+
+__all__ = ["HEADS", "GraphSpec", "Head", "HeadRequest", "Pooling", "heads_of_tasks"]

@@ -1,0 +1,92 @@
+"""Embedding: the hidden states of a sequence pooled into one vector.
+
+Source: Reimers & Gurevych 2019, section 3.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model_store.heads.head import GraphSpec, Head, HeadRequest, Pooling, Requests
+from model_store.heads.rows import unpack_rows
+from model_store.layouts import Feeds, Int32, Layout, Placement
+from model_store.tensors import TensorSpec
+
+EMBED_SEQUENCES: Final = TensorSpec(
+    "embed_sequences", "int32", ("E",), "the sequences (0 to B - 1) to pool", "dense"
+)
+POOL_ROWS: Final = TensorSpec(
+    "pool_rows", "int32", ("E", "L"), "the rows of `hidden` that make each embedding", "packed"
+)
+POOL_WEIGHTS: Final = TensorSpec(
+    "pool_weights",
+    "float32",
+    ("E", "L"),
+    "how much each row counts, 0 beyond its sequence; absent for max pooling",
+    "packed",
+)
+EMBEDDINGS: Final = TensorSpec("embeddings", "float32", ("E", "D"), "pooled, not normalised")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRequest(HeadRequest):
+    """Embed a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingResult:
+    """The embedding [D] float32 of one sequence, not normalised."""
+
+    embedding: NDArray[np.float32]
+
+
+def _pack(requests: Requests, placement: Placement, graph: GraphSpec) -> Feeds:
+    chosen = np.flatnonzero([request is not None for request in requests])
+    if graph.layout is Layout.DENSE:
+        return {EMBED_SEQUENCES.name: chosen.astype(np.int32)}
+    assert graph.pooling is not None
+    return pool(placement.starts[chosen], placement.lengths[chosen], graph.pooling)
+
+
+def pool(starts: Int32, lengths: Int32, pooling: Pooling) -> Feeds:
+    """Return which rows of ``hidden`` make each embedding, and how much each row counts.
+
+    Args:
+        starts: [E], the first row of each sequence to pool.
+        lengths: [E], tokens of each sequence.
+        pooling: how rows become one vector.
+
+    Returns:
+        ``pool_rows`` [E, L] and, except for max pooling, ``pool_weights`` [E, L]. A column beyond
+        a sequence repeats the sequence's first row with weight 0.
+    """
+    longest = 1 if pooling is Pooling.CLS else int(lengths.max(initial=1))
+    columns = np.arange(longest, dtype=np.int32)
+    real = columns < lengths[:, None]
+    rows = starts[:, None] + np.where(real, columns, np.int32(0))
+    feeds: Feeds = {POOL_ROWS.name: rows}
+    if pooling is not Pooling.MAX:
+        divisors: Mapping[Pooling, NDArray[Any]] = {
+            Pooling.CLS: np.ones(len(lengths)),
+            Pooling.MEAN: lengths,
+            Pooling.MEAN_SQRT_LENGTH: np.sqrt(lengths),
+        }
+        weights = real / divisors[pooling][:, None]
+        feeds[POOL_WEIGHTS.name] = weights.astype(np.float32)
+    return feeds
+
+
+HEAD: Final = Head(
+    name="embedding",
+    task="embed",
+    inputs=(EMBED_SEQUENCES, POOL_ROWS, POOL_WEIGHTS),
+    outputs=(EMBEDDINGS,),
+    request=EmbeddingRequest,
+    result=EmbeddingResult,
+    pack=_pack,
+    unpack=unpack_rows(EMBEDDINGS, EmbeddingResult),
+    largest_request=lambda _: EmbeddingRequest(),
+)

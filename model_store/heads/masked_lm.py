@@ -1,0 +1,139 @@
+"""Masked language modelling: the likeliest tokens, and the logits of asked-for tokens, per mask.
+
+Source: Devlin et al. 2019, section 3.1, task 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model_store.heads.head import GraphSpec, Head, HeadRequest, Outputs
+from model_store.layouts import Feeds, Placement
+from model_store.tensors import TensorSpec
+
+MASK_ROWS: Final = TensorSpec("mask_rows", "int32", ("M",), "the rows of `hidden` to predict")
+TOP_K: Final = TensorSpec("top_k", "int64", (1,), "K, predictions per mask")
+TARGET_MASKS: Final = TensorSpec(
+    "target_masks", "int32", ("N",), "index into `mask_rows` of each asked-for logit"
+)
+TARGET_IDS: Final = TensorSpec(
+    "target_ids", "int32", ("N",), "vocabulary id of each asked-for logit"
+)
+TOP_LOGITS: Final = TensorSpec("top_logits", "float32", ("M", "K"), "best first")
+TOP_IDS: Final = TensorSpec("top_ids", "int64", ("M", "K"), "vocabulary ids of `top_logits`")
+LOGSUMEXP: Final = TensorSpec(
+    "logsumexp", "float32", ("M",), "over the vocabulary: `score = exp(logit - logsumexp)`"
+)
+TARGET_LOGITS: Final = TensorSpec("target_logits", "float32", ("N",), "the asked-for logits")
+
+_NOTHING = np.zeros(0, np.int32)
+_NO_MASKS: Feeds = {
+    MASK_ROWS.name: _NOTHING,
+    TOP_K.name: np.ones(1, np.int64),
+    TARGET_MASKS.name: _NOTHING,
+    TARGET_IDS.name: _NOTHING,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedLMRequest(HeadRequest):
+    """Predict some tokens of a sequence.
+
+    Attributes:
+        positions: in the sequence, of the tokens to predict; at least one.
+        top_k: predictions per position.
+        targets: vocabulary ids whose logits are wanted at every position.
+    """
+
+    positions: Sequence[int]
+    top_k: int = 0
+    targets: Sequence[int] = ()
+
+    @property
+    def vocabulary_rows(self) -> int:  # type: ignore[override]  # a property stands for the constant
+        """See `HeadRequest`."""
+        return len(self.positions)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedLMResult:
+    """The predictions of m positions.
+
+    Attributes:
+        top_logits: [m, k] float32, best first.
+        top_ids: [m, k] int64.
+        logsumexp: [m] float32, over the vocabulary.
+        target_logits: [m, n] float32.
+    """
+
+    top_logits: NDArray[np.float32]
+    top_ids: NDArray[np.int64]
+    logsumexp: NDArray[np.float32]
+    target_logits: NDArray[np.float32]
+
+
+def _pack(
+    requests: Sequence[MaskedLMRequest | None], placement: Placement, _: GraphSpec
+) -> Feeds:
+    asked = [(i, request) for i, request in enumerate(requests) if request is not None]
+    if not asked:
+        return _NO_MASKS
+    counts = np.array([len(request.positions) for _, request in asked])
+    firsts = np.cumsum(counts) - counts  # index into mask_rows of each request's first mask
+    masks = [
+        np.repeat(np.arange(first, first + count, dtype=np.int32), len(request.targets))
+        for first, count, (_, request) in zip(firsts, counts, asked, strict=True)
+    ]
+    targets = [
+        np.tile(np.array(request.targets, np.int32), len(request.positions))
+        for _, request in asked
+    ]
+    return {
+        MASK_ROWS.name: np.concatenate(
+            [placement.starts[i] + np.array(request.positions, np.int32) for i, request in asked]
+        ),
+        TOP_K.name: np.array([max(1, *(request.top_k for _, request in asked))], np.int64),
+        TARGET_MASKS.name: np.concatenate(masks),
+        TARGET_IDS.name: np.concatenate(targets),
+    }
+
+
+def _unpack(
+    requests: Sequence[MaskedLMRequest | None], _: Placement, outputs: Outputs
+) -> list[MaskedLMResult | None]:
+    results: list[MaskedLMResult | None] = []
+    mask = target = 0
+    for request in requests:
+        if request is None:
+            results.append(None)
+            continue
+        count = len(request.positions)
+        masks = slice(mask, mask + count)
+        wanted = count * len(request.targets)
+        logits = outputs[TARGET_LOGITS.name][target : target + wanted]
+        results.append(
+            MaskedLMResult(
+                outputs[TOP_LOGITS.name][masks, : request.top_k],
+                outputs[TOP_IDS.name][masks, : request.top_k],
+                outputs[LOGSUMEXP.name][masks],
+                logits.reshape(count, len(request.targets)),
+            )
+        )
+        mask, target = mask + count, target + wanted
+    return results
+
+
+HEAD: Final = Head(
+    name="masked_lm",
+    task="fill-mask",
+    inputs=(MASK_ROWS, TOP_K, TARGET_MASKS, TARGET_IDS),
+    outputs=(TOP_LOGITS, TOP_IDS, LOGSUMEXP, TARGET_LOGITS),
+    request=MaskedLMRequest,
+    result=MaskedLMResult,
+    pack=_pack,
+    unpack=_unpack,
+    largest_request=lambda rows: MaskedLMRequest([0] * rows, top_k=5),
+)

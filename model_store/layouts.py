@@ -1,0 +1,79 @@
+"""Dense and packed batches: where each token of each sequence lies in ``hidden [T, H]``.
+
+The trunk of a graph computes ``hidden [T, H]``, one row per real token. In the dense layout all
+sequences of a batch have one length S, so ``T = B * S`` and token ``i`` of sequence ``b`` is row
+``b * S + i``. In the packed layout the sequences have any lengths and follow each other: sequence
+``b`` has the rows ``starts[b]`` to ``starts[b + 1] - 1``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from model_store import tensors
+
+Int32 = NDArray[np.int32]
+Feeds = dict[str, NDArray[Any]]
+"""Graph inputs by tensor name."""
+
+
+class Layout(StrEnum):
+    """How the tokens of a batch lie in memory."""
+
+    DENSE = "dense"
+    """``[B, S]``, all sequences of one length: no padding, hence no attention mask. For a CPU."""
+
+    PACKED = "packed"
+    """``[T]``, sequences of any lengths one after the other: no padding either. For CUDA."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where the tokens of one batch lie.
+
+    Attributes:
+        layout: of the graph.
+        lengths: int32 [B], tokens of each sequence, each at least 1.
+        starts: int32 [B + 1], the row where each sequence starts, and T.
+    """
+
+    layout: Layout
+    lengths: Int32
+    starts: Int32
+
+    @classmethod
+    def of(cls, layout: Layout, lengths: Sequence[int] | Int32) -> "Placement":
+        """Return the placement of sequences with these lengths."""
+        sizes = np.asarray(lengths, np.int32)
+        return cls(layout, sizes, starts_of(sizes))
+
+    def join(self, sequences: Sequence[Int32]) -> Int32:
+        """Return the tokens of all sequences in the layout's shape: [B, S] or [T]."""
+        return np.concatenate(sequences) if self.layout is Layout.PACKED else np.array(sequences)
+
+    def feeds(self) -> Feeds:
+        """Return the inputs that tell a packed trunk where tokens lie; none in the dense layout."""
+        if self.layout is Layout.DENSE:
+            return {}
+        longest = int(self.lengths.max())
+        real = np.arange(longest) < self.lengths[:, None]  # [B, S]
+        cells = np.arange(real.size, dtype=np.int32)
+        positions = np.arange(self.starts[-1], dtype=np.int32)
+        return {
+            tensors.POSITION_IDS.name: positions - np.repeat(self.starts[:-1], self.lengths),
+            tensors.CU_SEQLENS.name: self.starts,
+            tensors.TOKEN_OFFSET.name: np.concatenate(
+                [cells[real.ravel()], cells[~real.ravel()]]
+            ).reshape(real.shape),
+        }
+
+
+def starts_of(lengths: Sequence[int] | Int32) -> Int32:
+    """Return the row where each of B sequences starts, and the row after the last: [B + 1]."""
+    starts = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=starts[1:])
+    return starts

@@ -1,0 +1,1 @@
+"""HTTP, whatever the protocol: connections, bodies, error statuses, routes and OpenAPI."""

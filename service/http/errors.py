@@ -1,0 +1,66 @@
+"""The one table from errors to HTTP statuses, and what a protocol needs to write an error body."""
+
+from dataclasses import dataclass, field
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from service import core
+
+STATUS: dict[type[Exception], tuple[int, str]] = {
+    core.MalformedRequest: (400, "Validation"),
+    core.EmptyRequest: (400, "Empty"),
+    core.UnknownModel: (404, "Validation"),
+    core.SlowRequest: (408, "Validation"),
+    core.RequestTooLarge: (413, "Validation"),
+    core.InvalidRequest: (422, "Validation"),
+    core.WrongTask: (424, "Backend"),
+    core.Overloaded: (429, "Overloaded"),
+    core.ClientGone: (499, "Validation"),
+    core.EngineFailed: (500, "Backend"),
+    core.ShuttingDown: (503, "Unhealthy"),
+    core.EngineDead: (503, "Unhealthy"),
+    core.DeadlineExceeded: (504, "Overloaded"),
+}
+"""The status and the ``error_type`` (text-embeddings-inference's) of every error of a request."""
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorInfo:
+    """An error as a protocol writes it.
+
+    Attributes:
+        status: of HTTP.
+        kind: the ``error_type``, as in `STATUS`.
+        message: for the client.
+        error: what was raised.
+        headers: of the response.
+    """
+
+    status: int
+    kind: str
+    message: str
+    error: Exception
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def describe_error(request: Request, error: Exception) -> ErrorInfo:
+    """Return what the client learns of an error: ours, the router's, or a bug's."""
+    if isinstance(error, HTTPException):
+        messages = {
+            404: f"there is no route {ascii(request.url.path)[:120]}; see /docs",
+            405: f"{request.url.path} does not answer {request.method}",
+        }
+        message = messages.get(error.status_code, str(error.detail))
+        headers = dict(error.headers or {})
+        return ErrorInfo(error.status_code, "Validation", message, error, headers)
+    if isinstance(error, core.ServiceError):
+        status, kind = STATUS[type(error)]
+        headers = {}
+        if isinstance(error, core.Overloaded):
+            headers["retry-after"] = str(error.retry_after_s)
+        elif isinstance(error, core.SlowRequest):
+            # The rest of the body would be read as the next request.
+            headers["connection"] = "close"
+        return ErrorInfo(status, kind, str(error), error, headers)
+    return ErrorInfo(500, "Backend", "an internal error; it was logged", error)

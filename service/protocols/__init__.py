@@ -1,0 +1,40 @@
+"""One module per wire protocol: its routes, and the shape of its errors.
+
+To add a protocol, write a module with a `PROTOCOL` and add it to `PROTOCOLS`.
+"""
+
+from collections.abc import Iterable
+from typing import Final
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.http.errors import describe_error
+from service.http.routes import JSON
+from service.protocols import native, openai
+from service.protocols.protocol import ApiLimits, ProtocolContext, WireProtocol
+
+PROTOCOLS: Final[tuple[WireProtocol, ...]] = (native.PROTOCOL, openai.PROTOCOL)
+
+
+class ErrorResponder:
+    """Writes every error in the shape of the protocol that the request's path belongs to.
+
+    Args:
+        protocols: one of them has the prefix ``/``.
+    """
+
+    def __init__(self, protocols: Iterable[WireProtocol]) -> None:
+        self._protocols = sorted(protocols, key=lambda protocol: -len(protocol.prefix))
+
+    async def respond(self, request: Request, error: Exception) -> Response:
+        """Return the response to an error."""
+        path = request.scope["path"]
+        info = describe_error(request, error)
+        protocol = next(p for p in self._protocols if path.startswith(p.prefix) or p.prefix == "/")
+        status, body = protocol.error(info)
+        return Response(orjson.dumps(body), status, info.headers, JSON)
+
+
+__all__ = ["PROTOCOLS", "ApiLimits", "ErrorResponder", "ProtocolContext", "WireProtocol"]

@@ -1,0 +1,137 @@
+"""The native protocol: one POST route per task, and the routes of operators.
+
+Bodies are huggingface_hub's: ``{"inputs", "parameters"?, "model"?}``; the parameters of ``embed``
+lie at the root, as its ``feature_extraction`` sends them. Errors are text-embeddings-inference's:
+``{"error", "error_type"}``.
+"""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+
+import numpy as np
+import orjson
+from pydantic import BaseModel, Field, create_model
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.core import Float32
+from service.http.errors import STATUS, ErrorInfo
+from service.http.routes import JSON, NPY, RAW, Route, RouteDoc
+from service.pipeline import TaskResult
+from service.protocols import operations
+from service.protocols.protocol import ProtocolContext, WireProtocol
+from service.protocols.task_route import TIMING_HEADERS, TaskRoute
+from service.tasks import Task, TaskCall, embed
+from service.tasks.task import NoParameters, WireModel
+
+ModelName = Annotated[
+    str | None,
+    Field(description="a served model, NAME or NAME@VERSION; the default is the task's default"),
+]
+
+_PARAMETERS_AT_ROOT = frozenset({embed.TASK.name})
+
+_SHAPE: Final = {"x-shape": ("string", "of raw vectors: rows,columns of little-endian float32")}
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBody:
+    """An error in the shape of text-embeddings-inference."""
+
+    error: str
+    error_type: str
+
+
+def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
+    """Return the status and the body of an error."""
+    return error.status, {"error": error.message, "error_type": error.kind}
+
+
+def routes(context: ProtocolContext) -> Sequence[Route]:
+    """Return a route per task, and the routes of operators."""
+    tasks = [task_route(task).bind(context) for task in context.tasks.values()]
+    return [*tasks, *operations.routes(context, ErrorBody)]
+
+
+def task_route(task: Task) -> TaskRoute:
+    """Return the native route of a task."""
+    at_root = task.name in _PARAMETERS_AT_ROOT
+    body = _body(task, at_root=at_root)
+
+    def to_call(request_body: Any) -> TaskCall:
+        if at_root:
+            return TaskCall(request_body.inputs, request_body)
+        parameters = getattr(request_body, "parameters", None) or task.parameters()
+        return TaskCall(request_body.inputs, parameters)
+
+    doc = RouteDoc(
+        summary=task.summary,
+        tag="tasks",
+        result=task.result,
+        error_body=ErrorBody,
+        body=body,
+        examples={example.title: example.body for example in task.examples},
+        media_types=(RAW, NPY) if task.vectors else (),
+        headers=TIMING_HEADERS | (_SHAPE if task.vectors else {}),
+        errors=tuple(sorted({status for status, _ in STATUS.values()})),
+    )
+    return TaskRoute(task.route, task, body, to_call, _respond, doc)
+
+
+def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
+    fields: dict[str, Any] = {"inputs": (task.inputs, ...)}
+    if not at_root and task.parameters is not NoParameters:
+        fields["parameters"] = (task.parameters | None, None)
+    fields["model"] = (ModelName, None)
+    name = "".join(part.title() for part in task.name.split("-")) + "Body"
+    base = task.parameters if at_root else WireModel
+    return create_model(name, __base__=base, __doc__=f"``POST {task.route}``.", **fields)
+
+
+def _respond(request: Request, _: Any, result: TaskResult) -> Response:
+    if isinstance(result.value, np.ndarray):
+        return respond_vectors(request, result.value)
+    return Response(orjson.dumps(result.value), media_type=JSON)
+
+
+def respond_vectors(request: Request, values: Float32) -> Response:
+    """Write vectors as the client accepts them.
+
+    Args:
+        request: its ``Accept`` header names JSON, raw little-endian float32 with ``x-shape``, or
+            NumPy's file format.
+        values: [n, D] float32.
+    """
+    accepted = _accepted(request.headers.get("accept", ""))
+    vectors = values.astype("<f4", copy=False)
+    if accepted == RAW:
+        shape = ",".join(map(str, vectors.shape))
+        return Response(vectors.tobytes(), headers={"x-shape": shape}, media_type=RAW)
+    if accepted == NPY:
+        file = io.BytesIO()
+        np.save(file, vectors)
+        return Response(file.getvalue(), media_type=NPY)
+    return Response(orjson.dumps(vectors, option=orjson.OPT_SERIALIZE_NUMPY), media_type=JSON)
+
+
+def _accepted(header: str) -> str:
+    """Return which of our media types an ``Accept`` header prefers.
+
+    JSON, unless another type has a higher weight (RFC 9110, section 12.5.1).
+    """
+    best, best_weight = JSON, 0.0
+    for item in header.split(","):
+        kind, *parameters = (part.strip() for part in item.lower().split(";"))
+        weights = [value[2:] for value in parameters if value.startswith("q=")]
+        is_number = bool(weights) and weights[0].replace(".", "", 1).isdecimal()
+        weight = float(weights[0]) if is_number else 1.0
+        if kind not in (JSON, RAW, NPY):
+            continue
+        if weight > best_weight or (weight == best_weight > 0 and kind == JSON):
+            best, best_weight = kind, weight
+    return best
+
+
+PROTOCOL: Final = WireProtocol("native", "/", routes, write_error)

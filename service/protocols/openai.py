@@ -1,0 +1,170 @@
+"""OpenAI's protocol: ``/v1/embeddings`` and ``/v1/models``, with OpenAI's errors."""
+
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import orjson
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.core import UnknownModel
+from service.http.errors import STATUS, ErrorInfo
+from service.http.routes import JSON, Route, RouteDoc
+from service.pipeline import TaskResult
+from service.protocols.protocol import ProtocolContext, WireProtocol
+from service.protocols.task_route import TIMING_HEADERS, TaskRoute
+from service.tasks import TaskCall, embed
+from service.tasks.task import WireModel
+
+
+class OpenAiEmbeddingsBody(WireModel):
+    """``POST /v1/embeddings``, as OpenAI's clients send it."""
+
+    input: embed.EmbedInputs = Field(
+        description="a text, its token ids, or a list of either",
+        examples=["What is deep learning?"],
+    )
+    model: str = Field(description="a served model, NAME or NAME@VERSION")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="base64: of little-endian float32; the default is float"
+    )
+    dimensions: int | None = Field(None, description="keep only the first dimensions")
+    user: str | None = Field(None, description="accepted and ignored")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRow:
+    """One embedding: numbers, or base64 of little-endian float32."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens that the engine ran."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingList:
+    """The answer to ``POST /v1/embeddings``."""
+
+    object: Literal["list"]
+    data: list[EmbeddingRow]
+    model: str
+    usage: Usage
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """One served model; ``created`` is in seconds since 1970."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelList:
+    """The answer to ``GET /v1/models``."""
+
+    object: Literal["list"]
+    data: list[ModelRow]
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorDetails:
+    """What is wrong with a request."""
+
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBody:
+    """An error in OpenAI's shape."""
+
+    error: ErrorDetails
+
+
+def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
+    """Return the status and the body of an error; OpenAI has 400 where others have 422."""
+    status = _status(error.status)
+    code = "model_not_found" if isinstance(error.error, UnknownModel) else None
+    kind = _error_type(status)
+    return status, {"error": {"message": error.message, "type": kind, "param": None, "code": code}}
+
+
+def _status(status: int) -> int:
+    return 400 if status == 422 else status
+
+
+def _error_type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "invalid_request_error" if status < 500 else "server_error"
+
+
+def _to_call(body: OpenAiEmbeddingsBody) -> TaskCall:
+    return TaskCall(body.input, embed.EmbedParameters(dimensions=body.dimensions))
+
+
+def _respond(_: Request, body: OpenAiEmbeddingsBody, result: TaskResult) -> Response:
+    vectors: Iterable[object] = result.value.astype("<f4", copy=False)
+    if body.encoding_format == "base64":
+        vectors = [b64encode(vector).decode() for vector in result.value.astype("<f4", copy=False)]
+    answer = {
+        "object": "list",
+        "data": [
+            {"object": "embedding", "index": index, "embedding": vector}
+            for index, vector in enumerate(vectors)
+        ],
+        "model": body.model,
+        "usage": {"prompt_tokens": result.tokens, "total_tokens": result.tokens},
+    }
+    return Response(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY), media_type=JSON)
+
+
+_EMBEDDINGS: Final = TaskRoute(
+    path="/v1/embeddings",
+    task=embed.TASK,
+    body=OpenAiEmbeddingsBody,
+    to_call=_to_call,
+    respond=_respond,
+    doc=RouteDoc(
+        summary="One vector per text, in OpenAI's shape",
+        tag="OpenAI",
+        result=EmbeddingList,
+        error_body=ErrorBody,
+        body=OpenAiEmbeddingsBody,
+        headers=TIMING_HEADERS,
+        errors=tuple(sorted({_status(status) for status, _ in STATUS.values()})),
+    ),
+)
+
+
+def routes(context: ProtocolContext) -> Sequence[Route]:
+    """Return the routes of OpenAI's clients."""
+
+    async def models(_: Request) -> Response:
+        rows = [
+            ModelRow(m.reference, "model", int(m.created.timestamp()), "cloze")
+            for m in (pipeline.manifest for pipeline in context.models.pipelines)
+        ]
+        return Response(orjson.dumps(ModelList("list", rows)), media_type=JSON)
+
+    doc = RouteDoc("What is served, in OpenAI's shape", "OpenAI", ModelList, ErrorBody)
+    return [_EMBEDDINGS.bind(context), Route("GET", "/v1/models", models, doc)]
+
+
+PROTOCOL: Final = WireProtocol("openai", "/v1/", routes, write_error)

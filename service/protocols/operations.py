@@ -1,0 +1,126 @@
+"""The routes of operators: probes, what is served, and metrics."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service import core
+from service.http.routes import JSON, TEXT, Handler, Route, RouteDoc
+from service.metrics import CONTENT_TYPE
+from service.protocols.protocol import ProtocolContext
+from service.tasks import embed
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The answer of a probe."""
+
+    status: str
+
+
+def routes(context: ProtocolContext, error_body: Any) -> Sequence[Route]:
+    """Return the routes.
+
+    Args:
+        context: what they report on.
+        error_body: the type of an error's JSON.
+    """
+    operations = _Operations(context)
+
+    def get(
+        path: str, handler: Handler, summary: str, result: Any = None, *, text: bool = False
+    ) -> Route:
+        media_types, errors = ((TEXT,) if text else ()), (503,) if "ness" in summary else ()
+        doc = RouteDoc(
+            summary, "service", result, error_body, media_types=media_types, errors=errors
+        )
+        return Route("GET", path, handler, doc)
+
+    return [
+        get("/healthz", operations.alive, "Liveness: 503 once an engine is dead", Status),
+        get("/readyz", operations.ready, "Readiness: 503 while draining or dead", Status),
+        get("/health", operations.health, "Readiness, as text-embeddings-inference names it"),
+        get("/info", operations.info, "What is served, and its limits", dict[str, Any]),
+        get("/metrics", operations.metrics, "For Prometheus", text=True),
+    ]
+
+
+class _Operations:
+    def __init__(self, context: ProtocolContext) -> None:
+        self._context = context
+
+    async def alive(self, _: Request) -> Response:
+        if not self._context.state.restarts_engines:
+            self._check_engine()
+        return Response(orjson.dumps(Status("alive")), media_type=JSON)
+
+    async def ready(self, _: Request) -> Response:
+        self._check_ready()
+        return Response(orjson.dumps(Status("ready")), media_type=JSON)
+
+    async def health(self, _: Request) -> Response:
+        self._check_ready()
+        return Response()
+
+    async def info(self, _: Request) -> Response:
+        return Response(orjson.dumps(_info(self._context)), media_type=JSON)
+
+    async def metrics(self, _: Request) -> Response:
+        metrics = self._context.metrics
+        if metrics.shared:  # the sum over many processes takes long
+            text = await asyncio.to_thread(metrics.exposition)
+        else:
+            text = metrics.exposition()
+        return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    def _check_engine(self) -> None:
+        if (reason := self._context.state.dead) is not None:
+            raise core.EngineDead(f"the engine is dead: {reason}")
+
+    def _check_ready(self) -> None:
+        self._check_engine()
+        if self._context.state.draining:
+            raise core.ShuttingDown("the server is shutting down")
+
+
+def _info(context: ProtocolContext) -> dict[str, Any]:
+    """Return text-embeddings-inference's fields, of the default model, and all models."""
+    models, limits = context.models, context.limits
+    embeds = context.tasks.get(embed.TASK.name)
+    shown = (models.default(embeds) if embeds else None) or models.pipelines[0]
+    first = shown.manifest
+    defaults = {name: models.default(task) for name, task in context.tasks.items()}
+    embedding = first.embedding
+    return {
+        "model_id": first.name,
+        "model_sha": first.source.revision,
+        "model_dtype": shown.model.precision(),
+        "model_type": {"embedding": {"pooling": embedding.pooling}} if embedding else {},
+        "max_input_length": embedding.max_tokens if embedding else first.limits.max_tokens,
+        "max_client_batch_size": limits.max_request_texts,
+        "max_request_bytes": limits.max_request_bytes,
+        "version": version("cloze"),
+        "defaults": {name: d.manifest.reference for name, d in defaults.items() if d},
+        "models": [
+            {
+                "name": manifest.name,
+                "version": manifest.version,
+                "tasks": models.tasks_of(pipeline),
+                "family": manifest.architecture.family,
+                "parameters": manifest.architecture.parameters,
+                "precision": pipeline.model.precision(),
+                "max_tokens": manifest.limits.max_tokens,
+                "embedding": manifest.embedding.model_dump() if manifest.embedding else None,
+                "license": manifest.license,
+                "source": manifest.source.model_dump(),
+            }
+            for pipeline in models.pipelines
+            for manifest in (pipeline.manifest,)
+        ],
+    }

@@ -1,0 +1,109 @@
+"""A route that serves a task: read the body, choose the model, run the task, write the answer."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+
+from service.http.bodies import client_gone, receive
+from service.http.routes import Route, RouteDoc
+from service.pipeline import TaskResult
+from service.protocols.protocol import ProtocolContext
+from service.tasks import Task, TaskCall
+
+TIMING_HEADERS: Mapping[str, tuple[str, str]] = {
+    "x-compute-time": ("integer", "milliseconds from tokenization to the last result"),
+    "x-total-time": ("integer", "the same, as text-embeddings-inference names it"),
+    "x-tokenization-time": ("integer", "milliseconds of tokenization"),
+    "x-queue-time": ("integer", "milliseconds in the queue"),
+    "x-inference-time": ("integer", "milliseconds in the engine"),
+    "x-compute-tokens": ("integer", "tokens that the engine ran"),
+    "x-truncated": ("integer", "texts that were cut to the model's limit"),
+    "x-warning": ("string", "what the client should know of its request; absent if nothing"),
+}
+
+
+class TaskBody(Protocol):
+    """What every request body of a task route has."""
+
+    @property
+    def model(self) -> str | None:
+        """The served model that the request names; None: the task's default."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRoute:
+    """How one route maps a body to a task call, and a task result to a response.
+
+    Attributes:
+        path: of the route.
+        task: what the route serves.
+        body: the model of the request's body; it has a field ``model``.
+        to_call: body -> the task call.
+        respond: (request, body, result) -> the response, without timing headers.
+        doc: what OpenAPI says besides.
+    """
+
+    path: str
+    task: Task
+    body: type[BaseModel]
+    to_call: Callable[[Any], TaskCall]
+    respond: Callable[[Request, Any, TaskResult], Response]
+    doc: RouteDoc
+
+    def bind(self, context: ProtocolContext) -> Route:
+        """Return the route that answers from the context's models."""
+        endpoint = _Endpoint(self, context)
+        return Route("POST", self.path, endpoint.answer, self.doc, self.task.name)
+
+
+class _Endpoint:
+    def __init__(self, route: TaskRoute, context: ProtocolContext) -> None:
+        self._route = route
+        self._context = context
+
+    async def answer(self, request: Request) -> Response:
+        """Answer one request.
+
+        Raises:
+            ServiceError: the request gets no result.
+        """
+        route, limits = self._route, self._context.limits
+        body, size = await receive(
+            request, route.body, limits.max_request_bytes, limits.request_timeout_s
+        )
+        pipeline = self._context.models.choose(route.task, body.model)  # type: ignore[attr-defined]
+        reference = pipeline.manifest.reference
+        request.scope["cloze.model"] = reference
+        async with client_gone(request):
+            result = await pipeline.run(route.task, route.to_call(body), size=size)
+        self._context.metrics.observe_parts(reference, result.timings, result.truncated)
+        response = route.respond(request, body, result)
+        _add_timings(response, result)
+        return response
+
+
+def _add_timings(response: Response, result: TaskResult) -> None:
+    timings = result.timings
+    total = _milliseconds(timings.tokenize_s + timings.queue_s + timings.inference_s)
+    response.raw_headers += [
+        (b"x-compute-time", total),
+        (b"x-total-time", total),
+        (b"x-tokenization-time", _milliseconds(timings.tokenize_s)),
+        (b"x-queue-time", _milliseconds(timings.queue_s)),
+        (b"x-inference-time", _milliseconds(timings.inference_s)),
+        (b"x-compute-tokens", b"%d" % result.tokens),
+        (b"x-truncated", b"%d" % result.truncated),
+    ]
+    if result.warnings:
+        warning = "; ".join(result.warnings)[:2000].encode("ascii")
+        response.raw_headers.append((b"x-warning", warning))
+
+
+def _milliseconds(seconds: float) -> bytes:
+    # Whole numbers, as text-embeddings-inference's clients expect.
+    return b"%d" % round(seconds * 1000)

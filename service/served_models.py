@@ -1,0 +1,180 @@
+"""The served models of a process: each bundle with the queue of its engine."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from model_store import Bundle, Store, StoreError
+from service.batching.cost import largest_batch, measure_cost
+from service.batching.scheduler import Scheduler, SchedulerLimits
+from service.core import (
+    BatchReport,
+    Device,
+    Engine,
+    Queue,
+    RequestedPrecision,
+    StartupError,
+    first_line,
+)
+from service.settings import CPU_BATCH_TOKENS, Settings
+
+log = logging.getLogger("cloze")
+
+EngineFactory = Callable[[Bundle, Device, RequestedPrecision], Engine]
+"""Opens a bundle's engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A bundle, and where its requests wait.
+
+    Attributes:
+        bundle: what is served.
+        queue: of the bundle's engine.
+        precision: returns the precision of the graph that runs; empty while no engine runs.
+    """
+
+    bundle: Bundle
+    queue: Queue
+    precision: Callable[[], str]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCallbacks:
+    """What engines call, on any thread.
+
+    Attributes:
+        on_batch: after each batch, with the model's full name.
+        on_dead: when an engine is dead, with the reason.
+    """
+
+    on_batch: Callable[[str, BatchReport], None]
+    on_dead: Callable[[str], None] = lambda _: None
+
+
+def open_bundles(settings: Settings) -> list[Bundle]:
+    """Open the bundles that the settings name, or the newest version of each name.
+
+    Raises:
+        StartupError: the store has no bundle, or a bundle does not open.
+    """
+    store = Store(settings.model_store)
+    try:
+        newest = dict.fromkeys(reference.split("@")[0] for reference in store.references())
+        names = settings.model or tuple(newest)
+        if not names:
+            raise StartupError(
+                f"the model store {settings.model_store} has no bundle; "
+                "make one with `cloze export SOURCE --name NAME`"
+            )
+        return [store.open(name) for name in names]
+    except StoreError as error:
+        raise StartupError(str(error)) from error
+
+
+def local_models(
+    settings: Settings,
+    bundles: Sequence[Bundle],
+    callbacks: EngineCallbacks,
+    make_engine: EngineFactory | None = None,
+    *,
+    device_id: int = 0,
+) -> list[ServedModel]:
+    """Start engines and their workers in this process.
+
+    Args:
+        settings: see `Settings`.
+        bundles: to serve.
+        callbacks: what the engines call.
+        make_engine: opens a bundle's engine; None: onnxruntime does.
+        device_id: which GPU.
+
+    Raises:
+        StartupError: a bundle does not open, or a device is missing.
+    """
+    make_engine = make_engine or _onnx_engine(settings, device_id)
+    engines = [make_engine(bundle, settings.device, settings.precision) for bundle in bundles]
+    models = []
+    for bundle, engine in zip(bundles, engines, strict=True):
+        queue = _start_scheduler(settings, bundle, engine, callbacks)
+        models.append(ServedModel(bundle, queue, _precision_of(engine)))
+        log.info(
+            "serving %s for %s on %s in %s, %s",
+            bundle.manifest.reference,
+            ", ".join(bundle.manifest.tasks),
+            engine.device,
+            engine.precision,
+            engine.reason,
+        )
+    return models
+
+
+def _precision_of(engine: Engine) -> Callable[[], str]:
+    return lambda: engine.precision
+
+
+def _onnx_engine(settings: Settings, device_id: int) -> EngineFactory:
+    try:
+        # Front ends never need onnxruntime, and use less memory without it.
+        from service.engine import OnnxEngine, SessionOptions
+    except ModuleNotFoundError as error:
+        raise StartupError(
+            f"{error.name} is not installed; install cloze[cpu] or, for CUDA, cloze[gpu]"
+        ) from error
+    limit = settings.gpu_memory_limit_mb * 2**20
+    return partial(
+        OnnxEngine, options=SessionOptions(device_id, limit, settings.intra_op_threads)
+    )
+
+
+def _start_scheduler(
+    settings: Settings, bundle: Bundle, engine: Engine, callbacks: EngineCallbacks
+) -> Scheduler:
+    reference = bundle.manifest.reference
+
+    def on_dead(reason: str) -> None:
+        log.error("the engine of %s is dead: %s", reference, reason)
+        callbacks.on_dead(reason)
+
+    limits = SchedulerLimits(
+        workers=settings.worker_count(engine.device),
+        max_batch_tokens=batch_tokens(bundle, engine, settings),
+        max_queue_tokens=settings.max_queue_tokens,
+        stall_timeout_s=settings.stall_timeout_ms / 1000,
+    )
+    on_batch = partial(callbacks.on_batch, reference)
+    return Scheduler(engine, limits, on_batch=on_batch, on_dead=on_dead)
+
+
+def batch_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
+    """Return the most tokens per batch: what the settings say, or what suits the engine.
+
+    An engine that supports variable-length batches has run the largest batch before this returns.
+
+    Raises:
+        StartupError: the engine does not run that batch.
+    """
+    asked = settings.max_batch_tokens
+    if not engine.supports_varlen:
+        return asked or CPU_BATCH_TOKENS
+    manifest = bundle.manifest
+    heads, longest = manifest.graph_heads, manifest.limits.max_tokens
+    if asked:
+        try:
+            engine.run(largest_batch(heads, longest, asked))
+        except Exception as error:  # the runtime's errors have no common type
+            raise StartupError(
+                f"bundle {manifest.reference} does not run the largest batch of the {asked} tokens "
+                f"that max_batch_tokens asks for: {first_line(error)}"
+            ) from error
+        return asked
+    try:
+        cost = measure_cost(engine, heads, longest)
+    except Exception as error:
+        raise StartupError(
+            f"bundle {manifest.reference} does not run even a small batch: {first_line(error)}"
+        ) from error
+    tokens = cost.batch_tokens(settings.batch_latency_ms / 1000)
+    log.info("batches of %s hold %d tokens: %s", manifest.reference, tokens, cost)
+    return tokens

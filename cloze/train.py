@@ -1,6 +1,7 @@
 """``cloze train``: parses arguments, calls `export.train`, prints, and turns its errors into one line."""
 
 import json
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,6 +80,8 @@ def train() -> None:
     Every run is described by a small TOML recipe and lives in one folder, which holds its checkpoint, log.jsonl and
     curves.png. Stopped or killed, the same command goes on from the last checkpoint, with the same result.
     """
+    # Before torch is imported. Threads that spin at barriers starve each other beside other work: docs/decisions/0010.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @train.command()

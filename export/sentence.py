@@ -23,7 +23,7 @@ class Pooling(StrEnum):
     MEAN_SQRT_LENGTH = "mean_sqrt_len_tokens"
 
 
-_OLD_FLAGS = {
+POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_max_tokens": "max",
@@ -155,7 +155,7 @@ def _pooling(settings: dict[str, Any]) -> Pooling:
     modes = settings.get("pooling_mode")
     if modes is None:  # before sentence-transformers 6: one boolean a mode
         flags = [key for key, value in settings.items() if key.startswith("pooling_mode_") and value]
-        modes = [_OLD_FLAGS.get(flag, flag.removeprefix("pooling_mode_")) for flag in flags]
+        modes = [POOLING_FLAGS.get(flag, flag.removeprefix("pooling_mode_")) for flag in flags]
     elif isinstance(modes, str):
         modes = [modes]
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in list(Pooling):

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,9 @@ from transformers import (
 )
 
 from export.checkpoint import load_checkpoint
+from export.models import Model
 from export.publish import export
+from export.sentence import EmbeddingRecipe, Pooling
 from export.train.bias import read_stereotypes, stereotype_preference
 from export.train.corpus import Corpus
 from export.train.distill import distill, make_student
@@ -36,7 +39,7 @@ from export.train.objectives import SpanBoundary
 from export.train.optimisation import learning_rate, make_optimizer
 from export.train.pairs import Sentence
 from export.train.pretrain import fill_positions, pretrain
-from export.train.progress import read_log
+from export.train.progress import Progress, read_log
 from export.train.questions import finetune_questions
 from export.train.recipe import (
     RECIPES,
@@ -52,6 +55,7 @@ from export.train.recipe import (
     VocabularyRecipe,
     load_recipe,
 )
+from export.train.save import save_checkpoint
 from export.train.sentences import ScoredPair, SentenceObjective, finetune_sentences, similarity
 from export.train.vocabulary import SpecialIds
 from model_store import Store, Task
@@ -139,12 +143,26 @@ class StopAt(RuntimeError):
     """A stop in the middle of a run."""
 
 
+EVERYTHING = {"optimizer": "muon", "average": 0.6, "decay": 0.5, "embedding_learning_rate": 1e-3, "head_learning_rate": 2e-3}
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("method", ["mlm", "rtd"])
-def test_going_on_equals_not_stopping(tmp_path: Path, method: str, accumulation: int) -> None:
+@pytest.mark.parametrize(
+    ("pretraining", "optimisation"),
+    [
+        ({}, {}),
+        ({"method": "rtd", "sentence": "none"}, {}),
+        ({"rate": 0.3, "final_rate": 0.15, "z_loss": 1e-4}, EVERYTHING),
+    ],
+    ids=["masked", "replaced", "every field"],
+)
+def test_going_on_equals_not_stopping(
+    tmp_path: Path, pretraining: dict[str, object], optimisation: dict[str, object], accumulation: int
+) -> None:
     """Stopped at several steps, between checkpoints and phases; dropout is on."""
-    recipe = tiny_recipe(steps=10, method=method, shifted=0.5, **({"sentence": "none"} if method == "rtd" else {}))
-    recipe = recipe.model_copy(update={"optimisation": recipe.optimisation.model_copy(update={"accumulation": accumulation})})
+    recipe = tiny_recipe(steps=10, shifted=0.5, **pretraining)
+    changed = recipe.optimisation.model_copy(update={"accumulation": accumulation} | optimisation)
+    recipe = recipe.model_copy(update={"optimisation": changed})
     straight = load_file(run(tmp_path / "straight", recipe) / "model.safetensors")
 
     interrupted = tmp_path / "interrupted"
@@ -261,6 +279,78 @@ def test_what_a_checkpoint_decides_is_not_asked_for(
         )
 
 
+def write_encoder(folder: Path, trained: Path, **recipe: object) -> Path:
+    """The encoder of ``trained`` as a sentence-transformer without heads."""
+    checkpoint = load_checkpoint(str(trained))
+    model = Model(checkpoint.model.config)
+    model.load_state_dict(checkpoint.model.encoder.state_dict(prefix="encoder."))
+    save_checkpoint(model, checkpoint.tokenizer.tokenizer, folder, embedding=EmbeddingRecipe(**recipe))  # type: ignore[arg-type]
+    return folder
+
+
+def embed_all(source: str, stories: Path) -> torch.Tensor:
+    checkpoint = load_checkpoint(source)
+    tokenizer = checkpoint.tokenizer.tokenizer
+    rows = [tokenizer.encode(line).ids[:30] for line in stories.read_text().split("\n\n")[:20]]
+    with torch.no_grad():
+        vectors = [checkpoint.recipe.pool(checkpoint.model(torch.tensor([ids]))) for ids in rows]
+    return torch.nn.functional.normalize(torch.cat(vectors), dim=1)
+
+
+def test_heads_are_created_and_embeddings_kept(trained: Path, stories: Path, tmp_path: Path) -> None:
+    """From an encoder alone: it says which heads are new, learns them, stays what it was for embeddings, exports as one bundle."""
+    source = write_encoder(tmp_path / "encoder", trained, max_tokens=24)
+    assert load_checkpoint(str(source)).tasks == (Task.EMBED,)
+    before = embed_all(str(source), stories)
+    cosines, said = {}, []
+    for keep in (True, False):
+        recipe = further_recipe(
+            pretraining=Pretraining(keep_embeddings=keep, embedding_weight=50.0, z_loss=1e-4, rate=0.3, final_rate=0.15),
+            phases=[Phase(tokens=40, sequences=8, steps=60)],
+        )
+        folder = tmp_path / str(keep)
+        result = pretrain(
+            [stories], recipe, folder, source=str(source), vocabulary=None, device=CPU, schedule=SCHEDULE, say=said.append
+        )
+        cosines[keep] = float((before * embed_all(str(result), stories)).sum(1).mean())
+    assert said[0] == "heads that the checkpoint does not have, with random weights: masked_lm, next_sentence"
+    assert cosines[True] > 0.97
+    assert cosines[True] > cosines[False] + 0.02
+    kept = tmp_path / "True"
+    log = read_log(kept)
+    assert log[0]["embedding_cosine"] > 0.9, "at the start it is the original"
+    assert log[-1]["held_out_embedding_cosine"] > 0.97
+    assert log[-1]["masked_loss"] < log[0]["masked_loss"]
+    checkpoint = load_checkpoint(str(kept / "checkpoint"))
+    assert checkpoint.recipe == EmbeddingRecipe(max_tokens=24)
+    bundle = export(str(kept / "checkpoint"), "kept", Store(tmp_path / "store"))
+    assert set(bundle.manifest.tasks) == {Task.FILL_MASK, Task.NSP, Task.EMBED}
+    assert bundle.manifest.embedding is not None
+    assert bundle.manifest.embedding.normalize
+
+
+def test_pooling_and_prompts_of_the_source_are_kept(trained: Path, stories: Path, tmp_path: Path) -> None:
+    recipe = EmbeddingRecipe(Pooling.CLS, normalize=False, max_tokens=16, prompts={"query": "q: "}, default_prompt="query")
+    fields = {
+        "pooling": recipe.pooling,
+        "normalize": False,
+        "max_tokens": 16,
+        "prompts": recipe.prompts,
+        "default_prompt": "query",
+    }
+    source = write_encoder(tmp_path / "encoder", trained, **fields)
+    further = further_recipe(phases=[Phase(tokens=40, sequences=4, steps=2)])
+    how: dict[str, Any] = {"source": str(source), "device": CPU, "schedule": SCHEDULE, "say": quietly}
+    result = pretrain([stories], further, tmp_path / "run", vocabulary=trained, **how)  # its own vocabulary may be named
+    assert load_checkpoint(str(result)).recipe == recipe
+    model = SentenceTransformer(str(result), device="cpu")
+    assert model.max_seq_length == 16
+    assert model.prompts["query"] == "q: "
+    keeping = further_recipe(pretraining=Pretraining(keep_embeddings=True))
+    with pytest.raises(TrainError, match=r"keeps the mean of the hidden states, but the checkpoint's embedding is another \(cls"):
+        pretrain([stories], keeping, tmp_path / "other", vocabulary=None, **how)
+
+
 def test_a_run_ends_with_guesses_at_the_text_itself(tmp_path: Path) -> None:
     """What it shows is of the stories: of ten words in a row that a mask stands among, most are as some story has them."""
     said: list[str] = []
@@ -357,6 +447,138 @@ def test_accumulated_batches_are_one_large_batch() -> None:
 
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
         torch.testing.assert_close(fitted(1, Path(one)), fitted(4, Path(two)))
+
+
+class _Walk(torch.nn.Module):
+    """One weight, which the fit below moves by a known gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+
+class _Walking:
+    """An objective whose loss is the weight; it remembers the weight before each step."""
+
+    steps = 10
+
+    def __init__(self) -> None:
+        self.module = _Walk()
+        self.before: list[float] = []
+        self.measured: list[float] = []
+
+    def batch(self, _: int, __: int) -> "_Walking":
+        return self
+
+    tokens = 1
+
+    def to(self, _: torch.device) -> "_Walking":
+        return self
+
+    def loss(self, _: "_Walking"):
+        self.before.append(float(self.module.weight.detach()))
+        return self.module.weight.sum(), {}
+
+    def evaluate(self, _: int):
+        self.measured.append(float(self.module.weight.detach()))
+        return {"loss": self.measured[-1]}
+
+
+def test_the_result_is_the_mean_of_the_last_weights(tmp_path: Path) -> None:
+    objective, said = _Walking(), []
+    recipe = Optimisation(learning_rate=0.1, warmup=0.0, average=0.3, precision="fp32")
+    train(objective, 1, recipe, tmp_path, device=CPU, schedule=Schedule(log=1), say=said.append)
+    last = float(torch.load(tmp_path / "state.pt", weights_only=True)["module"]["weight"])
+    expected = np.mean([*objective.before[8:], last])  # after steps 8, 9 and 10
+    assert float(objective.module.weight.detach()) == pytest.approx(expected, rel=1e-5)
+    assert last < expected, "the weight falls, so its mean lies above"
+    assert objective.measured[-2:] == pytest.approx([last, expected], rel=1e-5)
+    assert read_log(tmp_path)[-1]["held_out_loss"] == pytest.approx(expected, rel=1e-4)
+    assert "weights of the last 3 steps averaged" in said[-1]
+    again = _Walking()
+    train(again, 1, recipe, tmp_path, device=CPU, schedule=Schedule(log=1), say=quietly)
+    assert float(again.module.weight.detach()) == pytest.approx(expected, rel=1e-5), "a finished run gives the same"
+
+
+def test_a_checkpoint_is_written_when_time_has_passed(tmp_path: Path) -> None:
+    """With checkpoints every million steps, a stop after any step loses no step if no second may pass without one."""
+
+    class Stopping(_Walking):
+        def loss(self, batch: _Walking):
+            if len(self.before) == 4:
+                raise StopAt
+            return super().loss(batch)
+
+    recipe = Optimisation(learning_rate=0.1, precision="fp32")
+    for seconds, kept in ((0.0, True), (3600.0, False)):
+        folder = tmp_path / str(seconds)
+        schedule = Schedule(checkpoint=1_000_000, checkpoint_seconds=seconds)
+        with pytest.raises(StopAt):
+            train(Stopping(), 1, recipe, folder, device=CPU, schedule=schedule, say=quietly)
+        assert (folder / "state.pt").exists() == kept
+    assert torch.load(tmp_path / "0.0/state.pt", weights_only=True)["step"] == 4
+
+
+def test_muon_takes_the_matrices_of_the_layers(trained: Path) -> None:
+    """And nothing else: embeddings, heads, biases and norms are AdamW's, at their own rates."""
+    model = load_checkpoint(str(trained)).model
+    recipe = Optimisation(
+        optimizer="muon", learning_rate=1e-3, embedding_learning_rate=2e-3, head_learning_rate=3e-3, weight_decay=0.1
+    )
+    optimizer = make_optimizer(model, recipe)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    by_rate: dict[tuple[bool, float, float], set[str]] = {}
+    for group in optimizer.param_groups:
+        key = ("momentum" in group, group["peak_learning_rate"], group["weight_decay"])
+        by_rate[key] = {names[id(parameter)] for parameter in group["params"]}
+    assert sum(map(len, by_rate.values())) == len(names), "each once"
+    layers = {name for name in names.values() if name.startswith("encoder.layers.")}
+    matrices = {name for name in layers if name.endswith("weight") and "norm" not in name}
+    embeddings = {name for name in names.values() if name.startswith("encoder.embeddings.")}
+    tables = {name for name in embeddings if "norm" not in name}
+    assert by_rate[True, 1e-3, 0.1] == matrices
+    assert by_rate[False, 1e-3, 0.0] == layers - matrices
+    assert by_rate[False, 2e-3, 0.1] == tables
+    assert by_rate[False, 2e-3, 0.0] == embeddings - tables
+    heads = set(names.values()) - layers - embeddings
+    assert by_rate[False, 3e-3, 0.1] | by_rate[False, 3e-3, 0.0] == heads
+    optimizer.step(0.5)
+    assert [group["lr"] for group in optimizer.param_groups] == [g["peak_learning_rate"] / 2 for g in optimizer.param_groups]
+
+
+def test_muon_learns(tmp_path: Path) -> None:
+    recipe = tiny_recipe(steps=60)
+    muon = recipe.optimisation.model_copy(update={"optimizer": "muon"})
+    log = read_log(run(tmp_path, recipe.model_copy(update={"optimisation": muon})).parent)
+    assert log[-1]["masked_loss"] < 0.8 * log[0]["masked_loss"]
+
+
+def test_the_rate_is_constant_between_warm_up_and_decay() -> None:
+    recipe = Optimisation(learning_rate=0.5, warmup=0.1, decay=0.2)
+    rates = [learning_rate(step, 1000, recipe) for step in range(1000)]
+    assert rates[49] == pytest.approx(0.25)
+    assert rates[100:801] == [0.5] * 701
+    assert rates[900] == pytest.approx(0.25)
+    assert rates[-1] == pytest.approx(0.5 / 200)
+    np.testing.assert_allclose(np.diff(rates[801:]), -0.5 / 200, rtol=1e-6)
+
+
+def test_contention_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two threads for ten seconds: 19 seconds of processor time are all there is to have, 8 are not."""
+    clock = iter([0.0, 0.0, 10.0, 20.0])
+    used = iter([0.0, 19.0, 27.0])
+    with monkeypatch.context() as patch:
+        patch.setattr("export.train.progress.time.monotonic", lambda: next(clock))
+        patch.setattr("export.train.progress.time.process_time", lambda: next(used))
+        progress = Progress(tmp_path, 0, 4, threads=2)
+        progress.log(1, {"loss": 1.0})
+        progress._bar.refresh()
+        assert "contended" not in capsys.readouterr().err
+        progress.log(2, {"loss": 1.0})
+        progress._bar.refresh()
+        assert "contended=40% of 2 threads" in capsys.readouterr().err
+    progress.close()
+    assert [line["cpu_share"] for line in read_log(tmp_path)] == [0.95, 0.4]
 
 
 def test_decay_spares_biases_and_layer_norms() -> None:

@@ -181,6 +181,12 @@ def test_a_text_without_a_vocabulary(tmp_path: Path, name: str, content: bytes, 
             RECIPE,
             r".*type\.jsonl, line 2: \"text\" and \"title\" must be strings",
         ),
+        (
+            "source.jsonl",
+            f'{LINE}{{"text": "a", "source": 1}}\n'.encode(),
+            RECIPE,
+            r".*source\.jsonl, line 2: \"source\" must be a",
+        ),
         ("deep.jsonl", f"{LINE}{'[' * 99_999}\n".encode(), RECIPE, r".*deep\.jsonl, line 2 is not a JSON object"),
         ("bytes.jsonl", LINE.encode() + b'{"text": "\xff"}\n', RECIPE, r".*bytes\.jsonl, line 2 is not UTF-8 text"),
         ("half.jsonl", f'{LINE}{{"text": "a \\ud800"}}\n'.encode(), RECIPE, r".*half\.jsonl, line 2 is not UTF-8 text"),
@@ -251,6 +257,22 @@ def test_a_document_of_unknown_words_is_no_loss_of_nothing(finished: Path, tmp_p
         ("tokens = 16", "tokens = 64", "a phase of 64 tokens exceeds the model's max_tokens of 32"),
         ("heads = 2", "heads = 3", "model: hidden size 32 is not a multiple of the 3 attention heads"),
         ('"nsp"', '"next"', "pretraining.sentence: Input should be 'nsp', 'sop' or 'none', got 'next'"),
+        (
+            "[optimisation]",
+            '[optimisation]\noptimizer = "lion"',
+            "optimisation.optimizer: Input should be 'adamw' or 'muon', got 'lion'",
+        ),
+        (
+            "[optimisation]",
+            "[optimisation]\nwarmup = 0.5\ndecay = 0.6",
+            "optimisation: warmup = 0.5 and decay = 0.6 exceed the run: their sum must be at most 1",
+        ),
+        (
+            "[optimisation]",
+            "[corpus.weights]\nbooks = 1.5\n[optimisation]",
+            "corpus.weights.books: Input should be less than or equal to 1, got 1.5",
+        ),
+        ('"nsp"', '"none"\nmethod = "rtd"\nz_loss = 1e-4', "pretraining: keep_embeddings and z_loss need method = 'mlm'"),
         ('"nsp"', '"nsp"\nspan_boundary = true', "pretraining: span_boundary = true needs unit = 'span' and method = 'mlm'"),
     ],
 )
@@ -318,6 +340,34 @@ def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_pat
         assert refused(*command).startswith(f"{folder / 'tokenizer.json'} is damaged: ")
     Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
     assert refused(*command) == "the tokenizer lacks [CLS], [SEP], [MASK]"
+
+
+FURTHER = 'held_out = 0.1\n[pretraining]\nsentence = "nsp"\n[[phases]]\ntokens = 16\nsequences = 4\nsteps = 2\n'
+
+
+def test_what_does_not_apply_to_a_start_is_said(finished: Path, stories: Path, tmp_path: Path) -> None:
+    """A vocabulary that is not the checkpoint's, embeddings to keep of nothing, sizes that the checkpoint has."""
+    other = tmp_path / "vocabulary"
+    assert train("vocab", "--corpus", stories, "--size", 110, "--out", other).exit_code == 0
+    start_from = ["--from", finished / "checkpoint"]
+    command = pretrain_command(tmp_path / "run", FURTHER, stories)
+    assert refused(*command, *start_from, "--vocab", other) == (
+        f"the vocabulary in {other} (110 tokens) is not the checkpoint's (120 tokens); leave --vocab out, or train from nothing"
+    )
+    keeping = RECIPE.replace('sentence = "nsp"', 'sentence = "nsp"\nkeep_embeddings = true')
+    assert refused(*pretrain_command(tmp_path / "run", keeping, stories)) == (
+        "keep_embeddings = true needs a checkpoint whose embeddings to keep: name one with --from"
+    )
+    assert refused(*pretrain_command(tmp_path / "run", RECIPE, stories), *start_from).startswith("[model] heads, hidden_size, ")
+
+
+def test_a_weight_for_text_that_is_not_there(stories: Path, tmp_path: Path) -> None:
+    for weights, message in {
+        '"gone.jsonl" = 0.3': "the corpus weight of 'gone.jsonl' names no source and no file of the text; it has stories.txt",
+        '"stories.txt" = 0.3': "the corpus weights name every source, so they must sum to 1, but they sum to 0.3",
+    }.items():
+        command = pretrain_command(tmp_path / "run", f"{RECIPE}[corpus.weights]\n{weights}\n", stories)
+        assert refused(*command) == message
 
 
 def test_a_vocabulary_larger_than_the_text(stories: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,13 @@ from transformers import BertTokenizerFast
 
 from export.train.batches import TextBatches, shuffled_batches
 from export.train.corpus import PreparedCorpus, is_held_out, prepare_corpus, read_documents, split_sentences
+from export.train.embeddings import unmasked_texts
+from export.train.errors import TrainError
 from export.train.masking import Masking, Unit
 from export.train.pairs import IS_NEXT, Sentence, Sequences
 from export.train.pretrain import make_masking
 from export.train.recipe import Phase, Pretraining
+from export.train.sampling import sampled_order
 from export.train.vocabulary import SPECIAL_TOKENS, save_vocabulary, special_ids, train_tokenizer
 from tests.training import STORIES, write_stories
 
@@ -77,6 +81,43 @@ def test_tokens_are_the_texts(tokenizer: Tokenizer, corpus: PreparedCorpus, tmp_
         assert next(parts[is_held_out(story.key, 0.2)]) == expected
     assert not list(parts[True])
     assert not list(parts[False])
+
+
+def test_a_text_of_one_title_is_split_by_paragraphs(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Each paragraph is on one side, a run of neighbours is a document, and the run says what was done."""
+    paragraphs = [story.text.replace("\n", " ") + f" The owl saw it {'again ' * number}." for number, story in enumerate(STORIES)]
+    book = tmp_path / "book.jsonl"
+    book.write_text(json.dumps({"title": "One book", "text": "\n".join(paragraphs)}) + "\n")
+    said: list[str] = []
+    corpus = prepare_corpus([book], tokenizer, tmp_path / "prepared", held_out=0.2, say=said.append)
+    assert any("split by paragraphs" in line for line in said)
+    sides = {True: [], False: []}
+    runs = {True: 0, False: 0}
+    before = None
+    for paragraph in paragraphs:
+        side = is_held_out(paragraph, 0.2)
+        sides[side] += tokenizer.encode(paragraph, add_special_tokens=False).ids
+        runs[side] += side != before
+        before = side
+    assert sides[True]
+    assert corpus.held_out.tokens.tolist() == sides[True]
+    assert corpus.train.tokens.tolist() == sides[False]
+    assert (corpus.held_out.document_count, corpus.train.document_count) == (runs[True], runs[False])
+
+
+def test_documents_name_their_file_and_their_source(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    corpus = prepare_corpus([*_two_sources(tmp_path)], tokenizer, tmp_path / "prepared", held_out=0.0, say=lambda _: None).train
+    origins = [corpus.origins[number] for number in corpus.origin_of]
+    assert origins == [("books.jsonl", "novels")] * 30 + [("notes.txt", "")] * 30
+
+
+def _two_sources(folder: Path) -> tuple[Path, Path]:
+    """Half of the stories with the source "novels", told by their letter case; the others as plain text."""
+    novels, notes = folder / "books.jsonl", folder / "notes.txt"
+    lines = [json.dumps({"title": s.title, "text": s.text, "source": "novels"}) for s in STORIES[:30]]
+    novels.write_text("\n".join(lines))
+    notes.write_text("\n\n".join(story.text for story in STORIES[30:]))
+    return novels, notes
 
 
 def _documents(part):
@@ -209,7 +250,7 @@ def test_every_token_is_as_likely_to_be_masked() -> None:
 # ---- pairs
 
 
-def sequences(corpus: PreparedCorpus, tokenizer: Tokenizer, sentence: Sentence, **more: int) -> Sequences:
+def sequences(corpus: PreparedCorpus, tokenizer: Tokenizer, sentence: Sentence, **more: Any) -> Sequences:
     settings = {"length": 40, "seed": 3, "epoch": 0} | more
     return Sequences(corpus.train, sentence=sentence, special=special_ids(tokenizer), **settings)
 
@@ -291,7 +332,81 @@ def test_epochs_differ_and_a_seed_is_one_epoch(tokenizer: Tokenizer, corpus: Pre
     assert first() != first(seed=4)
 
 
+@pytest.mark.parametrize("name", ["novels", "books.jsonl"])
+@pytest.mark.parametrize("share", [0.1, 0.8])
+def test_a_source_has_its_share_of_what_is_sampled(tokenizer: Tokenizer, tmp_path: Path, name: str, share: float) -> None:
+    """By its source or by its file; random second texts follow the same shares."""
+    prepared = prepare_corpus([*_two_sources(tmp_path)], tokenizer, tmp_path / "prepared", held_out=0.0, say=lambda _: None)
+    source = sequences(prepared, tokenizer, Sentence.NSP, weights={name: share})
+    novels = [prepared.train.origins[prepared.train.origin_of[source.document(n)]].source == "novels" for n in range(len(source))]
+    assert np.mean(novels) == pytest.approx(share, abs=0.03)
+    documents = [_tokens(prepared, number) for number in range(60)]
+    seconds = []
+    for number in range(len(source)):
+        sequence = source.make(number, source.rng(number))
+        if sequence.label != IS_NEXT and len(second := split(sequence, tokenizer)[1]) > 8:
+            in_novels = any(_contains(tokens, second) for tokens in documents[:30])
+            if in_novels != any(_contains(tokens, second) for tokens in documents[30:]):  # the stories repeat their sentences
+                seconds.append(in_novels)
+    assert len(seconds) > 20
+    assert np.mean(seconds) == pytest.approx(share, abs=0.2)
+
+
+@given(st.lists(st.integers(0, 2), min_size=3, max_size=300), st.floats(0.05, 0.9), st.integers(0, 99))
+def test_an_epoch_reads_the_scarcest_group_once_and_none_twice(groups: list[int], share: float, seed: int) -> None:
+    group_of = np.array([0, 1, *groups])
+    group_of[group_of == 2] = 1
+    order = sampled_order(group_of, np.array([share, 1 - share]), np.random.default_rng(seed))
+    assert len(set(order.tolist())) == len(order)
+    read, total = np.bincount(group_of[order], minlength=2), np.bincount(group_of)
+    assert (read == total).any()
+    assert read[0] == pytest.approx(share * len(order), abs=1.6)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"gone.jsonl": 0.3}, "'gone.jsonl' names no source and no file of the text; it has books.jsonl, notes.txt, novels"),
+        ({"novels": 1.0}, "the corpus weights sum to 1, which leaves nothing to the other sources"),
+        ({"novels": 0.3, "notes.txt": 0.3}, "must sum to 1, but they sum to 0.6"),
+    ],
+)
+def test_weights_that_do_not_apply(tokenizer: Tokenizer, tmp_path: Path, weights: dict[str, float], message: str) -> None:
+    prepared = prepare_corpus([*_two_sources(tmp_path)], tokenizer, tmp_path / "prepared", held_out=0.0, say=lambda _: None)
+    with pytest.raises(TrainError, match=message):
+        sequences(prepared, tokenizer, Sentence.NSP, weights=weights)
+
+
 # ---- batches
+
+
+def test_the_mask_rate_falls_in_a_straight_line(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
+    recipe = Pretraining(rate=0.3, final_rate=0.15)
+    phases = [Phase(tokens=40, sequences=64, steps=51), Phase(tokens=40, sequences=64, steps=50)]
+    batches = TextBatches(corpus.train, recipe, phases, make_masking(tokenizer, recipe), special=special_ids(tokenizer), seed=1)
+    for step, rate in ((0, 0.3), (50, 0.225), (100, 0.15)):
+        batch = batches(step, 0)
+        ordinary = batch.tokens - 3 * len(batch.input_ids)
+        assert len(batch.positions) / ordinary == pytest.approx(rate, abs=0.012)
+
+
+@pytest.mark.parametrize("sentence", [Sentence.NSP, Sentence.NONE])
+@pytest.mark.parametrize("length", [8, 20, 40])
+def test_embeddings_are_of_the_unmasked_first_texts(
+    tokenizer: Tokenizer, corpus: PreparedCorpus, sentence: Sentence, length: int
+) -> None:
+    recipe = Pretraining(sentence=sentence, rate=0.5)
+    phase = Phase(tokens=40, sequences=32, steps=3)
+    batches = TextBatches(corpus.train, recipe, [phase], make_masking(tokenizer, recipe), special=special_ids(tokenizer), seed=1)
+    source = Sequences(corpus.train, length=40, sentence=sentence, special=special_ids(tokenizer), seed=1, epoch=0)
+    input_ids, mask = unmasked_texts(batches(0, 0), tokens=160, length=length)
+    assert input_ids.shape == (160 // length, length)
+    for row, (ids, real) in enumerate(zip(input_ids, mask, strict=True)):
+        sequence = source.make(row, source.rng(row))
+        first = sequence.input_ids[sequence.token_type_ids == 0].tolist()
+        cut = first if len(first) <= length else [*first[: length - 1], first[-1]]
+        assert ids[real].tolist() == cut
+        assert first[-1] == tokenizer.token_to_id("[SEP]")
 
 
 @pytest.mark.parametrize("dynamic", [True, False])

@@ -1,7 +1,7 @@
 """Turns drawn sequences into the tensors of a batch: joined, masked, padded to the phase's length."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -131,7 +131,8 @@ class TextBatches:
         masking: hides tokens.
         special: of the vocabulary.
         seed: of everything drawn.
-        accumulation: batches a step.
+        accumulation: batches per step.
+        weights: sampling weights of the corpus' sources, see `sampling_shares`.
     """
 
     def __init__(
@@ -144,14 +145,15 @@ class TextBatches:
         special: SpecialIds,
         seed: int,
         accumulation: int = 1,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         self._corpus, self._recipe, self._phases, self._masking = corpus, recipe, phases, masking
-        self._special, self._seed, self._accumulation = special, seed, accumulation
+        self._special, self._seed, self._accumulation, self._weights = special, seed, accumulation, weights
         self._lengths: dict[tuple[int, int], int] = {}
         self._ends: list[list[int]] = [[] for _ in phases]
         self._kept: dict[tuple[int, int], Sequences] = {}
         self.steps = sum(phase.steps for phase in phases)
-        self._row(0, 0)  # what the corpus cannot give is said before a run begins
+        self._row(0, 0, masking)  # what the corpus cannot give is said before a run begins
 
     def grows_from(self, step: int) -> int | None:
         """The longest sequence before ``step``, if a phase of longer ones begins with it."""
@@ -172,7 +174,8 @@ class TextBatches:
         index = self.phase(step)
         phase, first = self._phases[index], sum(phase.steps for phase in self._phases[:index])
         number = ((step - first) * self._accumulation + part) * phase.sequences
-        rows = [self._row(index, number + row) for row in range(phase.sequences)]
+        masking = self._masking.at(step / max(1, self.steps - 1))
+        rows = [self._row(index, number + row, masking) for row in range(phase.sequences)]
         return collate(rows, phase.tokens, self._first_positions(index, number, len(rows)) if self._recipe.shifted else None)
 
     def _first_positions(self, phase: int, number: int, count: int) -> list[int]:
@@ -183,15 +186,15 @@ class TextBatches:
         first_positions: list[int] = moved.tolist()
         return first_positions
 
-    def _row(self, phase: int, number: int) -> tuple[Sequence, Masked]:
+    def _row(self, phase: int, number: int, masking: Masking) -> tuple[Sequence, Masked]:
         """The sequence of this number; of one with nothing but unknown words, which gives no loss, the next that has others."""
         for other in range(number, number + 2 * self.epoch_length(phase, 0)):
-            sequence, masked = self._draw(phase, other)
+            sequence, masked = self._draw(phase, other, masking)
             if len(masked.positions):
                 return sequence, masked
         raise TrainError("the vocabulary has no word of the text: there is nothing to mask")
 
-    def _draw(self, phase: int, number: int) -> tuple[Sequence, Masked]:
+    def _draw(self, phase: int, number: int, masking: Masking) -> tuple[Sequence, Masked]:
         ends = self._ends[phase]  # after how many sequences each epoch ends: they differ a little in length
         while not ends or number >= ends[-1]:
             ends.append(sum(ends[-1:]) + self.epoch_length(phase, len(ends)))
@@ -200,7 +203,7 @@ class TextBatches:
         sequences = self._sequences(phase, epoch)
         rng = sequences.rng(number)
         sequence = sequences.make(number, rng)
-        return sequence, self._masking(sequence.input_ids, rng)
+        return sequence, masking(sequence.input_ids, rng)
 
     def epoch_length(self, phase: int, epoch: int) -> int:
         """How many sequences a pass over the corpus has."""
@@ -221,5 +224,6 @@ class TextBatches:
                 seed=self._seed,
                 epoch=phase * _MANY + (epoch if self._recipe.dynamic else 0),
                 short=self._recipe.short,
+                weights=self._weights,
             )
         return self._kept[phase, epoch]

@@ -10,10 +10,10 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,15 +26,24 @@ _SENTENCE_END = re.compile(rf"(?<=[.!?])[{_QUOTES})\]]*\s+(?=[{_QUOTES}(\[]?[A-Z
 _ABBREVIATION = re.compile(rf"(?:^|[\s({_QUOTES}])(?:Mr|Mrs|Ms|Dr|St|Prof|Rev|Gen|Col|Capt|Sir|Hon|Messrs|vs|etc|[A-Z])\.$")
 _BATCH = 2048
 _KEY_CHARACTERS = 500
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text whose sentences follow each other; ``title`` is empty if it has none."""
+    """One text whose sentences follow each other.
+
+    Attributes:
+        title: empty if it has none.
+        text: paragraphs, split by newlines.
+        source: what its line of the file names as its ``source``; empty if nothing.
+        file: the name of the file that holds it.
+    """
 
     title: str
     text: str
+    source: str = ""
+    file: str = field(default="", compare=False)
 
     @property
     def key(self) -> str:
@@ -54,10 +63,11 @@ def read_documents(files: Iterable[Path]) -> Iterator[Document]:
         try:
             if ".jsonl" in file.suffixes:
                 with _open(file, "surrogateescape") as stream:  # wrong bytes are found line by line
-                    yield from _from_jsonl(file, stream)
+                    documents = _from_jsonl(file, stream)
+                    yield from (replace(document, file=file.name) for document in documents)
             else:
                 with _open(file, "strict") as stream:
-                    yield from _from_text(file, stream)
+                    yield from (replace(document, file=file.name) for document in _from_text(file, stream))
         except FileNotFoundError:
             raise TrainError(f"{file}: no such file") from None
         except IsADirectoryError:
@@ -80,16 +90,18 @@ def _from_jsonl(file: Path, stream: IO[str]) -> Iterator[Document]:
             continue
         try:
             entry = json.loads(line)
-            text, title = entry["text"], entry.get("title", "")
+            text, title, source = entry["text"], entry.get("title", ""), entry.get("source", "")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TrainError(f'{file}, line {number} is not a JSON object with a "text": {error}') from error
         if not isinstance(text, str) or not isinstance(title, str):
             raise TrainError(f'{file}, line {number}: "text" and "title" must be strings')
+        if not isinstance(source, str):
+            raise TrainError(f'{file}, line {number}: "source" must be a string')
         try:
-            (text + title).encode()
+            (text + title + source).encode()
         except UnicodeEncodeError as error:
             raise TrainError(f"{file}, line {number} is not UTF-8 text: {error.reason}") from None
-        yield Document(title, text)
+        yield Document(title, text, source)
 
 
 def _from_text(file: Path, stream: IO[str]) -> Iterator[Document]:
@@ -133,6 +145,13 @@ def is_held_out(title: str, share: float) -> bool:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) < share * 2.0**64
 
 
+class Origin(NamedTuple):
+    """Where documents come from: the name of their file, and the source that their lines name."""
+
+    file: str
+    source: str
+
+
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """Tokenized text, without special tokens.
@@ -141,11 +160,15 @@ class Corpus:
         tokens: uint16 or uint32 [T], memory-mapped.
         sentences: int64 [S + 1], where each sentence starts in ``tokens``, and T.
         documents: int64 [D + 1], where each document starts in ``sentences``, and S.
+        origin_of: int64 [D], the index of each document's origin in ``origins``.
+        origins: the name of the file and the ``source`` of the documents; empty: not recorded.
     """
 
     tokens: NDArray[np.unsignedinteger]
     sentences: NDArray[np.int64]
     documents: NDArray[np.int64]
+    origin_of: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    origins: tuple[Origin, ...] = ()
 
     @property
     def document_count(self) -> int:
@@ -186,22 +209,16 @@ def prepare_corpus(
     identity = _identity(files, tokenizer, f"{held_out} {only_held_out}" if only_held_out else str(held_out))
     summary = folder / "corpus.json"
     if _prepared(summary) != identity:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
         say("tokenizing the text")
-        writers = {part: _Writer(folder, part, tokenizer.get_vocab_size()) for part in ("train", "held_out")}
         try:
-            documents = (d for d in read_documents(files) if not only_held_out or is_held_out(d.key, held_out))
-            for batch in _batches(documents, _BATCH):
-                _write(batch, tokenizer, held_out, writers)
-            for writer in writers.values():
-                writer.save()
+            counts = _tokenize(_split(files, held_out), tokenizer, folder, only_held_out)
+            if held_out and not counts["held_out"]["documents"]:
+                by_paragraph = _tokenize(_split_paragraphs(files, held_out), tokenizer, folder, only_held_out)
+                if by_paragraph["held_out"]["documents"]:
+                    say("no title falls to the held-out part: the text is split by paragraphs instead")
+                counts = by_paragraph
         except OSError as error:
             raise TrainError(f"the tokenized text cannot be written to {folder}: {error.strerror or error}") from error
-        finally:
-            for writer in writers.values():
-                writer.close()
-        counts = {part: writer.counts() for part, writer in writers.items()}
         if not any(count["tokens"] for count in counts.values()):
             raise TrainError("there is no text: " + ", ".join(str(file) for file in files))
         new = summary.with_suffix(".new")
@@ -211,6 +228,47 @@ def prepare_corpus(
             "; ".join(f"{part.replace('_', '-')}: " + ", ".join(f"{n:,} {k}" for k, n in c.items()) for part, c in counts.items())
         )
     return PreparedCorpus(_open_part(folder, "train"), _open_part(folder, "held_out"))
+
+
+_SplitDocument = tuple[Document, bool]
+"""A document, and whether it is held out."""
+
+
+def _split(files: list[Path], share: float) -> Iterator[_SplitDocument]:
+    return ((document, is_held_out(document.key, share)) for document in read_documents(files))
+
+
+def _split_paragraphs(files: list[Path], share: float) -> Iterator[_SplitDocument]:
+    """Split each document into runs of paragraphs that belong to one side, each run a document of its own.
+
+    The side of a paragraph follows from a hash of its text. A text of one paragraph stays whole, on the side to learn from.
+    """
+    for document in read_documents(files):
+        paragraphs = [line for line in document.text.splitlines() if line.strip()]
+        if len(paragraphs) == 1:
+            yield document, False
+            continue
+        for held_out, run in groupby(paragraphs, key=lambda paragraph: is_held_out(paragraph, share)):
+            yield replace(document, text="\n".join(run)), held_out
+
+
+def _tokenize(
+    documents: Iterator[_SplitDocument], tokenizer: Tokenizer, folder: Path, only_held_out: bool
+) -> dict[str, dict[str, int]]:
+    """Write both parts into ``folder``, which is emptied first; return how much each part holds."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    writers = {part: _Writer(folder, part, tokenizer.get_vocab_size()) for part in ("train", "held_out")}
+    try:
+        chosen = ((document, held_out) for document, held_out in documents if held_out or not only_held_out)
+        for batch in _batches(chosen, _BATCH):
+            _write(batch, tokenizer, writers)
+        for writer in writers.values():
+            writer.save()
+    finally:
+        for writer in writers.values():
+            writer.close()
+    return {part: writer.counts() for part, writer in writers.items()}
 
 
 def _prepared(summary: Path) -> str | None:
@@ -233,6 +291,7 @@ def fingerprint(files: Iterable[Path]) -> str:
 def _identity(files: list[Path], tokenizer: Tokenizer, split: str) -> str:
     digest = hashlib.sha256(f"{_FORMAT} {split}".encode())
     digest.update(tokenizer.to_str().encode())
+    digest.update("\0".join(file.name for file in files).encode())  # origins hold the names
     return _add_files(digest, files)
 
 
@@ -250,12 +309,16 @@ def _add_files(digest: "hashlib._Hash", files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def _batches(documents: Iterator[Document], sentences: int) -> Iterator[list[tuple[Document, list[str]]]]:
+_Tokenizable = tuple[_SplitDocument, list[str]]
+"""A document with its side and its sentences."""
+
+
+def _batches(documents: Iterator[_SplitDocument], sentences: int) -> Iterator[list[_Tokenizable]]:
     """Documents with their sentences, together so many that tokenizing them in one call uses every core."""
-    batch: list[tuple[Document, list[str]]] = []
+    batch: list[_Tokenizable] = []
     count = 0
-    for document in documents:
-        batch.append((document, split_sentences(document.text)))
+    for document, held_out in documents:
+        batch.append(((document, held_out), split_sentences(document.text)))
         count += len(batch[-1][1])
         if count >= sentences:
             yield batch
@@ -272,8 +335,10 @@ class _Writer:
         self._dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
         self._stream = (folder / f"{part}.tokens").open("wb")
         self._sentences, self._documents, self._tokens = [0], [0], 0
+        self._origin_of: list[int] = []
+        self._origins: dict[Origin, int] = {}
 
-    def add(self, sentences: Iterable[list[int]]) -> None:
+    def add(self, document: Document, sentences: Iterable[list[int]]) -> None:
         for ids in sentences:
             if ids:
                 self._stream.write(np.asarray(ids, self._dtype).tobytes())
@@ -281,11 +346,15 @@ class _Writer:
                 self._sentences.append(self._tokens)
         if len(self._sentences) - 1 > self._documents[-1]:
             self._documents.append(len(self._sentences) - 1)
+            origin = Origin(document.file, document.source)
+            self._origin_of.append(self._origins.setdefault(origin, len(self._origins)))
 
     def save(self) -> None:
         self._stream.close()
         np.save(self._folder / f"{self._part}.sentences.npy", np.asarray(self._sentences, np.int64))
         np.save(self._folder / f"{self._part}.documents.npy", np.asarray(self._documents, np.int64))
+        np.save(self._folder / f"{self._part}.origins.npy", np.asarray(self._origin_of, np.int64))
+        (self._folder / f"{self._part}.origins.json").write_text(json.dumps(list(self._origins)))
         (self._folder / f"{self._part}.dtype").write_text(np.dtype(self._dtype).name)
 
     def close(self) -> None:
@@ -296,11 +365,11 @@ class _Writer:
         return {"documents": len(self._documents) - 1, "sentences": len(self._sentences) - 1, "tokens": self._tokens}
 
 
-def _write(batch: list[tuple[Document, list[str]]], tokenizer: Tokenizer, held_out: float, writers: dict[str, _Writer]) -> None:
+def _write(batch: list[_Tokenizable], tokenizer: Tokenizer, writers: dict[str, _Writer]) -> None:
     encodings = iter(tokenizer.encode_batch_fast([s for _, sentences in batch for s in sentences], add_special_tokens=False))
-    for document, sentences in batch:
-        part = "held_out" if is_held_out(document.key, held_out) else "train"
-        writers[part].add(encoding.ids for encoding in islice(encodings, len(sentences)))
+    for (document, held_out), sentences in batch:
+        part = "held_out" if held_out else "train"
+        writers[part].add(document, (encoding.ids for encoding in islice(encodings, len(sentences))))
 
 
 def _open_part(folder: Path, part: str) -> Corpus:
@@ -311,9 +380,12 @@ def _open_part(folder: Path, part: str) -> Corpus:
             np.memmap(file, dtype, "r") if file.stat().st_size else np.zeros(0, dtype),
             np.load(folder / f"{part}.sentences.npy"),
             np.load(folder / f"{part}.documents.npy"),
+            np.load(folder / f"{part}.origins.npy"),
+            tuple(Origin(file, source) for file, source in json.loads((folder / f"{part}.origins.json").read_text())),
         )
     except (OSError, ValueError, TypeError, EOFError) as error:
         raise TrainError(f"the tokenized text in {folder} is damaged ({part}); remove that folder") from error
-    if corpus.sentences[-1] != len(corpus.tokens) or corpus.documents[-1] != len(corpus.sentences) - 1:
+    whole = corpus.sentences[-1] == len(corpus.tokens) and corpus.documents[-1] == len(corpus.sentences) - 1
+    if not whole or len(corpus.origin_of) != corpus.document_count:
         raise TrainError(f"the tokenized text in {folder} is damaged ({part}); remove that folder")
     return corpus

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from export.checkpoint import load_checkpoint
 from export.models import Head, Model
+from export.sentence import EmbeddingRecipe
 from export.train.batches import TextBatch
 from export.train.card import write_card
 from export.train.corpus import fingerprint, prepare_corpus
@@ -111,12 +112,12 @@ def distill(
     say(f"a distilbert of {student.parameter_count():,} parameters from a teacher of {loaded.model.parameter_count():,}")
     objective = TextObjective(
         Distillation(student, loaded.model.to(device), recipe),
-        text_batches(corpus.train, recipe.pretraining, recipe.phases, tokenizer, recipe.seed, recipe.optimisation.accumulation),
-        held_out_batches(corpus.held_out, recipe.pretraining, recipe.phases, tokenizer, recipe.seed, say),
+        text_batches(corpus.train, recipe, tokenizer),
+        held_out_batches(corpus.held_out, recipe, tokenizer, say),
         device,
     )
     train(objective, recipe.seed, recipe.optimisation, folder, device=device, schedule=schedule, say=say)
-    save_checkpoint(student, tokenizer, folder / CHECKPOINT, pooling_tokens=limit)
+    save_checkpoint(student, tokenizer, folder / CHECKPOINT, embedding=EmbeddingRecipe(max_tokens=limit))
     title = "A DistilBERT distilled from a BERT"
     write_card(folder / CHECKPOINT, title=title, source=teacher, files=files, recipe=recipe, device=device)
     return folder / CHECKPOINT

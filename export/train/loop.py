@@ -10,6 +10,7 @@ import pickle
 import re
 import signal
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from export.train.errors import TrainError
-from export.train.optimisation import autocast, learning_rate, make_optimizer
+from export.train.optimisation import Optimizers, WeightAverage, autocast, learning_rate, make_optimizer, schedule_factor
 from export.train.progress import LOG, Progress, draw_curves, read_log
 from export.train.recipe import Optimisation
 from export.train.run_folder import STATE
@@ -61,11 +62,42 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """How often, in steps, a run logs, evaluates and writes a checkpoint."""
+    """How often a run logs, evaluates and writes a checkpoint.
+
+    Attributes:
+        log: steps.
+        evaluate: steps; a run of fewer than ten times as many is evaluated ten times.
+        checkpoint: steps.
+        checkpoint_seconds: a checkpoint is written after so long even if fewer steps are done.
+    """
 
     log: int = 20
     evaluate: int = 500
     checkpoint: int = 100
+    checkpoint_seconds: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """What a checkpoint of a run holds beside its step."""
+
+    module: nn.Module
+    optimizer: Optimizers
+    average: WeightAverage
+
+    def parts(self) -> dict[str, Any]:
+        """Return the state of each part by name."""
+        return {
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "average": self.average.state_dict(),
+        }
+
+    def restore(self, parts: Mapping[str, Any]) -> None:
+        """Fill each part with what `parts` returned."""
+        self.module.load_state_dict(parts["module"])
+        self.optimizer.load_state_dict(parts["optimizer"])
+        self.average.load_state_dict(parts["average"])
 
 
 def open_device(name: str) -> torch.device:
@@ -106,16 +138,21 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     module = objective.module.to(device).train()
     optimizer = make_optimizer(module, optimisation)
-    step = _load(folder, module, optimizer, device)
+    average = WeightAverage(module, round((1 - optimisation.average) * objective.steps))
+    state = RunState(module, optimizer, average)
+    step = _load(folder, state, device)
     if step:
         say(f"going on after step {step} of {objective.steps}")
-    progress = Progress(folder, step, objective.steps)
+    progress = Progress(folder, step, objective.steps, threads=torch.get_num_threads() if device.type == "cpu" else None)
+    evaluate_every = max(1, min(schedule.evaluate, objective.steps // 10))
+    saved = time.monotonic()
     sums: dict[str, list[Tensor]] = defaultdict(list)
     try:
         with _interruptible() as interrupted:
             while step < objective.steps:
                 before_step(step)
                 figures = _step(objective, optimizer, optimisation, step, seed, device, progress)
+                average.add(step)
                 step += 1
                 for name, value in figures.items():
                     sums[name].append(value)
@@ -123,26 +160,22 @@ def train(
                 if last or step % schedule.log == 0 or interrupted.is_set():
                     means = {name: float(torch.stack(values).mean()) for name, values in sums.items()}
                     sums.clear()
-                    if not math.isfinite(means["loss"]):
-                        raise TrainError(
-                            f"the loss is {means['loss']} at step {step}; {_kept(folder)}; try a lower learning_rate"
-                        )
-                    if last or step % schedule.evaluate == 0:
-                        means |= {f"held_out_{name}": value for name, value in objective.evaluate(step).items()}
-                        module.train()
+                    _check_loss(means["loss"], step, folder)
+                    if last or step % evaluate_every == 0:
+                        means |= _evaluate(objective, step, average if last else None, say)
                     progress.log(step, means | {"learning_rate": learning_rate(step - 1, objective.steps, optimisation)})
-                if last or step % schedule.checkpoint == 0 or interrupted.is_set():
-                    if not all(bool(parameter.isfinite().all()) for parameter in module.parameters()):
-                        raise TrainError(
-                            f"a weight is no number any more at step {step}; {_kept(folder)}; try a lower learning_rate"
-                        )
-                    _save(folder, module, optimizer, step)
+                overdue = time.monotonic() - saved >= schedule.checkpoint_seconds
+                if last or step % schedule.checkpoint == 0 or overdue or interrupted.is_set():
+                    _check_weights(module, step, folder)
+                    _save(folder, state, step)
+                    saved = time.monotonic()
                 if interrupted.is_set() and not last:
                     raise TrainError(f"interrupted; {_kept(folder)}, the same command goes on from there")
     except OSError as error:
         raise TrainError(f"the run cannot be written: {error.strerror or error}; {_kept(folder)}") from error
     finally:
         progress.close()
+    average.apply()
     module.eval()
     if not read_log(folder):
         raise TrainError(f"{folder / LOG} of the finished run is damaged or gone; restore it, or remove {folder} to begin anew")
@@ -151,7 +184,7 @@ def train(
 
 def _step(
     objective: Objective,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     recipe: Optimisation,
     step: int,
     seed: int,
@@ -171,10 +204,7 @@ def _step(
         for name, value in {"loss": loss, **figures}.items():
             sums[name] = sums.get(name, torch.zeros((), device=device)) + value.detach().float() / recipe.accumulation
     sums["gradient_norm"] = nn.utils.clip_grad_norm_(objective.module.parameters(), recipe.clip)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate(step, objective.steps, recipe)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.step(schedule_factor(step, objective.steps, recipe))
     progress.advance(tokens)
     return sums
 
@@ -183,12 +213,38 @@ def _kept(folder: Path) -> str:
     return f"the checkpoint in {folder} is kept" if (folder / STATE).is_file() else "there is no checkpoint yet"
 
 
-def _save(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def _check_loss(loss: float, step: int, folder: Path) -> None:
+    if not math.isfinite(loss):
+        raise TrainError(f"the loss is {loss} at step {step}; {_kept(folder)}; try a lower learning_rate")
+
+
+def _check_weights(module: nn.Module, step: int, folder: Path) -> None:
+    if not all(bool(parameter.isfinite().all()) for parameter in module.parameters()):
+        raise TrainError(f"a weight is no number any more at step {step}; {_kept(folder)}; try a lower learning_rate")
+
+
+def _evaluate(objective: Objective, step: int, average: WeightAverage | None, say: Callable[[str], None]) -> dict[str, float]:
+    """Return held-out figures: of the averaged weights, where there are any, since those are the result."""
+    figures = objective.evaluate(step)
+    if average is not None and average.count:
+        last = figures
+        with average.applied():
+            figures = objective.evaluate(step)
+        if "loss" in figures:
+            say(
+                f"the weights of the last {average.count} steps averaged: held-out loss {figures['loss']:.4f};"
+                f" those of the last step: {last['loss']:.4f}"
+            )
+    objective.module.train()
+    return {f"held_out_{name}": value for name, value in figures.items()}
+
+
+def _save(folder: Path, state: RunState, step: int) -> None:
     """Replace the checkpoint in one move, so that a kill or a full disk leaves the last one whole."""
     new = folder / f"{STATE}.new"
     try:
         with new.open("wb") as stream:
-            torch.save({"step": step, "module": module.state_dict(), "optimizer": optimizer.state_dict()}, stream)
+            torch.save({"step": step} | state.parts(), stream)
             stream.flush()
             os.fsync(stream.fileno())
         new.replace(folder / STATE)
@@ -202,22 +258,20 @@ def _save(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, ste
         raise
 
 
-def _load(folder: Path, module: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    """Fill module and optimiser from the checkpoint; the number of steps done, 0 if there is none."""
+def _load(folder: Path, state: RunState, device: torch.device) -> int:
+    """Fill the state from the checkpoint; the number of steps done, 0 if there is none."""
     file = folder / STATE
     if not file.is_file():
         return 0
     try:
-        state = torch.load(file, map_location=device, weights_only=True)
-        step = int(state["step"])
-        parts = state["module"], state["optimizer"]
+        parts = torch.load(file, map_location=device, weights_only=True)
+        step = int(parts.pop("step"))
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError, EOFError, OSError, pickle.UnpicklingError) as error:
         raise TrainError(f"{file} is damaged ({type(error).__name__}); remove it to begin anew") from error
     try:
-        module.load_state_dict(parts[0])
-        optimizer.load_state_dict(parts[1])
+        state.restore(parts)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise TrainError(
             f"{file} is of another model: was the vocabulary or the source another one? Give another folder, or remove it"

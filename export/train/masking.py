@@ -5,6 +5,7 @@ Joshi et al. 2020, "SpanBERT", section 3.1 (spans). Drawing anew at each epoch (
 always alike is the caller's, by the generator it passes.
 """
 
+import dataclasses
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -52,6 +53,7 @@ class Masking:
         special: bool [V], tokens that are never chosen and never put in another's place.
         continues: bool [V], tokens that go on with the word before them.
         replace: the shares of chosen tokens that become ``[MASK]`` and that become a random token; the rest stays.
+        final_rate: the rate at the end of a run, see `at`; None: as at its start.
     """
 
     unit: Unit
@@ -60,6 +62,17 @@ class Masking:
     special: NDArray[np.bool_]
     continues: NDArray[np.bool_]
     replace: tuple[float, float] = (0.8, 0.1)
+    final_rate: float | None = None
+
+    def at(self, progress: float) -> "Masking":
+        """Return the masking at ``progress``, in [0, 1], of a run: the rate goes linearly to its final value.
+
+        Source: Ankner et al. 2024, "Dynamic Masking Rate Schedules for MLM Pretraining", section 3.
+        """
+        if self.final_rate is None:
+            return self
+        rate = self.rate + (self.final_rate - self.rate) * progress
+        return dataclasses.replace(self, rate=rate, final_rate=None)
 
     def __call__(self, input_ids: NDArray[np.int64], rng: np.random.Generator) -> Masked:
         """Hide tokens of ``input_ids`` int64 [S] (special tokens included, no padding)."""

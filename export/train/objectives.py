@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from export.models import Head, Model
 from export.models.encoder import Encoder
 from export.train.batches import TextBatch
+from export.train.embeddings import KeptEmbeddings
 from export.train.pairs import Sentence
 from export.train.recipe import Pretraining, Sizes
 
@@ -24,11 +25,18 @@ _LONGEST_RUN = 64
 
 
 class MaskedText(nn.Module):
-    """Masked tokens, with the sentence objective and the span-boundary objective if the recipe has them."""
+    """Masked tokens, with the sentence objective and the span-boundary objective if the recipe has them.
 
-    def __init__(self, model: Model, recipe: Pretraining) -> None:
+    Args:
+        model: what is trained.
+        recipe: the weights of the losses.
+        kept: the embeddings to stay close to; none: they may move.
+    """
+
+    def __init__(self, model: Model, recipe: Pretraining, kept: KeptEmbeddings | None = None) -> None:
         super().__init__()
         self.model = model
+        self._kept, self._embedding_weight, self._z_loss = kept, recipe.embedding_weight, recipe.z_loss
         self.boundary = SpanBoundary(model) if recipe.span_boundary else None
         self.sentence_weight = recipe.sentence_weight
 
@@ -37,16 +45,23 @@ class MaskedText(nn.Module):
         assert self.model.masked_lm is not None
         hidden = self.model(batch.input_ids, batch.token_type_ids, batch.attention_mask, batch.first_positions)
         rows = hidden.flatten(0, 1)
-        loss, figures = masked_loss(self.model.masked_lm(rows[batch.positions]), batch.labels)
+        logits = self.model.masked_lm(rows[batch.positions])
+        loss, figures = masked_loss(logits, batch.labels)
+        if self._z_loss:
+            loss = loss + self._z_loss * logits.float().logsumexp(1).square().mean()
         if self.boundary is not None:
             spans_loss = F.cross_entropy(self.boundary(rows, batch).float(), batch.labels)
             loss, figures["boundary_loss"] = loss + spans_loss, spans_loss
         if self.model.next_sentence is not None:
-            logits = self.model.next_sentence(hidden[:, 0]).float()
-            sentence_loss = F.cross_entropy(logits, batch.next_labels)
+            sentence_logits = self.model.next_sentence(hidden[:, 0]).float()
+            sentence_loss = F.cross_entropy(sentence_logits, batch.next_labels)
             figures["sentence_loss"] = sentence_loss
-            figures["sentence_accuracy"] = (logits.argmax(1) == batch.next_labels).float().mean()
+            figures["sentence_accuracy"] = (sentence_logits.argmax(1) == batch.next_labels).float().mean()
             loss = loss + self.sentence_weight * sentence_loss
+        if self._kept is not None:
+            cosine = self._kept.cosine(self.model, batch)
+            figures["embedding_cosine"] = cosine
+            loss = loss + self._embedding_weight * (1 - cosine)
         return loss, figures
 
 

@@ -1,29 +1,154 @@
-"""AdamW as BERT uses it: which parameters decay, how the learning rate goes, which arithmetic is worth it."""
+"""Optimisers and schedules: which parameters decay, how the learning rate goes, what is averaged, which arithmetic pays."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from export.train.recipe import Optimisation
 
+_ENCODER_LAYERS = ".encoder.layers."
+_EMBEDDINGS = ".encoder.embeddings."
+_HEADS = (".masked_lm.", ".next_sentence.", ".span.")
 
-def make_optimizer(module: nn.Module, recipe: Optimisation) -> torch.optim.AdamW:
-    """AdamW with decoupled decay (Loshchilov & Hutter 2019) on matrices only: not on biases, not on LayerNorm."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": recipe.weight_decay},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+
+class Optimizers:
+    """One or two optimisers that step as one. Each group of parameters has its own ``peak_learning_rate``."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self._parts = parts
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts."""
+        return [group for part in self._parts for group in part.param_groups]
+
+    def step(self, factor: float) -> None:
+        """Update the weights with ``factor`` of each group's peak learning rate, and drop the gradients."""
+        for group in self.param_groups:
+            group["lr"] = group["peak_learning_rate"] * factor
+        for part in self._parts:
+            part.step()
+            part.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the state of each part."""
+        return [part.state_dict() for part in self._parts]
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Restore what `state_dict` returned."""
+        for part, state in zip(self._parts, states, strict=True):
+            part.load_state_dict(state)
+
+
+def make_optimizer(module: nn.Module, recipe: Optimisation) -> Optimizers:
+    """Group the parameters of a module for the recipe's optimisers.
+
+    AdamW decays matrices only (Loshchilov & Hutter 2019), not biases and LayerNorm. Muon takes the matrices of the encoder's
+    layers. Its updates are scaled to the size of AdamW's, so that both share one learning rate (Liu et al. 2025, "Muon is
+    Scalable for LLM Training", section 2.2).
+    """
+    groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            muon = recipe.optimizer == "muon" and _ENCODER_LAYERS in f".{name}" and parameter.ndim == 2
+            decay = recipe.weight_decay if parameter.ndim > 1 else 0.0
+            groups.setdefault((muon, decay, _peak(name, recipe)), []).append(parameter)
+    described = [
+        (muon, {"params": parameters, "weight_decay": decay, "lr": peak, "peak_learning_rate": peak})
+        for (muon, decay, peak), parameters in groups.items()
     ]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, recipe.beta2), eps=1e-6, fused=True)
+    adamw = [group for muon, group in described if not muon]
+    matrices = [group for muon, group in described if muon]
+    parts: list[torch.optim.Optimizer] = []
+    if adamw:
+        parts.append(torch.optim.AdamW(adamw, betas=(0.9, recipe.beta2), eps=1e-6, fused=True))
+    if matrices:
+        parts.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"))
+    return Optimizers(parts)
+
+
+def _peak(name: str, recipe: Optimisation) -> float:
+    """Return the peak learning rate of a parameter by its name. A decoder tied to the word embeddings is an embedding."""
+    if recipe.embedding_learning_rate is not None and _EMBEDDINGS in f".{name}":
+        return recipe.embedding_learning_rate
+    if recipe.head_learning_rate is not None and any(head in f".{name}" for head in _HEADS):
+        return recipe.head_learning_rate
+    return recipe.learning_rate
+
+
+def schedule_factor(step: int, steps: int, recipe: Optimisation) -> float:
+    """Return the share of the peak learning rate at the 0-based ``step``.
+
+    Linear from 0 over the warm-up, constant, then linear to 0 over the decay (Hu et al. 2024, "MiniCPM", section 4.2).
+    """
+    warmup = recipe.warmup * steps
+    if step + 1 < warmup:
+        return (step + 1) / warmup
+    decay = steps - warmup if recipe.decay is None else recipe.decay * steps
+    return min(1.0, max(steps - step, 1) / max(decay, 1))
 
 
 def learning_rate(step: int, steps: int, recipe: Optimisation) -> float:
-    """Of the 0-based ``step``: linear from 0 over the warm-up, then linear to 0 at the end."""
-    warmup = recipe.warmup * steps
-    if step + 1 < warmup:
-        return recipe.learning_rate * (step + 1) / warmup
-    return recipe.learning_rate * min(1.0, max(steps - step, 1) / max(steps - warmup, 1))
+    """Return the learning rate at the 0-based ``step``, of the parameters that have none of their own."""
+    return recipe.learning_rate * schedule_factor(step, steps, recipe)
+
+
+class WeightAverage:
+    """The mean of a module's weights over the last steps of a run (Izmailov et al. 2018, "SWA"; Kaddour 2022, "LAWA").
+
+    Args:
+        module: what is trained.
+        first_step: the 0-based step after which the first weights count.
+    """
+
+    def __init__(self, module: nn.Module, first_step: int) -> None:
+        self._parameters = dict(module.named_parameters())
+        self._first_step = first_step
+        self._means: dict[str, Tensor] = {}
+        self.count = 0
+
+    @torch.no_grad()
+    def add(self, step: int) -> None:
+        """Count the weights as they are after the 0-based ``step``."""
+        if step < self._first_step:
+            return
+        self.count += 1
+        for name, parameter in self._parameters.items():
+            if self.count == 1:
+                self._means[name] = parameter.detach().clone()
+            else:
+                self._means[name].lerp_(parameter, 1 / self.count)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for name, mean in self._means.items():
+            last = self._parameters[name].detach().clone()
+            self._parameters[name].copy_(mean)
+            mean.copy_(last)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the module the averaged weights for a while."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def apply(self) -> None:
+        """Give the module the averaged weights for good, if any weights were counted."""
+        self._swap()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count and the means by name."""
+        return {"count": self.count, "means": self._means}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self.count, self._means = int(state["count"]), dict(state["means"])
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:

@@ -4,6 +4,7 @@ Every sequence is a function of (seed, epoch, its number): nothing has to be rem
 Sources: Devlin et al. 2019, section 3.1 (next sentence); Lan et al. 2020, "ALBERT", section 3.1 (sentence order).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from export.train.corpus import Corpus
 from export.train.errors import TrainError
+from export.train.sampling import sampled_order, sampling_shares
 from export.train.vocabulary import SpecialIds
 
 
@@ -53,9 +55,10 @@ class Sequences:
         seed: of everything that is drawn.
         epoch: which pass; each cuts the text at other places.
         short: the share of sequences that are cut to a random length, as in the paper, so that short texts are known too.
+        weights: sampling weights, see `sampling_shares`; empty: every text is read alike often.
 
     Raises:
-        TrainError: the corpus cannot give what the sentence objective needs.
+        TrainError: the corpus cannot give what the sentence objective needs, or a weight does not apply to it.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Sequences:
         seed: int,
         epoch: int,
         short: float = 0.1,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         if not corpus.document_count:
             raise TrainError("no document is left on this side of the split by titles; change held_out or give more documents")
@@ -85,7 +89,14 @@ class Sequences:
             self._segments, self._document_of = self._segments[long_enough], self._document_of[long_enough]
         if not len(self._segments) or (sentence is Sentence.NSP and self._document_of[0] == self._document_of[-1]):
             raise TrainError("the text is too short to make a single pair of sentences of it")
-        self._order = rng.permutation(len(self._segments))
+        if weights:
+            group_of, shares = sampling_shares(corpus, weights)
+            self._order = sampled_order(group_of[self._document_of], shares, rng)
+        else:
+            self._order = rng.permutation(len(self._segments))
+        self._drawn = np.sort(self._order)  # what random second texts are drawn from
+        if sentence is Sentence.NSP and self._document_of[self._drawn[0]] == self._document_of[self._drawn[-1]]:
+            raise TrainError("the corpus weights leave text of one document, but next-sentence prediction needs at least 2")
 
     def __len__(self) -> int:
         return len(self._order)
@@ -128,7 +139,7 @@ class Sequences:
         It begins with a sentence just when what it stands for does: else how a text begins would tell which it is.
         """
         while True:
-            other = int(rng.integers(len(self._segments)))
+            other = int(self._drawn[rng.integers(len(self._drawn))])
             if self._document_of[other] != self._document_of[segment]:
                 break
         start, end = self._segments[other]

@@ -2,7 +2,9 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,15 +15,17 @@ from export.checkpoint import Checkpoint, load_checkpoint
 from export.models import Head, Model
 from export.models.encoder import Encoder
 from export.scorers import TorchScorer
+from export.sentence import EmbeddingRecipe, Pooling
 from export.train.batches import TextBatch, TextBatches
 from export.train.card import write_card
 from export.train.corpus import Corpus, fingerprint, is_held_out, prepare_corpus, read_documents
+from export.train.embeddings import KeptEmbeddings
 from export.train.errors import TrainError
 from export.train.loop import Schedule, train
 from export.train.masking import Masking
 from export.train.objectives import MaskedText, ReplacedTokens, make_pretraining
 from export.train.pairs import Sentence
-from export.train.recipe import Phase, Pretraining, PretrainRecipe, Vocabulary
+from export.train.recipe import CorpusSampling, Optimisation, Phase, Pretraining, PretrainRecipe, Vocabulary
 from export.train.run_folder import VOCABULARY, claim
 from export.train.save import save_checkpoint
 from export.train.start import start_from
@@ -58,14 +62,14 @@ def pretrain(
         TrainError: see the parts.
     """
     checkpoint = _open_source(source, recipe, vocabulary) if source else None
+    if recipe.pretraining.keep_embeddings and not checkpoint:
+        raise TrainError("keep_embeddings = true needs a checkpoint whose embeddings to keep: name one with --from")
     given = hashlib.sha256(open_tokenizer(vocabulary).to_str().encode()).hexdigest() if vocabulary else None
     began = checkpoint.source.weights_sha256 if checkpoint else None
     claim(folder, recipe, {"text": fingerprint(files), "vocabulary": given, "checkpoint": began})
     module: MaskedText | ReplacedTokens
     if checkpoint:
-        heads = [Head.MASKED_LM] if recipe.pretraining.sentence is Sentence.NONE else [Head.MASKED_LM, Head.NEXT_SENTENCE]
-        start = start_from(checkpoint, heads, dropout=recipe.model.dropout, seed=recipe.seed)
-        tokenizer, module = start.tokenizer, MaskedText(start.model, recipe.pretraining)
+        tokenizer, module = _continued(checkpoint, recipe, device, say)
     else:
         tokenizer = (
             open_tokenizer(vocabulary) if vocabulary else learn_vocabulary(files, recipe.vocabulary, folder, recipe.held_out, say)
@@ -73,15 +77,8 @@ def pretrain(
         module = make_pretraining(recipe.model, tokenizer.get_vocab_size(), recipe.pretraining, recipe.seed)
     corpus = prepare_corpus(files, tokenizer, folder / "corpus", held_out=recipe.held_out, say=say)
     say(f"a {recipe.model.family} of {module.model.parameter_count():,} parameters")
-    batches = text_batches(
-        corpus.train, recipe.pretraining, recipe.phases, tokenizer, recipe.seed, recipe.optimisation.accumulation
-    )
-    objective = TextObjective(
-        module,
-        batches,
-        held_out_batches(corpus.held_out, recipe.pretraining, recipe.phases, tokenizer, recipe.seed, say),
-        device,
-    )
+    batches = text_batches(corpus.train, recipe, tokenizer)
+    objective = TextObjective(module, batches, held_out_batches(corpus.held_out, recipe, tokenizer, say), device)
 
     def grow(step: int) -> None:
         if not checkpoint and not recipe.pretraining.shifted and (seen := batches.grows_from(step)) is not None:
@@ -92,7 +89,8 @@ def pretrain(
         fill_positions(module, max(phase.tokens for phase in recipe.phases))
     if recipe.pretraining.sentence is Sentence.SOP:
         module.model.next_sentence = None  # it tells order, which is not what a next-sentence head is asked
-    save_checkpoint(module.model, tokenizer, folder / CHECKPOINT)
+    embedding = kept_recipe(checkpoint) if checkpoint else None
+    save_checkpoint(module.model, tokenizer, folder / CHECKPOINT, embedding=embedding)
     write_card(folder / CHECKPOINT, title="A BERT pre-trained on text", source=source, files=files, recipe=recipe, device=device)
     for line in guesses(module.model.cpu(), tokenizer, objective.held_out[-1][0] if objective.held_out else batches(0, 0)):
         say(line)
@@ -109,7 +107,7 @@ def _open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) -
     config = checkpoint.model.config
     theirs = sorted(recipe.model.model_fields_set - {"dropout"})
     longest = max(phase.tokens for phase in recipe.phases)
-    if theirs or recipe.vocabulary.model_fields_set or vocabulary:
+    if theirs or recipe.vocabulary.model_fields_set:
         what = f"[model] {', '.join(theirs)}" if theirs else "a vocabulary"
         raise TrainError(f"{what} is given, but sizes and vocabulary are the checkpoint's; see the recipe pretrain-further")
     if recipe.pretraining.method != "mlm":
@@ -118,7 +116,49 @@ def _open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) -
         raise TrainError(f"the checkpoint is a {config.family}; pre-training goes on from a bert")
     if longest > config.max_positions:
         raise TrainError(f"a phase of {longest} tokens exceeds the checkpoint's {config.max_positions} positions")
+    if vocabulary:
+        _check_vocabulary(open_tokenizer(vocabulary), checkpoint, vocabulary)
+    if recipe.pretraining.keep_embeddings and not (pools_by_mean(checkpoint.recipe)):
+        raise TrainError(
+            "keep_embeddings = true keeps the mean of the hidden states, but the checkpoint's embedding is another "
+            f"({checkpoint.recipe.pooling}, {len(checkpoint.recipe.projections)} dense layers)"
+        )
     return checkpoint
+
+
+def _check_vocabulary(given: Tokenizer, checkpoint: Checkpoint, folder: Path) -> None:
+    ours, theirs = given.get_vocab(), checkpoint.tokenizer.tokenizer.get_vocab()
+    if ours != theirs:
+        raise TrainError(
+            f"the vocabulary in {folder} ({len(ours):,} tokens) is not the checkpoint's ({len(theirs):,} tokens);"
+            " leave --vocab out, or train from nothing"
+        )
+
+
+def pools_by_mean(recipe: EmbeddingRecipe) -> bool:
+    """Whether an embedding is the mean of the hidden states, with nothing after it that has weights."""
+    return recipe.pooling is Pooling.MEAN and not recipe.projections
+
+
+def kept_recipe(checkpoint: Checkpoint) -> EmbeddingRecipe | None:
+    """Return the embedding recipe of a checkpoint, for what continues it; None if it needs weights that are not kept."""
+    return None if checkpoint.recipe.projections else checkpoint.recipe
+
+
+def _continued(
+    checkpoint: Checkpoint, recipe: PretrainRecipe, device: torch.device, say: Callable[[str], None]
+) -> tuple[Tokenizer, MaskedText]:
+    """Return the checkpoint's tokenizer, and its model with the heads that the recipe trains."""
+    heads = [Head.MASKED_LM] if recipe.pretraining.sentence is Sentence.NONE else [Head.MASKED_LM, Head.NEXT_SENTENCE]
+    start = start_from(checkpoint, heads, dropout=recipe.model.dropout, seed=recipe.seed)
+    if start.created:
+        say(f"heads that the checkpoint does not have, with random weights: {', '.join(start.created)}")
+    if not kept_recipe(checkpoint):
+        say("the dense layers after the checkpoint's pooling are not kept")
+    kept = None
+    if recipe.pretraining.keep_embeddings:
+        kept = KeptEmbeddings(deepcopy(checkpoint.model).to(device), recipe.pretraining.embedding_tokens)
+    return start.tokenizer, MaskedText(start.model, recipe.pretraining, kept)
 
 
 def guesses(model: Model, tokenizer: Tokenizer, batch: TextBatch, count: int = 4) -> list[str]:
@@ -190,32 +230,76 @@ class TextObjective:
         return {name: float(torch.stack([result[name] for result in results]).mean()) for name in (results[0] if results else ())}
 
 
-def text_batches(
-    corpus: Corpus, recipe: Pretraining, phases: list[Phase], tokenizer: Tokenizer, seed: int, accumulation: int = 1
-) -> TextBatches:
+class TextRecipe(Protocol):
+    """What a recipe says about reading text."""
+
+    @property
+    def seed(self) -> int:
+        """Of everything that is drawn."""
+
+    @property
+    def corpus(self) -> CorpusSampling:
+        """How often each part of the text is read."""
+
+    @property
+    def pretraining(self) -> Pretraining:
+        """How text is masked and paired."""
+
+    @property
+    def phases(self) -> list[Phase]:
+        """Lengths and sizes of batches."""
+
+    @property
+    def optimisation(self) -> Optimisation:
+        """How many batches a step has."""
+
+
+def text_batches(corpus: Corpus, recipe: TextRecipe, tokenizer: Tokenizer) -> TextBatches:
     """The batches of a run with BERT's special tokens."""
     return TextBatches(
         corpus,
-        recipe,
-        phases,
-        make_masking(tokenizer, recipe),
+        recipe.pretraining,
+        recipe.phases,
+        make_masking(tokenizer, recipe.pretraining),
         special=special_ids(tokenizer),
-        seed=seed,
-        accumulation=accumulation,
+        seed=recipe.seed,
+        accumulation=recipe.optimisation.accumulation,
+        weights=recipe.corpus.weights,
     )
 
 
 def held_out_batches(
-    corpus: Corpus, recipe: Pretraining, phases: list[Phase], tokenizer: Tokenizer, seed: int, say: Callable[[str], None]
+    corpus: Corpus, recipe: TextRecipe, tokenizer: Tokenizer, say: Callable[[str], None]
 ) -> list[list[TextBatch]]:
-    """A few batches of each phase's shape from held-out documents, always the same; empty if they do not suffice."""
-    shapes = [phase.model_copy(update={"steps": _EVALUATION_BATCHES}) for phase in phases]
+    """A few batches of each phase's shape from held-out documents, always the same; empty if they do not suffice.
+
+    They are masked at the rate that the run ends with.
+    """
+    pretraining = recipe.pretraining
+    masking = make_masking(tokenizer, pretraining).at(1.0)
+    weights = {name: weight for name, weight in recipe.corpus.weights.items() if _names(corpus, name)}
     try:
-        batches = [text_batches(corpus, recipe, [shape], tokenizer, seed) for shape in shapes]
+        batches = [
+            TextBatches(
+                corpus,
+                pretraining,
+                [phase.model_copy(update={"steps": _EVALUATION_BATCHES})],
+                masking,
+                special=special_ids(tokenizer),
+                seed=recipe.seed,
+                weights=weights,
+            )
+            for phase in recipe.phases
+        ]
     except TrainError as error:
         say(f"no held-out figures: {error}")
         return []
     return [[of_phase(step, 0) for step in range(_EVALUATION_BATCHES)] for of_phase in batches]
+
+
+def _names(corpus: Corpus, name: str) -> bool:
+    """Whether a weight's name is that of a source or a file of the held-out documents: a small source may have none there."""
+    return any(name in origin for origin in corpus.origins)
 
 
 def make_masking(tokenizer: Tokenizer, recipe: Pretraining, replace: tuple[float, float] = (0.8, 0.1)) -> Masking:
@@ -225,7 +309,7 @@ def make_masking(tokenizer: Tokenizer, recipe: Pretraining, replace: tuple[float
     for token, number in tokenizer.get_vocab().items():
         special[number] = token in SPECIAL_TOKENS
         continues[number] = token.startswith(CONTINUATION)
-    return Masking(recipe.unit, recipe.rate, special_ids(tokenizer).mask, special, continues, replace)
+    return Masking(recipe.unit, recipe.rate, special_ids(tokenizer).mask, special, continues, replace, recipe.final_rate)
 
 
 def learn_vocabulary(

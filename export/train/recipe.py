@@ -81,19 +81,44 @@ class Sizes(_Part):
         return self
 
 
-class Optimisation(_Part):
-    """AdamW, linear warm-up and decay (Devlin et al. 2019, appendix A.2)."""
+Rate = Annotated[float, Field(gt=0, lt=1)]
 
+
+class Optimisation(_Part):
+    """AdamW, linear warm-up and decay (Devlin et al. 2019, appendix A.2), unless the fields say otherwise."""
+
+    # Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025 for the size of its updates.
+    optimizer: Annotated[
+        Literal["adamw", "muon"], Field(description="muon: on the matrices of the encoder's layers, with AdamW elsewhere")
+    ] = "adamw"
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-3
+    # Jordan et al. 2024: Muon leaves embeddings to AdamW, whose best rate differs.
+    embedding_learning_rate: Annotated[Rate | None, Field(description="of the embeddings; none: as the rest")] = None
+    # Howard & Ruder 2018, "ULMFiT", section 3.2: new layers learn faster than those of the checkpoint.
+    head_learning_rate: Annotated[Rate | None, Field(description="of the heads; none: as the rest")] = None
+    # 0.1: Brown et al. 2020, "GPT-3", appendix B.
     weight_decay: Annotated[float, Field(ge=0, lt=1, description="none on biases and LayerNorm")] = 0.01
     beta2: Annotated[float, Field(gt=0, lt=1)] = 0.98
     warmup: Annotated[Share, Field(description="share of the steps")] = 0.06
+    # Hu et al. 2024, "MiniCPM", section 4.2; Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed
+    # Training Durations": a constant rate and a late decay reach what a cosine does, and a run can be stretched or cut.
+    decay: Annotated[
+        float | None, Field(gt=0, le=1, description="share of the steps, the last, over which the rate falls to 0; none: all")
+    ] = None
+    # Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima"; Kaddour 2022, "Stop Wasting My Time!".
+    average: Annotated[Share, Field(description="share of the steps, the last, whose weights are averaged into the result")] = 0.0
     clip: Annotated[float, Field(gt=0, description="norm of the gradient at most")] = 1.0
     accumulation: Annotated[Count, Field(description="batches a step")] = 1
     precision: Annotated[
         Literal["fp32", "bf16", "auto"],
         Field(description="of matrix products; auto: bf16 where the processor has it (measured 1.9 times fp32 with avx512_bf16)"),
     ] = "auto"
+
+    @model_validator(mode="after")
+    def _warmup_and_decay_fit(self) -> "Optimisation":
+        if self.decay is not None and self.warmup + self.decay > 1:
+            raise ValueError(f"warmup = {self.warmup:g} and decay = {self.decay:g} exceed the run: their sum must be at most 1")
+        return self
 
 
 class Phase(_Part):
@@ -110,6 +135,18 @@ class Pretraining(_Part):
     method: Annotated[Literal["mlm", "rtd"], Field(description="masked tokens, or replaced-token detection")] = "mlm"
     unit: Annotated[Unit, Field(strict=False)] = Unit.TOKEN
     rate: Annotated[float, Field(gt=0, lt=1, description="share of tokens that is predicted")] = 0.15
+    # Ankner et al. 2024, "Dynamic Masking Rate Schedules for MLM Pretraining", section 3: from 0.30 down to 0.15.
+    final_rate: Annotated[
+        float | None, Field(gt=0, lt=1, description="the rate goes linearly to this at the last step; none: it stays")
+    ] = None
+    # Chowdhery et al. 2022, "PaLM", section 5: 1e-4 * log(Z)^2 keeps the softmax normaliser Z near 1.
+    z_loss: Annotated[float, Field(ge=0, lt=1, description="weight of the squared log of the softmax normaliser")] = 0.0
+    # Li & Hoiem 2018; Reimers & Gurevych 2020: see `export.train.embeddings`.
+    keep_embeddings: Annotated[
+        bool, Field(description="with --from: distil the sentence embeddings of the checkpoint into the result")
+    ] = False
+    embedding_weight: Annotated[float, Field(gt=0, description="of the cosine distance between both embeddings")] = 20.0
+    embedding_tokens: Annotated[Count, Field(description="tokens per batch that both embeddings are computed on, at most")] = 1024
     dynamic: Annotated[bool, Field(description="mask anew at each epoch")] = True
     span_boundary: Annotated[
         bool, Field(description="predict spans from their boundaries too (SpanBERT); needs unit = 'span'")
@@ -132,12 +169,24 @@ class Pretraining(_Part):
             raise ValueError("span_boundary = true needs unit = 'span' and method = 'mlm'")
         if self.method == "rtd" and self.sentence is not Sentence.NONE:
             raise ValueError("method = 'rtd' has no sentence objective; it needs sentence = 'none'")
+        if self.method == "rtd" and (self.keep_embeddings or self.z_loss):
+            raise ValueError("keep_embeddings and z_loss need method = 'mlm'")
         return self
+
+
+class CorpusSampling(_Part):
+    """How often each part of the text is read."""
+
+    weights: Annotated[
+        dict[str, Annotated[float, Field(gt=0, le=1)]],
+        Field(description="share of the sampled sequences, by source or by file name; other text shares the rest by size"),
+    ] = {}
 
 
 class PretrainRecipe(Recipe):
     """``cloze train pretrain``."""
 
+    corpus: CorpusSampling = CorpusSampling()
     vocabulary: Vocabulary = Vocabulary()
     model: Sizes = Sizes()
     pretraining: Pretraining = Pretraining()
@@ -191,6 +240,7 @@ class EmbedRecipe(Recipe):
 class DistillRecipe(Recipe):
     """``cloze train distill``."""
 
+    corpus: CorpusSampling = CorpusSampling()
     pretraining: Pretraining = Pretraining(sentence=Sentence.NONE)
     optimisation: Optimisation = Optimisation(learning_rate=5e-4)
     phases: Annotated[list[Phase], Field(min_length=1)]

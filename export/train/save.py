@@ -8,7 +8,8 @@ from typing import Any
 from safetensors.torch import save
 from tokenizers import Tokenizer, normalizers
 
-from export.models import FAMILIES, Head, Model
+from export.models import FAMILIES, EncoderConfig, Head, Model
+from export.sentence import POOLING_FLAGS, EmbeddingRecipe
 from export.train.vocabulary import save_vocabulary
 
 _ARCHITECTURES = {
@@ -21,14 +22,14 @@ _ARCHITECTURES = {
 }
 
 
-def save_checkpoint(model: Model, tokenizer: Tokenizer, folder: Path, *, pooling_tokens: int | None = None) -> None:
+def save_checkpoint(model: Model, tokenizer: Tokenizer, folder: Path, *, embedding: EmbeddingRecipe | None = None) -> None:
     """Write ``config.json``, ``model.safetensors`` and the tokenizer's files.
 
     Args:
         model: tied weights are written once.
         tokenizer: its vocabulary has as many tokens as the model has rows.
         folder: where; files of the same names are replaced.
-        pooling_tokens: if given, it is a sentence-transformer too: mean pooling, normalised, tuned for so many tokens.
+        embedding: if given, the checkpoint is a sentence-transformer too; without dense layers after pooling.
     """
     folder.mkdir(parents=True, exist_ok=True)
     family, config = FAMILIES[model.config.family], model.config
@@ -52,8 +53,8 @@ def save_checkpoint(model: Model, tokenizer: Tokenizer, folder: Path, *, pooling
         }
         | _normaliser_settings(tokenizer.normalizer),
     )
-    if pooling_tokens is not None:
-        _write_sentence_transformer(folder, config.hidden_size, min(pooling_tokens, config.max_positions))
+    if embedding is not None:
+        _write_sentence_transformer(folder, config, embedding)
 
 
 def _normaliser_settings(normaliser: normalizers.Normalizer | None) -> dict[str, Any]:
@@ -67,17 +68,24 @@ def _normaliser_settings(normaliser: normalizers.Normalizer | None) -> dict[str,
     }
 
 
-def _write_sentence_transformer(folder: Path, dimensions: int, tokens: int) -> None:
-    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+def _write_sentence_transformer(folder: Path, config: EncoderConfig, embedding: EmbeddingRecipe) -> None:
+    """Write what `export.sentence.read_recipe` and sentence-transformers read alike."""
+    assert not embedding.projections, "their weights are no part of a model"
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if embedding.normalize else {})
     modules: Iterable[dict[str, Any]] = (
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for index, (path, kind) in enumerate(kinds.items())
     )
     _write_json(folder / "modules.json", list(modules))
+    tokens = min(embedding.max_tokens or config.max_positions, config.max_positions)
     _write_json(folder / "sentence_bert_config.json", {"max_seq_length": tokens, "do_lower_case": False})
-    for path in ("1_Pooling", "2_Normalize"):
+    for path in list(kinds)[1:]:
         (folder / path).mkdir(exist_ok=True)
-    _write_json(folder / "1_Pooling/config.json", {"word_embedding_dimension": dimensions, "pooling_mode_mean_tokens": True})
+    flag = next(flag for flag, pooling in POOLING_FLAGS.items() if pooling == embedding.pooling)
+    _write_json(folder / "1_Pooling/config.json", {"word_embedding_dimension": config.hidden_size, flag: True})
+    if embedding.prompts:
+        prompts = {"prompts": embedding.prompts, "default_prompt_name": embedding.default_prompt}
+        _write_json(folder / "config_sentence_transformers.json", prompts)
 
 
 def _write_json(file: Path, data: Any) -> None:

@@ -24,14 +24,16 @@ from torch import Tensor
 from export.checkpoint import load_checkpoint
 from export.models import Head
 from export.scorers import Scorer, TorchScorer
+from export.sentence import EmbeddingRecipe
 from export.train.batches import TextBatch, TextBatches, equal_lengths, padded_length, shuffled_batches
 from export.train.card import write_card
 from export.train.corpus import Corpus, fingerprint, prepare_corpus
+from export.train.embeddings import mean_pool
 from export.train.errors import TrainError
 from export.train.loop import Schedule, train
 from export.train.objectives import MaskedText
 from export.train.pairs import Sentence
-from export.train.pretrain import CHECKPOINT, text_batches
+from export.train.pretrain import CHECKPOINT, make_masking
 from export.train.recipe import EmbedRecipe, Phase, Pretraining
 from export.train.run_folder import claim
 from export.train.save import save_checkpoint
@@ -120,12 +122,6 @@ def collate_sentences(ids: Sequence[Sequence[int]], scores: Sequence[float], tex
         input_ids[row, : len(tokens)] = torch.as_tensor(tokens)
         mask[row, : len(tokens)] = True
     return SentenceBatch(input_ids, mask, torch.tensor(scores), text)
-
-
-def mean_pool(hidden: Tensor, mask: Tensor) -> Tensor:
-    """``hidden`` [B, S, H], ``mask`` bool [B, S] -> mean over real tokens [B, H], of length 1."""
-    weights = mask[:, :, None].to(hidden.dtype)
-    return F.normalize(((hidden * weights).sum(1) / weights.sum(1)).float(), dim=-1)
 
 
 def contrastive_loss(embeddings: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -278,7 +274,7 @@ def finetune_sentences(
     )
     say(f"{recipe.contrastive_steps:,} contrastive steps; {len(scored):,} scored pairs; {objective.steps:,} steps in all")
     train(objective, recipe.seed, recipe.optimisation, folder, device=device, schedule=schedule, say=say)
-    save_checkpoint(start.model, start.tokenizer, folder / CHECKPOINT, pooling_tokens=recipe.tokens)
+    save_checkpoint(start.model, start.tokenizer, folder / CHECKPOINT, embedding=EmbeddingRecipe(max_tokens=recipe.tokens))
     title = "An encoder fine-tuned for embeddings"
     write_card(folder / CHECKPOINT, title=title, source=source, files=[*pairs, *text], recipe=recipe, device=device)
     return folder / CHECKPOINT
@@ -288,7 +284,15 @@ def _text_batches(corpus: Corpus, heads: list[Head], recipe: EmbedRecipe, tokeni
     sentence = Sentence.NSP if Head.NEXT_SENTENCE in heads else Sentence.NONE
     pretraining = Pretraining(unit=recipe.text_unit, sentence=sentence)
     phase = Phase(tokens=recipe.tokens, sequences=recipe.text_sequences, steps=_ALWAYS)
-    return text_batches(corpus, pretraining, [phase], tokenizer, recipe.seed, recipe.optimisation.accumulation)
+    return TextBatches(
+        corpus,
+        pretraining,
+        [phase],
+        make_masking(tokenizer, pretraining),
+        special=special_ids(tokenizer),
+        seed=recipe.seed,
+        accumulation=recipe.optimisation.accumulation,
+    )
 
 
 def _tokenize(pairs: Sequence[ScoredPair], tokenizer: Tokenizer, tokens: int) -> list[tuple[list[int], list[int], float]]:

@@ -17,8 +17,9 @@ from bench.run import Plan, measure
 from bench.sizes import squad_lengths
 from bench.subjects import EngineAlone, Served, cloze
 from bench.texts import make_texts, words_of
-from model_store import Bundle, Task
-from service.core import AskedPrecision, Device, first_line
+from model_store import Bundle
+from service.core import Device, RequestedPrecision, first_line
+from service.tasks import embed
 
 Say = Callable[[str], None]
 
@@ -165,7 +166,8 @@ class _Run:
         lengths = squad_lengths(plan.sequences, bundle.manifest.limits.max_tokens)
         long = [" ".join(rng.choice(words, max(1, length - 2)).tolist()) for length in lengths.tolist()]
         short = make_texts(words, plan.sequences).texts
-        auto, store = AskedPrecision.AUTO, bundle.path.parents[1]
+        store = bundle.path.parents[1]
+        auto: RequestedPrecision = "auto"
         servers = [
             cloze(f"{name}{_frontends(number)} server", name, store, "/embed", auto, plan.device, number)
             for number in plan.frontends
@@ -176,7 +178,7 @@ class _Run:
         )
         low = Plan((1,), (), bulk=False, seconds=10 * plan.seconds, turns=1, label="short")
         for texts, load, subjects in ((long, full, servers), (short, low, servers[:2])):
-            engine = partial(EngineAlone, name, store, Task.EMBED, texts, precision=auto, device=plan.device)
+            engine = partial(EngineAlone, name, store, embed.TASK, texts, precision=auto, device=plan.device)
             self._measure({f"{name} engine": engine}, [], texts, load)
             for server in subjects:
                 if self._left(f"{server.name}, {load.closed(max(load.clients))}", _LEAST_LEFT_S):

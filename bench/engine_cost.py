@@ -14,13 +14,14 @@ from concurrent.futures import Future
 import numpy as np
 
 from model_store import Store
-from model_store import interface as names
-from model_store.manifest import Layout
+from model_store.batch import BatchCodec, Encoding, HeadOutputs
+from model_store.heads.embedding import EMBEDDINGS, HEAD, EmbeddingRequest
+from model_store.layouts import Layout
+from model_store.manifest import Precision
 from model_store.store import DEFAULT_ROOT
-from service.core import Answer, Device, Output, Query
-from service.engine.feeds import BatchFeeds, unpack
+from service.batching.scheduler import Scheduler, SchedulerLimits
+from service.core import BatchResult, Device
 from service.processes import frames
-from service.scheduler import Scheduler
 
 REQUESTS, TEXTS, ROUNDS = 200, 32, 5
 LENGTHS = (12, 31, 174)
@@ -33,18 +34,19 @@ class Instant:
     """An engine that packs and unpacks, and computes nothing between."""
 
     device = Device.CUDA
-    precision = "fp16"
+    precision = Precision.FP16
     reason = "it computes nothing"
-    mixes_lengths = True
+    supports_varlen = True
 
     def __init__(self) -> None:
-        self._feeds = BatchFeeds(Store(DEFAULT_ROOT).open("cloze-bert").manifest, Layout.PACKED)
+        manifest = Store(DEFAULT_ROOT).open("cloze-bert").manifest
+        self._codec = BatchCodec(manifest.graph_spec(Layout.PACKED))
         self._rows = np.ones((8192, DIMENSIONS), np.float32)
 
-    def run(self, batch: Sequence[Query]) -> list[Output]:
+    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
         """See `Engine`."""
-        self._feeds.pack(batch)
-        return unpack(batch, {names.EMBEDDINGS: self._rows[: len(batch)]})
+        self._codec.pack(batch)
+        return self._codec.unpack(batch, {EMBEDDINGS.name: self._rows[: len(batch)]})
 
     def probe(self) -> None:
         """See `Engine`."""
@@ -53,18 +55,19 @@ class Instant:
 def microseconds(length: int) -> float:
     """Of a text of so many tokens, the least of all rounds."""
     rng = np.random.default_rng(0)
-    queries = [Query(rng.integers(5, 900, length, dtype=np.int32), np.zeros(length, np.int32), embed=True) for _ in range(TEXTS)]
+    asked = {HEAD.name: EmbeddingRequest()}
+    queries = [Encoding(rng.integers(5, 900, length, dtype=np.int32), np.zeros(length, np.int32), asked) for _ in range(TEXTS)]
     message = frames.encode_run(frames.Run(1, float("inf"), 0, False, queries))
-    scheduler = Scheduler(Instant(), workers=0, max_batch_tokens=8192, max_queue_tokens=2**31, stall_timeout_s=60)
+    scheduler = Scheduler(Instant(), SchedulerLimits(workers=0, max_batch_tokens=8192, max_queue_tokens=2**31, stall_timeout_s=60))
 
-    def send(ended: Future[Answer]) -> None:
+    def send(ended: Future[BatchResult]) -> None:
         frames.encode_done(1, ended.result())
 
     def play() -> float:
         began = time.thread_time()
         for _ in range(REQUESTS):
             run = frames.decode_run(message)
-            scheduler.submit(run.queries, run.deadline).add_done_callback(send)
+            scheduler.submit(run.encodings, run.deadline).add_done_callback(send)
         while scheduler.queued_tokens:
             scheduler._run(0, scheduler._take_now())
         return time.thread_time() - began

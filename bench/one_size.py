@@ -14,8 +14,11 @@ from bench.peers.torch_encoder import TorchEncoder
 from bench.result import COMPARED, ONE_LENGTH, Cell
 from bench.sizes import SIZES, flops, random_bundle, squad_lengths
 from bench.throughput import batches_for, cut, rounds_per_s, run_all
-from service.core import AskedPrecision, Device, Query
-from service.cost import Cost, measure_cost
+from service.core import Device
+from model_store.batch import Encoding
+from model_store.heads.embedding import HEAD, EmbeddingRequest
+from model_store.manifest import Precision
+from service.batching.cost import BatchCostModel, measure_cost
 from service.engine import OnnxEngine
 from service.settings import CPU_BATCH_TOKENS, Settings
 
@@ -61,16 +64,16 @@ class OneSize:
     ) -> None:
         self._name, self._device, self._seconds, self._peak, self._keep = name, device, seconds, peak, keep
         self.bundle, self._checkpoint = random_bundle(name, folder, cuda=device is Device.CUDA)
-        self._engine = OnnxEngine(self.bundle, device, AskedPrecision.AUTO)
+        self._engine = OnnxEngine(self.bundle, device, "auto")
         settings = Settings()
         self._workers = settings.worker_count(self._engine.device)
         self.longest = self.bundle.manifest.limits.max_tokens
         self._mixed = self._queries(squad_lengths(sequences, self.longest))
-        self.cost: Cost | None = None
+        self.cost: BatchCostModel | None = None
         """As a server fits it at its start, where the engine mixes lengths."""
         self.batch_tokens = CPU_BATCH_TOKENS
-        if self._engine.mixes_lengths:
-            self.cost = measure_cost(self._engine, self.longest, embed=True)
+        if self._engine.supports_varlen:
+            self.cost = measure_cost(self._engine, [HEAD], self.longest)
             self.batch_tokens = self.cost.batch_tokens(settings.batch_latency_ms / 1000)
 
     def one_length(self, length: int, tokens: int) -> None:
@@ -116,21 +119,22 @@ class OneSize:
             self._note(name, COMPARED, lengths, self.batch_tokens, [query for batch in batches for query in batch], rounds)
         return worst
 
-    def _difference(self, theirs: NDArray[np.float32], batch: list[Query]) -> float:
-        mixed = self._engine.mixes_lengths
+    def _difference(self, theirs: NDArray[np.float32], batch: list[Encoding]) -> float:
+        mixed = self._engine.supports_varlen
         outputs = self._engine.run(batch) if mixed else [self._engine.run([query])[0] for query in batch]
-        ours = np.array([output.embedding for output in outputs])
+        ours = np.array([output[HEAD.name].embedding for output in outputs])
         return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
-    def _alike(self) -> tuple[int, list[list[Query]]]:
+    def _alike(self) -> tuple[int, list[list[Encoding]]]:
         length = min(TYPICAL_LENGTH, self.longest)
         return length, [self._queries(np.full(self.batch_tokens // length, length))] * 8
 
-    def _queries(self, lengths: NDArray[np.int64]) -> list[Query]:
+    def _queries(self, lengths: NDArray[np.int64]) -> list[Encoding]:
         rng = np.random.default_rng(1)
         vocabulary = SIZES[self._name].vocab_size
+        asked = {HEAD.name: EmbeddingRequest()}
         return [
-            Query(rng.integers(5, vocabulary, length, dtype=np.int32), np.zeros(length, np.int32), embed=True)
+            Encoding(rng.integers(5, vocabulary, length, dtype=np.int32), np.zeros(length, np.int32), asked)
             for length in lengths.tolist()
         ]
 
@@ -140,9 +144,9 @@ class OneSize:
         group: str,
         lengths: str,
         tokens: int,
-        batches: list[list[Query]],
+        batches: list[list[Encoding]],
         *,
-        real: Sequence[Query] | None = None,
+        real: Sequence[Encoding] | None = None,
     ) -> None:
         """Time the batches, as often as it takes, and note what of them is ``real``; all, unless given."""
         times = []
@@ -156,7 +160,7 @@ class OneSize:
         queries = real if real is not None else [query for batch in batches for query in batch]
         self._note(subject, group, lengths, tokens, queries, rounds * repeats)
 
-    def _note(self, subject: str, group: str, lengths: str, tokens: int, queries: Sequence[Query], rounds: float) -> None:
+    def _note(self, subject: str, group: str, lengths: str, tokens: int, queries: Sequence[Encoding], rounds: float) -> None:
         sizes = [len(query) for query in queries]
         share = rounds * flops(SIZES[self._name], sizes) / self._peak
         self._keep(Cell(subject, group, lengths, tokens, rounds * sum(sizes), rounds * len(sizes), share))

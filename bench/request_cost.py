@@ -19,8 +19,11 @@ import uvloop
 from starlette.types import ASGIApp, Message
 
 from model_store import Bundle
-from service.app import Service
-from service.core import AskedPrecision, Device, Output, Query
+from model_store.batch import Encoding, HeadOutputs
+from model_store.heads.embedding import HEAD, EmbeddingResult
+from model_store.manifest import Precision
+from service.app import single_process
+from service.core import Device, RequestedPrecision
 from service.settings import Settings
 
 BODY = orjson.dumps({"inputs": "what is the capital of france and how many people live there"})
@@ -31,17 +34,18 @@ class Instant:
     """An engine whose answers cost nothing."""
 
     device = Device.CPU
-    precision = "fp32"
+    precision = Precision.FP32
     reason = "it computes nothing"
-    mixes_lengths = False
+    supports_varlen = False
 
-    def __init__(self, bundle: Bundle, device: Device, precision: AskedPrecision) -> None:  # noqa: ARG002
+    def __init__(self, bundle: Bundle, device: Device, precision: RequestedPrecision) -> None:  # noqa: ARG002
         assert bundle.manifest.embedding is not None
-        self._answer = np.random.default_rng(0).normal(size=bundle.manifest.embedding.dimensions).astype(np.float32)
+        vector = np.random.default_rng(0).normal(size=bundle.manifest.embedding.dimensions).astype(np.float32)
+        self._answer = {HEAD.name: EmbeddingResult(vector)}
 
-    def run(self, batch: Sequence[Query]) -> list[Output]:
+    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
         """See `Engine`."""
-        return [Output(embedding=self._answer) for _ in batch]
+        return [self._answer for _ in batch]
 
     def probe(self) -> None:
         """See `Engine`."""
@@ -66,7 +70,7 @@ async def request(app: ASGIApp) -> None:
 
 async def main(*, profile: bool) -> None:
     """Print the quickest round, or a profile of one."""
-    app = Service(Settings(model=("cloze-bert",), workers=2), Instant).api()
+    app = single_process(Settings(model=("cloze-bert",), workers=2), Instant).api()
     async with app.router.lifespan_context(app):
         best = float("inf")
         for _ in range(ROUNDS):

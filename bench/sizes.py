@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from export.checkpoint import Checkpoint, load_checkpoint
 from export.models import EncoderConfig, Model
-from export.publish import export
+from export.publish import ExportOptions, export
 from export.train.save import save_checkpoint
 from export.train.vocabulary import SPECIAL_TOKENS, wordpiece
 from model_store import Bundle, Store
-from model_store.manifest import Precision, Task
+from model_store.manifest import Precision
 
 
 def _size(
@@ -80,6 +80,6 @@ def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Check
     checkpoint = folder / f"{name}-checkpoint"
     save_checkpoint(model, wordpiece({token: number for number, token in enumerate(vocabulary)}, lowercase=True), checkpoint)
     store = Store(folder / "store")
-    precisions = [Precision.FP16] if cuda else []
-    bundle = export(str(checkpoint), name, store, tasks=[Task.EMBED], precisions=precisions, cuda=cuda)
+    precisions = (Precision.FP16,) if cuda else ()
+    bundle = export(str(checkpoint), name, store, ExportOptions(tasks=("embed",), precisions=precisions, cuda=cuda))
     return bundle, load_checkpoint(str(checkpoint))

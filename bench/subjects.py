@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import orjson
 from hdrh.histogram import HdrHistogram
 
@@ -17,11 +16,13 @@ from bench.http_client import post
 from bench.load import Request, histogram
 from bench.processes import Running, free_port, running
 from bench.throughput import batches_for, rounds_per_s, run_all
-from model_store import Store, Task
-from service.core import AskedPrecision, Device, Query
+from model_store import Manifest, Store
+from model_store.batch import Encoding
+from service.core import Device, RequestedPrecision
 from service.engine import OnnxEngine
-from service.lanes import batch_tokens
+from service.served_models import batch_tokens
 from service.settings import Settings
+from service.tasks import Task, TaskCall, TaskContext, TaskLimits
 from service.tokenizer import Tokenizer
 
 _WARM_UP = 20
@@ -78,7 +79,7 @@ class Served:
 
 
 def cloze(
-    name: str, bundle: str, store: Path, path: str, precision: AskedPrecision, device: Device = Device.CPU, frontends: int = 0
+    name: str, bundle: str, store: Path, path: str, precision: RequestedPrecision, device: Device = Device.CPU, frontends: int = 0
 ) -> Served:
     """Our server on one bundle, in this environment, as it is unless told otherwise."""
     own = ("--model", bundle, "--model-store", str(store), "--device", str(device), "--precision", str(precision))
@@ -118,8 +119,21 @@ def infinity(python: str, checkpoint: Path, engine: str) -> Served:
 
 def pipeline(python: str, checkpoint: Path, task: Task) -> Served:
     """FastAPI around a transformers pipeline."""
-    command = (python, "-m", "bench.peers.pipeline_app", str(checkpoint.resolve()), str(task), "{port}")
-    return Served("FastAPI + transformers", command, f"/{task}", "/healthz", environment={"HF_HUB_OFFLINE": "1"}, lists=False)
+    command = (python, "-m", "bench.peers.pipeline_app", str(checkpoint.resolve()), task.name, "{port}")
+    return Served("FastAPI + transformers", command, task.route, "/healthz", environment={"HF_HUB_OFFLINE": "1"}, lists=False)
+
+
+def _task_limits(manifest: Manifest, settings: Settings) -> TaskLimits:
+    unlimited = 2**31
+    return TaskLimits(
+        max_tokens=manifest.limits.max_tokens,
+        max_masks=settings.max_masks,
+        max_top_k=settings.max_top_k,
+        max_results=unlimited,
+        max_request_tokens=unlimited,
+        max_text_characters=settings.max_text_characters,
+        max_request_texts=unlimited,
+    )
 
 
 class EngineAlone:
@@ -141,7 +155,7 @@ class EngineAlone:
         task: Task,
         texts: Sequence[str],
         *,
-        precision: AskedPrecision,
+        precision: RequestedPrecision,
         device: Device = Device.CPU,
     ) -> None:
         opened = Store(store).open(bundle)
@@ -149,14 +163,9 @@ class EngineAlone:
         self._engine = OnnxEngine(opened, device, precision)
         self._workers = settings.worker_count(self._engine.device)
         budget = batch_tokens(opened, self._engine, settings)
-        tokenizer, manifest = Tokenizer(opened), opened.manifest
-        limit = manifest.embedding.max_tokens if manifest.embedding and task is Task.EMBED else manifest.limits.max_tokens
-        self._queries: list[Query] = []
-        for ids in tokenizer.ids(texts):
-            sequence = np.array(tokenizer.single(ids, limit)[0], np.int32)
-            masks = np.flatnonzero(sequence == tokenizer.mask_id).tolist() if task is Task.FILL_MASK else []
-            query = Query(sequence, np.zeros_like(sequence), masks=masks, top_k=5 if masks else 0, embed=task is Task.EMBED)
-            self._queries.append(query)
+        context = TaskContext(opened.manifest, Tokenizer(opened), _task_limits(opened.manifest, settings))
+        call = TaskCall(list(texts), task.parameters())
+        self._queries: list[Encoding] = task.prepare(call, context).encodings
         self._batches = batches_for(self._engine, self._queries, budget)
 
     @property

@@ -5,7 +5,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from service.core import Engine, Query
+from model_store.batch import Encoding
+from service.core import Engine
 
 
 def rounds_per_s(play: Callable[[], object], seconds: float) -> float:
@@ -17,7 +18,7 @@ def rounds_per_s(play: Callable[[], object], seconds: float) -> float:
     return rounds / (time.perf_counter() - started)
 
 
-def run_all(engine: Engine, batches: Sequence[Sequence[Query]], workers: int) -> None:
+def run_all(engine: Engine, batches: Sequence[Sequence[Encoding]], workers: int) -> None:
     """Every batch once, the last first, by so many threads.
 
     Raises:
@@ -47,9 +48,9 @@ def run_all(engine: Engine, batches: Sequence[Sequence[Query]], workers: int) ->
         raise failed[0]
 
 
-def cut(queries: Sequence[Query], budget: int) -> list[list[Query]]:
+def cut(queries: Sequence[Encoding], budget: int) -> list[list[Encoding]]:
     """Batches of at most so many tokens, or of one query, in the order of the queries."""
-    batches: list[list[Query]] = []
+    batches: list[list[Encoding]] = []
     tokens = budget
     for query in queries:
         if tokens + len(query) > budget:
@@ -60,11 +61,11 @@ def cut(queries: Sequence[Query], budget: int) -> list[list[Query]]:
     return batches
 
 
-def batches_for(engine: Engine, queries: Sequence[Query], budget: int) -> list[list[Query]]:
+def batches_for(engine: Engine, queries: Sequence[Encoding], budget: int) -> list[list[Encoding]]:
     """`cut` as the engine takes them: in their order where it mixes lengths, else those of a length together, ascending."""
-    if engine.mixes_lengths:
+    if engine.supports_varlen:
         return cut(queries, budget)
-    groups: dict[int, list[Query]] = defaultdict(list)
+    groups: dict[int, list[Encoding]] = defaultdict(list)
     for query in queries:
         groups[len(query)].append(query)
     return [batch for _, group in sorted(groups.items()) for batch in cut(group, budget)]

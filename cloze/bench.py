@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from cloze.failing import fail
-from model_store.manifest import Precision, Task
+from model_store.manifest import Precision
 from model_store.store import DEFAULT_ROOT, Store, StoreError
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     from bench.result import Result
     from bench.texts import Texts
+    from service.core import RequestedPrecision
+    from service.tasks import Task
 
 
 _out_option = click.option(
@@ -214,14 +216,15 @@ def run(
         from bench.errors import BenchError
         from bench.result import Result, describe_machine, installed
         from bench.run import Plan, measure
-        from service.core import AskedPrecision, Device, StartupError
+        from service.core import Device, StartupError
         from service.settings import available_cpus
+        from service.tasks import TASKS
     except ModuleNotFoundError as error:
         fail(f"bench needs {error.name}, which the serving install leaves out; install cloze[cpu,bench]")
     if (infinity or pipeline) and checkpoint is None:
         fail("peers need the weights as a checkpoint: give --checkpoint")
     pythons = {"Cloze": sys.executable, "infinity-emb": infinity, "pipeline": pipeline}
-    asked, route, threads = Task(task), f"/{task}", available_cpus()
+    asked, threads = TASKS[task], available_cpus()
     try:
         _open_out(out)
         chosen = _texts(texts, models[0], Store(model_store), count, asked)
@@ -237,7 +240,7 @@ def run(
                 model_store,
                 asked,
                 chosen.texts,
-                precision=AskedPrecision(precision),
+                precision=_precision(precision),
                 device=Device(device),
             )
             for name, precision, title in ours
@@ -247,8 +250,8 @@ def run(
                 f"{title}{f' {number} front end' + 's' * (number > 1) if number else ''} server",
                 name,
                 model_store,
-                route,
-                AskedPrecision(precision),
+                asked.route,
+                _precision(precision),
                 Device(device),
                 number,
             )
@@ -333,13 +336,17 @@ def _write(result: "Result", out: Path | None) -> None:
             draw(result, Path(f"{out}.png"))
 
 
-def _texts(file: Path | None, model: str, store: Store, count: int, task: Task) -> "Texts":
+def _precision(name: str) -> "RequestedPrecision":
+    return "auto" if name == "auto" else Precision(name)
+
+
+def _texts(file: Path | None, model: str, store: Store, count: int, task: "Task") -> "Texts":
     """What to send: for fill-mask, each with one word masked."""
     from bench.texts import make_texts, mask_a_word, read_texts, words_of
 
     bundle = store.open(model)
     texts = read_texts(file, count) if file else make_texts(words_of(bundle), count)
-    return mask_a_word(texts, bundle.manifest.tokenizer.mask_token or "") if task is Task.FILL_MASK else texts
+    return mask_a_word(texts, bundle.manifest.tokenizer.mask_token or "") if task.name == "fill-mask" else texts
 
 
 def _arrivals(file: Path) -> "NDArray[np.float64]":

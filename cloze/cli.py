@@ -123,11 +123,11 @@ def export(
       cloze export google-bert/bert-base-uncased --name bert --revision 86b5e0934494bd15c9632b12f734a8a67f723594
     """
     try:
-        from export.errors import ExportError
-        from export.graph import check_layout
+        from export.errors import DataError, ExportError
+        from export.evaluation.pairs import read_pairs
+        from export.graph.write import check_layout
+        from export.publish import ExportOptions
         from export.publish import export as export_checkpoint
-        from export.train.errors import TrainError
-        from export.train.sentences import read_pairs
     except ModuleNotFoundError as error:
         fail(f"export needs {error.name}, which the serving install leaves out; install cloze[cpu,export]")
     asked = [Precision(precision) for precision in precisions]
@@ -137,15 +137,17 @@ def export(
             source,
             name,
             Store(model_store),
-            tasks=tasks,
-            revision=revision,
-            precisions=asked,
-            weights=Weights(weights),
-            pairs=read_pairs(list(gate_pairs)) if gate_pairs else (),
-            cuda=device == "cuda",
-            say=lambda line: click.echo(line, err=True),
+            ExportOptions(
+                tasks=tasks,
+                revision=revision,
+                precisions=tuple(asked),
+                weights=Weights(weights),
+                pairs=tuple(read_pairs(list(gate_pairs))) if gate_pairs else (),
+                cuda=device == "cuda",
+            ),
+            report=lambda line: click.echo(line, err=True),
         )
-    except (ExportError, TrainError, StoreError) as error:
+    except (ExportError, DataError, StoreError) as error:
         fail(str(error))
     manifest = bundle.manifest
     worst = max(manifest.parity.max_error.values(), default=0.0)

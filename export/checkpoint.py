@@ -4,25 +4,27 @@ Every tensor of ours is filled from exactly one of the checkpoint's, in shape, f
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 from export.errors import ExportError
-from export.models import FAMILIES, EncoderConfig, Family, Head, Model
+from export.heads import EMBEDDING, EXPORT_HEADS, ExportHead, tensor_names
+from export.models import FAMILIES, EncoderConfig, Family, Model
 from export.models.activations import ACTIVATIONS
 from export.sentence import EmbeddingRecipe, encoder_folder, read_recipe
 from export.settings_files import read_settings
 from export.source import locate
 from export.tensors import read_tensors, sha256_of, weight_files
 from export.tokenizer import CheckpointTokenizer, load_tokenizer
-from model_store.manifest import Source, Task
-
-TASK_OF_HEAD = {Head.MASKED_LM: Task.FILL_MASK, Head.NEXT_SENTENCE: Task.NSP, Head.SPAN: Task.QA}
+from model_store.heads import Head
+from model_store.heads.head import Frozen
+from model_store.manifest import Source
 
 _ENCODER_PREFIXES = ("embeddings.", "encoder.", "transformer.")
 """How the names of an encoder's tensors begin, its family's prefix removed."""
@@ -37,8 +39,9 @@ class Checkpoint:
 
     Attributes:
         model: in evaluation mode, float32, with the heads the checkpoint has.
-        tasks: what it can be exported for.
-        default_tasks: what it is exported for unless asked otherwise.
+        heads: what it can be exported for.
+        default_heads: what it is exported for unless asked otherwise.
+        options: what a manifest says of a head, by head name.
         license: as the model card's front matter names it.
         card: the model card, if there is one.
         notes: what its user should know (missing heads, guesses), a line each.
@@ -47,8 +50,9 @@ class Checkpoint:
     model: Model
     tokenizer: CheckpointTokenizer
     recipe: EmbeddingRecipe
-    tasks: tuple[Task, ...]
-    default_tasks: tuple[Task, ...]
+    heads: tuple[Head, ...]
+    default_heads: tuple[Head, ...]
+    options: Mapping[str, Frozen]
     source: Source
     license: str | None
     card: str | None
@@ -68,12 +72,12 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     files = locate(source, revision)
     recipe = read_recipe(files.folder)
     folder = encoder_folder(files.folder)
-    family, config = _read_config(folder)
+    family, config, settings = _read_config(folder)
     weights = weight_files(folder)
     tokenizer = load_tokenizer(folder)
     _check_vocabulary(tokenizer, config)
 
-    model, notes = _fill(read_tensors(weights), family, config)
+    model, notes = _fill(read_tensors(weights), family, config, settings)
     if model.masked_lm is not None:
         if tokenizer.mask_id is None:
             raise ExportError("the checkpoint has a masked-language-model head, but its tokenizer has no [MASK] token")
@@ -84,14 +88,18 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
 
     card_file = files.folder / "README.md"
     card = card_file.read_text(encoding="utf-8", errors="replace") if card_file.is_file() else None
-    heads = [task for head, task in TASK_OF_HEAD.items() if getattr(model, head) is not None]
+    heads = tuple(
+        head
+        for name, head in EXPORT_HEADS.items()
+        if head.module is None or getattr(model, name) is not None
+    )
     return Checkpoint(
         model=model.eval(),
         tokenizer=tokenizer,
         recipe=recipe or EmbeddingRecipe(),
-        tasks=(*heads, Task.EMBED),
-        # An encoder tuned for answers is not one for embeddings, unless it says so.
-        default_tasks=(Task.QA,) if heads == [Task.QA] and recipe is None else (*heads, Task.EMBED),
+        heads=tuple(head.head for head in heads),
+        default_heads=_default_heads(heads, says_pooling=recipe is not None),
+        options=_read_options(heads, settings),
         source=Source(kind=files.kind, location=files.location, revision=files.revision, weights_sha256=sha256_of(weights)),
         license=_license(card),
         card=card,
@@ -99,7 +107,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     )
 
 
-def _read_config(folder: Path) -> tuple[Family, EncoderConfig]:
+def _read_config(folder: Path) -> tuple[Family, EncoderConfig, Mapping[str, Any]]:
     settings = read_settings(folder / "config.json")
     if not settings:
         raise ExportError(f"{folder} holds no config.json")
@@ -120,7 +128,7 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig]:
         raise ExportError(f"config.json: {error}") from error
     if config.activation not in ACTIVATIONS:
         raise ExportError(f"activation {config.activation!r} is not supported ({', '.join(ACTIVATIONS)})")
-    return FAMILIES[kind], config
+    return FAMILIES[kind], config, settings
 
 
 def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> None:
@@ -129,73 +137,153 @@ def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> 
         raise ExportError(f"the tokenizer has {size} tokens, but the embedding has {rows} rows: they do not belong together")
 
 
-def _fill(tensors: Mapping[str, Tensor], family: Family, config: EncoderConfig) -> tuple[Model, list[str]]:
-    """Build the model with the heads whose tensors are there, and fill it."""
-    found: dict[str, tuple[str, Tensor]] = {}
-    unknown: list[str] = []
-    for theirs, tensor in tensors.items():
-        ours = family.rename(theirs)
-        if ours is None:
-            if not theirs.endswith("position_ids"):
-                unknown.append(theirs)
-        elif ours in found and not torch.equal(found[ours][1], tensor):
-            raise ExportError(f"{theirs} and {found[ours][0]} should be one tensor, but differ")
-        else:
-            found[ours] = (theirs, tensor)
+def _default_heads(heads: tuple[ExportHead, ...], *, says_pooling: bool) -> tuple[Head, ...]:
+    """Return the heads to export unless asked otherwise.
 
-    notes = []
-    heads = []
-    for head in Head:
-        there, note = _look_for_head(head, found, family)
-        if there:
-            heads.append(head)
-        if note:
-            notes.append(note)
+    An encoder that was tuned for answers or labels is not one for embeddings, unless the
+    checkpoint says how to pool them.
+    """
+    tuned = [head for head in heads if head.fine_tuned]
+    others = [head for head in heads if not head.fine_tuned and head.head.name != EMBEDDING]
+    chosen = tuned if tuned and not others and not says_pooling else heads
+    return tuple(head.head for head in chosen)
+
+
+def _read_options(
+    heads: tuple[ExportHead, ...], settings: Mapping[str, Any]
+) -> dict[str, Frozen]:
+    """Return what ``config.json`` says of each head that needs more than the sizes."""
+    return {
+        head.head.name: head.read_options(settings)
+        for head in heads
+        if head.read_options is not None
+    }
+
+
+Found = dict[str, tuple[str, Tensor]]
+"""Our tensor name -> the checkpoint's name, and the tensor."""
+
+
+def _fill(
+    tensors: Mapping[str, Tensor],
+    family: Family,
+    config: EncoderConfig,
+    settings: Mapping[str, Any],
+) -> tuple[Model, list[str]]:
+    """Build the model with the heads whose tensors are there, and fill it."""
+    found, unknown = _rename(tensors, family)
+    heads, notes = _find_heads(found, family, settings)
+    options = _read_options(tuple(EXPORT_HEADS[name] for name in heads), settings)
     with torch.device("meta"):
-        model = Model(config, heads)
+        model = Model(config, heads, options)
     wanted = dict(model.named_parameters())  # tied weights appear once, under the encoder's name
     missing = [name for name in wanted if name not in found]
     if missing:
         raise ExportError(_describe_missing(missing, unknown, family))
     state = {name: _checked(name, *found[name], parameter.shape) for name, parameter in wanted.items()}
-    if Head.MASKED_LM in heads:
-        _check_tied(found)
-    if foreign := [name for name in unknown if name.removeprefix(family.prefix).startswith(_ENCODER_PREFIXES)]:
-        raise ExportError(f"{foreign[0]} is part of the encoder, but no {family.name} has it: it would be left out silently")
-    extra_layers = [
-        theirs for ours, (theirs, _) in found.items() if re.match(r"encoder\.layers\.\d+\.", ours) and ours not in wanted
-    ]
-    if extra_layers:
-        raise ExportError(f"the checkpoint has {extra_layers[0]}, but config.json names only {config.layers} layers")
+    _check_whole_encoder(found, unknown, wanted, family, config)
     model.load_state_dict(state, strict=False, assign=True)
     if model.masked_lm is not None:
+        _check_tied(found)
         model.masked_lm.decoder.weight = model.encoder.embeddings.word.weight
     if ignored := sorted({name.split(".")[0] for name in unknown}):
         notes.append(f"ignored tensors of no known head: {', '.join(ignored)}")
     return model, notes
 
 
-_HEAD_TENSORS = {
-    Head.MASKED_LM: ("transform.weight", "transform.bias", "norm.weight", "norm.bias", "decoder.bias"),
-    Head.NEXT_SENTENCE: ("pooler.weight", "pooler.bias", "classifier.weight", "classifier.bias"),
-    Head.SPAN: ("classifier.weight", "classifier.bias"),
-}
+def _rename(tensors: Mapping[str, Tensor], family: Family) -> tuple[Found, list[str]]:
+    """Return the tensors by our names, and the checkpoint's names that are none of ours."""
+    found: Found = {}
+    unknown: list[str] = []
+    head_names = tensor_names(family)
+    for theirs, tensor in tensors.items():
+        names = family.rename(theirs, head_names)
+        if not names and not theirs.endswith("position_ids"):
+            unknown.append(theirs)
+        for ours in names:
+            if ours in found and not torch.equal(found[ours][1], tensor):
+                raise ExportError(f"{theirs} and {found[ours][0]} should be one tensor, but differ")
+            found.setdefault(ours, (theirs, tensor))
+    return found, unknown
 
 
-def _look_for_head(head: Head, found: Mapping[str, tuple[str, Tensor]], family: Family) -> tuple[bool, str | None]:
-    """Whether the checkpoint has this head, and what to say if it has it only in part."""
-    there = [name for name in _HEAD_TENSORS[head] if f"{head}.{name}" in found]
-    task = TASK_OF_HEAD[head]
-    if len(there) == len(_HEAD_TENSORS[head]):
+def _find_heads(
+    found: Found, family: Family, settings: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Return the heads that the checkpoint has, and notes on heads that it has not."""
+    heads, notes = [], []
+    architectures = settings.get("architectures") or []
+    for name, head in EXPORT_HEADS.items():
+        if head.module is None:
+            continue
+        if head.architecture is not None and not any(
+            isinstance(a, str) and a.endswith(head.architecture) for a in architectures
+        ):
+            continue
+        has_head, note = _look_for_head(head, found, family)
+        if has_head:
+            heads.append(name)
+        if note:
+            notes.append(note)
+    return heads, notes
+
+
+def _check_whole_encoder(
+    found: Found,
+    unknown: list[str],
+    wanted: Mapping[str, Tensor],
+    family: Family,
+    config: EncoderConfig,
+) -> None:
+    """Refuse tensors of the encoder that the model does not have."""
+    for name in unknown:
+        if name.removeprefix(family.prefix).startswith(_ENCODER_PREFIXES):
+            raise ExportError(
+                f"{name} is part of the encoder, but no {family.name} has it: "
+                "it would be left out silently"
+            )
+    for ours, (theirs, _) in found.items():
+        if re.match(r"encoder\.layers\.\d+\.", ours) and ours not in wanted:
+            raise ExportError(
+                f"the checkpoint has {theirs}, but config.json names only {config.layers} layers"
+            )
+
+
+def _look_for_head(head: ExportHead, found: Found, family: Family) -> tuple[bool, str | None]:
+    """Return whether the checkpoint has a head, and what to say if it has the head in part."""
+    name, task = head.head.name, head.head.task
+    names = tensor_names(family).get(name, {})
+    tensors = _expand(names.values()) - _TIED
+    present = sorted(tensor for tensor in tensors if f"{name}.{tensor}" in found)
+    if names and len(present) == len(tensors):
         return True, None
-    if not there:
+    if not present:
         return False, f"{task} is not offered: the checkpoint has no tensors for it"
-    if head is Head.NEXT_SENTENCE and all(name.startswith("pooler") for name in there):
-        return False, f"{task} is not offered: the checkpoint has a pooler but no next-sentence classifier"
-    if head is Head.NEXT_SENTENCE and all(name.startswith("classifier") for name in there):
-        return False, f"{task} is not offered: the checkpoint has a next-sentence classifier but no pooler"
-    absent = [name for name in _HEAD_TENSORS[head] if name not in there]
-    raise ExportError(f"the {family.name} checkpoint's {task} head lacks {', '.join(absent)}: a tensor is missing or renamed")
+    for first, reason in head.incomplete.items():
+        if all(tensor.startswith(first) for tensor in present):
+            return False, f"{task} is not offered: {reason}"
+    absent = [tensor for tensor in _in_order(names.values()) if tensor in tensors - set(present)]
+    raise ExportError(
+        f"the {family.name} checkpoint's {task} head lacks {', '.join(absent)}: "
+        "a tensor is missing or renamed"
+    )
+
+
+_TIED = {"decoder.weight"}
+"""A tensor that a checkpoint may leave out, since it is the encoder's."""
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Return tensor names with ``{p}`` replaced by ``weight`` and ``bias``."""
+    parts = (
+        [name.replace("{p}", part) for part in ("weight", "bias")] if "{p}" in name else [name]
+        for name in names
+    )
+    return list(dict.fromkeys(name for expanded in parts for name in expanded))
+
+
+def _expand(names: Iterable[str]) -> set[str]:
+    return set(_in_order(names))
 
 
 def _describe_missing(missing: list[str], unknown: list[str], family: Family) -> str:

@@ -1,30 +1,36 @@
-"""The way of a checkpoint on one screen: load, build, verify, publish."""
+"""Exports a checkpoint in named steps: load, choose, round, write and compare, publish."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from export.checkpoint import Checkpoint, load_checkpoint
 from export.errors import ExportError
+from export.evaluation.pairs import ScoredPair
+from export.evaluation.scorer import GraphScorer, Scorer, TorchScorer
+from export.evaluation.texts import GateTexts
 from export.gate import pass_gate
-from export.graph import GraphWriter, round_weights
-from export.scorers import GraphScorer, TorchScorer
-from export.session import Session, open_session
+from export.graph.write import GraphWriter, round_weights
+from export.heads import EMBEDDING
+from export.session import open_session
 from export.smoothing import smoothing
-from export.train.sentences import ScoredPair
-from export.verify import verify
+from export.verify import GraphUnderTest, verify
+from model_store.heads import Head
 from model_store.manifest import (
     Architecture,
+    BundleSpec,
     Embedding,
-    Facts,
     Gate,
     Graph,
     Limits,
     LowerPrecision,
+    Parity,
     Precision,
-    Task,
-    TokenizerFacts,
+    TokenizerSpec,
     Weights,
 )
 from model_store.store import Bundle, Store
@@ -32,116 +38,213 @@ from model_store.store import Bundle, Store
 TOKENIZER_FILE = "tokenizer.json"
 CARD_FILE = "README.md"
 
+Report = Callable[[str], None]
+"""Receives what happens, one line each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """What to export, and how.
+
+    Attributes:
+        tasks: which of the checkpoint's heads to write, by task name; empty: its default.
+        revision: the hub's branch, tag or commit.
+        precisions: of graphs beside the fp32 graph.
+        weights: how matrices are stored. fp16 and int8 round them, and torch is compared with the
+            same rounded matrices. int8 stores the integers of the int8 graph, for both graphs.
+        pairs: sentences with scores, which a rounded graph must rank as well as the checkpoint.
+        cuda: compare packed graphs as CUDA's kernels run them, not as their reference does.
+    """
+
+    tasks: tuple[str, ...] = ()
+    revision: str | None = None
+    precisions: tuple[Precision, ...] = ()
+    weights: Weights = Weights.FP32
+    pairs: tuple[ScoredPair, ...] = ()
+    cuda: bool = False
+
+    @property
+    def further(self) -> list[Precision]:
+        """The precisions of graphs beside the fp32 graph, in a fixed order."""
+        return sorted(set(self.precisions) - {Precision.FP32})
+
+
+_DEFAULT_OPTIONS = ExportOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One export after its choices are made.
+
+    Attributes:
+        original: the checkpoint before anything was rounded.
+        checkpoint: its weights rounded as the options say.
+    """
+
+    options: ExportOptions
+    checkpoint: Checkpoint
+    original: Scorer
+    heads: tuple[Head, ...]
+    limits: Limits
+    smoothing: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _WrittenGraph:
+    graph: Graph
+    parity: Parity
+    gate: Gate | None
+
 
 def export(
     source: str,
     name: str,
     store: Store,
-    *,
-    tasks: Sequence[Task] = (),
-    revision: str | None = None,
-    precisions: Collection[Precision] = (),
-    weights: Weights = Weights.FP32,
-    pairs: Sequence[ScoredPair] = (),
-    cuda: bool = False,
-    say: Callable[[str], None] = lambda _: None,
+    options: ExportOptions = _DEFAULT_OPTIONS,
+    report: Report = lambda _: None,
 ) -> Bundle:
-    """Turn a checkpoint into a published bundle, or raise and leave the store as it was.
+    """Turn a checkpoint into a published bundle, or raise and leave the store unchanged.
 
     Args:
         source: a directory or a hub id.
         name: the bundle's name.
         store: where to publish.
-        tasks: what to export it for; everything its heads allow if not given.
-        revision: the hub's branch, tag or commit.
-        precisions: of graphs to write beside the fp32 one.
-        weights: how matrices lie on disk; fp16 and int8 round them, and torch is compared with the same rounded ones. int8
-            keeps the integers of the int8 graph, for both graphs.
-        pairs: sentences with scores, which a rounded graph must rank as well as the checkpoint does.
-        cuda: compare packed graphs as CUDA's kernels run them, instead of by their reference.
-        say: is told what happens, a line each.
+        options: see `ExportOptions`.
+        report: receives what happens, one line each.
 
     Raises:
-        ExportError: the checkpoint cannot be loaded, lacks a head, a graph does not agree with torch, or what was rounded loses
-            too much of the checkpoint (`export.gate`).
+        ExportError: the checkpoint cannot be loaded, lacks a head, a graph does not agree with
+            torch, or a rounded graph loses too much of the checkpoint (`export.gate`).
         StoreError: the store cannot be written.
     """
-    say(f"loading {source}")
-    checkpoint = load_checkpoint(source, revision)
-    for note in checkpoint.notes:
-        say(f"  note: {note}")
-    chosen = _choose_tasks(checkpoint, tasks)
-    _check_choices(chosen, precisions, weights, pairs)
-    model, recipe = checkpoint.model, checkpoint.recipe
-    smooth = smoothing(model, checkpoint.tokenizer.size) if Precision.INT8 in precisions else {}
-    original = TorchScorer(deepcopy(model), torch.device("cpu"), deepcopy(recipe))
-    round_weights(model, recipe, weights, smooth)
-    limits = _limits(checkpoint)
+    checkpoint = _load(source, options, report)
+    heads = _choose_heads(checkpoint, options)
+    job = _round(checkpoint, heads, options)
     with store.staging() as folder:
-        say(f"writing the graph for {', '.join(chosen)}")
-        writer = GraphWriter(model, recipe, chosen, folder, weights, smooth)
-        graph = writer.write()
-        checkpoint.tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE), pretty=False)
-        if checkpoint.card is not None:
-            (folder / CARD_FILE).write_text(checkpoint.card, encoding="utf-8")
-        say("comparing it with torch")
-        session = open_session(folder / graph.file, graph.layout)
-        parity = verify(folder, graph, checkpoint, chosen, limits.max_tokens, session)
+        graphs = _write_graphs(job, folder, report)
+        return store.publish(folder, _describe(name, job, graphs))
 
-        def agreement(of: Graph, session: Session) -> Gate:
-            """With the checkpoint as it came."""
-            types = model.config.type_vocab_size > 0
-            scorer = GraphScorer(session, of.layout, chosen, token_types=types, pooling=recipe.pooling)
-            return pass_gate(original, scorer, f"{of.precision} graph", checkpoint, chosen, limits.max_tokens, pairs)
 
-        gate = None if weights is Weights.FP32 else agreement(graph, session)
-        lower: dict[Precision, LowerPrecision] = {}
-        for precision in sorted(set(precisions) - {Precision.FP32}):
-            say(f"writing the {precision} graph and comparing it")
-            written = writer.write(precision)
-            session = open_session(folder / written.file, written.layout, cuda=cuda)
-            parity_of_it = verify(folder, written, checkpoint, chosen, limits.max_tokens, session)
-            lower[precision] = LowerPrecision(graph=written, parity=parity_of_it, gate=agreement(written, session))
-        facts = Facts(
-            name=name,
-            tasks=chosen,
-            architecture=_architecture(checkpoint),
-            source=checkpoint.source,
-            license=checkpoint.license,
-            tokenizer=_tokenizer_facts(checkpoint),
-            limits=limits,
-            embedding=_embedding(checkpoint, limits) if Task.EMBED in chosen else None,
-            graph=graph,
-            parity=parity,
-            gate=gate,
-            int8=lower.get(Precision.INT8),
-            fp16=lower.get(Precision.FP16),
+def _load(source: str, options: ExportOptions, report: Report) -> Checkpoint:
+    report(f"loading {source}")
+    checkpoint = load_checkpoint(source, options.revision)
+    for note in checkpoint.notes:
+        report(f"  note: {note}")
+    return checkpoint
+
+
+def _choose_heads(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Head, ...]:
+    """Return the heads to write, and refuse options that contradict each other."""
+    by_task = {head.task: head for head in checkpoint.heads}
+    for task in options.tasks:
+        if task not in by_task:
+            offered = ", ".join(by_task)
+            raise ExportError(f"the checkpoint cannot do {task}: it has heads for {offered}")
+    chosen = [by_task[task] for task in options.tasks] or checkpoint.default_heads
+    heads = tuple(head for head in checkpoint.heads if head in chosen)
+    if options.weights is Weights.INT8 and Precision.INT8 not in options.precisions:
+        raise ExportError(
+            "weights int8 are those of the int8 graph: ask for --precision int8 as well"
         )
-        return store.publish(folder, facts)
+    if options.pairs and EMBEDDING not in {head.name for head in heads}:
+        raise ExportError(
+            "scored pairs are ranked by embeddings, which this export has not: "
+            "leave out --gate-pairs"
+        )
+    if options.pairs and not options.further and options.weights is Weights.FP32:
+        raise ExportError(
+            "scored pairs say what a lower precision loses: leave out --gate-pairs, "
+            "or give --precision int8"
+        )
+    return heads
 
 
-def _check_choices(
-    tasks: Sequence[Task], precisions: Collection[Precision], weights: Weights, pairs: Sequence[ScoredPair]
-) -> None:
-    if weights is Weights.INT8 and Precision.INT8 not in precisions:
-        raise ExportError("weights int8 are those of the int8 graph: ask for --precision int8 as well")
-    if pairs and Task.EMBED not in tasks:
-        raise ExportError("scored pairs are ranked by embeddings, which this export has not: leave out --gate-pairs")
-    if pairs and not set(precisions) - {Precision.FP32} and weights is Weights.FP32:
-        raise ExportError("scored pairs say what a lower precision loses: leave out --gate-pairs, or give --precision int8")
+def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptions) -> _Job:
+    """Round the checkpoint's weights in place; keep a copy as it came for the gate."""
+    model, recipe = checkpoint.model, checkpoint.recipe
+    quantises = Precision.INT8 in options.precisions
+    smooth = smoothing(model, checkpoint.tokenizer.size) if quantises else {}
+    original = TorchScorer(deepcopy(model), torch.device("cpu"), deepcopy(recipe))
+    round_weights(model, recipe, options.weights, smooth)
+    return _Job(options, checkpoint, original, heads, _limits(checkpoint), smooth)
 
 
-def _choose_tasks(checkpoint: Checkpoint, asked: Sequence[Task]) -> tuple[Task, ...]:
-    for task in asked:
-        if task not in checkpoint.tasks:
-            raise ExportError(f"the checkpoint cannot do {task}: it has heads for {', '.join(checkpoint.tasks)}")
-    return tuple(dict.fromkeys(asked)) or checkpoint.default_tasks
+def _write_graphs(
+    job: _Job, folder: Path, report: Report
+) -> dict[Precision, _WrittenGraph]:
+    """Write, compare and gate each graph; write the tokenizer and the card beside them."""
+    checkpoint, options = job.checkpoint, job.options
+    checkpoint.tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE), pretty=False)
+    if checkpoint.card is not None:
+        (folder / CARD_FILE).write_text(checkpoint.card, encoding="utf-8")
+    writer = GraphWriter(
+        checkpoint.model, checkpoint.recipe, job.heads, folder, options.weights, job.smoothing
+    )
+    graphs = {}
+    for precision in (Precision.FP32, *options.further):
+        tasks = ", ".join(head.task for head in job.heads)
+        report(f"writing the {precision} graph for {tasks} and comparing it with torch")
+        graphs[precision] = _compare(job, folder, writer.write(precision))
+    return graphs
+
+
+def _compare(job: _Job, folder: Path, graph: Graph) -> _WrittenGraph:
+    options = job.options
+    session = open_session(folder / graph.file, graph.layout, cuda=options.cuda)
+    subject = GraphUnderTest(graph, job.checkpoint, job.heads, job.limits.max_tokens)
+    parity = verify(folder, subject, session)
+    if graph.precision is Precision.FP32 and options.weights is Weights.FP32:
+        return _WrittenGraph(graph, parity, None)  # nothing was rounded
+    checkpoint = job.checkpoint
+    texts = GateTexts(
+        checkpoint.tokenizer.tokenizer,
+        type_vocab_size=checkpoint.model.config.type_vocab_size,
+        mask_id=checkpoint.tokenizer.mask_id,
+        max_tokens=job.limits.max_tokens,
+        scored_pairs=options.pairs,
+    )
+    scorer = GraphScorer(session, subject.spec)
+    title = f"{graph.precision} graph"
+    return _WrittenGraph(
+        graph, parity, pass_gate(job.original, scorer, title, job.heads, texts)
+    )
+
+
+def _describe(
+    name: str, job: _Job, graphs: dict[Precision, _WrittenGraph]
+) -> BundleSpec:
+    checkpoint, fp32 = job.checkpoint, graphs[Precision.FP32]
+    names = {head.name for head in job.heads}
+    return BundleSpec(
+        name=name,
+        tasks=tuple(head.task for head in job.heads),
+        architecture=_architecture(checkpoint),
+        source=checkpoint.source,
+        license=checkpoint.license,
+        tokenizer=_tokenizer_spec(checkpoint),
+        limits=job.limits,
+        embedding=_embedding(checkpoint, job.limits) if EMBEDDING in names else None,
+        graph=fp32.graph,
+        parity=fp32.parity,
+        gate=fp32.gate,
+        int8=_lower(graphs.get(Precision.INT8)),
+        fp16=_lower(graphs.get(Precision.FP16)),
+        heads={head: options for head, options in checkpoint.options.items() if head in names},
+    )
+
+
+def _lower(written: _WrittenGraph | None) -> LowerPrecision | None:
+    if written is None or written.gate is None:
+        return None
+    return LowerPrecision(graph=written.graph, parity=written.parity, gate=written.gate)
 
 
 def _limits(checkpoint: Checkpoint) -> Limits:
     positions = checkpoint.model.config.max_positions
-    # What a sentence-transformer was tuned for wins over what its tokenizer says, as in sentence-transformers.
-    return Limits(max_tokens=min(positions, max(checkpoint.tokenizer.max_tokens or positions, checkpoint.recipe.max_tokens or 0)))
+    # What a sentence-transformer was tuned for wins over what its tokenizer says, as in
+    # sentence-transformers.
+    tuned = max(checkpoint.tokenizer.max_tokens or positions, checkpoint.recipe.max_tokens or 0)
+    return Limits(max_tokens=min(positions, tuned))
 
 
 def _architecture(checkpoint: Checkpoint) -> Architecture:
@@ -161,9 +264,9 @@ def _architecture(checkpoint: Checkpoint) -> Architecture:
     )
 
 
-def _tokenizer_facts(checkpoint: Checkpoint) -> TokenizerFacts:
+def _tokenizer_spec(checkpoint: Checkpoint) -> TokenizerSpec:
     tokenizer = checkpoint.tokenizer
-    return TokenizerFacts(
+    return TokenizerSpec(
         file=TOKENIZER_FILE,
         vocab_size=tokenizer.size,
         lowercase=tokenizer.lowercase,

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,7 @@ from torch import Tensor, nn
 from export.errors import ExportError
 from export.settings_files import read_settings
 from export.tensors import read_tensors, weight_files
-
-
-class Pooling(StrEnum):
-    """How the hidden states of one sequence become one vector (Reimers & Gurevych 2019, section 3)."""
-
-    MEAN = "mean"
-    CLS = "cls"
-    MAX = "max"
-    MEAN_SQRT_LENGTH = "mean_sqrt_len_tokens"
+from model_store.heads import Pooling
 
 
 POOLING_FLAGS = {

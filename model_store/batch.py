@@ -53,6 +53,11 @@ class BatchCodec:
         self._graph = graph
         self._heads = [HEADS[name] for name in graph.heads]
 
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """Names of the graph's heads."""
+        return self._graph.heads
+
     def outputs(self, batch: Sequence[Encoding]) -> list[str]:
         """Return the names of the outputs that the batch asks for; all, if it asks for none."""
         asked = [head for head in self._heads if any(head.name in e.requests for e in batch)]

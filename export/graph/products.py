@@ -27,8 +27,7 @@ from torch import Tensor, nn
 
 from export.errors import ExportError
 from export.graph.builder import FUSED, GraphBuilder
-from export.models import Model
-from export.models.encoder import Layer
+from export.models.encoder import Encoder, Layer
 
 _LARGEST = 127
 """Integers to either side of zero."""
@@ -46,8 +45,8 @@ _ZERO = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
-    """The left side of products.
+class LinearInput:
+    """The left side of linear_ops.
 
     Attributes:
         value: [..., in], float32 or, quantised, uint8.
@@ -58,13 +57,13 @@ class Operand:
     step: str = ""
 
 
-class Products(Protocol):
+class LinearOps(Protocol):
     """How products are computed. ``name`` is of the weight, and of the place in the model where it stands."""
 
-    def operand(self, g: GraphBuilder, x: str, name: str) -> Operand:
+    def operand(self, g: GraphBuilder, x: str, name: str) -> LinearInput:
         """Make ``x`` [..., in] the left side of one or more products, the first of them by the weight ``name``."""
 
-    def product(self, g: GraphBuilder, operand: Operand, name: str, linear: nn.Linear) -> str:
+    def product(self, g: GraphBuilder, operand: LinearInput, name: str, linear: nn.Linear) -> str:
         """``x @ W^T`` without the bias: [..., in] -> [..., out] float32."""
 
     def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
@@ -95,15 +94,15 @@ class _Matrices:
         self._tables: dict[str, str] = {}
 
     def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
-        """See `Products`."""
+        """See `LinearOps`."""
         return g.weight(name, values)
 
     def widened(self, g: GraphBuilder, rows: str) -> str:  # noqa: ARG002
-        """See `Products`."""
+        """See `LinearOps`."""
         return rows
 
     def table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
-        """See `Products`."""
+        """See `LinearOps`."""
         if not self._keep_integers:
             return g.weight(name, weight)
         if name not in self._tables:
@@ -113,7 +112,7 @@ class _Matrices:
             self._tables[name] = g.op("Mul", [rows, column])
         return self._tables[name]
 
-    def _matrix(self, g: GraphBuilder, operand: Operand, name: str, weight: Tensor) -> tuple[str, str]:
+    def _matrix(self, g: GraphBuilder, operand: LinearInput, name: str, weight: Tensor) -> tuple[str, str]:
         """Names of the integers [in, out] and the steps [out] of a weight, smoothed as its operand is."""
         if operand.value in self._smoothed:
             weight = weight * self._smoothing[self._smoothed[operand.value]]
@@ -127,7 +126,7 @@ class _Matrices:
 
 
 class Fp32(_Matrices):
-    """Products in fp32.
+    """LinearOps in fp32.
 
     Args:
         smoothing: None: matrices are kept as they are; else as the integers that `Int8` with this smoothing has.
@@ -136,21 +135,21 @@ class Fp32(_Matrices):
     def __init__(self, smoothing: Mapping[str, Tensor] | None = None) -> None:
         super().__init__(smoothing or {}, integers=smoothing is not None)
 
-    def operand(self, g: GraphBuilder, x: str, name: str) -> Operand:  # noqa: ARG002
-        """See `Products`."""
+    def operand(self, g: GraphBuilder, x: str, name: str) -> LinearInput:  # noqa: ARG002
+        """See `LinearOps`."""
         if name in self._smoothing:
             self._smoothed[x] = name
-        return Operand(x)
+        return LinearInput(x)
 
-    def product(self, g: GraphBuilder, operand: Operand, name: str, linear: nn.Linear) -> str:
-        """See `Products`."""
+    def product(self, g: GraphBuilder, operand: LinearInput, name: str, linear: nn.Linear) -> str:
+        """See `LinearOps`."""
         return g.op("MatMul", [operand.value, self._widened(g, operand, name, linear.weight)])
 
     def scores(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
-        """See `Products`. The product transposes, so that one weight serves it and the look-up."""
+        """See `LinearOps`. The product transposes, so that one weight serves it and the look-up."""
         return g.op("Gemm", [x, self.table(g, table, weight), bias], transB=1)
 
-    def _widened(self, g: GraphBuilder, operand: Operand, name: str, weight: Tensor) -> str:
+    def _widened(self, g: GraphBuilder, operand: LinearInput, name: str, weight: Tensor) -> str:
         """The matrix [in, out]; where integers are kept, from them, which the runtime folds when it opens the graph."""
         if not self._keep_integers:
             return g.weight(f"{name}.weight", weight.t())
@@ -161,32 +160,32 @@ class Fp32(_Matrices):
 
 
 class Fp16(Fp32):
-    """Products, and all else of the trunk, in fp16.
+    """LinearOps, and all else of the trunk, in fp16.
 
     Args:
         smoothing: as `Fp32` has it.
     """
 
     def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
-        """See `Products`."""
+        """See `LinearOps`."""
         return g.weight(f"{name}.fp16", _halved(name, values))
 
     def widened(self, g: GraphBuilder, rows: str) -> str:
-        """See `Products`."""
+        """See `LinearOps`."""
         return g.op("Cast", [rows], to=TensorProto.FLOAT)
 
     def table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
-        """See `Products`."""
+        """See `LinearOps`."""
         if self._keep_integers and name == WORDS:
             return g.op("Cast", [super().table(g, name, weight)], to=TensorProto.FLOAT16)
         return g.weight(f"{name}.fp16", _halved(name, weight))
 
     def scores(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
-        """See `Products`. In fp32: of logits near 20, fp16 knows no more than two digits after the point."""
+        """See `LinearOps`. In fp32: of logits near 20, fp16 knows no more than two digits after the point."""
         whole = super().table(g, table, weight) if self._keep_integers else self.widened(g, self.table(g, table, weight))
         return g.op("Gemm", [x, whole, bias], transB=1)
 
-    def _widened(self, g: GraphBuilder, operand: Operand, name: str, weight: Tensor) -> str:
+    def _widened(self, g: GraphBuilder, operand: LinearInput, name: str, weight: Tensor) -> str:
         """The matrix [in, out] in fp16."""
         if self._keep_integers:
             return g.op("Cast", [super()._widened(g, operand, name, weight)], to=TensorProto.FLOAT16)
@@ -206,7 +205,7 @@ def _halved(name: str, values: Tensor) -> Tensor:
 
 
 class Int8(_Matrices):
-    """Products in int8.
+    """LinearOps in int8.
 
     Args:
         smoothing: by name of the first weight that an operand meets: [in] float32, by which it is divided and the weights
@@ -217,11 +216,11 @@ class Int8(_Matrices):
     def __init__(self, smoothing: Mapping[str, Tensor], *, integers: bool = False) -> None:
         super().__init__(smoothing, integers=integers)
 
-    def operand(self, g: GraphBuilder, x: str, name: str) -> Operand:
-        """See `Products`."""
+    def operand(self, g: GraphBuilder, x: str, name: str) -> LinearInput:
+        """See `LinearOps`."""
         return self._quantised(g, x, name, g.weight("axis_last", np.array([-1], np.int64)))
 
-    def _quantised(self, g: GraphBuilder, x: str, name: str, axis: str) -> Operand:
+    def _quantised(self, g: GraphBuilder, x: str, name: str, axis: str) -> LinearInput:
         smooth = self._smooth(g, name)
         if smooth:
             x = g.op("Mul", [x, smooth])
@@ -235,14 +234,14 @@ class Int8(_Matrices):
         )
         if smooth:
             self._smoothed[value] = name
-        return Operand(value, step)
+        return LinearInput(value, step)
 
-    def product(self, g: GraphBuilder, operand: Operand, name: str, linear: nn.Linear) -> str:
-        """See `Products`."""
+    def product(self, g: GraphBuilder, operand: LinearInput, name: str, linear: nn.Linear) -> str:
+        """See `LinearOps`."""
         return self._multiply(g, operand, *self._matrix(g, operand, name, linear.weight))
 
     def scores(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
-        """See `Products`."""
+        """See `LinearOps`."""
         # Not -1: of zero rows, onnxruntime 1.31 reduces a negative axis to a wrong shape.
         operand = self._quantised(g, x, "", g.weight("axis_1", _AXIS_1))
         integers, steps = quantise(weight)
@@ -252,7 +251,7 @@ class Int8(_Matrices):
             turned = g.weight(f"{table}.turned.int8", integers.t())
         return g.op("Add", [self._multiply(g, operand, turned, g.weight(f"{table}.steps", steps)), bias])
 
-    def _multiply(self, g: GraphBuilder, operand: Operand, integers: str, steps: str) -> str:
+    def _multiply(self, g: GraphBuilder, operand: LinearInput, integers: str, steps: str) -> str:
         product = g.op(
             "MatMulIntegerToFloat",
             [
@@ -274,17 +273,17 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def round_to_integers(model: Model, smoothing: Mapping[str, Tensor]) -> set[Tensor]:
+def round_to_integers(encoder: Encoder, smoothing: Mapping[str, Tensor]) -> set[Tensor]:
     """Give a model's word embeddings and encoder, in place, the values that their integers stand for; returns those matrices."""
     rounded: set[Tensor] = set()
-    for number, layer in enumerate(model.encoder.layers):
+    for number, layer in enumerate(encoder.layers):
         assert isinstance(layer, Layer)
         for name, linears in layer.products().items():
             smooth = smoothing.get(f"layers.{number}.{name}")
             for linear in linears:
                 linear.weight.copy_(_rounded(linear.weight) if smooth is None else _rounded(linear.weight * smooth) / smooth)
                 rounded.add(linear.weight)
-    words = model.encoder.embeddings.word.weight
+    words = encoder.embeddings.word.weight
     words.copy_(_rounded(words))
     return rounded | {words}
 

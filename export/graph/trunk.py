@@ -10,37 +10,37 @@ from torch import nn
 
 from export.graph.builder import GraphBuilder
 from export.graph.layers import activated
-from export.graph.layouts import Tokens
-from export.graph.products import Operand, Products
-from export.models import Model
-from export.models.encoder import Layer
+from export.graph.layouts import BatchLayout
+from export.graph.products import LinearInput, LinearOps
+from export.models.config import EncoderConfig
+from export.models.encoder import Encoder, Layer
 
 
-def trunk(g: GraphBuilder, tokens: Tokens, products: Products, model: Model) -> str:
+def trunk(g: GraphBuilder, layout: BatchLayout, linear_ops: LinearOps, encoder: Encoder, config: EncoderConfig) -> str:
     """Write inputs, embeddings and layers; returns the name of the hidden states, in the layout's shape."""
-    hidden = tokens.embed(g, products, model.encoder.embeddings)
-    for number, layer in enumerate(model.encoder.layers):
+    hidden = layout.embed(g, linear_ops, encoder.embeddings)
+    for number, layer in enumerate(encoder.layers):
         assert isinstance(layer, Layer)
-        hidden = _layer(g, tokens, products, hidden, f"layers.{number}", layer, model.config.activation)
+        hidden = _layer(g, layout, linear_ops, hidden, f"layers.{number}", layer, config.activation)
     return hidden
 
 
-def _layer(g: GraphBuilder, tokens: Tokens, products: Products, x: str, name: str, layer: Layer, activation: str) -> str:
+def _layer(g: GraphBuilder, layout: BatchLayout, linear_ops: LinearOps, x: str, name: str, layer: Layer, activation: str) -> str:
     attention = layer.attention
 
-    def product(x: Operand, part: str, linear: nn.Linear) -> str:
-        return products.product(g, x, f"{name}.{part}", linear)
+    def product(x: LinearInput, part: str, linear: nn.Linear) -> str:
+        return linear_ops.product(g, x, f"{name}.{part}", linear)
 
-    entering = products.operand(g, x, f"{name}.query")
+    entering = linear_ops.operand(g, x, f"{name}.query")
     query = product(entering, "query", attention.query)
-    query = g.op("Add", [query, products.vector(g, f"{name}.query.bias", attention.query.bias)])
+    query = g.op("Add", [query, linear_ops.vector(g, f"{name}.query.bias", attention.query.bias)])
     key, value = product(entering, "key", attention.key), product(entering, "value", attention.value)
-    context = tokens.attend(g, query, key, value, attention.heads)
-    output = product(products.operand(g, context, f"{name}.output"), "output", attention.output)
+    context = layout.attend(g, query, key, value, attention.heads)
+    output = product(linear_ops.operand(g, context, f"{name}.output"), "output", attention.output)
     output_bias = attention.output.bias + attention.output.weight @ attention.value.bias
-    x = tokens.residual_norm(g, products, output, x, f"{name}.attention_norm", output_bias, layer.attention_norm)
+    x = layout.residual_norm(g, linear_ops, output, x, f"{name}.attention_norm", output_bias, layer.attention_norm)
 
-    up = product(products.operand(g, x, f"{name}.up"), "up", layer.up)
-    up = activated(g, up, products.vector(g, f"{name}.up.bias", layer.up.bias), activation)
-    down = product(products.operand(g, up, f"{name}.down"), "down", layer.down)
-    return tokens.residual_norm(g, products, down, x, f"{name}.output_norm", layer.down.bias, layer.output_norm)
+    up = product(linear_ops.operand(g, x, f"{name}.up"), "up", layer.up)
+    up = activated(g, up, linear_ops.vector(g, f"{name}.up.bias", layer.up.bias), activation)
+    down = product(linear_ops.operand(g, up, f"{name}.down"), "down", layer.down)
+    return layout.residual_norm(g, linear_ops, down, x, f"{name}.output_norm", layer.down.bias, layer.output_norm)

@@ -1,6 +1,6 @@
-"""Writes the graph of a model: the trunk in the precision's layout, and a head for each task."""
+"""Writes the graphs of a model: the trunk in the precision's layout, and the asked-for heads."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -9,34 +9,48 @@ from torch import Tensor, nn
 
 from export.errors import ExportError
 from export.graph.builder import OPSET, GraphBuilder, Stored
-from export.graph.heads import dense_embedding, masked_lm, next_sentence, packed_embedding, span
 from export.graph.layouts import Dense, Packed
-from export.graph.products import Fp16, Fp32, Int8, Products, round_to_integers
+from export.graph.products import Fp16, Fp32, Int8, LinearOps, round_to_integers
 from export.graph.trunk import trunk
+from export.heads import EXPORT_HEADS, head_module
+from export.heads.head import HeadGraph
 from export.models import EncoderConfig, Model
 from export.sentence import EmbeddingRecipe
-from model_store.manifest import Graph, Layout, Precision, Task, Weights
+from model_store.heads import Head
+from model_store.layouts import Layout
+from model_store.manifest import Graph, Precision, Weights
 
-LAYOUTS = {Precision.FP32: Layout.DENSE, Precision.INT8: Layout.DENSE, Precision.FP16: Layout.PACKED}
+LAYOUTS = {
+    Precision.FP32: Layout.DENSE,
+    Precision.INT8: Layout.DENSE,
+    Precision.FP16: Layout.PACKED,
+}
 """fp32 and int8 are for a CPU, fp16 for CUDA."""
 
-GRAPH_FILES = {Precision.FP32: "dense.onnx", Precision.INT8: "dense-int8.onnx", Precision.FP16: "packed-fp16.onnx"}
-WEIGHTS_FILES = {Precision.FP32: "weights.bin", Precision.INT8: "weights-int8.bin", Precision.FP16: "weights-fp16.bin"}
+GRAPH_FILES = {
+    Precision.FP32: "dense.onnx",
+    Precision.INT8: "dense-int8.onnx",
+    Precision.FP16: "packed-fp16.onnx",
+}
+WEIGHTS_FILES = {
+    Precision.FP32: "weights.bin",
+    Precision.INT8: "weights-int8.bin",
+    Precision.FP16: "weights-fp16.bin",
+}
 
-
-_HEAD_STEP, _LARGEST_HEAD = 8, 256
-"""Sizes of heads that the flash kernel takes."""
+_HEAD_SIZE_STEP, _LARGEST_HEAD_SIZE = 8, 256
+"""Sizes of attention heads that the flash kernel takes."""
 
 
 class GraphWriter:
-    """Writes a model's graphs into one folder; weights that two of them have lie there once.
+    """Writes a model's graphs into one folder; weights that two graphs share are stored once.
 
     Args:
-        model: has the heads that the tasks need.
-        recipe: how ``embed`` pools.
-        tasks: which heads to write.
+        model: has the modules of the heads.
+        recipe: how embeddings are pooled.
+        heads: which heads to write.
         folder: an existing folder.
-        weights: how matrices are kept; the model's are such numbers already (`round_weights`).
+        weights: how matrices are stored; the model's are such numbers already (`round_weights`).
         smoothing: of what is quantised, see `Int8`.
     """
 
@@ -44,110 +58,123 @@ class GraphWriter:
         self,
         model: Model,
         recipe: EmbeddingRecipe,
-        tasks: Collection[Task],
+        heads: Sequence[Head],
         folder: Path,
         weights: Weights = Weights.FP32,
         smoothing: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self._model, self._recipe, self._tasks, self._folder, self._weights = model, recipe, tasks, folder, weights
+        self._model, self._recipe, self._heads = model, recipe, heads
+        self._folder, self._weights = folder, weights
         self._smoothing = smoothing or {}
         self._stored: dict[str, Stored] = {}
 
     @torch.no_grad()
     def write(self, precision: Precision = Precision.FP32) -> Graph:
-        """Write a graph of that precision, and those of its weights that are not there yet.
+        """Write a graph of that precision, and those of its weights that are not stored yet.
 
         Returns:
-            What the manifest says of it.
+            What the manifest says of the graph.
+
+        Raises:
+            ExportError: the model's attention heads have no fast kernel in fp16.
         """
-        model, tasks, integers = self._model, self._tasks, self._weights is Weights.INT8
-        kept = self._smoothing if integers else None
-        products: Products
-        match precision:
-            case Precision.INT8:
-                products = Int8(self._smoothing, integers=integers)
-            case Precision.FP16:
-                _check_heads(model.config)
-                products = Fp16(kept)
-            case Precision.FP32:
-                products = Fp32(kept)
+        config, layout = self._model.config, LAYOUTS[precision]
+        linear_ops = self._linear_ops(precision)
         g = GraphBuilder(half=self._weights is not Weights.FP32)
-        packed = LAYOUTS[precision] is Layout.PACKED
-        rows = hidden = trunk(g, Packed() if packed else Dense(), products, model)
+        packed = layout is Layout.PACKED
+        batch_layout = Packed() if packed else Dense()
+        rows = hidden = trunk(g, batch_layout, linear_ops, self._model.encoder, config)
         if not packed:
-            shape = g.weight("rows_shape", np.array([-1, model.config.hidden_size], np.int64))
+            shape = g.weight("rows_shape", np.array([-1, config.hidden_size], np.int64))
             rows = g.op("Reshape", [hidden, shape])  # [B, S, H] -> [T, H]
-        if Task.FILL_MASK in tasks:
-            assert model.masked_lm is not None
-            masked_lm(g, products, rows, model.masked_lm, model.config.activation)
-        if Task.NSP in tasks:
-            assert model.next_sentence is not None
-            next_sentence(g, products, rows, model.next_sentence)
-        if Task.QA in tasks:
-            assert model.span is not None
-            span(g, products, rows, model.span)
-        if Task.EMBED in tasks and packed:
-            packed_embedding(g, products, rows, self._recipe, model.config.hidden_size)
-        elif Task.EMBED in tasks:
-            dense_embedding(g, hidden, self._recipe, model.config.hidden_size)
+        graph = HeadGraph(g, linear_ops, layout, hidden, rows, config)
+        for head in self._heads:
+            module = head_module(self._model, self._recipe, head.name)
+            assert module is not None  # the caller asks for heads that the model has
+            EXPORT_HEADS[head.name].write(module, graph)
         file = GRAPH_FILES[precision]
-        self._stored |= g.save(self._folder / file, self._folder / WEIGHTS_FILES[precision], self._stored)
+        self._stored |= g.save(
+            self._folder / file, self._folder / WEIGHTS_FILES[precision], self._stored
+        )
         return Graph(
             file=file,
-            layout=LAYOUTS[precision],
+            layout=layout,
             precision=precision,
             weights=self._weights,
             opset=OPSET,
             operators=g.operators(),
         )
 
+    def _linear_ops(self, precision: Precision) -> LinearOps:
+        integers = self._weights is Weights.INT8
+        kept = self._smoothing if integers else None
+        match precision:
+            case Precision.INT8:
+                return Int8(self._smoothing, integers=integers)
+            case Precision.FP16:
+                _check_head_size(self._model.config)
+                return Fp16(kept)
+            case Precision.FP32:
+                return Fp32(kept)
 
-def _check_heads(config: EncoderConfig) -> None:
-    """CUDA's attention of unlike lengths has a fast kernel for some sizes of heads; of others each layer waits for the host."""
+
+def _check_head_size(config: EncoderConfig) -> None:
+    """Refuse sizes of attention heads for which CUDA has no variable-length flash kernel."""
     size = config.hidden_size // config.heads
-    if size % _HEAD_STEP or size > _LARGEST_HEAD:
+    if size % _HEAD_SIZE_STEP or size > _LARGEST_HEAD_SIZE:
         raise ExportError(
-            f"heads of {size} numbers have no fast attention in fp16, only multiples of {_HEAD_STEP} up to {_LARGEST_HEAD}; "
-            "leave out --precision fp16"
+            f"heads of {size} numbers have no fast attention in fp16, only multiples of "
+            f"{_HEAD_SIZE_STEP} up to {_LARGEST_HEAD_SIZE}; leave out --precision fp16"
         )
 
 
 def check_layout(precisions: Collection[Precision], layout: Layout | None) -> None:
-    """A layout that was asked for must be that of a graph that was asked for.
+    """Check that an asked-for layout is the layout of every asked-for graph.
 
     Raises:
-        ExportError: it is not.
+        ExportError: the layout is another.
     """
-    there = {LAYOUTS[precision] for precision in precisions or (Precision.FP32,)}
-    if layout is not None and there != {layout}:
-        of_it = ", ".join(precision for precision, its in LAYOUTS.items() if its is layout)
-        raise ExportError(f"the layout {layout} is that of {of_it}; leave out --layout, or ask for --precision {of_it}")
+    layouts = {LAYOUTS[precision] for precision in precisions or (Precision.FP32,)}
+    if layout is not None and layouts != {layout}:
+        matching = ", ".join(precision for precision, its in LAYOUTS.items() if its is layout)
+        raise ExportError(
+            f"the layout {layout} is that of {matching}; leave out --layout, "
+            f"or ask for --precision {matching}"
+        )
 
 
-def round_weights(model: Model, recipe: EmbeddingRecipe, weights: Weights, smoothing: Mapping[str, Tensor]) -> None:
-    """Give every matrix, in place, the nearest values that can be kept as ``weights``, so that the graph is exact.
+def round_weights(
+    model: Model, recipe: EmbeddingRecipe, weights: Weights, smoothing: Mapping[str, Tensor]
+) -> None:
+    """Round every matrix, in place, to the nearest values that ``weights`` can store.
+
+    The graph is then exact.
 
     Args:
         model: its parameters.
         recipe: its projections.
-        weights: what they are to be kept as; of int8, matrices outside the encoder and its word embeddings are kept as fp16.
-        smoothing: of what is kept as integers.
+        weights: how matrices are stored; with int8, matrices outside the encoder and its word
+            embeddings are stored as fp16.
+        smoothing: of what is stored as integers.
 
     Raises:
         ExportError: a weight is too large for fp16.
     """
     if weights is Weights.FP32:
         return
-    integers = round_to_integers(model, smoothing) if weights is Weights.INT8 else set[Tensor]()
+    integers = set[Tensor]()
+    if weights is Weights.INT8:
+        integers = round_to_integers(model.encoder, smoothing)
     for module in (model, *recipe.projections):
         _round_to_fp16(module, integers)
 
 
 @torch.no_grad()
-def _round_to_fp16(module: nn.Module, but: Collection[Tensor]) -> None:
+def _round_to_fp16(module: nn.Module, integers: Collection[Tensor]) -> None:
     for name, parameter in module.named_parameters():
-        if parameter.ndim > 1 and parameter not in but:
+        if parameter.ndim > 1 and parameter not in integers:
             rounded = parameter.half().float()
             if not rounded.isfinite().all():
-                raise ExportError(f"{name} holds {float(parameter.abs().max()):.3g}, which fp16 cannot; use fp32 weights")
+                largest = float(parameter.abs().max())
+                raise ExportError(f"{name} holds {largest:.3g}, which fp16 cannot; use fp32 weights")
             parameter.copy_(rounded)

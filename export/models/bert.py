@@ -70,13 +70,5 @@ FAMILY = Family(
         "encoder.layer.*.intermediate.dense.{p}": "encoder.layers.*.up.{p}",
         "encoder.layer.*.output.dense.{p}": "encoder.layers.*.down.{p}",
         "encoder.layer.*.output.LayerNorm.{p}": "encoder.layers.*.output_norm.{p}",
-        "pooler.dense.{p}": "next_sentence.pooler.{p}",
-        "cls.seq_relationship.{p}": "next_sentence.classifier.{p}",
-        "cls.predictions.transform.dense.{p}": "masked_lm.transform.{p}",
-        "cls.predictions.transform.LayerNorm.{p}": "masked_lm.norm.{p}",
-        "cls.predictions.decoder.{p}": "masked_lm.decoder.{p}",
-        "cls.predictions.bias": "masked_lm.decoder.bias",
-        "qa_outputs.{p}": "span.classifier.{p}",
     },
-    outside=("cls.", "qa_outputs."),
 )

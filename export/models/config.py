@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, Self
 
@@ -51,7 +51,9 @@ class Family:
         write_config: sizes -> the ``config.json`` that `read_config` reads as those.
         names: a checkpoint's tensor names -> ours; ``*`` stands for a layer's number, ``{p}`` for ``weight`` or ``bias``.
             The first match wins on reading, the last on writing.
-        outside: how the tensor names begin that never carry the prefix, since they are no part of the encoder's module.
+            Encoder only.
+        heads: the same for heads whose tensors a family calls otherwise than `ExportHead` says,
+            by head name; ours without the head's name.
     """
 
     name: str
@@ -59,18 +61,52 @@ class Family:
     write_config: Callable[[EncoderConfig], dict[str, Any]]
     prefix: str
     names: Mapping[str, str]
-    outside: tuple[str, ...]
+    heads: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
-    def rename(self, tensor: str) -> str | None:
-        """Our name of a checkpoint's tensor, or None if none of our modules has it."""
-        name = tensor.removeprefix(self.prefix).replace(".gamma", ".weight").replace(".beta", ".bias")
-        return next((new for theirs, ours in self.names.items() if (new := _translate(name, theirs, ours))), None)
+    def rename(self, tensor: str, heads: Mapping[str, Mapping[str, str]]) -> list[str]:
+        """Return our names of a checkpoint's tensor; none if no module of ours has the tensor.
 
-    def original_name(self, tensor: str) -> str:
-        """What a checkpoint of this family calls a tensor of ours."""
-        found = [name for theirs, ours in self.names.items() if (name := _translate(tensor, ours, theirs))]
-        assert found, f"{tensor} is no tensor of a {self.name}"
-        return found[-1] if found[-1].startswith(self.outside) else self.prefix + found[-1]
+        Args:
+            tensor: the checkpoint's name.
+            heads: the tensor names of each head, see `heads`. Two heads may share a tensor.
+        """
+        name = tensor.removeprefix(self.prefix)
+        name = name.replace(".gamma", ".weight").replace(".beta", ".bias")
+        ours = _first_match(name, self.names)
+        if ours is not None:
+            return [ours]
+        return [
+            f"{head}.{new}"
+            for head, names in heads.items()
+            if (new := _first_match(name, names)) is not None
+        ]
+
+    def original_name(self, tensor: str, heads: Mapping[str, Mapping[str, str]]) -> str:
+        """Return what a checkpoint of this family calls a tensor of ours.
+
+        Args:
+            tensor: our name.
+            heads: the tensor names of each head, see `heads`.
+        """
+        head, _, rest = tensor.partition(".")
+        if head in heads:
+            names = _originals(rest, heads[head])
+            # The pooler is part of the encoder's module in transformers; other heads are not.
+            prefix = self.prefix if names[-1].startswith("pooler.") else ""
+            return prefix + names[-1]
+        names = _originals(tensor, self.names)
+        assert names, f"{tensor} is no tensor of a {self.name}"
+        return self.prefix + names[-1]
+
+
+def _first_match(name: str, names: Mapping[str, str]) -> str | None:
+    translated = (_translate(name, theirs, ours) for theirs, ours in names.items())
+    return next((new for new in translated if new), None)
+
+
+def _originals(tensor: str, names: Mapping[str, str]) -> list[str]:
+    translated = (_translate(tensor, ours, theirs) for theirs, ours in names.items())
+    return [name for name in translated if name]
 
 
 @cache

@@ -62,10 +62,5 @@ FAMILY = Family(
         "transformer.layer.*.ffn.lin1.{p}": "encoder.layers.*.up.{p}",
         "transformer.layer.*.ffn.lin2.{p}": "encoder.layers.*.down.{p}",
         "transformer.layer.*.output_layer_norm.{p}": "encoder.layers.*.output_norm.{p}",
-        "vocab_transform.{p}": "masked_lm.transform.{p}",
-        "vocab_layer_norm.{p}": "masked_lm.norm.{p}",
-        "vocab_projector.{p}": "masked_lm.decoder.{p}",
-        "qa_outputs.{p}": "span.classifier.{p}",
     },
-    outside=("vocab_", "qa_outputs."),
 )

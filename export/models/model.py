@@ -1,30 +1,50 @@
-"""An encoder with the heads it has: the one torch module that checkpoints load into and graphs are written from."""
+"""An encoder with its heads: the torch module that checkpoints load into and graphs come from."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from export.models.config import EncoderConfig
 from export.models.encoder import Encoder
-from export.models.heads import Head, MaskedLMHead, NextSentenceHead, SpanHead
+
+if TYPE_CHECKING:
+    from export.heads.masked_lm import MaskedLMHead
+    from export.heads.next_sentence import NextSentenceHead
+    from export.heads.span import SpanHead
 
 
 class Model(nn.Module):
-    """BERT or DistilBERT; a head that was not asked for is None.
+    """BERT or DistilBERT. Each head is an attribute by its name; None if the model lacks it.
 
     Args:
         config: the sizes.
-        heads: which heads to have.
+        heads: names of the heads to have.
+        options: what heads need besides the sizes, by name, as in a manifest.
     """
 
-    def __init__(self, config: EncoderConfig, heads: Iterable[Head] = ()) -> None:
+    masked_lm: "MaskedLMHead | None"
+    next_sentence: "NextSentenceHead | None"
+    span: "SpanHead | None"
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        heads: Iterable[str] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        from export.heads import EXPORT_HEADS  # whose modules import this package
+
         super().__init__()
-        heads = frozenset(heads)
+        names, options = frozenset(heads), options or {}
         self.config = config
         self.encoder = Encoder(config)
-        self.masked_lm = MaskedLMHead(config, self.encoder.embeddings.word) if Head.MASKED_LM in heads else None
-        self.next_sentence = NextSentenceHead(config) if Head.NEXT_SENTENCE in heads else None
-        self.span = SpanHead(config) if Head.SPAN in heads else None
+        for name, head in EXPORT_HEADS.items():
+            if head.module is None:
+                continue
+            has_head = name in names
+            module = head.module(config, self.encoder, options.get(name)) if has_head else None
+            setattr(self, name, module)
 
     def forward(
         self,
@@ -33,9 +53,10 @@ class Model(nn.Module):
         attention_mask: Tensor | None = None,
         first_positions: Tensor | None = None,
     ) -> Tensor:
-        """As `Encoder.forward`: hidden states [B, S, H]. Heads are called on the rows one wants."""
-        return self.encoder(input_ids, token_type_ids, attention_mask, first_positions)  # type: ignore[no-any-return]
+        """Return the hidden states [B, S, H]; see `Encoder.forward`."""
+        hidden: Tensor = self.encoder(input_ids, token_type_ids, attention_mask, first_positions)
+        return hidden
 
     def parameter_count(self) -> int:
-        """Parameters of the encoder and the heads, tied ones counted once."""
+        """Return the parameters of the encoder and the heads, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.parameters())

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from itertools import groupby
 from typing import Any, Self
 
 import numpy as np
@@ -111,14 +110,6 @@ def shuffled_batches(lengths: Sequence_[int], size: int, seed: int) -> Callable[
 def padded_length(longest: int, limit: int) -> int:
     """The length to pad a batch to: few different ones, since the runtime makes and keeps kernels for each."""
     return min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, limit)
-
-
-def equal_lengths(lengths: Sequence_[int], most: int) -> Iterator[list[int]]:
-    """Groups of at most so many examples of one length, shortest first: what a graph without padding is fed."""
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    for _, group in groupby(order, key=lengths.__getitem__):
-        members = list(group)
-        yield from (members[at : at + most] for at in range(0, len(members), most))
 
 
 class TextBatches:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from export.checkpoint import load_checkpoint
-from export.models import Head, Model
+from export.heads import MASKED_LM
+from export.models import Model
 from export.sentence import EmbeddingRecipe
 from export.train.batches import TextBatch
 from export.train.card import write_card
@@ -37,7 +38,7 @@ def make_student(teacher: Model, dropout: float) -> Model:
         raise TrainError("the teacher has no masked-language-model head, which distillation needs")
     layers = max(1, teacher.config.layers // 2)
     config = replace(teacher.config, family="distilbert", layers=layers, type_vocab_size=0, layer_norm_eps=1e-12, dropout=dropout)
-    student = Model(config, [Head.MASKED_LM])
+    student = Model(config, [MASKED_LM])
     taken = dict(teacher.state_dict())
     state = {}
     for name in student.state_dict():

@@ -1,5 +1,7 @@
-"""The one way a training run refuses or stops: a line that says what is wrong and what would be right."""
+"""How training refuses or stops: one line that says what is wrong and what would be right."""
+
+from export.errors import DataError
 
 
-class TrainError(Exception):
-    """A run cannot start or go on. The message is complete by itself; the last good checkpoint is kept."""
+class TrainError(DataError):
+    """A run cannot start or continue. The last good checkpoint is kept."""

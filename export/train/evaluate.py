@@ -10,10 +10,18 @@ import torch
 from tokenizers import Tokenizer
 
 from export.checkpoint import load_checkpoint
-from export.scorers import GraphScorer, Scorer, TorchScorer
+from export.evaluation.pairs import read_pairs, similarity
+from export.evaluation.scorer import (
+    GraphScorer,
+    Scorer,
+    TorchScorer,
+    equal_lengths,
+    next_sentence_logits,
+    score_masks,
+)
+from export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
 from export.session import open_session
-from export.train.batches import equal_lengths
-from export.train.bias import read_stereotypes, stereotype_preference
+from export.evaluation.bias import read_stereotypes, stereotype_preference
 from export.train.corpus import Corpus, is_held_out, prepare_corpus
 from export.train.errors import TrainError
 from export.train.masking import Masked, Unit
@@ -21,10 +29,9 @@ from export.train.pairs import IS_NEXT, Sentence, Sequence, Sequences
 from export.train.pretrain import make_masking, open_tokenizer
 from export.train.questions import answer, make_windows
 from export.train.recipe import Pretraining
-from export.train.sentences import read_pairs, similarity
-from export.train.squad import read_questions, score
+from export.evaluation.squad import read_questions, score
 from export.train.vocabulary import special_ids
-from model_store.manifest import Precision, Task
+from model_store.manifest import Precision
 from model_store.store import Store
 
 _TOP = 5
@@ -36,7 +43,7 @@ class Subject:
 
     scorer: Scorer
     tokenizer: Tokenizer
-    tasks: frozenset[Task]
+    heads: frozenset[str]
     max_tokens: int
 
 
@@ -52,16 +59,16 @@ def open_subject(source: str, store: Store, device: torch.device, precision: Pre
         graph = manifest.graph_of(precision)
         if graph is None:
             raise TrainError(f"bundle {manifest.reference} has no {precision} graph")
-        file, types = bundle.file(graph.file), manifest.architecture.type_vocab_size > 0
-        pooling = manifest.embedding.pooling if manifest.embedding else ""
-        scorer: Scorer = GraphScorer(
-            open_session(file, graph.layout), graph.layout, manifest.tasks, token_types=types, pooling=pooling
-        )
-        return Subject(scorer, open_tokenizer(bundle.path), frozenset(manifest.tasks), manifest.limits.max_tokens)
+        spec = manifest.graph_spec(graph.layout)
+        session = open_session(bundle.file(graph.file), graph.layout)
+        scorer: Scorer = GraphScorer(session, spec)
+        limit = manifest.limits.max_tokens
+        return Subject(scorer, open_tokenizer(bundle.path), frozenset(spec.heads), limit)
     checkpoint = load_checkpoint(source)
     scorer = TorchScorer(checkpoint.model.to(device), device, checkpoint.recipe)
     positions = checkpoint.model.config.max_positions
-    return Subject(scorer, checkpoint.tokenizer.tokenizer, frozenset(checkpoint.tasks), positions)
+    heads = frozenset(head.name for head in checkpoint.heads)
+    return Subject(scorer, checkpoint.tokenizer.tokenizer, heads, positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +104,25 @@ def evaluate(subject: Subject, data: Data, folder: Path, say: Callable[[str], No
         TrainError: see the readers; or nothing held out is left.
     """
     figures: dict[str, float] = {}
-    if data.text and subject.tasks & {Task.FILL_MASK, Task.NSP}:
+    if data.text and subject.heads & {MASKED_LM, NEXT_SENTENCE}:
         corpus = prepare_corpus(
             data.text, subject.tokenizer, folder, held_out=data.held_out, only_held_out=True, say=say
         ).held_out
-        if Task.FILL_MASK in subject.tasks:
+        if MASKED_LM in subject.heads:
             for unit in (Unit.TOKEN, Unit.WHOLE_WORD):
                 found = _fill_mask(subject, corpus, unit, data)
                 figures |= {f"fill_mask_{unit.replace('-', '_')}_{name}": value for name, value in found.items()}
-        if Task.NSP in subject.tasks:
+        if NEXT_SENTENCE in subject.heads:
             figures["nsp_accuracy"] = _next_sentence(subject, _pairs_of_texts(subject, corpus, data))
             figures["nsp_accuracy_two_sentences"] = _next_sentence(subject, _pairs_of_sentences(subject, corpus, data))
-    if data.pairs and Task.EMBED in subject.tasks:
+    if data.pairs and EMBEDDING in subject.heads:
         figures["sts_spearman"] = similarity(
             read_pairs(data.pairs), subject.tokenizer, subject.scorer, min(128, subject.max_tokens)
         )
-    if data.stereotypes and Task.FILL_MASK in subject.tasks:
+    if data.stereotypes and MASKED_LM in subject.heads:
         pairs = read_stereotypes(data.stereotypes)
         figures["stereotype_preference"] = stereotype_preference(pairs, subject.tokenizer, subject.scorer, subject.max_tokens)
-    if data.questions and Task.QA in subject.tasks:
+    if data.questions and SPAN in subject.heads:
         figures |= _questions(subject, data)
     return figures
 
@@ -137,7 +144,7 @@ def _fill_mask(subject: Subject, corpus: Corpus, unit: Unit, data: Data) -> dict
         labels = np.concatenate([rows[index][1].labels for index in group])
         if not len(labels):
             continue
-        best, told = subject.scorer.masked(ids, types, positions, labels, _TOP)
+        best, told = score_masks(subject.scorer, ids, types, positions, labels, k=_TOP)
         hits = best == labels[:, None]
         top, top5, log_likelihood = top + int(hits[:, 0].sum()), top5 + int(hits.any(1).sum()), log_likelihood + float(told.sum())
         count += len(labels)
@@ -181,8 +188,8 @@ def _next_sentence(subject: Subject, pairs: list[Sequence]) -> float:
     right = 0
     for group in equal_lengths([len(pair.input_ids) for pair in pairs], 32):
         chosen = [pairs[index] for index in group]
-        logits = subject.scorer.next_sentence(
-            np.stack([p.input_ids for p in chosen]), np.stack([p.token_type_ids for p in chosen])
+        logits = next_sentence_logits(
+            subject.scorer, np.stack([p.input_ids for p in chosen]), np.stack([p.token_type_ids for p in chosen])
         )
         right += int((logits.argmax(1) == [p.label for p in chosen]).sum())
     return right / len(pairs)

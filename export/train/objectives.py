@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from export.models import Head, Model
+from export.heads import MASKED_LM, NEXT_SENTENCE
+from export.models import Model
 from export.models.encoder import Encoder
 from export.train.batches import TextBatch
 from export.train.embeddings import KeptEmbeddings
@@ -165,10 +166,10 @@ def _set_sinusoids(positions: Tensor) -> None:
 def make_pretraining(sizes: Sizes, vocab_size: int, recipe: Pretraining, seed: int) -> MaskedText | ReplacedTokens:
     """Fresh modules for a recipe; ``.model`` is what will be kept."""
     torch.manual_seed(seed)
-    sentence = [] if recipe.sentence is Sentence.NONE else [Head.NEXT_SENTENCE]
+    sentence = [] if recipe.sentence is Sentence.NONE else [NEXT_SENTENCE]
     module: MaskedText | ReplacedTokens
     if recipe.method == "mlm":
-        module = MaskedText(Model(sizes.config(vocab_size), [Head.MASKED_LM, *sentence]), recipe)
+        module = MaskedText(Model(sizes.config(vocab_size), [MASKED_LM, *sentence]), recipe)
     else:
         heads = max(1, round(sizes.heads * recipe.generator))
         small = sizes.model_copy(
@@ -178,7 +179,7 @@ def make_pretraining(sizes: Sizes, vocab_size: int, recipe: Pretraining, seed: i
                 "intermediate_size": max(1, round(sizes.intermediate_size * recipe.generator)),
             }
         )
-        generator = Model(small.config(vocab_size), [Head.MASKED_LM])
+        generator = Model(small.config(vocab_size), [MASKED_LM])
         module = ReplacedTokens(Model(sizes.config(vocab_size)), generator, recipe.generator_weight)
     initialise(module)
     return module

@@ -12,9 +12,10 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from export.checkpoint import Checkpoint, load_checkpoint
-from export.models import Head, Model
+from export.heads import MASKED_LM, NEXT_SENTENCE
+from export.models import Model
 from export.models.encoder import Encoder
-from export.scorers import TorchScorer
+from export.evaluation.scorer import TorchScorer, score_masks
 from export.sentence import EmbeddingRecipe, Pooling
 from export.train.batches import TextBatch, TextBatches
 from export.train.card import write_card
@@ -149,7 +150,7 @@ def _continued(
     checkpoint: Checkpoint, recipe: PretrainRecipe, device: torch.device, say: Callable[[str], None]
 ) -> tuple[Tokenizer, MaskedText]:
     """Return the checkpoint's tokenizer, and its model with the heads that the recipe trains."""
-    heads = [Head.MASKED_LM] if recipe.pretraining.sentence is Sentence.NONE else [Head.MASKED_LM, Head.NEXT_SENTENCE]
+    heads = [MASKED_LM] if recipe.pretraining.sentence is Sentence.NONE else [MASKED_LM, NEXT_SENTENCE]
     start = start_from(checkpoint, heads, dropout=recipe.model.dropout, seed=recipe.seed)
     if start.created:
         say(f"heads that the checkpoint does not have, with random weights: {', '.join(start.created)}")
@@ -175,7 +176,8 @@ def guesses(model: Model, tokenizer: Tokenizer, batch: TextBatch, count: int = 4
         position, label = int(batch.positions[chosen[len(chosen) // 2]]) % length, int(batch.labels[chosen[len(chosen) // 2]])
         size = int(batch.attention_mask[row].sum())
         ids, types = batch.input_ids[row : row + 1, :size].numpy(), batch.token_type_ids[row : row + 1, :size].numpy()
-        best, _ = scorer.masked(ids, types, np.array([position]), np.array([label]), 3)
+        at, wanted = np.array([position]), np.array([label])
+        best, _ = score_masks(scorer, ids, types, at, wanted, k=3)
         around = [words[int(token)] for token in ids[0, max(1, position - 7) : position + 8]]
         around[min(7, position - 1)] = "____"
         text = " ".join(around).replace(f" {CONTINUATION}", "")

@@ -16,9 +16,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from export.checkpoint import load_checkpoint
-from export.models import Head, Model
-from export.scorers import Scorer, TorchScorer
-from export.train.batches import equal_lengths, padded_length, shuffled_batches
+from export.heads import SPAN
+from export.models import Model
+from export.evaluation.scorer import Scorer, TorchScorer, equal_lengths, span_logits
+from export.train.batches import padded_length, shuffled_batches
 from export.train.card import write_card
 from export.train.corpus import fingerprint, is_held_out
 from export.train.errors import TrainError
@@ -27,7 +28,7 @@ from export.train.pretrain import CHECKPOINT
 from export.train.recipe import QuestionsRecipe
 from export.train.run_folder import claim
 from export.train.save import save_checkpoint
-from export.train.squad import Question, read_questions, score
+from export.evaluation.squad import Question, read_questions, score
 from export.train.start import start_from
 from export.train.vocabulary import special_ids
 
@@ -156,7 +157,7 @@ def answer(questions: Sequence[Question], windows: Sequence[Window], scorer: Sco
     null = [np.inf] * len(questions)
     for members in equal_lengths([len(window.input_ids) for window in windows], batch):
         group = [windows[index] for index in members]
-        logits = scorer.spans(np.stack([w.input_ids for w in group]), np.stack([w.token_type_ids for w in group]))
+        logits = span_logits(scorer, np.stack([w.input_ids for w in group]), np.stack([w.token_type_ids for w in group]))
         for window, rows in zip(group, logits, strict=True):
             found, (first, last) = _best_span(rows, window.offsets[:, 0] >= 0)
             text = questions[window.question].context[window.offsets[first, 0] : window.offsets[last, 1]]
@@ -231,7 +232,7 @@ def finetune_questions(
     """
     checkpoint = load_checkpoint(source)
     claim(folder, recipe, {"checkpoint": checkpoint.source.weights_sha256, "file of questions": fingerprint(files)})
-    start = start_from(checkpoint, [Head.SPAN], dropout=recipe.dropout, seed=recipe.seed)
+    start = start_from(checkpoint, [SPAN], dropout=recipe.dropout, seed=recipe.seed)
     if recipe.tokens > start.model.config.max_positions:
         raise TrainError(
             f"windows of {recipe.tokens} tokens exceed the checkpoint's {start.model.config.max_positions} positions"

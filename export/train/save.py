@@ -8,17 +8,18 @@ from typing import Any
 from safetensors.torch import save
 from tokenizers import Tokenizer, normalizers
 
-from export.models import FAMILIES, EncoderConfig, Head, Model
+from export.heads import EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN, tensor_names
+from export.models import FAMILIES, EncoderConfig, Model
 from export.sentence import POOLING_FLAGS, EmbeddingRecipe
 from export.train.vocabulary import save_vocabulary
 
 _ARCHITECTURES = {
-    ("bert", frozenset({Head.MASKED_LM, Head.NEXT_SENTENCE})): "BertForPreTraining",
-    ("bert", frozenset({Head.MASKED_LM})): "BertForMaskedLM",
-    ("bert", frozenset({Head.NEXT_SENTENCE})): "BertForNextSentencePrediction",
-    ("bert", frozenset({Head.SPAN})): "BertForQuestionAnswering",
-    ("distilbert", frozenset({Head.MASKED_LM})): "DistilBertForMaskedLM",
-    ("distilbert", frozenset({Head.SPAN})): "DistilBertForQuestionAnswering",
+    ("bert", frozenset({MASKED_LM, NEXT_SENTENCE})): "BertForPreTraining",
+    ("bert", frozenset({MASKED_LM})): "BertForMaskedLM",
+    ("bert", frozenset({NEXT_SENTENCE})): "BertForNextSentencePrediction",
+    ("bert", frozenset({SPAN})): "BertForQuestionAnswering",
+    ("distilbert", frozenset({MASKED_LM})): "DistilBertForMaskedLM",
+    ("distilbert", frozenset({SPAN})): "DistilBertForQuestionAnswering",
 }
 
 
@@ -33,10 +34,11 @@ def save_checkpoint(model: Model, tokenizer: Tokenizer, folder: Path, *, embeddi
     """
     folder.mkdir(parents=True, exist_ok=True)
     family, config = FAMILIES[model.config.family], model.config
-    heads = frozenset(head for head in Head if getattr(model, head) is not None)
+    names = tensor_names(family)
+    heads = frozenset(head for head in EXPORT_HEADS if getattr(model, head, None) is not None)
     architecture = _ARCHITECTURES.get((family.name, heads), "BertModel" if family.name == "bert" else "DistilBertModel")
     _write_json(folder / "config.json", family.write_config(config) | {"architectures": [architecture], "dtype": "float32"})
-    tensors = {family.original_name(name): p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
+    tensors = {family.original_name(name, names): p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
     # Not `save_file`, which lets nobody but the owner read. A full disk leaves the weights of before.
     new = folder / "model.safetensors.new"
     try:

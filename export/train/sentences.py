@@ -22,10 +22,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from export.checkpoint import load_checkpoint
-from export.models import Head
-from export.scorers import Scorer, TorchScorer
+from export.heads import MASKED_LM, NEXT_SENTENCE
+from export.evaluation.pairs import ScoredPair, read_pairs, similarity, tokenize_pairs
+from export.evaluation.scorer import TorchScorer
 from export.sentence import EmbeddingRecipe
-from export.train.batches import TextBatch, TextBatches, equal_lengths, padded_length, shuffled_batches
+from export.train.batches import TextBatch, TextBatches, padded_length, shuffled_batches
 from export.train.card import write_card
 from export.train.corpus import Corpus, fingerprint, prepare_corpus
 from export.train.embeddings import mean_pool
@@ -45,46 +46,6 @@ _ALWAYS = 1_000_000_000
 
 _RANK_SCALE = 20.0
 """CoSENT's: differences of cosines times this."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredPair:
-    """Two sentences and how alike they are, in the file's own unit (STS-B: 0 to 5)."""
-
-    first: str
-    second: str
-    score: float
-
-
-def read_pairs(files: list[Path]) -> list[ScoredPair]:
-    """Pairs of CSV files without a header (first, second, score), also ``.xz``.
-
-    Raises:
-        TrainError: a file is missing or a line is no such pair, there is none, or all have one score.
-    """
-    pairs = []
-    for file in files:
-        try:
-            data = file.read_bytes()
-            text = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8")
-            rows = list(csv.reader(io.StringIO(text, newline="")))
-        except FileNotFoundError:
-            raise TrainError(f"{file}: no such file") from None
-        except (UnicodeDecodeError, lzma.LZMAError, OSError, EOFError, csv.Error) as error:
-            raise TrainError(f"{file} cannot be read: {error}") from error
-        for number, row in enumerate(rows, 1):
-            try:
-                first, second, score = row
-                pairs.append(ScoredPair(first, second, float(score)))
-            except ValueError:
-                raise TrainError(f"{file}, line {number} is not 'sentence,sentence,score': {','.join(row)[:80]!r}") from None
-            if not math.isfinite(pairs[-1].score):
-                raise TrainError(f"{file}, line {number}: the score {score} is not a finite number")
-    if not pairs:
-        raise TrainError("there are no pairs in " + ", ".join(str(file) for file in files))
-    if len({pair.score for pair in pairs}) == 1:
-        raise TrainError(f"all {len(pairs)} pairs have the score {pairs[0].score:g}: there is nothing to rank")
-    return pairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +206,7 @@ def finetune_sentences(
     checkpoint = load_checkpoint(source)
     inputs = {"checkpoint": checkpoint.source.weights_sha256, "file of pairs": fingerprint(pairs), "text": fingerprint(text)}
     claim(folder, recipe, inputs)
-    heads = [head for head in (Head.MASKED_LM, Head.NEXT_SENTENCE) if getattr(checkpoint.model, head) is not None]
+    heads = [head for head in (MASKED_LM, NEXT_SENTENCE) if getattr(checkpoint.model, head) is not None]
     start = start_from(checkpoint, heads, dropout=recipe.dropout, seed=recipe.seed)
     longest = max(recipe.tokens, recipe.contrastive_tokens if recipe.contrastive_steps else 0)
     if longest > (positions := checkpoint.model.config.max_positions):
@@ -256,7 +217,7 @@ def finetune_sentences(
         )
     if recipe.contrastive_steps and not text:
         raise TrainError("the recipe has contrastive_steps, which need text (--corpus); or set them to 0")
-    scored = _tokenize(read_pairs(pairs), start.tokenizer, recipe.tokens) if pairs and recipe.epochs else []
+    scored = tokenize_pairs(read_pairs(pairs), start.tokenizer, recipe.tokens) if pairs and recipe.epochs else []
     if not scored and not recipe.contrastive_steps:
         raise TrainError("there is nothing to learn from: give scored pairs (--pairs), or contrastive_steps and text (--corpus)")
     corpus = prepare_corpus(text, start.tokenizer, folder / "corpus", held_out=recipe.held_out, say=say).train if text else None
@@ -280,8 +241,8 @@ def finetune_sentences(
     return folder / CHECKPOINT
 
 
-def _text_batches(corpus: Corpus, heads: list[Head], recipe: EmbedRecipe, tokenizer: Tokenizer) -> TextBatches:
-    sentence = Sentence.NSP if Head.NEXT_SENTENCE in heads else Sentence.NONE
+def _text_batches(corpus: Corpus, heads: list[str], recipe: EmbedRecipe, tokenizer: Tokenizer) -> TextBatches:
+    sentence = Sentence.NSP if NEXT_SENTENCE in heads else Sentence.NONE
     pretraining = Pretraining(unit=recipe.text_unit, sentence=sentence)
     phase = Phase(tokens=recipe.tokens, sequences=recipe.text_sequences, steps=_ALWAYS)
     return TextBatches(
@@ -295,33 +256,5 @@ def _text_batches(corpus: Corpus, heads: list[Head], recipe: EmbedRecipe, tokeni
     )
 
 
-def _tokenize(pairs: Sequence[ScoredPair], tokenizer: Tokenizer, tokens: int) -> list[tuple[list[int], list[int], float]]:
-    encoded = [_truncated(e.ids, tokens) for e in tokenizer.encode_batch([text for p in pairs for text in (p.first, p.second)])]
-    return [(encoded[2 * i], encoded[2 * i + 1], pair.score) for i, pair in enumerate(pairs)]
-
-
 def _truncated(ids: list[int], tokens: int) -> list[int]:
     return ids if len(ids) <= tokens else [*ids[: tokens - 1], ids[-1]]
-
-
-def similarity(pairs: Sequence[ScoredPair], tokenizer: Tokenizer, scorer: Scorer, tokens: int) -> float:
-    """Spearman's rank correlation of cosine and score, in [-1, 1]."""
-    rows = [ids for a, b, _ in _tokenize(pairs, tokenizer, tokens) for ids in (a, b)]
-    embeddings: NDArray[np.float32] | None = None
-    for group in equal_lengths([len(ids) for ids in rows], 64):
-        vectors = scorer.embed(np.asarray([rows[index] for index in group], np.int64))
-        if embeddings is None:
-            embeddings = np.zeros((len(rows), vectors.shape[1]), np.float32)
-        embeddings[group] = vectors
-    assert embeddings is not None
-    embeddings /= np.linalg.norm(embeddings, axis=1, keepdims=True)
-    cosines = (embeddings[0::2] * embeddings[1::2]).sum(1)
-    return float(np.corrcoef(_ranks(cosines), _ranks(np.asarray([pair.score for pair in pairs])))[0, 1])
-
-
-def _ranks(values: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Ranks, equal values sharing the mean of theirs."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks: NDArray[np.float64] = (last - (counts - 1) / 2)[inverse]
-    return ranks

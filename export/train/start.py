@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 from export.checkpoint import Checkpoint
-from export.models import Head, Model
+from export.models import Model
 from export.train.objectives import initialise
 
 
@@ -21,10 +21,10 @@ class Start:
 
     model: Model
     tokenizer: Tokenizer
-    created: tuple[Head, ...] = ()
+    created: tuple[str, ...] = ()
 
 
-def start_from(checkpoint: Checkpoint, heads: Iterable[Head], *, dropout: float, seed: int) -> Start:
+def start_from(checkpoint: Checkpoint, heads: Iterable[str], *, dropout: float, seed: int) -> Start:
     """The checkpoint's weights in a model with just these heads and this dropout; a head that it lacks is new."""
     torch.manual_seed(seed)
     heads = tuple(heads)

@@ -10,7 +10,7 @@ from model_store.heads import embedding, masked_lm, next_sentence, span
 from model_store.heads.head import GraphSpec, Head, HeadRequest, Pooling
 
 HEADS: Final[dict[str, Head]] = {
-    module.HEAD.name: module.HEAD for module in (masked_lm, next_sentence, embedding, span)
+    module.HEAD.name: module.HEAD for module in (masked_lm, next_sentence, span, embedding)
 }
 """All heads by name, in the order in which graphs have them."""
 

@@ -13,34 +13,32 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from export.scorers import Scorer
-from export.train.batches import equal_lengths
-from export.train.errors import TrainError
-from export.train.vocabulary import special_ids
+from export.errors import DataError
+from export.evaluation.scorer import Scorer, equal_lengths, score_masks
 
 
 def read_stereotypes(file: Path) -> list[tuple[str, str]]:
     """(the sentence that stereotypes more, the one that does so less) of each pair.
 
     Raises:
-        TrainError: the file is missing, or is not CrowS-Pairs' CSV.
+        DataError: the file is missing, or is not CrowS-Pairs' CSV.
     """
     try:
         with file.open(encoding="utf-8", newline="") as stream:
             pairs = [(row["sent_more"], row["sent_less"]) for row in csv.DictReader(stream)]
     except FileNotFoundError:
-        raise TrainError(f"{file}: no such file") from None
+        raise DataError(f"{file}: no such file") from None
     except (KeyError, UnicodeDecodeError, csv.Error) as error:
-        raise TrainError(f"{file} is not in CrowS-Pairs' format (columns sent_more, sent_less): {error}") from error
+        raise DataError(f"{file} is not in CrowS-Pairs' format (columns sent_more, sent_less): {error}") from error
     if not pairs:
-        raise TrainError(f"{file} holds no pairs")
+        raise DataError(f"{file} holds no pairs")
     return pairs
 
 
 def stereotype_preference(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, scorer: Scorer, max_tokens: int) -> float:
     """The share of pairs whose more stereotyping sentence is the likelier one, in [0, 1]; equal scores count half."""
     sentences = [[encoding.ids[:max_tokens] for encoding in tokenizer.encode_batch(list(pair))] for pair in pairs]
-    mask_id = special_ids(tokenizer).mask
+    mask_id = tokenizer.token_to_id("[MASK]")
     rows: list[tuple[int, int, int]] = []  # pair, side, position
     for number, (more, less) in enumerate(sentences):
         for block in SequenceMatcher(None, more, less, autojunk=False).get_matching_blocks():
@@ -55,7 +53,8 @@ def stereotype_preference(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer
         each = np.arange(len(chosen))
         labels = ids[each, positions]
         ids[each, positions] = mask_id
-        _, told = scorer.masked(ids, np.zeros_like(ids), positions + each * ids.shape[1], labels, 1)
+        flat = positions + each * ids.shape[1]
+        _, told = score_masks(scorer, ids, np.zeros_like(ids), flat, labels, k=1)
         for (number, side, _), value in zip(chosen, told, strict=True):
             scores[number, side] += value
     return float((scores[:, 0] > scores[:, 1]).mean() + (scores[:, 0] == scores[:, 1]).mean() / 2)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export.train.errors import TrainError
+from export.errors import DataError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -51,14 +51,14 @@ def read_questions(files: Iterable[Path]) -> list[Question]:
     An answer whose ``answer_start`` is off is looked for in the paragraph.
 
     Raises:
-        TrainError: a file is missing or has another format, or there is no question in any.
+        DataError: a file is missing or has another format, or there is no question in any.
     """
     questions: dict[str, Question] = {}
     for file in files:
         for question in _read(file):
             questions.setdefault(question.id, question)
     if not questions:
-        raise TrainError("there are no questions in " + ", ".join(str(file) for file in files))
+        raise DataError("there are no questions in " + ", ".join(str(file) for file in files))
     return list(questions.values())
 
 
@@ -73,9 +73,9 @@ def _read(file: Path) -> Iterable[Question]:
             for entry in paragraph["qas"]
         ]
     except FileNotFoundError:
-        raise TrainError(f"{file}: no such file") from None
+        raise DataError(f"{file}: no such file") from None
     except (ValueError, KeyError, TypeError, AttributeError, lzma.LZMAError, OSError) as error:
-        raise TrainError(f"{file} is not in SQuAD's format: {type(error).__name__} {error}") from error
+        raise DataError(f"{file} is not in SQuAD's format: {type(error).__name__} {error}") from error
 
 
 def _question(entry: Mapping[str, Any], title: str, context: str) -> Question:

@@ -1,4 +1,12 @@
-"""Sentences that the int8 gate compares precisions on: written for it, of several registers, so that it needs no data."""
+"""What the quality gate compares on: sentences and questions written for it, so it needs no data."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from export.evaluation.pairs import ScoredPair
+from export.evaluation.scorer import Ids
 
 SENTENCES = (
     "The train to the coast leaves at seven and arrives a little before noon.",
@@ -94,3 +102,59 @@ QUESTIONS = (
     ),
 )
 """Questions, each with a context that answers it."""
+
+
+class GateTexts:
+    """The gate's texts as a checkpoint reads them, cut to its limit.
+
+    Args:
+        tokenizer: the checkpoint's.
+        type_vocab_size: token types of the checkpoint; 0: it has none.
+        mask_id: of the mask token; None: the vocabulary has none.
+        max_tokens: the longest sequence.
+        scored_pairs: sentences with scores of their likeness (STS-B), to rank; may be none.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        type_vocab_size: int,
+        mask_id: int | None,
+        max_tokens: int,
+        scored_pairs: Sequence[ScoredPair] = (),
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.mask_id = mask_id
+        self.max_tokens = max_tokens
+        self.scored_pairs = scored_pairs
+        self._cutting = Tokenizer.from_str(tokenizer.to_str())
+        self._cutting.enable_truncation(max_tokens)
+        self._largest_type = max(0, type_vocab_size - 1)
+
+    def sentences(self) -> list[Ids]:
+        """Return the ids [1, S] of each sentence."""
+        encoded = self._cutting.encode_batch(list(SENTENCES))
+        return [np.asarray([encoding.ids], np.int64) for encoding in encoded]
+
+    def sentence_pairs(self) -> Iterator[tuple[Ids, Ids]]:
+        """Yield ids and token types, [1, S] each, of pairs: true neighbours and others."""
+        count = len(SENTENCES)
+        pairs = [
+            (SENTENCES[i], SENTENCES[(i + step) % count]) for i in range(count) for step in (1, 7)
+        ]
+        for _, context in QUESTIONS:
+            half = len(context) // 2
+            pairs.append((context[:half], context[half:]))
+        return self._encode(pairs)
+
+    def questions(self) -> Iterator[tuple[Ids, Ids]]:
+        """Yield ids and token types, [1, S] each, of each question asked of each context."""
+        return self._encode(
+            [(question, context) for question, _ in QUESTIONS for _, context in QUESTIONS]
+        )
+
+    def _encode(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Ids, Ids]]:
+        for encoding in self._cutting.encode_batch(list(pairs)):
+            types = np.minimum(np.asarray([encoding.type_ids], np.int64), self._largest_type)
+            yield np.asarray([encoding.ids], np.int64), types

@@ -1,0 +1,193 @@
+"""One interface to what is evaluated: a torch model or an exported graph.
+
+All sequences of one call have one length, so nothing is padded. Shapes: B sequences of S tokens, M
+masks, K predictions, D dimensions.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from export.models.model import Model
+from export.sentence import EmbeddingRecipe
+from export.session import Session
+from model_store.batch import BatchCodec, Encoding, HeadOutputs, requests_of
+from model_store.heads import HEADS, GraphSpec, HeadRequest
+from model_store.heads.embedding import EmbeddingRequest
+from model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
+from model_store.heads.next_sentence import NextSentenceRequest
+from model_store.heads.span import SpanRequest
+from model_store.layouts import Layout
+
+Ids = NDArray[np.int64]
+Floats = NDArray[np.float32]
+
+
+class Scorer(Protocol):
+    """What evaluation asks of a model."""
+
+    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+        """Return the results of encodings of one length, in order."""
+        ...
+
+
+class GraphScorer:
+    """An exported graph.
+
+    Args:
+        session: on the graph, see `open_session`.
+        graph: what the graph takes.
+    """
+
+    def __init__(self, session: Session, graph: GraphSpec) -> None:
+        self._session = session
+        self._codec = BatchCodec(graph)
+
+    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+        """Return the results of encodings of one length, in order."""
+        names = self._codec.outputs(batch)
+        outputs = self._session.run(names, self._codec.pack(batch))
+        return self._codec.unpack(batch, dict(zip(names, outputs, strict=True)))
+
+
+class TorchScorer:
+    """A torch model, in fp32.
+
+    Args:
+        model: with the heads that are asked.
+        device: where the model is.
+        recipe: of embeddings; None: mean pooling.
+    """
+
+    def __init__(
+        self, model: Model, device: torch.device, recipe: EmbeddingRecipe | None = None
+    ) -> None:
+        self._model, self._device = model, device
+        self._recipe = recipe or EmbeddingRecipe()
+        self._codec = BatchCodec(GraphSpec(Layout.DENSE, tuple(HEADS), token_types=True))
+
+    @torch.inference_mode()
+    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+        """Return the results of encodings of one length, in order."""
+        self._model.eval()
+        ids, types = (
+            torch.from_numpy(np.stack(rows).astype(np.int64)).to(self._device)
+            for rows in ([e.input_ids for e in batch], [e.token_type_ids for e in batch])
+        )
+        outputs = torch_outputs(
+            self._model, self._recipe, self._model(ids, types).flatten(0, 1), batch, self._codec
+        )
+        return self._codec.unpack(batch, outputs)
+
+
+def torch_outputs(
+    model: Model,
+    recipe: EmbeddingRecipe,
+    rows: torch.Tensor,
+    batch: Sequence[Encoding],
+    codec: BatchCodec,
+) -> dict[str, NDArray[Any]]:
+    """Return what a graph should compute for a batch, by output name.
+
+    Args:
+        model: with the heads that are asked.
+        recipe: of embeddings.
+        rows: the encoder's hidden states [T, H] of the batch.
+        batch: the encodings.
+        codec: of the graph.
+    """
+    from export.heads import EXPORT_HEADS, head_module  # whose modules import this module
+
+    placement = codec.placement(batch)
+    outputs: dict[str, NDArray[Any]] = {}
+    for name in codec.head_names:
+        export_head = EXPORT_HEADS[name]
+        module = head_module(model, recipe, name)
+        if module is None:
+            continue
+        requests = requests_of(batch, export_head.head)
+        reference = export_head.reference(module, rows, requests, placement)
+        outputs |= {output: values.cpu().numpy() for output, values in reference.items()}
+    return outputs
+
+
+def score_masks(
+    scorer: Scorer, input_ids: Ids, token_type_ids: Ids, positions: Ids, labels: Ids, *, k: int
+) -> tuple[Ids, Floats]:
+    """Predict masked tokens.
+
+    Args:
+        scorer: the model.
+        input_ids: [B, S].
+        token_type_ids: [B, S].
+        positions: [M], over the flattened [B * S].
+        labels: [M], vocabulary ids.
+        k: predictions per mask.
+
+    Returns:
+        The best ids [M, K], and the log probability of each label [M] in nats.
+    """
+    length = input_ids.shape[1]
+    masks = [np.flatnonzero(positions // length == row) for row in range(len(input_ids))]
+    requests = [
+        {
+            "masked_lm": MaskedLMRequest(
+                (positions[mine] % length).tolist(), k, labels[mine].tolist()
+            )
+        }
+        if len(mine)
+        else {}
+        for mine in masks
+    ]
+    best = np.zeros((len(positions), k), np.int64)
+    log_probabilities = np.zeros(len(positions), np.float32)
+    outputs = scorer.run(encodings(input_ids, token_type_ids, requests))
+    for mine, output in zip(masks, outputs, strict=True):
+        if not len(mine):
+            continue
+        result: MaskedLMResult = output["masked_lm"]
+        best[mine] = result.top_ids
+        # Every label is a target of every mask of its sequence; the diagonal has its own.
+        log_probabilities[mine] = np.diagonal(result.target_logits) - result.logsumexp
+    return best, log_probabilities
+
+
+def next_sentence_logits(scorer: Scorer, input_ids: Ids, token_type_ids: Ids) -> Floats:
+    """Return the logits [B, 2] of pairs ``[B, S]``: is next, is not next."""
+    requests = [{"next_sentence": NextSentenceRequest()}] * len(input_ids)
+    outputs = scorer.run(encodings(input_ids, token_type_ids, requests))
+    return np.stack([output["next_sentence"].logits for output in outputs])
+
+
+def span_logits(scorer: Scorer, input_ids: Ids, token_type_ids: Ids) -> Floats:
+    """Return the start and end logits [B, S, 2] of ``[B, S]``."""
+    requests = [{"span": SpanRequest()}] * len(input_ids)
+    outputs = scorer.run(encodings(input_ids, token_type_ids, requests))
+    return np.stack([output["span"].logits for output in outputs])
+
+
+def embeddings(scorer: Scorer, input_ids: Ids) -> Floats:
+    """Return the embeddings [B, D] of ``[B, S]``, not normalised."""
+    requests = [{"embedding": EmbeddingRequest()}] * len(input_ids)
+    outputs = scorer.run(encodings(input_ids, np.zeros_like(input_ids), requests))
+    return np.stack([output["embedding"].embedding for output in outputs])
+
+
+def encodings(
+    input_ids: Ids, token_type_ids: Ids, requests: Sequence[Mapping[str, HeadRequest]]
+) -> list[Encoding]:
+    """Return an encoding per row of ``[B, S]``."""
+    rows = zip(input_ids.astype(np.int32), token_type_ids.astype(np.int32), requests, strict=True)
+    return [Encoding(*row) for row in rows]
+
+
+def equal_lengths(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Yield groups of at most ``most`` examples of one length, shortest first."""
+    order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for _, group in groupby(order, key=lengths.__getitem__):
+        members = list(group)
+        yield from (members[at : at + most] for at in range(0, len(members), most))

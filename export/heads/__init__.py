@@ -1,0 +1,52 @@
+"""One module per head: its torch module, its graph, its tensors' names and its quality figures.
+
+The contract with the service is the module of the same name in `model_store.heads`. To add a head,
+write both modules and add each to its registry.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from export.heads import embedding, masked_lm, next_sentence, span
+from export.heads.head import ExportHead
+from export.models.config import Family
+from export.models.model import Model
+from export.sentence import EmbeddingRecipe
+
+_MODULES = (masked_lm, next_sentence, span, embedding)
+
+EXPORT_HEADS: Final[dict[str, ExportHead]] = {
+    module.EXPORT_HEAD.head.name: module.EXPORT_HEAD for module in _MODULES
+}
+"""All heads by name, in the order in which graphs have them."""
+
+MASKED_LM: Final = masked_lm.EXPORT_HEAD.head.name
+NEXT_SENTENCE: Final = next_sentence.EXPORT_HEAD.head.name
+SPAN: Final = span.EXPORT_HEAD.head.name
+EMBEDDING: Final = embedding.EXPORT_HEAD.head.name
+
+
+def tensor_names(family: Family) -> dict[str, Mapping[str, str]]:
+    """Return the names of each head's tensors in a family's checkpoints; see `Family.heads`."""
+    names = {
+        name: family.heads.get(name) or head.tensor_names.get(family.name)
+        for name, head in EXPORT_HEADS.items()
+    }
+    return {name: tensors for name, tensors in names.items() if tensors}
+
+
+def head_module(model: Model, recipe: EmbeddingRecipe, name: str) -> Any:
+    """Return what a head's functions take as its module; None if the model lacks the head."""
+    return recipe if EXPORT_HEADS[name].module is None else getattr(model, name)
+
+
+__all__ = [
+    "EMBEDDING",
+    "EXPORT_HEADS",
+    "MASKED_LM",
+    "NEXT_SENTENCE",
+    "SPAN",
+    "ExportHead",
+    "head_module",
+    "tensor_names",
+]

@@ -1,0 +1,116 @@
+"""Embedding: graph and agreement. Its "module" is the checkpoint's `EmbeddingRecipe`."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from export.evaluation.pairs import similarity
+from export.evaluation.scorer import Scorer, embeddings
+from export.evaluation.texts import GateTexts
+from export.graph.layers import dense
+from export.heads.head import ExportHead, HeadGraph
+from export.sentence import EmbeddingRecipe
+from model_store.heads import Pooling, embedding
+from model_store.heads.embedding import EmbeddingRequest
+from model_store.layouts import Layout, Placement
+
+_PAIR_TOKENS = 128
+
+
+def _write(recipe: EmbeddingRecipe, graph: HeadGraph) -> None:
+    g = graph.g
+    packed = graph.layout is Layout.PACKED
+    pooled = _pool_packed(recipe, graph) if packed else _pool_dense(recipe, graph)  # [E, H]
+    for number, projection in enumerate(recipe.projections):
+        pooled = dense(g, pooled, f"projection.{number}", projection.linear)
+        if projection.tanh:
+            pooled = g.op("Tanh", [pooled])
+    size = recipe.dimensions(graph.config.hidden_size)
+    graph.output(pooled, embedding.EMBEDDINGS, D=size)
+
+
+def _pool_dense(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
+    """Pool sequences of ``hidden [B, S, H]``, whose rows are all real tokens."""
+    g = graph.g
+    chosen = graph.input(embedding.EMBED_SEQUENCES)
+    sequences = g.op("Gather", [graph.hidden, chosen], axis=0)  # [E, S, H]
+    axis = g.weight("axis_1", np.array([1], np.int64))
+    match recipe.pooling:
+        case Pooling.MEAN:
+            return g.op("ReduceMean", [sequences, axis], keepdims=0)
+        case Pooling.CLS:
+            return g.op("Gather", [sequences, g.weight("first", np.array(0, np.int64))], axis=1)
+        case Pooling.MAX:
+            return g.op("ReduceMax", [sequences, axis], keepdims=0)
+        case Pooling.MEAN_SQRT_LENGTH:
+            length = g.op("Cast", [g.op("Shape", [sequences], start=1, end=2)], to=1)
+            total = g.op("ReduceSum", [sequences, axis], keepdims=0)
+            return g.op("Div", [total, g.op("Sqrt", [length])])
+
+
+def _pool_packed(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
+    """Pool rows of ``hidden [T, H]``, a list of rows per embedding."""
+    g = graph.g
+    sequences = graph.gather(embedding.POOL_ROWS)  # [E, L, H]
+    axis = g.weight("axis_1", np.array([1], np.int64))
+    if recipe.pooling is Pooling.MAX:
+        return g.op("ReduceMax", [sequences, axis], keepdims=0)
+    weights = g.op("Unsqueeze", [graph.input(embedding.POOL_WEIGHTS), axis])  # [E, 1, L]
+    return g.op("Squeeze", [g.op("MatMul", [weights, sequences]), axis])
+
+
+def _reference(
+    recipe: EmbeddingRecipe, rows: Tensor, requests: Sequence[Any], placement: Placement
+) -> dict[str, Tensor]:
+    starts = placement.starts.tolist()
+    pooled = [
+        recipe.pool(rows[None, starts[i] : starts[i + 1]])
+        for i, request in enumerate(requests)
+        if request is not None
+    ]
+    nothing = rows.new_zeros(0, recipe.dimensions(rows.shape[1]))
+    return {embedding.EMBEDDINGS.name: torch.cat([*pooled, nothing])}
+
+
+def _sample(_: np.random.Generator, __: int) -> EmbeddingRequest:
+    return EmbeddingRequest()
+
+
+def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return cosines between both embeddings of each sentence; with pairs, the change of STS."""
+    cosines = []
+    for ids in texts.sentences():
+        one, other = (embeddings(scorer, ids)[0] for scorer in (checkpoint, graph))
+        with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, which does not pass
+            cosines.append((one @ other) / (np.linalg.norm(one) * np.linalg.norm(other)))
+    figures = {
+        "embedding_cosine_mean": float(np.mean(cosines)),
+        "embedding_cosine_least": float(np.min(cosines)),
+    }
+    if texts.scored_pairs:
+        tokens = min(_PAIR_TOKENS, texts.max_tokens)
+        before, after = (
+            similarity(texts.scored_pairs, texts.tokenizer, scorer, tokens)
+            for scorer in (checkpoint, graph)
+        )
+        figures["sts_spearman_change"] = after - before
+    return figures
+
+
+EXPORT_HEAD: Final = ExportHead(
+    head=embedding.HEAD,
+    module=None,
+    tensor_names={},
+    write=_write,
+    reference=_reference,
+    sample=_sample,
+    measure=_measure,
+    limits={
+        "embedding_cosine_mean": 0.995,
+        "embedding_cosine_least": 0.98,
+        "sts_spearman_change": -0.003,
+    },
+)

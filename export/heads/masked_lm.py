@@ -1,0 +1,152 @@
+"""Masked language modelling: torch module, graph, names of its tensors, agreement."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from export.evaluation.scorer import Scorer, score_masks
+from export.evaluation.texts import GateTexts
+from export.graph.builder import GraphBuilder
+from export.graph.layers import activated, norm
+from export.graph.products import WORDS, Fp32, LinearInput
+from export.heads.head import ExportHead, HeadGraph
+from export.models.activations import ACTIVATIONS
+from export.models.config import EncoderConfig
+from export.models.encoder import Encoder
+from model_store.heads import masked_lm
+from model_store.heads.masked_lm import MaskedLMRequest
+from model_store.layouts import Placement
+
+_TOP_K = 5
+
+
+class MaskedLMHead(nn.Module):
+    """Transform, then the product with the word embeddings, tied.
+
+    Source: Devlin et al. 2019, section 3.1, task 1.
+    """
+
+    def __init__(self, config: EncoderConfig, encoder: Encoder, _: Any = None) -> None:
+        super().__init__()
+        self.transform = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation_name = config.activation
+        self.activation = ACTIVATIONS[config.activation]
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
+        self.decoder.weight = encoder.embeddings.word.weight
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the logits [M, V] of ``rows`` [M, H]."""
+        logits: Tensor = self.decoder(self.norm(self.activation(self.transform(rows))))
+        return logits
+
+
+def _write(head: MaskedLMHead, graph: HeadGraph) -> None:
+    """Write top-k, log-sum-exp and asked-for logits: k numbers leave the graph, not V."""
+    g = graph.g
+    rows = graph.gather(masked_lm.MASK_ROWS)
+    transform = Fp32().product(g, LinearInput(rows), "masked_lm.transform", head.transform)
+    transform_bias = g.weight("masked_lm.transform.bias", head.transform.bias)
+    rows = activated(g, transform, transform_bias, head.activation_name)
+    rows = norm(g, rows, "masked_lm.norm", head.norm)
+    bias = g.weight("masked_lm.decoder.bias", head.decoder.bias)
+    # [M, V]; the decoder is the table of words, tied.
+    logits = graph.linear_ops.scores(g, rows, WORDS, head.decoder.weight, bias)
+
+    top = g.op("TopK", [logits, graph.input(masked_lm.TOP_K)], outputs=2, axis=1)
+    graph.output(top, masked_lm.TOP_LOGITS)
+    graph.output(f"{top}_1", masked_lm.TOP_IDS)
+    largest = g.op("Gather", [top, g.weight("column_0", np.array([0], np.int64))], axis=1)  # [M, 1]
+    graph.output(_logsumexp(g, logits, largest), masked_lm.LOGSUMEXP)
+
+    last = g.weight("axis_1", np.array([1], np.int64))
+    masks = g.op("Unsqueeze", [graph.input(masked_lm.TARGET_MASKS), last])
+    targets = g.op("Unsqueeze", [graph.input(masked_lm.TARGET_IDS), last])
+    pairs = g.op("Concat", [masks, targets], axis=1)  # [N, 2]
+    indices = g.op("Cast", [pairs], to=7)
+    graph.output(g.op("GatherND", [logits, indices]), masked_lm.TARGET_LOGITS)
+
+
+def _logsumexp(g: GraphBuilder, logits: str, largest: str) -> str:
+    """Return the log-sum-exp [M] of ``logits`` [M, V], whose largest per row are [M, 1].
+
+    Not ``ReduceLogSumExp``: for zero rows onnxruntime 1.31 returns a wrong shape. Not
+    ``ReduceMax``: on CUDA it needs cuDNN, and TopK has found the largest already.
+    """
+    axis = g.weight("axis_1", np.array([1], np.int64))
+    exponentials = g.op("Exp", [g.op("Sub", [logits, largest])])
+    total = g.op("ReduceSum", [exponentials, axis], keepdims=1)
+    return g.op("Squeeze", [g.op("Add", [g.op("Log", [total]), largest]), axis])
+
+
+def _reference(
+    head: MaskedLMHead,
+    rows: Tensor,
+    requests: Sequence[MaskedLMRequest | None],
+    placement: Placement,
+) -> dict[str, Tensor]:
+    starts = placement.starts.tolist()
+    asked = [(starts[i], request) for i, request in enumerate(requests) if request is not None]
+    positions = [start + position for start, request in asked for position in request.positions]
+    logits = head(rows[positions])  # [M, V]
+    top = logits.topk(max([1, *(request.top_k for _, request in asked)]), dim=1)
+    targets, first = [logits.new_zeros(0)], 0
+    for _, request in asked:
+        mine = logits[first : first + len(request.positions)]
+        targets.append(mine[:, list(request.targets)].flatten())
+        first += len(request.positions)
+    return {
+        masked_lm.TOP_LOGITS.name: top.values,
+        masked_lm.TOP_IDS.name: top.indices,
+        masked_lm.LOGSUMEXP.name: logits.logsumexp(1),
+        masked_lm.TARGET_LOGITS.name: torch.cat(targets),
+    }
+
+
+def _sample(rng: np.random.Generator, tokens: int) -> MaskedLMRequest:
+    positions = rng.choice(tokens, min(3, tokens), replace=False).tolist()
+    return MaskedLMRequest(positions, _TOP_K, rng.integers(0, 5, _TOP_K).tolist())
+
+
+def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return the share of tokens, each masked alone, whose first prediction is the same."""
+    same = count = 0
+    assert texts.mask_id is not None
+    for ids in texts.sentences():
+        inner = np.arange(1, ids.shape[1] - 1)
+        rows = np.repeat(ids, len(inner), 0)  # [n, S], in row i token i + 1 is masked
+        rows[np.arange(len(inner)), inner] = texts.mask_id
+        positions = np.arange(len(inner)) * ids.shape[1] + inner
+        best = [
+            score_masks(scorer, rows, np.zeros_like(rows), positions, ids[0, inner], k=1)[0][:, 0]
+            for scorer in (checkpoint, graph)
+        ]
+        same, count = same + int((best[0] == best[1]).sum()), count + len(inner)
+    return {"fill_mask_top1_agreement": same / count}
+
+
+EXPORT_HEAD: Final = ExportHead(
+    head=masked_lm.HEAD,
+    module=MaskedLMHead,
+    tensor_names={
+        "bert": {
+            "cls.predictions.transform.dense.{p}": "transform.{p}",
+            "cls.predictions.transform.LayerNorm.{p}": "norm.{p}",
+            "cls.predictions.decoder.{p}": "decoder.{p}",
+            "cls.predictions.bias": "decoder.bias",
+        },
+        "distilbert": {
+            "vocab_transform.{p}": "transform.{p}",
+            "vocab_layer_norm.{p}": "norm.{p}",
+            "vocab_projector.{p}": "decoder.{p}",
+        },
+    },
+    write=_write,
+    reference=_reference,
+    sample=_sample,
+    measure=_measure,
+    limits={"fill_mask_top1_agreement": 0.95},
+)

@@ -1,0 +1,84 @@
+"""Next-sentence prediction: torch module, graph, names of its tensors, agreement."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from torch import Tensor, nn
+
+from export.evaluation.scorer import Scorer, next_sentence_logits
+from export.evaluation.texts import GateTexts
+from export.graph.layers import dense
+from export.heads.head import ExportHead, HeadGraph, asked_rows, share_of_equal
+from export.models.config import EncoderConfig
+from export.models.encoder import Encoder
+from model_store.heads import next_sentence
+from model_store.heads.next_sentence import NextSentenceRequest
+from model_store.layouts import Placement
+
+
+class NextSentenceHead(nn.Module):
+    """The pooler (a tanh layer on ``[CLS]``) and two logits: "is next", "is not next".
+
+    Source: Devlin et al. 2019, section 3.1, task 2.
+    """
+
+    def __init__(self, config: EncoderConfig, _: Encoder, __: Any = None) -> None:
+        super().__init__()
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
+        self.classifier = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the logits [P, 2] of ``rows`` [P, H], the hidden states of ``[CLS]``."""
+        logits: Tensor = self.classifier(self.pooler(rows).tanh())
+        return logits
+
+
+def _write(head: NextSentenceHead, graph: HeadGraph) -> None:
+    rows = graph.gather(next_sentence.PAIR_ROWS)
+    pooled = graph.g.op("Tanh", [dense(graph.g, rows, "next_sentence.pooler", head.pooler)])
+    logits = dense(graph.g, pooled, "next_sentence.classifier", head.classifier)
+    graph.output(logits, next_sentence.PAIR_LOGITS)
+
+
+def _reference(
+    head: NextSentenceHead, rows: Tensor, requests: Sequence[Any], placement: Placement
+) -> dict[str, Tensor]:
+    return {next_sentence.PAIR_LOGITS.name: head(rows[asked_rows(requests, placement)])}
+
+
+def _sample(_: np.random.Generator, __: int) -> NextSentenceRequest:
+    return NextSentenceRequest()
+
+
+def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return the share of pairs, true neighbours and others, that get the same label."""
+    labels = [
+        (
+            next_sentence_logits(checkpoint, ids, types).argmax(),
+            next_sentence_logits(graph, ids, types).argmax(),
+        )
+        for ids, types in texts.sentence_pairs()
+    ]
+    return {"nsp_agreement": share_of_equal(labels)}
+
+
+EXPORT_HEAD: Final = ExportHead(
+    head=next_sentence.HEAD,
+    module=NextSentenceHead,
+    tensor_names={
+        "bert": {
+            "pooler.dense.{p}": "pooler.{p}",
+            "cls.seq_relationship.{p}": "classifier.{p}",
+        },
+    },
+    write=_write,
+    reference=_reference,
+    sample=_sample,
+    measure=_measure,
+    limits={"nsp_agreement": 0.95},
+    incomplete={
+        "pooler": "the checkpoint has a pooler but no next-sentence classifier",
+        "classifier": "the checkpoint has a next-sentence classifier but no pooler",
+    },
+)

@@ -1,0 +1,69 @@
+"""Extractive question answering: torch module, graph, names of its tensors, agreement."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from torch import Tensor, nn
+
+from export.evaluation.scorer import Scorer, span_logits
+from export.evaluation.texts import GateTexts
+from export.graph.layers import dense
+from export.heads.head import ExportHead, HeadGraph, share_of_equal
+from export.models.config import EncoderConfig
+from export.models.encoder import Encoder
+from model_store.heads import span
+from model_store.heads.span import SpanRequest
+from model_store.layouts import Placement
+
+
+class SpanHead(nn.Module):
+    """Start and end logits of an answer's span per token (Devlin et al. 2019, section 4.2)."""
+
+    def __init__(self, config: EncoderConfig, _: Encoder, __: Any = None) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the logits [T, 2] of ``rows`` [T, H]."""
+        logits: Tensor = self.classifier(rows)
+        return logits
+
+
+def _write(head: SpanHead, graph: HeadGraph) -> None:
+    rows = graph.linear_ops.widened(graph.g, graph.rows)
+    graph.output(dense(graph.g, rows, "span.classifier", head.classifier), span.SPAN_LOGITS)
+
+
+def _reference(
+    head: SpanHead, rows: Tensor, _: Sequence[Any], __: Placement
+) -> dict[str, Tensor]:
+    return {span.SPAN_LOGITS.name: head(rows)}
+
+
+def _sample(_: np.random.Generator, __: int) -> SpanRequest:
+    return SpanRequest()
+
+
+def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return the share of questions, each asked of each context, with the same start and end."""
+    best = [
+        tuple(span_logits(scorer, ids, types)[0].argmax(0).tolist() for scorer in (checkpoint, graph))
+        for ids, types in texts.questions()
+    ]
+    return {"qa_span_agreement": share_of_equal([(one, other) for one, other in best])}
+
+
+EXPORT_HEAD: Final = ExportHead(
+    head=span.HEAD,
+    module=SpanHead,
+    tensor_names={
+        family: {"qa_outputs.{p}": "classifier.{p}"} for family in ("bert", "distilbert")
+    },
+    write=_write,
+    reference=_reference,
+    sample=_sample,
+    measure=_measure,
+    limits={"qa_span_agreement": 0.95},
+    fine_tuned=True,
+)

@@ -1,0 +1,37 @@
+"""Encodings for tests of what handles them: random or constant tokens, and any mix of requests."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from model_store.batch import Encoding
+from model_store.heads import HeadRequest
+from model_store.heads.embedding import EmbeddingRequest
+from model_store.heads.masked_lm import MaskedLMRequest
+from model_store.heads.next_sentence import NextSentenceRequest
+from model_store.heads.span import SpanRequest
+
+
+def encoding(
+    input_ids: Sequence[int],
+    token_type_ids: Sequence[int] | None = None,
+    *,
+    masks: Sequence[int] = (),
+    top_k: int = 0,
+    targets: Sequence[int] = (),
+    pair: bool = False,
+    embed: bool = False,
+    span: bool = False,
+) -> Encoding:
+    """Return an encoding that asks for what is given."""
+    requests: dict[str, HeadRequest] = {}
+    if masks:
+        requests["masked_lm"] = MaskedLMRequest(list(masks), top_k, list(targets))
+    if pair:
+        requests["next_sentence"] = NextSentenceRequest()
+    if embed:
+        requests["embedding"] = EmbeddingRequest()
+    if span:
+        requests["span"] = SpanRequest()
+    types = np.zeros(len(input_ids)) if token_type_ids is None else token_type_ids
+    return Encoding(np.asarray(input_ids, np.int32), np.asarray(types, np.int32), requests)

@@ -264,8 +264,9 @@ def _load(folder: Path, state: RunState, device: torch.device) -> int:
     if not file.is_file():
         return 0
     try:
-        parts = torch.load(file, map_location=device, weights_only=True)
-        step = int(parts.pop("step"))
+        loaded = torch.load(file, map_location=device, weights_only=True)
+        step = int(loaded["step"])
+        parts = {name: loaded[name] for name in ("module", "optimizer", "average")}
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError, KeyError, TypeError, EOFError, OSError, pickle.UnpicklingError) as error:

@@ -56,15 +56,23 @@ class Tokenizer:
         encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
         return Spans(encoding.ids, encoding.offsets, encoding.word_ids)
 
-    def single(self, ids: Sequence[int], max_tokens: int, *, keep_end: bool = False) -> tuple[list[int], bool]:
-        """``[CLS] ids [SEP]``, cut to ``max_tokens`` at its end, or at its start to keep the end.
+    def encode(
+        self, ids: Sequence[int], max_tokens: int, *, keep_end: bool = False
+    ) -> tuple[Encoding, bool]:
+        """Return ``[CLS] ids [SEP]`` and whether any ids were cut.
+
+        Args:
+            ids: of a text, without special tokens.
+            max_tokens: longest sequence; the end of a longer text is cut.
+            keep_end: cut the start instead.
 
         Returns:
-            The ids, and whether any were cut.
+            An encoding that asks for nothing yet.
         """
         room = max_tokens - 2
         kept = ids[-room:] if keep_end else ids[:room]
-        return [self._cls_id, *kept, self._sep_id], len(ids) > room
+        input_ids = np.array([self._cls_id, *kept, self._sep_id], np.int32)
+        return Encoding(input_ids, np.zeros(len(input_ids), np.int32)), len(ids) > room
 
     def pair(self, first: Sequence[int], second: Sequence[int], max_tokens: int) -> tuple[Encoding, bool]:
         """``[CLS] first [SEP] second [SEP]``, the longer of the two cut first, as transformers' ``longest_first``.

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from model_store.batch import Encoding, HeadOutputs
+from model_store.batch import HeadOutputs
 from model_store.heads import embedding
 from model_store.manifest import Embedding
 from service.core import Float32, InvalidRequest
@@ -88,15 +88,15 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     keep_end = parameters.truncation_direction == "left"
     encodings, truncated = [], 0
     for index, ids in enumerate(_ids(texts, prompt, context, many=not is_one)):
-        sequence, cut = context.tokenizer.single(ids, recipe.max_tokens, keep_end=keep_end)
+        encoding, cut = context.tokenizer.encode(ids, recipe.max_tokens, keep_end=keep_end)
         if cut and parameters.truncate is False:
             raise InvalidRequest(
                 f"{input_name(index, many=not is_one)} has {len(ids) + 2} tokens; the model reads "
                 f"{recipe.max_tokens}, and truncate is false"
             )
+        encoding.requests = _REQUEST
+        encodings.append(encoding)
         truncated += cut
-        types = np.zeros(len(sequence), np.int32)
-        encodings.append(Encoding(np.array(sequence, np.int32), types, _REQUEST))
     normalize = recipe.normalize if parameters.normalize is None else parameters.normalize
     return PreparedRequest(encodings, _State(dimensions, normalize), truncated=truncated)
 

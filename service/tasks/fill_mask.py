@@ -88,17 +88,12 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     for index, ids in enumerate(tokenizer.ids(texts)):
         masks = _count_masks(tokenizer, ids, input_name(index, many=many), limits)
         counter.add(masks, min(len(ids), limits.max_tokens))
-        sequence, cut = tokenizer.single(ids, limits.max_tokens)
+        encoding, cut = tokenizer.encode(ids, limits.max_tokens)
+        positions = np.flatnonzero(encoding.input_ids == tokenizer.mask_id).tolist()
+        request = masked_lm.MaskedLMRequest(positions, 0 if target_ids else top_k, target_ids)
+        encoding.requests = {masked_lm.HEAD.name: request}
+        encodings.append(encoding)
         truncated += cut
-        request = masked_lm.MaskedLMRequest(
-            [position for position, token in enumerate(sequence) if token == tokenizer.mask_id],
-            top_k=0 if target_ids else top_k,
-            targets=target_ids,
-        )
-        types = np.zeros(len(sequence), np.int32)
-        encodings.append(
-            Encoding(np.array(sequence, np.int32), types, {masked_lm.HEAD.name: request})
-        )
     return PreparedRequest(encodings, _State(top_k, many), counter.predictions, truncated, warnings)
 
 

@@ -6,11 +6,17 @@ To add a head, write a module with a `HEAD` and add it to `HEADS`.
 from collections.abc import Collection
 from typing import Final
 
-from model_store.heads import embedding, masked_lm, next_sentence, span
+from model_store.heads import (
+    embedding,
+    masked_lm,
+    next_sentence,
+    sequence_classification,
+    span,
+)
 from model_store.heads.head import GraphSpec, Head, HeadRequest, Pooling
 
 HEADS: Final[dict[str, Head]] = {
-    module.HEAD.name: module.HEAD for module in (masked_lm, next_sentence, span, embedding)
+    module.HEAD.name: module.HEAD for module in (masked_lm, next_sentence, span, sequence_classification, embedding)
 }
 """All heads by name, in the order in which graphs have them."""
 

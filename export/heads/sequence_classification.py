@@ -1,0 +1,148 @@
+"""Sequence classification: torch module, graph, names of its tensors, labels, agreement."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from torch import Tensor, nn
+
+from export.errors import ExportError
+from export.evaluation.scorer import Floats, Scorer, encodings
+from export.evaluation.texts import GateTexts
+from export.graph.layers import dense
+from export.heads.head import ExportHead, HeadGraph, asked_rows
+from export.models.config import EncoderConfig
+from export.models.encoder import Encoder
+from model_store.heads import sequence_classification
+from model_store.heads.sequence_classification import (
+    SequenceClassificationRequest,
+    SequenceLabels,
+)
+from model_store.layouts import Placement
+
+_POOLERS = {"bert": nn.Tanh, "distilbert": nn.ReLU}
+"""The activation of the layer before the classifier, by family, as transformers has it."""
+
+_DEFAULT_LABELS = 2
+
+_OPERATORS = {"bert": "Tanh", "distilbert": "Relu"}
+
+_CLOSE = 0.05
+"""Share of the logits' spread by which a lone logit may differ."""
+
+
+class SequenceClassificationHead(nn.Module):
+    """A pooler on ``[CLS]`` and one logit per label (Devlin et al. 2019, section 4.1)."""
+
+    def __init__(self, config: EncoderConfig, _: Encoder, options: SequenceLabels) -> None:
+        super().__init__()
+        self.operator = _OPERATORS[config.family]
+        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
+        self.activation = _POOLERS[config.family]()
+        self.classifier = nn.Linear(config.hidden_size, len(options.labels))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the logits [C, L] of ``rows`` [C, H], the hidden states of ``[CLS]``."""
+        logits: Tensor = self.classifier(self.activation(self.pooler(rows)))
+        return logits
+
+
+def _write(head: SequenceClassificationHead, graph: HeadGraph) -> None:
+    g, name = graph.g, "sequence_classification"
+    rows = graph.gather(sequence_classification.CLASS_ROWS)
+    pooled = g.op(head.operator, [dense(g, rows, f"{name}.pooler", head.pooler)])
+    logits = dense(g, pooled, f"{name}.classifier", head.classifier)
+    labels = head.classifier.out_features
+    graph.output(logits, sequence_classification.CLASS_LOGITS, L=labels)
+
+
+def _reference(
+    head: SequenceClassificationHead,
+    rows: Tensor,
+    requests: Sequence[Any],
+    placement: Placement,
+) -> dict[str, Tensor]:
+    logits = head(rows[asked_rows(requests, placement)])
+    return {sequence_classification.CLASS_LOGITS.name: logits}
+
+
+def _sample(_: np.random.Generator, __: int) -> SequenceClassificationRequest:
+    return SequenceClassificationRequest()
+
+
+def read_options(settings: Mapping[str, Any]) -> SequenceLabels:
+    """Return the labels and the problem type of a ``config.json``.
+
+    Raises:
+        ExportError: the labels are malformed, or the problem type is unknown.
+    """
+    labels = read_labels(settings)
+    kind = settings.get("problem_type")
+    if kind is None:  # as transformers' pipeline scores such a model
+        single = len(labels) > 1
+        kind = "single_label_classification" if single else "multi_label_classification"
+    try:
+        return SequenceLabels(labels=labels, problem_type=kind)
+    except ValueError:
+        raise ExportError(f"config.json: problem_type {kind!r} is not supported") from None
+
+
+def read_labels(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the labels in the order of the logits, as transformers reads ``id2label``.
+
+    Raises:
+        ExportError: ``id2label`` does not name every label from 0 on.
+    """
+    by_id = settings.get("id2label")
+    if by_id is None:
+        return tuple(f"LABEL_{i}" for i in range(settings.get("num_labels", _DEFAULT_LABELS)))
+    try:
+        labels = {int(number): str(label) for number, label in by_id.items()}
+        return tuple(labels[number] for number in range(len(labels)))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ExportError(
+            f"config.json: id2label must name the labels 0 to N - 1, got {str(by_id)[:80]}"
+        ) from None
+
+
+def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return the share of texts that get the same best label.
+
+    With one label: the share whose logits differ by less than a twentieth of the logits' spread.
+    """
+    ids_and_types = [(ids, np.zeros_like(ids)) for ids in texts.sentences()]
+    ids_and_types += texts.sentence_pairs()
+    one, other = (
+        np.concatenate([_logits(scorer, ids, types) for ids, types in ids_and_types])
+        for scorer in (checkpoint, graph)
+    )
+    if one.shape[1] == 1:
+        same = np.abs(one - other) <= _CLOSE * max(1.0, float(np.ptp(one)))
+    else:
+        same = one.argmax(1) == other.argmax(1)
+    return {"text_classification_agreement": float(same.mean())}
+
+
+def _logits(scorer: Scorer, ids: Any, types: Any) -> Floats:
+    name = sequence_classification.HEAD.name
+    requests = [{name: SequenceClassificationRequest()}] * len(ids)
+    outputs = scorer.run(encodings(ids, types, requests))
+    return np.stack([output[name].logits for output in outputs])
+
+
+EXPORT_HEAD: Final = ExportHead(
+    head=sequence_classification.HEAD,
+    module=SequenceClassificationHead,
+    tensor_names={
+        "bert": {"pooler.dense.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"},
+        "distilbert": {"pre_classifier.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"},
+    },
+    write=_write,
+    reference=_reference,
+    sample=_sample,
+    measure=_measure,
+    limits={"text_classification_agreement": 0.95},
+    fine_tuned=True,
+    architecture="ForSequenceClassification",
+    read_options=read_options,
+)

@@ -1,0 +1,60 @@
+"""Sequence classification: one logit per label for a text or a pair of texts.
+
+Source: Devlin et al. 2019, section 4.1.
+"""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from model_store.heads.head import Frozen, Head, HeadRequest
+from model_store.heads.rows import pack_first_rows, unpack_rows
+from model_store.tensors import TensorSpec
+
+CLASS_ROWS: Final = TensorSpec(
+    "class_rows", "int32", ("C",), "the rows of `hidden` that hold `[CLS]`"
+)
+CLASS_LOGITS: Final = TensorSpec("class_logits", "float32", ("C", "L"), "one per label")
+
+ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
+
+
+class SequenceLabels(Frozen):
+    """What a manifest says of the head.
+
+    Attributes:
+        labels: in the order of the logits.
+        problem_type: how the logits become scores; as transformers' ``config.json`` names it.
+    """
+
+    labels: tuple[str, ...] = Field(min_length=1)
+    problem_type: ProblemType
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceClassificationRequest(HeadRequest):
+    """Classify a sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceClassificationResult:
+    """The logits [L] float32 of one sequence."""
+
+    logits: NDArray[np.float32]
+
+
+HEAD: Final = Head(
+    name="sequence_classification",
+    task="text-classification",
+    inputs=(CLASS_ROWS,),
+    outputs=(CLASS_LOGITS,),
+    request=SequenceClassificationRequest,
+    result=SequenceClassificationResult,
+    pack=pack_first_rows(CLASS_ROWS),
+    unpack=unpack_rows(CLASS_LOGITS, SequenceClassificationResult),
+    largest_request=lambda _: SequenceClassificationRequest(),
+    options=SequenceLabels,
+)

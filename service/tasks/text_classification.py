@@ -1,0 +1,162 @@
+"""Text classification: the labels of a text or of a pair, scored as transformers' pipeline does."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+import numpy as np
+from pydantic import Field
+
+from model_store.batch import HeadOutputs
+from model_store.heads import sequence_classification
+from model_store.heads.sequence_classification import SequenceLabels
+from service.core import Float32
+from service.tasks.task import (
+    Example,
+    FirstError,
+    PreparedRequest,
+    Task,
+    TaskCall,
+    TaskContext,
+    WireModel,
+    check_range,
+    check_text,
+    input_name,
+    listed,
+)
+
+Function = Literal["sigmoid", "softmax", "none"]
+
+
+class TextPair(WireModel):
+    """A text and a second text, read as one sequence."""
+
+    text: str
+    text_pair: str | None = None
+
+
+class TextClassificationParameters(WireModel):
+    """The parameters that huggingface_hub's ``text_classification`` sends."""
+
+    top_k: int | None = Field(None, description="labels per text; the default is all")
+    function_to_apply: Function | None = Field(
+        None,
+        description="how logits become scores; the default follows the model's problem type: "
+        "softmax (single label), sigmoid (multi-label or one label), none (regression)",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LabelScore:
+    """A label and its score."""
+
+    label: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    top_k: int | None
+    function: Function
+
+
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
+    """Tokenize the texts.
+
+    Raises:
+        InvalidRequest: a text is empty, or a parameter is out of its limits.
+    """
+    parameters: TextClassificationParameters = call.parameters
+    tokenizer, limits = context.tokenizer, context.limits
+    texts: list[str | TextPair] = listed(call.inputs, limits)
+    many = isinstance(call.inputs, list)
+    if parameters.top_k is not None:
+        check_range(parameters.top_k, 1, limits.max_top_k, "top_k")
+    pairs = [(t, None) if isinstance(t, str) else (t.text, t.text_pair) for t in texts]
+    for index, (first, second) in enumerate(pairs):
+        name = input_name(index, many=many)
+        check_text(first, name if isinstance(texts[index], str) else f"{name}.text", limits)
+        if second is not None:
+            check_text(second, f"{name}.text_pair", limits)
+    firsts = tokenizer.ids([first for first, _ in pairs])
+    seconds = tokenizer.ids([second or "" for _, second in pairs])
+    encodings, truncated = [], 0
+    for (_, second), first_ids, second_ids in zip(pairs, firsts, seconds, strict=True):
+        if second is None:
+            encoding, cut = tokenizer.encode(first_ids, limits.max_tokens)
+        else:
+            encoding, cut = tokenizer.pair(first_ids, second_ids, limits.max_tokens)
+        encoding.requests = _REQUEST
+        encodings.append(encoding)
+        truncated += cut
+    function = parameters.function_to_apply or _FUNCTIONS[_labels(context).problem_type]
+    return PreparedRequest(encodings, _State(parameters.top_k, function), truncated=truncated)
+
+
+_REQUEST: Final = {
+    sequence_classification.HEAD.name: sequence_classification.SequenceClassificationRequest()
+}
+
+_FUNCTIONS: Final[dict[str, Function]] = {
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+    "regression": "none",
+}
+
+
+def _labels(context: TaskContext) -> SequenceLabels:
+    options = context.manifest.heads[sequence_classification.HEAD.name]
+    assert isinstance(options, SequenceLabels)
+    return options
+
+
+def decode(
+    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], context: TaskContext
+) -> list[list[LabelScore]]:
+    """Return the labels of each text, best first."""
+    labels = _labels(context).labels
+    name = sequence_classification.HEAD.name
+    logits = np.stack([output[name].logits for output in outputs])
+    scores = _apply(prepared.state.function, logits)
+    order = np.argsort(-scores, axis=1, kind="stable")[:, : prepared.state.top_k]
+    return [
+        [LabelScore(labels[i], float(row[i])) for i in best.tolist()]
+        for row, best in zip(scores, order, strict=True)
+    ]
+
+
+def _apply(function: Function, logits: Float32) -> Float32:
+    """Return the scores [n, L] of logits [n, L]."""
+    if function == "none":
+        return logits
+    if function == "sigmoid":
+        return 1 / (1 + np.exp(-logits))  # type: ignore[no-any-return]
+    exponentials = np.exp(logits - logits.max(1, keepdims=True))
+    return exponentials / exponentials.sum(1, keepdims=True)  # type: ignore[no-any-return]
+
+
+TASK: Final = Task(
+    name="text-classification",
+    route="/classify",
+    summary="The labels of a text or of a pair of texts",
+    heads=(sequence_classification.HEAD.name,),
+    inputs=Annotated[
+        str | TextPair | Annotated[list[str | TextPair], FirstError()],
+        Field(
+            description="a text, a pair of texts, or a list of either",
+            examples=["The room was loud and the staff unfriendly."],
+        ),
+    ],
+    parameters=TextClassificationParameters,
+    result=list[list[LabelScore]],
+    prepare=prepare,
+    decode=decode,
+    examples=(
+        Example("One text", {"inputs": "The room was loud and the staff unfriendly."}),
+        Example(
+            "A pair, its best label",
+            {"inputs": {"text": "A dog sleeps.", "text_pair": "An animal rests."},
+             "parameters": {"top_k": 1}},
+        ),
+    ),
+)

@@ -42,6 +42,7 @@ class Tokenizer:
         self.mask_id = spec.mask_id
         self.mask_token = spec.mask_token
         self.vocab_size = spec.vocab_size
+        self.unknown_token: str = self._backend.model.unk_token
         self._cls_id = spec.cls_id
         self._sep_id = spec.sep_id
         self._second_type = min(1, max(0, bundle.manifest.architecture.type_vocab_size - 1))
@@ -95,6 +96,17 @@ class Tokenizer:
     def decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False) -> list[str]:
         """Ids to texts, WordPiece joined and spaces before punctuation removed."""
         return self._backend.decode_batch(sequences, skip_special_tokens=skip_special_tokens)
+
+    def token_of(self, number: int) -> str:
+        """Return the token of an id, with its prefix."""
+        token = self._backend.id_to_token(number)
+        assert token is not None  # ids come from the same vocabulary
+        return token
+
+    def join(self, tokens: Sequence[str]) -> str:
+        """Return the text of tokens, with WordPiece joined."""
+        decoder = self._backend.decoder
+        return decoder.decode(list(tokens)) if decoder else " ".join(tokens)
 
     def id_of(self, token: str) -> int | None:
         """A token's id; None if the vocabulary does not have it."""

@@ -7,13 +7,27 @@ write both modules and add each to its registry.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from export.heads import embedding, masked_lm, next_sentence, sequence_classification, span
+from export.heads import (
+    embedding,
+    masked_lm,
+    next_sentence,
+    sequence_classification,
+    span,
+    token_classification,
+)
 from export.heads.head import ExportHead
 from export.models.config import Family
 from export.models.model import Model
 from export.sentence import EmbeddingRecipe
 
-_MODULES = (masked_lm, next_sentence, span, sequence_classification, embedding)
+_MODULES = (
+    masked_lm,
+    next_sentence,
+    span,
+    sequence_classification,
+    token_classification,
+    embedding,
+)
 
 EXPORT_HEADS: Final[dict[str, ExportHead]] = {
     module.EXPORT_HEAD.head.name: module.EXPORT_HEAD for module in _MODULES

@@ -12,11 +12,21 @@ from model_store.heads import (
     next_sentence,
     sequence_classification,
     span,
+    token_classification,
 )
 from model_store.heads.head import GraphSpec, Head, HeadRequest, Pooling
 
+_MODULES = (
+    masked_lm,
+    next_sentence,
+    span,
+    sequence_classification,
+    token_classification,
+    embedding,
+)
+
 HEADS: Final[dict[str, Head]] = {
-    module.HEAD.name: module.HEAD for module in (masked_lm, next_sentence, span, sequence_classification, embedding)
+    module.HEAD.name: module.HEAD for module in _MODULES
 }
 """All heads by name, in the order in which graphs have them."""
 

@@ -6,11 +6,11 @@ it to `TASKS`.
 
 from typing import Final
 
-from service.tasks import embed, fill_mask, nsp, qa, text_classification
+from service.tasks import embed, fill_mask, nsp, qa, text_classification, token_classification
 from service.tasks.task import PreparedRequest, Task, TaskCall, TaskContext, TaskLimits
 
 TASKS: Final[dict[str, Task]] = {
-    module.TASK.name: module.TASK for module in (fill_mask, embed, nsp, qa, text_classification)
+    module.TASK.name: module.TASK for module in (fill_mask, embed, nsp, qa, text_classification, token_classification)
 }
 """All tasks by name."""
 

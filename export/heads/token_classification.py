@@ -1,0 +1,87 @@
+"""Token classification: torch module, graph, names of its tensors, labels, agreement."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from torch import Tensor, nn
+
+from export.evaluation.scorer import Scorer, encodings
+from export.evaluation.texts import GateTexts
+from export.graph.layers import dense
+from export.heads.head import ExportHead, HeadGraph
+from export.heads.sequence_classification import read_labels
+from export.models.config import EncoderConfig
+from export.models.encoder import Encoder
+from model_store.heads import token_classification
+from model_store.heads.token_classification import TokenClassificationRequest, TokenLabels
+from model_store.layouts import Placement
+
+
+class TokenClassificationHead(nn.Module):
+    """One logit per label for each token (Devlin et al. 2019, section 5.3)."""
+
+    def __init__(self, config: EncoderConfig, _: Encoder, options: TokenLabels) -> None:
+        super().__init__()
+        self.classifier = nn.Linear(config.hidden_size, len(options.labels))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """Return the logits [R, L] of ``rows`` [R, H]."""
+        logits: Tensor = self.classifier(rows)
+        return logits
+
+
+def _write(head: TokenClassificationHead, graph: HeadGraph) -> None:
+    rows = graph.gather(token_classification.TOKEN_ROWS)
+    logits = dense(graph.g, rows, "token_classification.classifier", head.classifier)
+    labels = head.classifier.out_features
+    graph.output(logits, token_classification.TOKEN_LOGITS, L=labels)
+
+
+def _reference(
+    head: TokenClassificationHead, rows: Tensor, requests: Sequence[Any], placement: Placement
+) -> dict[str, Tensor]:
+    starts = placement.starts.tolist()
+    asked = [
+        row
+        for i, request in enumerate(requests)
+        if request is not None
+        for row in range(starts[i], starts[i + 1])
+    ]
+    return {token_classification.TOKEN_LOGITS.name: head(rows[asked])}
+
+
+def _sample(_: np.random.Generator, __: int) -> TokenClassificationRequest:
+    return TokenClassificationRequest()
+
+
+def _read_options(settings: Mapping[str, Any]) -> TokenLabels:
+    return TokenLabels(labels=read_labels(settings))
+
+
+def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return the share of tokens that get the same best label."""
+    name = token_classification.HEAD.name
+    same = []
+    for ids in texts.sentences():
+        batch = encodings(ids, np.zeros_like(ids), [{name: TokenClassificationRequest()}])
+        one, other = (scorer.run(batch)[0][name].logits for scorer in (checkpoint, graph))
+        same.append(one.argmax(1) == other.argmax(1))
+    return {"token_classification_agreement": float(np.concatenate(same).mean())}
+
+
+EXPORT_HEAD: Final = ExportHead(
+    head=token_classification.HEAD,
+    module=TokenClassificationHead,
+    tensor_names={
+        family: {"classifier.{p}": "classifier.{p}"} for family in ("bert", "distilbert")
+    },
+    write=_write,
+    reference=_reference,
+    sample=_sample,
+    measure=_measure,
+    limits={"token_classification_agreement": 0.95},
+    fine_tuned=True,
+    architecture="ForTokenClassification",
+    read_options=_read_options,
+)

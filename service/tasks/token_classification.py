@@ -1,0 +1,357 @@
+"""Token classification (named entities), scored and grouped as transformers' pipeline does.
+
+A text that does not fit is cut, or, with ``stride``, read in overlapping windows. Of entities that
+overlap in two windows the longer one is kept, or the likelier one of the same length.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+import numpy as np
+from pydantic import Field
+
+from model_store.batch import Encoding, HeadOutputs
+from model_store.heads import token_classification
+from model_store.heads.token_classification import TokenLabels
+from service.core import Float32, InvalidRequest
+from service.tasks.task import (
+    Example,
+    PreparedRequest,
+    Task,
+    TaskCall,
+    TaskContext,
+    Texts,
+    WireModel,
+    check_range,
+    check_text,
+    input_name,
+    listed,
+)
+from service.tasks.windows import window_count, windows
+from service.tokenizer import Spans, Tokenizer
+
+Strategy = Literal["none", "simple", "first", "average", "max"]
+
+_TOKENS_PER_RESULT = 4
+"""Decoding this many tokens costs about as much as one prediction of a mask."""
+
+
+class TokenClassificationParameters(WireModel):
+    """The parameters that huggingface_hub's ``token_classification`` sends."""
+
+    aggregation_strategy: Strategy | None = Field(
+        None,
+        description="how tokens become entities: none (each token), simple (neighbours of one "
+        "label), first, average or max (words take one label first); the default is simple",
+    )
+    ignore_labels: list[str] | None = Field(
+        None, description="labels to leave out; the default is O"
+    )
+    stride: int | None = Field(
+        None,
+        description="read a long text in windows that share this many tokens; "
+        "the default is to cut the text",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEntity:
+    """A token and its label; ``text[start:end]`` is the token, in characters."""
+
+    entity: str
+    score: float
+    index: int
+    word: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class EntityGroup:
+    """Tokens of one label; ``text[start:end]`` is the entity, in characters."""
+
+    entity_group: str
+    score: float
+    word: str
+    start: int
+    end: int
+
+
+Entities = list[TokenEntity] | list[EntityGroup]
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """A text's tokens, and the (first, end) token of each of its windows."""
+
+    text: str
+    spans: Spans
+    windows: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    texts: list[_Text]
+    strategy: Strategy
+    ignored: frozenset[str]
+    many: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    """A token with its scores [L] float32."""
+
+    index: int
+    word: str
+    start: int
+    end: int
+    continues_word: bool
+    scores: Float32
+
+
+@dataclass(frozen=True, slots=True)
+class _Labelled:
+    """One or more tokens that share a label."""
+
+    label: str
+    score: float
+    words: list[str]
+    index: int
+    start: int
+    end: int
+
+
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
+    """Tokenize the texts, in windows if asked to.
+
+    Raises:
+        InvalidRequest: a text is empty or has no token, or a parameter is out of its limits.
+    """
+    parameters: TokenClassificationParameters = call.parameters
+    limits, tokenizer = context.limits, context.tokenizer
+    texts, many = listed(call.inputs, limits), isinstance(call.inputs, list)
+    strategy: Strategy = parameters.aggregation_strategy or "simple"
+    room = limits.max_tokens - 2
+    _check_stride(parameters.stride, strategy, room)
+    prepared: list[_Text] = []
+    encodings: list[Encoding] = []
+    truncated = tokens = 0
+    for index, text in enumerate(texts):
+        name = input_name(index, many=many)
+        check_text(text, name, limits)
+        spans = tokenizer.spans(text)
+        if not spans.ids:
+            raise InvalidRequest(f"{name} has no token, only spaces or control characters")
+        bounds = [(0, min(room, len(spans.ids)))]
+        if parameters.stride is None:
+            truncated += len(spans.ids) > room
+        else:
+            tokens += window_count(len(spans.ids), room, parameters.stride) * limits.max_tokens
+            if tokens > (most := limits.max_request_tokens):
+                raise InvalidRequest(
+                    f"up to {name} the windows hold {tokens} tokens; "
+                    f"the limit of a request is {most}"
+                )
+            bounds = windows(len(spans.ids), room, parameters.stride)
+        prepared.append(_Text(text, spans, bounds))
+        for first, end in bounds:
+            encoding, _ = tokenizer.encode(spans.ids[first:end], limits.max_tokens)
+            encoding.requests = _REQUEST
+            encodings.append(encoding)
+    ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
+    state = _State(prepared, strategy, ignored, many)
+    results = sum(map(len, encodings)) // _TOKENS_PER_RESULT
+    return PreparedRequest(encodings, state, results, truncated)
+
+
+_REQUEST: Final = {
+    token_classification.HEAD.name: token_classification.TokenClassificationRequest()
+}
+
+
+def _check_stride(stride: int | None, strategy: Strategy, room: int) -> None:
+    if stride is None:
+        return
+    check_range(stride, 0, room - 1, "stride")
+    if strategy == "none":
+        raise InvalidRequest(
+            "stride needs an aggregation_strategy other than none: "
+            "tokens of overlapping windows cannot be told apart"
+        )
+
+
+def decode(
+    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], context: TaskContext
+) -> Entities | list[Entities]:
+    """Return the entities of each text: of one text, if the request was one."""
+    rest = iter(outputs)
+    state = prepared.state
+    results: list[Entities] = []
+    for text in state.texts:
+        logits = [next(rest)[token_classification.HEAD.name].logits for _ in text.windows]
+        results.append(_entities(text, logits, state, context))
+    return results if state.many else results[0]
+
+
+def _entities(
+    text: _Text, logits: Sequence[Float32], state: _State, context: TaskContext
+) -> Entities:
+    """Return the entities of all windows of a text."""
+    options = context.manifest.heads[token_classification.HEAD.name]
+    assert isinstance(options, TokenLabels)
+    labelled: list[_Labelled] = []
+    for (first, end), window in zip(text.windows, logits, strict=True):
+        tokens = _tokens(text, first, end, _softmax(window[1:-1]), context.tokenizer)
+        labelled += _label(tokens, state.strategy, options.labels)
+    kept = [entity for entity in labelled if entity.label not in state.ignored]
+    if len(text.windows) > 1:
+        kept = _without_overlaps(kept)
+    if state.strategy == "none":
+        return [
+            TokenEntity(e.label, e.score, e.index, e.words[0], e.start, e.end) for e in kept
+        ]
+    join = context.tokenizer.join
+    return [EntityGroup(e.label, e.score, join(e.words), e.start, e.end) for e in kept]
+
+
+def _softmax(logits: Float32) -> Float32:
+    exponentials = np.exp(logits - logits.max(1, keepdims=True))
+    return exponentials / exponentials.sum(1, keepdims=True)  # type: ignore[no-any-return]
+
+
+def _tokens(
+    text: _Text, first: int, end: int, scores: Float32, tokenizer: Tokenizer
+) -> list[_Token]:
+    """Return the tokens of a window.
+
+    A token continues a word if it is longer than its characters, which the prefix ``##`` makes it.
+    The unknown token stands for its characters and begins a word.
+    """
+    tokens = []
+    for number in range(first, end):
+        start, stop = text.spans.offsets[number]
+        characters = text.text[start:stop]
+        word, continues = tokenizer.token_of(text.spans.ids[number]), False
+        if word == tokenizer.unknown_token:
+            word = characters
+        else:
+            continues = len(word) != len(characters)
+        index = number - first + 1  # [CLS] is 0
+        tokens.append(_Token(index, word, start, stop, continues, scores[number - first]))
+    return tokens
+
+
+def _label(
+    tokens: list[_Token], strategy: Strategy, labels: Sequence[str]
+) -> list[_Labelled]:
+    """Give tokens their labels, and group them as the strategy says."""
+    if strategy in ("none", "simple"):
+        words = [[token] for token in tokens]
+    else:
+        words = _words(tokens)
+    labelled = [_label_word(word, strategy, labels) for word in words]
+    return labelled if strategy == "none" else _group(labelled)
+
+
+def _words(tokens: list[_Token]) -> list[list[_Token]]:
+    words: list[list[_Token]] = []
+    for token in tokens:
+        if words and token.continues_word:
+            words[-1].append(token)
+        else:
+            words.append([token])
+    return words
+
+
+def _label_word(
+    word: list[_Token], strategy: Strategy, labels: Sequence[str]
+) -> _Labelled:
+    """Return the label of a word's tokens: of the first, of the most certain, or of their mean."""
+    scores = word[0].scores
+    if strategy == "max":
+        scores = max(word, key=lambda token: float(token.scores.max())).scores
+    elif strategy == "average":
+        scores = np.mean([token.scores for token in word], axis=0)
+    best = int(scores.argmax())
+    return _Labelled(
+        labels[best],
+        float(scores[best]),
+        [token.word for token in word],
+        word[0].index,
+        word[0].start,
+        word[-1].end,
+    )
+
+
+def _group(labelled: list[_Labelled]) -> list[_Labelled]:
+    """Join neighbours of one tag; ``B-`` begins a new entity."""
+    groups: list[list[_Labelled]] = []
+    for entity in labelled:
+        begins, tag = _tag(entity.label)
+        if groups and not begins and tag == _tag(groups[-1][-1].label)[1]:
+            groups[-1].append(entity)
+        else:
+            groups.append([entity])
+    return [
+        _Labelled(
+            group[0].label.split("-", 1)[-1],
+            float(np.mean([entity.score for entity in group])),
+            [word for entity in group for word in entity.words],
+            group[0].index,
+            group[0].start,
+            group[-1].end,
+        )
+        for group in groups
+    ]
+
+
+def _tag(label: str) -> tuple[bool, str]:
+    """Return whether a label begins an entity, and the label without ``B-`` or ``I-``."""
+    if label.startswith(("B-", "I-")):
+        return label.startswith("B-"), label[2:]
+    return False, label
+
+
+def _without_overlaps(entities: list[_Labelled]) -> list[_Labelled]:
+    """Keep the longest of entities that overlap; of the same length, the likeliest."""
+    kept: list[_Labelled] = []
+    for entity in sorted(entities, key=lambda entity: entity.start):
+        if not kept or entity.start >= kept[-1].end:
+            kept.append(entity)
+        elif _rank(entity) > _rank(kept[-1]):
+            kept[-1] = entity
+    return kept
+
+
+def _rank(entity: _Labelled) -> tuple[int, float]:
+    return entity.end - entity.start, entity.score
+
+
+TASK: Final = Task(
+    name="token-classification",
+    route="/token-classification",
+    summary="The entities of a text, with character offsets",
+    heads=(token_classification.HEAD.name,),
+    inputs=Annotated[
+        str | Texts,
+        Field(
+            description="a text, or a list of texts",
+            examples=["Ada Lovelace was born in London."],
+        ),
+    ],
+    parameters=TokenClassificationParameters,
+    result=Entities | list[Entities],
+    prepare=prepare,
+    decode=decode,
+    examples=(
+        Example("Entities", {"inputs": "Ada Lovelace was born in London."}),
+        Example(
+            "Every token",
+            {
+                "inputs": "Ada Lovelace was born in London.",
+                "parameters": {"aggregation_strategy": "none"},
+            },
+        ),
+    ),
+)

@@ -49,7 +49,18 @@ def compare(before: Result, after: Result) -> list[Move]:
             if None not in failed and failed[0] != failed[1]:
                 old_share, new_share = (share or 0.0 for share in failed)
                 verdict = "worse" if new_share > old_share else "better"
-                moves.append(Move(subject, load, "failed", old_share, new_share, new_share - old_share, 0.0, verdict))
+                moves.append(
+                    Move(
+                        subject,
+                        load,
+                        "failed",
+                        old_share,
+                        new_share,
+                        new_share - old_share,
+                        0.0,
+                        verdict,
+                    )
+                )
     return moves
 
 
@@ -61,7 +72,10 @@ def _failed(result: Result, subject: str, load: str) -> float | None:
 
 
 def _noise(result: Result, subject: str, load: str, figure: str) -> float:
-    values = [turn.latency_ms.get(figure, getattr(turn, figure, None)) for turn in result.of(subject, load)]
+    values = [
+        turn.latency_ms.get(figure, getattr(turn, figure, None))
+        for turn in result.of(subject, load)
+    ]
     numbers = [value for value in values if value]
     middle = result.median(subject, load, figure)
     return (max(numbers) - min(numbers)) / 2 / middle if numbers and middle else 0.0
@@ -72,7 +86,10 @@ def table(moves: list[Move], *, every: bool = False) -> str:
     shown = [move for move in moves if every or move.verdict != "same"]
     if not shown:
         return f"nothing moved: {len(moves)} figures are the same within their turns' spread\n"
-    lines = ["| load | subject | figure | before | after | change | turns differ by | |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| load | subject | figure | before | after | change | turns differ by | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for m in shown:
         moved = f"{m.before:.4g} | {m.after:.4g} | {m.change:+.1%} | {m.noise:.1%} | {m.verdict}"
         lines.append(f"| {m.load} | {m.subject} | {m.figure} | {moved} |")

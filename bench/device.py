@@ -23,7 +23,11 @@ from service.tasks import embed
 
 Say = Callable[[str], None]
 
-_TORCH: Mapping[str, Mapping[str, bool]] = {"padded": {}, "nested": {"nested": True}, "compiled": {"compiled": True}}
+_TORCH: Mapping[str, Mapping[str, bool]] = {
+    "padded": {},
+    "nested": {"nested": True},
+    "compiled": {"compiled": True},
+}
 """In the order of what each costs to begin; the last takes a minute."""
 
 _LEAST_LEFT_S = 60.0
@@ -73,7 +77,9 @@ def card(device: Device) -> str:
     return torch.cuda.get_device_name() if device is Device.CUDA else ""
 
 
-def run_programme(programme: Programme, folder: Path, say: Say, keep: Callable[[Found], None] = lambda _: None) -> Found:
+def run_programme(
+    programme: Programme, folder: Path, say: Say, keep: Callable[[Found], None] = lambda _: None
+) -> Found:
     """Run it: all engines, then servers on the first, then torch. A part that fails is told, and the others go on.
 
     Args:
@@ -97,14 +103,18 @@ def run_programme(programme: Programme, folder: Path, say: Say, keep: Callable[[
         run.part("servers", partial(run.servers, size.bundle))
     for way in _TORCH:
         for name, size in run.sizes.items():
-            run.part(f"{name} torch {way}", partial(run.beside_torch, f"{name} torch {way}", size, way))
+            run.part(
+                f"{name} torch {way}", partial(run.beside_torch, f"{name} torch {way}", size, way)
+            )
     return run.found
 
 
 class _Run:
     """What is found part by part, until the time is over."""
 
-    def __init__(self, programme: Programme, folder: Path, say: Say, keep: Callable[[Found], None]) -> None:
+    def __init__(
+        self, programme: Programme, folder: Path, say: Say, keep: Callable[[Found], None]
+    ) -> None:
         self._programme, self._folder, self._say, self._keep = programme, folder, say, keep
         self._deadline = time.monotonic() + 60 * programme.minutes
         self.found = Found()
@@ -120,7 +130,9 @@ class _Run:
         try:
             work()
             self._say(f"{name}: {time.monotonic() - began:.0f} s")
-        except Exception as error:  # of a runtime, of torch, of a driver: what was found before is worth keeping
+        except (
+            Exception
+        ) as error:  # of a runtime, of torch, of a driver: what was found before is worth keeping
             self._note(f"{name}: failed: {type(error).__name__}: {first_line(error)[:300]}")
             self.found.failed.append(name)
         self._keep(self.found)
@@ -139,13 +151,17 @@ class _Run:
         )
         self.sizes[name] = size
         if size.cost is not None:
-            self._note(f"{name}: of a batch, {size.cost}; {size.batch_tokens} tokens a batch were fitted")
+            self._note(
+                f"{name}: of a batch, {size.cost}; {size.batch_tokens} tokens a batch were fitted"
+            )
 
     def grid(self, name: str, size: OneSize) -> None:
         """Every length and size of batch."""
         for length in self._programme.lengths:
             for tokens in self._programme.batch_tokens:
-                if length <= min(tokens, size.longest) and self._left(f"{name}, {length} tokens in {tokens}"):
+                if length <= min(tokens, size.longest) and self._left(
+                    f"{name}, {length} tokens in {tokens}"
+                ):
                     size.one_length(length, tokens)
 
     def beside_torch(self, name: str, size: OneSize, way: str) -> None:
@@ -153,7 +169,9 @@ class _Run:
         if way == "compiled" and not self._left(name, _LEAST_LEFT_S):
             return
         try:
-            self._note(f"{name}: embeddings differ from the engine's by {size.beside_torch(way, _TORCH[way]):.1e}")
+            self._note(
+                f"{name}: embeddings differ from the engine's by {size.beside_torch(way, _TORCH[way]):.1e}"
+            )
         except BenchError:
             raise
         except Exception as error:
@@ -164,33 +182,62 @@ class _Run:
         plan, name, words = self._programme, bundle.manifest.name, words_of(bundle)
         rng = np.random.default_rng(2)
         lengths = squad_lengths(plan.sequences, bundle.manifest.limits.max_tokens)
-        long = [" ".join(rng.choice(words, max(1, length - 2)).tolist()) for length in lengths.tolist()]
+        long = [
+            " ".join(rng.choice(words, max(1, length - 2)).tolist()) for length in lengths.tolist()
+        ]
         short = make_texts(words, plan.sequences).texts
         store = bundle.path.parents[1]
         auto: RequestedPrecision = "auto"
         servers = [
-            cloze(f"{name}{_frontends(number)} server", name, store, "/embed", auto, plan.device, number)
+            cloze(
+                f"{name}{_frontends(number)} server",
+                name,
+                store,
+                "/embed",
+                auto,
+                plan.device,
+                number,
+            )
             for number in plan.frontends
         ]
         each, clients = plan.texts_per_request, 2 * max(2, *plan.frontends)
         full = Plan(
-            (clients,), (), texts_per_request=each, bulk=False, seconds=10 * plan.seconds, turns=1, label=f"{SQUAD} x {each}"
+            (clients,),
+            (),
+            texts_per_request=each,
+            bulk=False,
+            seconds=10 * plan.seconds,
+            turns=1,
+            label=f"{SQUAD} x {each}",
         )
         low = Plan((1,), (), bulk=False, seconds=10 * plan.seconds, turns=1, label="short")
         for texts, load, subjects in ((long, full, servers), (short, low, servers[:2])):
-            engine = partial(EngineAlone, name, store, embed.TASK, texts, precision=auto, device=plan.device)
+            engine = partial(
+                EngineAlone, name, store, embed.TASK, texts, precision=auto, device=plan.device
+            )
             self._measure({f"{name} engine": engine}, [], texts, load)
             for server in subjects:
                 if self._left(f"{server.name}, {load.closed(max(load.clients))}", _LEAST_LEFT_S):
                     self._measure({}, [server], texts, load)
 
     def _measure(
-        self, engines: dict[str, Callable[[], EngineAlone]], servers: list[Served], texts: list[str], load: Plan
+        self,
+        engines: dict[str, Callable[[], EngineAlone]],
+        servers: list[Served],
+        texts: list[str],
+        load: Plan,
     ) -> None:
         left = max(10.0, self._deadline - time.monotonic())
-        servers = [dataclasses.replace(server, ready_timeout_s=min(server.ready_timeout_s, left)) for server in servers]
+        servers = [
+            dataclasses.replace(server, ready_timeout_s=min(server.ready_timeout_s, left))
+            for server in servers
+        ]
         turns, starts = measure(
-            engines, servers, texts, load, lambda line: (self._note if "left out" in line else self._say)(line)
+            engines,
+            servers,
+            texts,
+            load,
+            lambda line: (self._note if "left out" in line else self._say)(line),
         )
         self.found.turns += turns
         self.found.starts += starts

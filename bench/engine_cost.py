@@ -56,9 +56,17 @@ def microseconds(length: int) -> float:
     """Of a text of so many tokens, the least of all rounds."""
     rng = np.random.default_rng(0)
     asked = {HEAD.name: EmbeddingRequest()}
-    queries = [Encoding(rng.integers(5, 900, length, dtype=np.int32), np.zeros(length, np.int32), asked) for _ in range(TEXTS)]
+    queries = [
+        Encoding(rng.integers(5, 900, length, dtype=np.int32), np.zeros(length, np.int32), asked)
+        for _ in range(TEXTS)
+    ]
     message = frames.encode_run(frames.Run(1, float("inf"), 0, False, queries))
-    scheduler = Scheduler(Instant(), SchedulerLimits(workers=0, max_batch_tokens=8192, max_queue_tokens=2**31, stall_timeout_s=60))
+    scheduler = Scheduler(
+        Instant(),
+        SchedulerLimits(
+            workers=0, max_batch_tokens=8192, max_queue_tokens=2**31, stall_timeout_s=60
+        ),
+    )
 
     def send(ended: Future[BatchResult]) -> None:
         frames.encode_done(1, ended.result())
@@ -80,4 +88,6 @@ def microseconds(length: int) -> float:
 if __name__ == "__main__":
     for length in LENGTHS:
         cost = microseconds(length)
-        print(f"{length} tokens: {cost:.1f} us a text, so {1e6 / cost:,.0f} texts/s at most in one engine process")
+        print(
+            f"{length} tokens: {cost:.1f} us a text, so {1e6 / cost:,.0f} texts/s at most in one engine process"
+        )

@@ -22,7 +22,12 @@ class Reply:
 
 def post(path: str, body: bytes, headers: dict[str, str] | None = None) -> bytes:
     """The bytes of a request, made once and sent often."""
-    lines = [f"POST {path} HTTP/1.1", "host: bench", "content-type: application/json", f"content-length: {len(body)}"]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "host: bench",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+    ]
     lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
@@ -46,7 +51,9 @@ class Connection(asyncio.Protocol):
             OSError: nobody listens there.
         """
         parts = urlsplit(url)
-        _, connection = await asyncio.get_running_loop().create_connection(cls, parts.hostname or "", parts.port or 80)
+        _, connection = await asyncio.get_running_loop().create_connection(
+            cls, parts.hostname or "", parts.port or 80
+        )
         return connection
 
     async def send(self, request: bytes) -> Reply:
@@ -71,7 +78,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
-        self._transport, self.open = cast(asyncio.Transport, transport), True  # uvloop's is none by its class
+        self._transport, self.open = (
+            cast(asyncio.Transport, transport),
+            True,
+        )  # uvloop's is none by its class
 
     def data_received(self, data: bytes) -> None:
         """See `asyncio.Protocol`."""
@@ -83,7 +93,9 @@ class Connection(asyncio.Protocol):
         if not self._lost.done():
             self._lost.set_result(None)
         if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(ConnectionResetError(f"the connection ended before the answer ({exc})"))
+            self._waiter.set_exception(
+                ConnectionResetError(f"the connection ended before the answer ({exc})")
+            )
 
     def on_body(self, body: bytes) -> None:
         """See httptools."""

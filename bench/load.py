@@ -67,7 +67,9 @@ class Load:
             self.latencies.record_value(max(1, round(seconds * 1e6)))
 
 
-async def closed_loop(url: str, requests: Sequence[Request], *, clients: int, seconds: float) -> Load:
+async def closed_loop(
+    url: str, requests: Sequence[Request], *, clients: int, seconds: float
+) -> Load:
     """``clients`` connections, each sending its next request when its last is answered.
 
     What is answered within the time counts; what is under way at its end does not, and is waited for.
@@ -118,7 +120,9 @@ async def _answered(seconds: float) -> AsyncIterator[None]:
         async with asyncio.timeout(seconds + _PATIENCE_S):
             yield
     except TimeoutError:
-        raise BenchError(f"requests were not answered {_PATIENCE_S:g} s after the load's end") from None
+        raise BenchError(
+            f"requests were not answered {_PATIENCE_S:g} s after the load's end"
+        ) from None
     except ExceptionGroup as group:
         if (gone := group.subgroup(OSError)) is None:
             raise
@@ -158,7 +162,9 @@ async def open_loop(url: str, requests: Sequence[Request], arrivals: NDArray[np.
     async with _answered(float(arrivals[-1])), asyncio.TaskGroup() as tasks:
         for number, arrival in enumerate(arrivals):
             due = start + float(arrival)
-            while (wait := due - time.perf_counter()) > 0:  # the loop's timers are exact to a millisecond
+            while (
+                wait := due - time.perf_counter()
+            ) > 0:  # the loop's timers are exact to a millisecond
                 await asyncio.sleep(wait)
             tasks.create_task(one(requests[number % len(requests)], due))
     load.seconds = time.perf_counter() - start
@@ -183,5 +189,7 @@ def rescaled(arrivals: NDArray[np.float64], rate: float, seconds: float) -> NDAr
         rate: a second, over the whole recording.
         seconds: how much of it to keep.
     """
-    times: NDArray[np.float64] = (arrivals - arrivals[0]) * ((len(arrivals) - 1) / (arrivals[-1] - arrivals[0]) / rate)
+    times: NDArray[np.float64] = (arrivals - arrivals[0]) * (
+        (len(arrivals) - 1) / (arrivals[-1] - arrivals[0]) / rate
+    )
     return times[times <= seconds]

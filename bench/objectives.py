@@ -60,9 +60,7 @@ steps = {second}
 """
 
 EMBED = "epochs = 3\ntext_weight = 0.0\n[optimisation]\nlearning_rate = 3e-4\n"
-QUESTIONS = (
-    f"epochs = 1\ntokens = 128\nstride = 48\nquestion_tokens = 32\nheld_out = {HELD_OUT}\n[optimisation]\nlearning_rate = 1e-3\n"
-)
+QUESTIONS = f"epochs = 1\ntokens = 128\nstride = 48\nquestion_tokens = 32\nheld_out = {HELD_OUT}\n[optimisation]\nlearning_rate = 1e-3\n"
 
 COLUMNS = {
     "fill_mask_token_top1": "fill-mask top-1, tokens",
@@ -75,7 +73,12 @@ COLUMNS = {
 
 def cloze(*arguments: str | Path) -> str:
     """A command of Cloze, in this environment."""
-    done = subprocess.run([sys.executable, "-m", "cloze", *map(str, arguments)], check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "cloze", *map(str, arguments)],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     return done.stdout
 
 
@@ -94,35 +97,77 @@ def subset(corpus: Path, file: Path) -> Path:
     return file
 
 
-def pretrain(folder: Path, text: Path, vocabulary: Path, objective: dict[str, Any], share: float) -> dict[str, Any]:
+def pretrain(
+    folder: Path, text: Path, vocabulary: Path, objective: dict[str, Any], share: float
+) -> dict[str, Any]:
     """Train; returns the last line of the log."""
     said = "\n".join(f"{name} = {json.dumps(value)}" for name, value in objective.items())
     steps = round(STEPS * share)
-    recipe = PRETRAIN.format(held_out=HELD_OUT, pretraining=said, first=steps * 3 // 5, second=steps - steps * 3 // 5)
+    recipe = PRETRAIN.format(
+        held_out=HELD_OUT, pretraining=said, first=steps * 3 // 5, second=steps - steps * 3 // 5
+    )
     out = folder / "pretrained"
     if not (out / "checkpoint/README.md").exists():
         recipe_file = write(folder / "pretrain.toml", recipe)
-        cloze("train", "pretrain", "--corpus", text, "--recipe", recipe_file, "--vocab", vocabulary, "--out", out)
+        cloze(
+            "train",
+            "pretrain",
+            "--corpus",
+            text,
+            "--recipe",
+            recipe_file,
+            "--vocab",
+            vocabulary,
+            "--out",
+            out,
+        )
     last: dict[str, Any] = json.loads((out / "log.jsonl").read_text().splitlines()[-1])
     return last
 
 
 def finetune_and_measure(folder: Path, data: Path) -> dict[str, float]:
     """Figures of the checkpoint, and of the same after fine-tuning."""
-    source, pairs, squad = folder / "pretrained/checkpoint", data / "eval/stsb-en-train.csv.xz", data / "qa/squad-v1.1.json.xz"
+    source, pairs, squad = (
+        folder / "pretrained/checkpoint",
+        data / "eval/stsb-en-train.csv.xz",
+        data / "qa/squad-v1.1.json.xz",
+    )
     unseen = data / "eval/stsb-en-dev.csv"
     embed, questions = folder / "embed", folder / "questions"
     if not (embed / "checkpoint/README.md").exists():
         recipe = write(folder / "embed.toml", EMBED)
-        cloze("train", "finetune-embed", source, "--pairs", pairs, "--recipe", recipe, "--out", embed)
+        cloze(
+            "train", "finetune-embed", source, "--pairs", pairs, "--recipe", recipe, "--out", embed
+        )
     if not (questions / "checkpoint/README.md").exists():
         recipe = write(folder / "questions.toml", QUESTIONS)
-        cloze("train", "finetune-qa", source, "--questions", squad, "--recipe", recipe, "--out", questions)
+        cloze(
+            "train",
+            "finetune-qa",
+            source,
+            "--questions",
+            squad,
+            "--recipe",
+            recipe,
+            "--out",
+            questions,
+        )
     text = ("--corpus", data / "corpus/corpus.jsonl.xz", "--held-out", HELD_OUT, "--json")
     measured = json.loads(cloze("train", "evaluate", source, *text, "--pairs", unseen))
-    measured |= json.loads(cloze("train", "evaluate", embed / "checkpoint", "--pairs", unseen, "--json"))
     measured |= json.loads(
-        cloze("train", "evaluate", questions / "checkpoint", "--questions", squad, "--held-out", HELD_OUT, "--json")
+        cloze("train", "evaluate", embed / "checkpoint", "--pairs", unseen, "--json")
+    )
+    measured |= json.loads(
+        cloze(
+            "train",
+            "evaluate",
+            questions / "checkpoint",
+            "--questions",
+            squad,
+            "--held-out",
+            HELD_OUT,
+            "--json",
+        )
     )
     figures: dict[str, float] = measured
     return figures
@@ -140,8 +185,16 @@ def main(data: Path, runs: Path) -> None:
         folder = runs / name.replace(",", "").replace(" ", "-")
         log = pretrain(folder, text, vocabulary, objective, SHARE_OF_STEPS.get(name, 1.0))
         figures = finetune_and_measure(folder, data)
-        cells = [f"{figures[key] / (100 if key == 'qa_f1' else 1):.3f}" if key in figures else "-" for key in COLUMNS]
-        print(f"| {name} | {log['tokens_seen']:,} | {log['seconds']:.0f} | " + " | ".join(cells) + " |", flush=True)
+        cells = [
+            f"{figures[key] / (100 if key == 'qa_f1' else 1):.3f}" if key in figures else "-"
+            for key in COLUMNS
+        ]
+        print(
+            f"| {name} | {log['tokens_seen']:,} | {log['seconds']:.0f} | "
+            + " | ".join(cells)
+            + " |",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

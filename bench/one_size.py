@@ -14,11 +14,10 @@ from bench.peers.torch_encoder import TorchEncoder
 from bench.result import COMPARED, ONE_LENGTH, Cell
 from bench.sizes import SIZES, flops, random_bundle, squad_lengths
 from bench.throughput import batches_for, cut, rounds_per_s, run_all
-from service.core import Device
 from model_store.batch import Encoding
 from model_store.heads.embedding import HEAD, EmbeddingRequest
-from model_store.manifest import Precision
 from service.batching.cost import BatchCostModel, measure_cost
+from service.core import Device
 from service.engine import OnnxEngine
 from service.settings import CPU_BATCH_TOKENS, Settings
 
@@ -62,7 +61,13 @@ class OneSize:
         peak: float,
         keep: Callable[[Cell], None],
     ) -> None:
-        self._name, self._device, self._seconds, self._peak, self._keep = name, device, seconds, peak, keep
+        self._name, self._device, self._seconds, self._peak, self._keep = (
+            name,
+            device,
+            seconds,
+            peak,
+            keep,
+        )
         self.bundle, self._checkpoint = random_bundle(name, folder, cuda=device is Device.CUDA)
         self._engine = OnnxEngine(self.bundle, device, "auto")
         settings = Settings()
@@ -87,7 +92,14 @@ class OneSize:
         padded = [self._queries(np.full(len(batch), max(map(len, batch)))) for batch in batches]
         taken = batches_for(self._engine, self._mixed, self.batch_tokens)
         self._time(f"{self._name} engine", COMPARED, SQUAD, self.batch_tokens, taken)
-        self._time(f"{self._name} engine, padded", COMPARED, SQUAD, self.batch_tokens, padded, real=self._mixed)
+        self._time(
+            f"{self._name} engine, padded",
+            COMPARED,
+            SQUAD,
+            self.batch_tokens,
+            padded,
+            real=self._mixed,
+        )
         length, batches = self._alike()
         self._time(f"{self._name} engine", COMPARED, str(length), self.batch_tokens, batches)
 
@@ -110,18 +122,32 @@ class OneSize:
         torch.compiler.reset()  # else it gives up compiling after some sizes, and says nothing
         peer = TorchEncoder(self._checkpoint.model, on, **options)
         length, alike = self._alike()
-        for lengths, batches in ((SQUAD, cut(self._mixed, self.batch_tokens)), (str(length), alike)):
+        for lengths, batches in (
+            (SQUAD, cut(self._mixed, self.batch_tokens)),
+            (str(length), alike),
+        ):
             prepared = [peer.prepare([query.input_ids for query in batch]) for batch in batches]
             worst = max(worst, self._difference(peer.run(prepared)[0], batches[0]))
             if not worst < _LARGEST_ERROR:
-                raise BenchError(f"{name} and the engine differ by {worst:.1e}, more than {_LARGEST_ERROR}: one of them is wrong")
+                raise BenchError(
+                    f"{name} and the engine differ by {worst:.1e}, more than {_LARGEST_ERROR}: one of them is wrong"
+                )
             rounds = rounds_per_s(partial(peer.run, prepared), 2 * self._seconds)
-            self._note(name, COMPARED, lengths, self.batch_tokens, [query for batch in batches for query in batch], rounds)
+            self._note(
+                name,
+                COMPARED,
+                lengths,
+                self.batch_tokens,
+                [query for batch in batches for query in batch],
+                rounds,
+            )
         return worst
 
     def _difference(self, theirs: NDArray[np.float32], batch: list[Encoding]) -> float:
         mixed = self._engine.supports_varlen
-        outputs = self._engine.run(batch) if mixed else [self._engine.run([query])[0] for query in batch]
+        outputs = (
+            self._engine.run(batch) if mixed else [self._engine.run([query])[0] for query in batch]
+        )
         ours = np.array([output[HEAD.name].embedding for output in outputs])
         return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
@@ -134,7 +160,11 @@ class OneSize:
         vocabulary = SIZES[self._name].vocab_size
         asked = {HEAD.name: EmbeddingRequest()}
         return [
-            Encoding(rng.integers(5, vocabulary, length, dtype=np.int32), np.zeros(length, np.int32), asked)
+            Encoding(
+                rng.integers(5, vocabulary, length, dtype=np.int32),
+                np.zeros(length, np.int32),
+                asked,
+            )
             for length in lengths.tolist()
         ]
 
@@ -155,15 +185,29 @@ class OneSize:
             run_all(self._engine, batches, self._workers)
             times.append(max(1e-6, time.perf_counter() - began))
         # One batch is given to every worker: they take turns on a GPU, and share a CPU.
-        repeats = max(1, min(500, round(_LEAST_ROUND_S / times[1])), self._workers if len(batches) == 1 else 1)
-        rounds = rounds_per_s(lambda: run_all(self._engine, batches * repeats, self._workers), self._seconds)
+        repeats = max(
+            1, min(500, round(_LEAST_ROUND_S / times[1])), self._workers if len(batches) == 1 else 1
+        )
+        rounds = rounds_per_s(
+            lambda: run_all(self._engine, batches * repeats, self._workers), self._seconds
+        )
         queries = real if real is not None else [query for batch in batches for query in batch]
         self._note(subject, group, lengths, tokens, queries, rounds * repeats)
 
-    def _note(self, subject: str, group: str, lengths: str, tokens: int, queries: Sequence[Encoding], rounds: float) -> None:
+    def _note(
+        self,
+        subject: str,
+        group: str,
+        lengths: str,
+        tokens: int,
+        queries: Sequence[Encoding],
+        rounds: float,
+    ) -> None:
         sizes = [len(query) for query in queries]
         share = rounds * flops(SIZES[self._name], sizes) / self._peak
-        self._keep(Cell(subject, group, lengths, tokens, rounds * sum(sizes), rounds * len(sizes), share))
+        self._keep(
+            Cell(subject, group, lengths, tokens, rounds * sum(sizes), rounds * len(sizes), share)
+        )
 
 
 def torch_device(device: Device) -> torch.device:
@@ -176,7 +220,10 @@ def peak_flops(device: Device) -> float:
     cuda = device is Device.CUDA
     rows, products = (8192, 20) if cuda else (2048, 2)
     a, b = (
-        torch.randn(rows, rows, device=torch_device(device), dtype=torch.float16 if cuda else torch.float32) for _ in range(2)
+        torch.randn(
+            rows, rows, device=torch_device(device), dtype=torch.float16 if cuda else torch.float32
+        )
+        for _ in range(2)
     )
 
     def play() -> None:

@@ -40,4 +40,7 @@ def parts_ms(before: Mapping[str, float], after: Mapping[str, float]) -> dict[st
     count, total = spent.pop("count", 0.0), spent.pop("total", 0.0)
     if not count:
         return {}
-    return {name: value / count * 1000 for name, value in (spent | {REST: total - sum(spent.values())}).items()}
+    return {
+        name: value / count * 1000
+        for name, value in (spent | {REST: total - sum(spent.values())}).items()
+    }

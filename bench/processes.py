@@ -52,7 +52,12 @@ def free_port() -> int:
 
 @contextmanager
 def running(
-    command: Sequence[str], url: str, ready_path: str, *, environment: Mapping[str, str] | None = None, timeout_s: float = 180.0
+    command: Sequence[str],
+    url: str,
+    ready_path: str,
+    *,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 180.0,
 ) -> Iterator[Running]:
     """Start a server, wait until it answers, and end it at the end.
 
@@ -69,14 +74,21 @@ def running(
     with tempfile.TemporaryFile() as said:
         started = time.monotonic()
         process = subprocess.Popen(
-            list(command), env=None if environment is None else dict(environment), stdout=subprocess.DEVNULL, stderr=said
+            list(command),
+            env=None if environment is None else dict(environment),
+            stdout=subprocess.DEVNULL,
+            stderr=said,
         )
         try:
             while not _answers(url + ready_path):
                 code = process.poll()
                 if code is not None or time.monotonic() - started > timeout_s:
                     said.seek(0)
-                    what = f"was not ready after {timeout_s:g} s" if code is None else f"ended with {code}"
+                    what = (
+                        f"was not ready after {timeout_s:g} s"
+                        if code is None
+                        else f"ended with {code}"
+                    )
                     raise BenchError(
                         f"{' '.join(command[:4])} ... {what}: {said.read().decode(errors='replace')[-1500:].strip()}"
                     )

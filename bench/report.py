@@ -25,18 +25,33 @@ def table(result: Result) -> str:
     lines = [f"# {result.model}", "", f"    {result.command}", ""]
     lines += [f"- {name}: {value}" for name, value in result.machine.items()]
     for environment, versions in result.versions.items():
-        lines += [f"- {environment}: " + ", ".join(f"{name} {value}" for name, value in versions.items())]
+        lines += [
+            f"- {environment}: " + ", ".join(f"{name} {value}" for name, value in versions.items())
+        ]
     lines += [f"- {note}" for note in result.notes]
-    lines += ["- texts: " + ", ".join(f"{name} {value}" for name, value in result.texts.items()), f"- date: {result.date}", ""]
+    lines += [
+        "- texts: " + ", ".join(f"{name} {value}" for name, value in result.texts.items()),
+        f"- date: {result.date}",
+        "",
+    ]
     if result.starts:
         lines += ["| | start to ready | memory then |", "|---|---|---|"]
-        lines += [f"| {start.subject} | {start.ready_s:.2f} s | {start.rss_mb:.0f} MB |" for start in result.starts] + [""]
+        lines += [
+            f"| {start.subject} | {start.ready_s:.2f} s | {start.rss_mb:.0f} MB |"
+            for start in result.starts
+        ] + [""]
     lines += _cells(result)
     if not result.turns:
         return "\n".join(lines) + "\n"
     turns = max(turn.turn for turn in result.turns) + 1
-    lines += [f"Medians of {turns} turns; all subjects in turn, those of a load on the same texts.", ""]
-    lines += ["| load | subject | " + " | ".join(_COLUMNS) + " | failed |", "|---|---|" + "---|" * (len(_COLUMNS) + 1)]
+    lines += [
+        f"Medians of {turns} turns; all subjects in turn, those of a load on the same texts.",
+        "",
+    ]
+    lines += [
+        "| load | subject | " + " | ".join(_COLUMNS) + " | failed |",
+        "|---|---|" + "---|" * (len(_COLUMNS) + 1),
+    ]
     for load in result.loads():
         for subject in result.subjects():
             if not (found := result.of(subject, load)):
@@ -53,13 +68,24 @@ def _cells(result: Result) -> list[str]:
     grid = [cell for cell in result.cells if cell.group == ONE_LENGTH]
     for subject in dict.fromkeys(cell.subject for cell in grid):
         its = {(cell.lengths, cell.batch_tokens): cell for cell in grid if cell.subject == subject}
-        batches, lengths = sorted({tokens for _, tokens in its}), sorted({length for length, _ in its}, key=int)
-        lines += [f"{subject}, thousand tokens a second (share of the peak); a row a length, a column a batch's tokens:", ""]
-        lines += ["| tokens | " + " | ".join(f"{tokens:,}" for tokens in batches) + " |", "|---|" + "---|" * len(batches)]
+        batches, lengths = (
+            sorted({tokens for _, tokens in its}),
+            sorted({length for length, _ in its}, key=int),
+        )
+        lines += [
+            f"{subject}, thousand tokens a second (share of the peak); a row a length, a column a batch's tokens:",
+            "",
+        ]
+        lines += [
+            "| tokens | " + " | ".join(f"{tokens:,}" for tokens in batches) + " |",
+            "|---|" + "---|" * len(batches),
+        ]
         for length in lengths:
             row = [its.get((length, tokens)) for tokens in batches]
             lines.append(
-                f"| {length} | " + " | ".join(f"{_kilo(c.tokens_per_s)} ({c.of_peak:.0%})" if c else "" for c in row) + " |"
+                f"| {length} | "
+                + " | ".join(f"{_kilo(c.tokens_per_s)} ({c.of_peak:.0%})" if c else "" for c in row)
+                + " |"
             )
         lines.append("")
     rest = [cell for cell in result.cells if cell.group == COMPARED]
@@ -73,8 +99,14 @@ def _cells(result: Result) -> list[str]:
     for cell in sorted(rest, key=lambda cell: (cell.subject.split()[0], cell.lengths)):
         engine = ours.get((f"{cell.subject.split()[0]} engine", cell.lengths))
         figures = f"{_kilo(cell.tokens_per_s)} | {cell.sequences_per_s:,.0f} | {cell.of_peak:.0%}"
-        ratio = f"{engine.tokens_per_s / cell.tokens_per_s:.2f}" if engine and engine is not cell else ""
-        lines.append(f"| {cell.subject} | {cell.lengths} | {cell.batch_tokens:,} | {figures} | {ratio} |")
+        ratio = (
+            f"{engine.tokens_per_s / cell.tokens_per_s:.2f}"
+            if engine and engine is not cell
+            else ""
+        )
+        lines.append(
+            f"| {cell.subject} | {cell.lengths} | {cell.batch_tokens:,} | {figures} | {ratio} |"
+        )
     return [*lines, ""] if rest else lines
 
 
@@ -109,7 +141,11 @@ def _ratios(result: Result) -> list[str]:
 
 def _parts(result: Result) -> list[str]:
     """Where the time goes, of the subjects that say so."""
-    rows = {(load, subject): result.parts(subject, load) for load in result.loads() for subject in result.subjects()}
+    rows = {
+        (load, subject): result.parts(subject, load)
+        for load in result.loads()
+        for subject in result.subjects()
+    }
     rows = {place: parts for place, parts in rows.items() if parts}
     if not rows:
         return []
@@ -117,7 +153,8 @@ def _parts(result: Result) -> list[str]:
     lines = ["", "Where a request's time in the server goes, ms on average:", ""]
     lines += ["| load | subject | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
     lines += [
-        f"| {load} | {who} | " + " | ".join(_cell(parts[name]) for name in names) + " |" for (load, who), parts in rows.items()
+        f"| {load} | {who} | " + " | ".join(_cell(parts[name]) for name in names) + " |"
+        for (load, who), parts in rows.items()
     ]
     return lines
 
@@ -158,22 +195,45 @@ def draw(result: Result, file: Path) -> None:
     figure = Figure(figsize=(16, 4.5), layout="constrained")
     throughput, latency, shares = figure.subplots(1, 3)
     for subject in result.subjects():
-        closed = {int(load.split()[1]): load for load in result.loads() if load.startswith("closed") and result.of(subject, load)}
+        closed = {
+            int(load.split()[1]): load
+            for load in result.loads()
+            if load.startswith("closed") and result.of(subject, load)
+        }
         if closed:
-            found = [(clients, result.median(subject, load, "texts_per_s") or 0.0) for clients, load in sorted(closed.items())]
+            found = [
+                (clients, result.median(subject, load, "texts_per_s") or 0.0)
+                for clients, load in sorted(closed.items())
+            ]
             throughput.plot(*zip(*found, strict=True), marker="o", label=subject)
         for kind in ("poisson", "recorded"):
             opened = {
-                float(load.split()[1]): load for load in result.loads() if load.startswith(kind) and result.of(subject, load)
+                float(load.split()[1]): load
+                for load in result.loads()
+                if load.startswith(kind) and result.of(subject, load)
             }
             for percentile, style in (("p50", "-"), ("p99", "--")):
                 points = [
-                    (rate, value) for rate, load in sorted(opened.items()) if (value := result.median(subject, load, percentile))
+                    (rate, value)
+                    for rate, load in sorted(opened.items())
+                    if (value := result.median(subject, load, percentile))
                 ]
                 if points:
-                    latency.plot(*zip(*points, strict=True), style, marker=".", label=f"{subject}, {kind}, {percentile}")
-    throughput.set(title="Closed loop", xlabel="clients", ylabel="texts a second", xscale="log", ylim=(0, None))
-    latency.set(title="Open loop", xlabel="arrivals, share of its own capacity", ylabel="latency, ms", yscale="log")
+                    latency.plot(
+                        *zip(*points, strict=True),
+                        style,
+                        marker=".",
+                        label=f"{subject}, {kind}, {percentile}",
+                    )
+    throughput.set(
+        title="Closed loop", xlabel="clients", ylabel="texts a second", xscale="log", ylim=(0, None)
+    )
+    latency.set(
+        title="Open loop",
+        xlabel="arrivals, share of its own capacity",
+        ylabel="latency, ms",
+        yscale="log",
+    )
     _draw_parts(shares, result)
     for axes in (throughput, latency):
         axes.grid(alpha=0.3)

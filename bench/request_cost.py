@@ -40,7 +40,11 @@ class Instant:
 
     def __init__(self, bundle: Bundle, device: Device, precision: RequestedPrecision) -> None:  # noqa: ARG002
         assert bundle.manifest.embedding is not None
-        vector = np.random.default_rng(0).normal(size=bundle.manifest.embedding.dimensions).astype(np.float32)
+        vector = (
+            np.random.default_rng(0)
+            .normal(size=bundle.manifest.embedding.dimensions)
+            .astype(np.float32)
+        )
         self._answer = {HEAD.name: EmbeddingResult(vector)}
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
@@ -53,9 +57,25 @@ class Instant:
 
 async def request(app: ASGIApp) -> None:
     """One, as uvicorn hands it over."""
-    headers = [(b"host", b"bench"), (b"content-type", b"application/json"), (b"content-length", str(len(BODY)).encode())]
-    scope: dict[str, Any] = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST"}
-    scope |= {"path": "/embed", "raw_path": b"/embed", "query_string": b"", "root_path": "", "scheme": "http", "headers": headers}
+    headers = [
+        (b"host", b"bench"),
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(BODY)).encode()),
+    ]
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+    }
+    scope |= {
+        "path": "/embed",
+        "raw_path": b"/embed",
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": headers,
+    }
     scope |= {"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000), "state": {}}
     messages: list[Message] = [{"type": "http.request", "body": BODY, "more_body": False}]
 

@@ -57,11 +57,21 @@ class Turn:
 
 
 def turn_of(
-    subject: str, load: str, turn: int, found: Load, *, cpu_s: float, rss_mb: float, parts_ms: dict[str, float] | None = None
+    subject: str,
+    load: str,
+    turn: int,
+    found: Load,
+    *,
+    cpu_s: float,
+    rss_mb: float,
+    parts_ms: dict[str, float] | None = None,
 ) -> Turn:
     """A turn of requests."""
     latency = {f"p{p:g}": found.latencies.get_value_at_percentile(p) / 1000 for p in _PERCENTILES}
-    latency |= {"max": found.latencies.get_max_value() / 1000, "mean": found.latencies.get_mean_value() / 1000}
+    latency |= {
+        "max": found.latencies.get_max_value() / 1000,
+        "mean": found.latencies.get_mean_value() / 1000,
+    }
     return Turn(
         subject,
         load,
@@ -70,7 +80,9 @@ def turn_of(
         requests_per_s=found.requests / found.seconds,
         answered=found.requests,
         latency_ms=latency if found.requests else {},
-        failed={str(status): count for status, count in sorted(found.statuses.items()) if status != 200},
+        failed={
+            str(status): count for status, count in sorted(found.statuses.items()) if status != 200
+        },
         cpu_s=cpu_s,
         rss_mb=rss_mb,
         parts_ms=parts_ms or {},
@@ -153,14 +165,22 @@ class Result:
         found = [
             value
             for turn in self.of(subject, load)
-            if (value := turn.latency_ms.get(figure) if figure in turn.latency_ms else getattr(turn, figure, None)) is not None
+            if (
+                value := turn.latency_ms.get(figure)
+                if figure in turn.latency_ms
+                else getattr(turn, figure, None)
+            )
+            is not None
         ]
         return statistics.median(found) if found else None
 
     def parts(self, subject: str, load: str) -> dict[str, float]:
         """Medians of `Turn.parts_ms`."""
         found = [turn.parts_ms for turn in self.of(subject, load) if turn.parts_ms]
-        return {name: statistics.median(parts[name] for parts in found) for name in (found[0] if found else ())}
+        return {
+            name: statistics.median(parts[name] for parts in found)
+            for name in (found[0] if found else ())
+        }
 
     def to_json(self) -> str:
         """For `from_json`."""
@@ -213,6 +233,8 @@ def installed(python: str = sys.executable) -> dict[str, str]:
         "names = {(d.metadata['Name'] or '').lower(): d.version for d in m.distributions()}\n"
         "print(json.dumps({name: names[name] for name in sys.argv[1:] if name in names}))"
     )
-    said = subprocess.run([python, "-c", program, *_PACKAGES], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [python, "-c", program, *_PACKAGES], capture_output=True, text=True, check=True
+    ).stdout
     versions: dict[str, str] = json.loads(said)
     return versions

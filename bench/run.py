@@ -74,7 +74,11 @@ def measure(
             try:
                 with server.start() as process:
                     starts.append(Start(server.name, process.ready_s, process.rss_mb()))
-                    _note(uvloop.run(_measure_server(server, process, texts, plan, number)), turns, say)
+                    _note(
+                        uvloop.run(_measure_server(server, process, texts, plan, number)),
+                        turns,
+                        say,
+                    )
             except BenchError as error:
                 say(f"turn {number}: {server.name} is left out: {error}")
     return turns, starts
@@ -83,9 +87,15 @@ def measure(
 def _note(found: list[Turn], turns: list[Turn], say: Callable[[str], None]) -> None:
     turns += found
     for turn in found:
-        latency = "".join(f", {name} {turn.latency_ms[name]:.2f} ms" for name in ("p50", "p99") if name in turn.latency_ms)
+        latency = "".join(
+            f", {name} {turn.latency_ms[name]:.2f} ms"
+            for name in ("p50", "p99")
+            if name in turn.latency_ms
+        )
         failed = f", failed {turn.failed}" if turn.failed else ""
-        say(f"turn {turn.turn}: {turn.load}, {turn.subject}: {turn.texts_per_s:.1f} texts/s{latency}{failed}")
+        say(
+            f"turn {turn.turn}: {turn.load}, {turn.subject}: {turn.texts_per_s:.1f} texts/s{latency}{failed}"
+        )
 
 
 def _measure_engine(name: str, engine: EngineAlone, plan: Plan, number: int) -> list[Turn]:
@@ -94,12 +104,16 @@ def _measure_engine(name: str, engine: EngineAlone, plan: Plan, number: int) -> 
         single = Load(seconds=plan.seconds, latencies=engine.one_at_a_time(plan.seconds))
         single.requests = single.texts = single.latencies.get_total_count()
         found.append(turn_of(name, plan.closed(1), number, single, cpu_s=0.0, rss_mb=0.0))
-    if plan.texts_per_request > 1 or max(plan.clients) > 1:  # else one client's single texts are no batch
+    if (
+        plan.texts_per_request > 1 or max(plan.clients) > 1
+    ):  # else one client's single texts are no batch
         found.append(Turn(name, plan.closed(max(plan.clients)), number, engine.run(plan.seconds)))
     return found
 
 
-async def _measure_server(server: Served, process: Running, texts: Sequence[str], plan: Plan, number: int) -> list[Turn]:
+async def _measure_server(
+    server: Served, process: Running, texts: Sequence[str], plan: Plan, number: int
+) -> list[Turn]:
     shuffled = list(texts)
     random.Random(number).shuffle(shuffled)  # a slow server meets few of them, each turn others
     requests = server.requests(shuffled, each=plan.texts_per_request)
@@ -110,19 +124,36 @@ async def _measure_server(server: Served, process: Running, texts: Sequence[str]
         result = await load
         cpu_s = process.cpu_s() - cpu
         spent = parts_ms(times, scrape(process.url)) if times is not None else None
-        found.append(turn_of(server.name, name, number, result, cpu_s=cpu_s, rss_mb=process.rss_mb(), parts_ms=spent))
+        found.append(
+            turn_of(
+                server.name,
+                name,
+                number,
+                result,
+                cpu_s=cpu_s,
+                rss_mb=process.rss_mb(),
+                parts_ms=spent,
+            )
+        )
         return found[-1]
 
     await closed_loop(process.url, requests, clients=max(plan.clients), seconds=_WARM_UP_S)
     capacity = 0.0
     for clients in sorted(plan.clients):
-        closed = await turn(plan.closed(clients), closed_loop(process.url, requests, clients=clients, seconds=plan.seconds))
+        closed = await turn(
+            plan.closed(clients),
+            closed_loop(process.url, requests, clients=clients, seconds=plan.seconds),
+        )
         capacity = closed.requests_per_s  # in the end, that of the most clients
     for share in plan.shares if capacity else ():
         for kind, times in _arrivals(capacity * share, plan, number):
             await turn(f"{kind} {share:g}", open_loop(process.url, requests, times))
     if plan.bulk and server.lists:
-        await turn("single beside bulk", _beside_bulk(server, process.url, texts, requests, plan.seconds), parts=False)
+        await turn(
+            "single beside bulk",
+            _beside_bulk(server, process.url, texts, requests, plan.seconds),
+            parts=False,
+        )
     return found
 
 
@@ -133,7 +164,9 @@ def _arrivals(rate: float, plan: Plan, number: int) -> list[tuple[str, NDArray[n
     return kinds
 
 
-async def _beside_bulk(server: Served, url: str, texts: Sequence[str], requests: list[Request], seconds: float) -> Load:
+async def _beside_bulk(
+    server: Served, url: str, texts: Sequence[str], requests: list[Request], seconds: float
+) -> Load:
     """The load of one client with single texts, while another keeps a bulk request running; failures are of both."""
     bulk = server.requests([texts[i % len(texts)] for i in range(_BULK_TEXTS)], each=_BULK_TEXTS)
     beside = asyncio.create_task(closed_loop(url, bulk, clients=1, seconds=seconds + 1.0))

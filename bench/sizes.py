@@ -19,11 +19,24 @@ from model_store.manifest import Precision
 
 
 def _size(
-    family: str, layers: int, hidden_size: int, heads: int, *, vocab_size: int = 30522, max_positions: int = 512
+    family: str,
+    layers: int,
+    hidden_size: int,
+    heads: int,
+    *,
+    vocab_size: int = 30522,
+    max_positions: int = 512,
 ) -> EncoderConfig:
     types = 2 if family == "bert" else 0
     return EncoderConfig(
-        family, vocab_size, hidden_size, layers, heads, 4 * hidden_size, max_positions=max_positions, type_vocab_size=types
+        family,
+        vocab_size,
+        hidden_size,
+        layers,
+        heads,
+        4 * hidden_size,
+        max_positions=max_positions,
+        type_vocab_size=types,
     )
 
 
@@ -42,7 +55,9 @@ _SQUAD_LENGTHS = (41, 85, 107, 126, 138, 149, 162, 177, 195, 217, 260, 301, 378,
 
 def squad_lengths(count: int, longest: int, seed: int = 0) -> NDArray[np.int64]:
     """Lengths in tokens, [count], distributed as SQuAD's; for a model of shorter sequences, all shorter in proportion."""
-    drawn = np.interp(np.random.default_rng(seed).uniform(0, 100, count), _SQUAD_PERCENTILES, _SQUAD_LENGTHS)
+    drawn = np.interp(
+        np.random.default_rng(seed).uniform(0, 100, count), _SQUAD_PERCENTILES, _SQUAD_LENGTHS
+    )
     return np.maximum(3, np.rint(drawn * min(1.0, longest / max(_SQUAD_LENGTHS))).astype(np.int64))
 
 
@@ -53,7 +68,9 @@ def flops(config: EncoderConfig, lengths: Sequence[int] | NDArray[np.int64]) -> 
     """
     sizes = np.asarray(lengths, np.float64)
     matrices = 2 * (4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size)
-    return float(config.layers * (matrices * sizes.sum() + 4 * config.hidden_size * np.square(sizes).sum()))
+    return float(
+        config.layers * (matrices * sizes.sum() + 4 * config.hidden_size * np.square(sizes).sum())
+    )
 
 
 def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Checkpoint]:
@@ -78,8 +95,17 @@ def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Check
     vocabulary = [*SPECIAL_TOKENS, *ascii_lowercase, *(f"##{letter}" for letter in ascii_lowercase)]
     vocabulary += islice(words, config.vocab_size - len(vocabulary))
     checkpoint = folder / f"{name}-checkpoint"
-    save_checkpoint(model, wordpiece({token: number for number, token in enumerate(vocabulary)}, lowercase=True), checkpoint)
+    save_checkpoint(
+        model,
+        wordpiece({token: number for number, token in enumerate(vocabulary)}, lowercase=True),
+        checkpoint,
+    )
     store = Store(folder / "store")
     precisions = (Precision.FP16,) if cuda else ()
-    bundle = export(str(checkpoint), name, store, ExportOptions(tasks=("embed",), precisions=precisions, cuda=cuda))
+    bundle = export(
+        str(checkpoint),
+        name,
+        store,
+        ExportOptions(tasks=("embed",), precisions=precisions, cuda=cuda),
+    )
     return bundle, load_checkpoint(str(checkpoint))

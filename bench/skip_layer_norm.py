@@ -12,7 +12,14 @@ import onnxruntime as ort
 from onnx import NodeProto, TensorProto, helper
 
 TOKENS, SECONDS = 512, 0.5
-FUSED = [helper.make_node("SkipLayerNormalization", ["x", "skip", "scale", "shift", "bias"], ["y"], domain="com.microsoft")]
+FUSED = [
+    helper.make_node(
+        "SkipLayerNormalization",
+        ["x", "skip", "scale", "shift", "bias"],
+        ["y"],
+        domain="com.microsoft",
+    )
+]
 PARTS = [
     helper.make_node("Sum", ["x", "skip", "bias"], ["t"]),
     helper.make_node("LayerNormalization", ["t", "scale", "shift"], ["y"]),
@@ -21,9 +28,20 @@ PARTS = [
 
 def least_us(nodes: list[NodeProto], hidden: int) -> float:
     """Processor time of the quickest of the runs, one thread."""
-    shapes = {"x": [TOKENS, hidden], "skip": [TOKENS, hidden], "scale": [hidden], "shift": [hidden], "bias": [hidden]}
-    inputs = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name, shape in shapes.items()]
-    graph = helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
+    shapes = {
+        "x": [TOKENS, hidden],
+        "skip": [TOKENS, hidden],
+        "scale": [hidden],
+        "shift": [hidden],
+        "bias": [hidden],
+    }
+    inputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)
+        for name, shape in shapes.items()
+    ]
+    graph = helper.make_graph(
+        nodes, "g", inputs, [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    )
     opsets = [helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)]
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
@@ -43,7 +61,9 @@ def main() -> None:
     """Print the table."""
     print(f"# Residual and LayerNorm on a CPU, onnxruntime {ort.__version__}\n")
     print("    .venv/bin/python bench/skip_layer_norm.py\n")
-    print(f"{TOKENS} tokens, one thread, 2 cores of an AMD EPYC with avx512_vnni; the quickest run of half a second, in us.\n")
+    print(
+        f"{TOKENS} tokens, one thread, 2 cores of an AMD EPYC with avx512_vnni; the quickest run of half a second, in us.\n"
+    )
     print("| hidden size | `SkipLayerNormalization` | `Sum`, `LayerNormalization` |\n|---|---|---|")
     for hidden in (256, 384, 768):
         print(f"| {hidden} | {least_us(FUSED, hidden):.0f} | {least_us(PARTS, hidden):.0f} |")

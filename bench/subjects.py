@@ -64,7 +64,11 @@ class Served:
         command = [part.format(port=port) for part in self.command]
         environment = own | dict(self.environment)
         return running(
-            command, f"http://127.0.0.1:{port}", self.ready_path, environment=environment, timeout_s=self.ready_timeout_s
+            command,
+            f"http://127.0.0.1:{port}",
+            self.ready_path,
+            environment=environment,
+            timeout_s=self.ready_timeout_s,
         )
 
     def requests(self, texts: Sequence[str], *, each: int = 1) -> list[Request]:
@@ -72,17 +76,38 @@ class Served:
         groups = [texts[at : at + each] for at in range(0, len(texts), each)]
         return [
             Request(
-                post(self.path, orjson.dumps({self.field: group[0] if each == 1 else list(group)} | dict(self.extra))), len(group)
+                post(
+                    self.path,
+                    orjson.dumps(
+                        {self.field: group[0] if each == 1 else list(group)} | dict(self.extra)
+                    ),
+                ),
+                len(group),
             )
             for group in groups
         ]
 
 
 def cloze(
-    name: str, bundle: str, store: Path, path: str, precision: RequestedPrecision, device: Device = Device.CPU, frontends: int = 0
+    name: str,
+    bundle: str,
+    store: Path,
+    path: str,
+    precision: RequestedPrecision,
+    device: Device = Device.CPU,
+    frontends: int = 0,
 ) -> Served:
     """Our server on one bundle, in this environment, as it is unless told otherwise."""
-    own = ("--model", bundle, "--model-store", str(store), "--device", str(device), "--precision", str(precision))
+    own = (
+        "--model",
+        bundle,
+        "--model-store",
+        str(store),
+        "--device",
+        str(device),
+        "--precision",
+        str(precision),
+    )
     several = ("--frontends", str(frontends)) if frontends else ()
     command = (sys.executable, "-m", "cloze", "serve", "--port", "{port}", *own, *several)
     return Served(name, command, path, "/readyz", parts=True)
@@ -113,14 +138,34 @@ def infinity(python: str, checkpoint: Path, engine: str) -> Served:
     options += ("--onnx-do-not-prefer-quantized",) if engine == "optimum" else ()
     offline = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
     return Served(
-        f"infinity-emb {engine}", (infinity_emb, "v2", *options), "/embeddings", "/health", "input", {"model": "m"}, offline
+        f"infinity-emb {engine}",
+        (infinity_emb, "v2", *options),
+        "/embeddings",
+        "/health",
+        "input",
+        {"model": "m"},
+        offline,
     )
 
 
 def pipeline(python: str, checkpoint: Path, task: Task) -> Served:
     """FastAPI around a transformers pipeline."""
-    command = (python, "-m", "bench.peers.pipeline_app", str(checkpoint.resolve()), task.name, "{port}")
-    return Served("FastAPI + transformers", command, task.route, "/healthz", environment={"HF_HUB_OFFLINE": "1"}, lists=False)
+    command = (
+        python,
+        "-m",
+        "bench.peers.pipeline_app",
+        str(checkpoint.resolve()),
+        task.name,
+        "{port}",
+    )
+    return Served(
+        "FastAPI + transformers",
+        command,
+        task.route,
+        "/healthz",
+        environment={"HF_HUB_OFFLINE": "1"},
+        lists=False,
+    )
 
 
 def _task_limits(manifest: Manifest, settings: Settings) -> TaskLimits:
@@ -163,7 +208,9 @@ class EngineAlone:
         self._engine = OnnxEngine(opened, device, precision)
         self._workers = settings.worker_count(self._engine.device)
         budget = batch_tokens(opened, self._engine, settings)
-        context = TaskContext(opened.manifest, Tokenizer(opened), _task_limits(opened.manifest, settings))
+        context = TaskContext(
+            opened.manifest, Tokenizer(opened), _task_limits(opened.manifest, settings)
+        )
         call = TaskCall(list(texts), task.parameters())
         self._queries: list[Encoding] = task.prepare(call, context).encodings
         self._batches = batches_for(self._engine, self._queries, budget)
@@ -175,7 +222,9 @@ class EngineAlone:
 
     def run(self, seconds: float) -> float:
         """Texts a second over whole rounds of all texts, for about so many seconds."""
-        return rounds_per_s(lambda: run_all(self._engine, self._batches, self._workers), seconds) * len(self._queries)
+        return rounds_per_s(
+            lambda: run_all(self._engine, self._batches, self._workers), seconds
+        ) * len(self._queries)
 
     def one_at_a_time(self, seconds: float) -> HdrHistogram:
         """Latencies in microseconds of single texts, one after the other, in the texts' order."""

@@ -11,7 +11,21 @@ from tokenizers import Tokenizer
 
 from model_store import Bundle
 
-_QUESTION_WORDS = {7: 47, 8: 817, 9: 438, 10: 208, 11: 143, 12: 63, 13: 41, 14: 18, 15: 15, 16: 7, 17: 6, 18: 1, 19: 1}
+_QUESTION_WORDS = {
+    7: 47,
+    8: 817,
+    9: 438,
+    10: 208,
+    11: 143,
+    12: 63,
+    13: 41,
+    14: 18,
+    15: 15,
+    16: 7,
+    17: 6,
+    18: 1,
+    19: 1,
+}
 """Words of 1,805 real search questions (Natural Questions): how many had so many."""
 
 _MIX = ((0.75, "question"), (0.20, "sentence"), (0.05, "passage"))
@@ -40,7 +54,9 @@ def read_texts(file: Path, limit: int) -> Texts:
     """
     data = file.read_bytes()
     lines = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8").splitlines()
-    texts = [_text_of(line) if ".jsonl" in file.suffixes else line for line in lines if line.strip()][:limit]
+    texts = [
+        _text_of(line) if ".jsonl" in file.suffixes else line for line in lines if line.strip()
+    ][:limit]
     if not texts:
         raise ValueError(f"{file} has no text")
     return Texts(texts, file.name)
@@ -60,8 +76,14 @@ def make_texts(words: Sequence[str], count: int, seed: int = 0) -> Texts:
     lengths = np.fromiter((_length(rng) for _ in range(count)), int, count)
     chosen = rng.integers(len(words), size=lengths.sum())
     ends = np.cumsum(lengths)
-    texts = [" ".join(words[i] for i in chosen[end - size : end]) for end, size in zip(ends, lengths, strict=True)]
-    return Texts(texts, f"{count} of random words: 75 % as long as search questions, 20 % as sentences, 5 % as passages")
+    texts = [
+        " ".join(words[i] for i in chosen[end - size : end])
+        for end, size in zip(ends, lengths, strict=True)
+    ]
+    return Texts(
+        texts,
+        f"{count} of random words: 75 % as long as search questions, 20 % as sentences, 5 % as passages",
+    )
 
 
 def _length(rng: np.random.Generator) -> int:
@@ -76,7 +98,11 @@ def _length(rng: np.random.Generator) -> int:
 def words_of(bundle: Bundle) -> list[str]:
     """The whole words of a bundle's vocabulary: ASCII letters, three or more."""
     tokenizer = Tokenizer.from_file(str(bundle.file(bundle.manifest.tokenizer.file)))
-    return sorted(word for word in tokenizer.get_vocab() if len(word) > 2 and word.isascii() and word.isalpha())
+    return sorted(
+        word
+        for word in tokenizer.get_vocab()
+        if len(word) > 2 and word.isascii() and word.isalpha()
+    )
 
 
 def mask_a_word(texts: Texts, mask: str) -> Texts:

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 _out_option = click.option(
-    "--out", type=click.Path(path_type=Path), help="Where to write NAME.json and NAME.md, of `run` also NAME.png (give NAME)."
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Where to write NAME.json and NAME.md, of `run` also NAME.png (give NAME).",
 )
 
 
@@ -47,23 +49,56 @@ def _counts(least: int) -> Callable[[click.Context, click.Parameter, str], tuple
     def parse(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
         parts = value.split(",")
         if not all(part.strip().isdecimal() and int(part) >= least for part in parts):
-            raise click.BadParameter(f"whole numbers from {least} with commas between them, got {value!r}")
+            raise click.BadParameter(
+                f"whole numbers from {least} with commas between them, got {value!r}"
+            )
         return tuple(int(part) for part in parts)
 
     return parse
 
 
 @click.group(invoke_without_command=True)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Measure all that it gives; with no command.")
-@click.option("--sizes", default="bert-base,bert-large,distilbert", help="Architectures, with random weights; also tiny.")
-@click.option("--lengths", default="16,32,64,128,256,512", callback=_counts(1), help="Of sequences, in tokens.")
 @click.option(
-    "--batch-tokens", default="1024,2048,4096,8192,16384,32768", callback=_counts(1), help="Of batches of one length each."
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Measure all that it gives; with no command.",
 )
-@click.option("--frontends", default="0,1,2,4,8,12", callback=_counts(0), help="Of servers, one each; 0: one process.")
+@click.option(
+    "--sizes",
+    default="bert-base,bert-large,distilbert",
+    help="Architectures, with random weights; also tiny.",
+)
+@click.option(
+    "--lengths",
+    default="16,32,64,128,256,512",
+    callback=_counts(1),
+    help="Of sequences, in tokens.",
+)
+@click.option(
+    "--batch-tokens",
+    default="1024,2048,4096,8192,16384,32768",
+    callback=_counts(1),
+    help="Of batches of one length each.",
+)
+@click.option(
+    "--frontends",
+    default="0,1,2,4,8,12",
+    callback=_counts(0),
+    help="Of servers, one each; 0: one process.",
+)
 @click.option("--sequences", type=click.IntRange(min=1), default=1024, help="Of SQuAD's lengths.")
-@click.option("--seconds", type=click.FloatRange(min=0.01), default=0.4, help="Of each batch; of a server ten times that.")
-@click.option("--minutes", type=click.FloatRange(min=0), default=8.0, help="After which nothing further begins.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0.01),
+    default=0.4,
+    help="Of each batch; of a server ten times that.",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0),
+    default=8.0,
+    help="After which nothing further begins.",
+)
 @_out_option
 @click.pass_context
 def bench(
@@ -88,9 +123,17 @@ def bench(
       cloze bench --device cuda --out results/my-card
       cloze bench run --model cloze-bert
     """
-    for name in [name for name in os.environ if name.startswith("CLOZE_") and name != "CLOZE_MODEL_STORE"]:
-        del os.environ[name]  # servers are started without them, so that the engine alone must not have them either
-    given = [name for name in context.params if context.get_parameter_source(name) is not ParameterSource.DEFAULT]
+    for name in [
+        name for name in os.environ if name.startswith("CLOZE_") and name != "CLOZE_MODEL_STORE"
+    ]:
+        del os.environ[
+            name
+        ]  # servers are started without them, so that the engine alone must not have them either
+    given = [
+        name
+        for name in context.params
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT
+    ]
     if context.invoked_subcommand is not None:
         if given:
             raise click.UsageError(
@@ -99,7 +142,9 @@ def bench(
         return
     if device is None:
         if given:
-            raise click.UsageError(f"--{given[0].replace('_', '-')} says how to measure a device; give --device as well")
+            raise click.UsageError(
+                f"--{given[0].replace('_', '-')} says how to measure a device; give --device as well"
+            )
         click.echo(context.get_help())
         return
     try:
@@ -113,7 +158,9 @@ def bench(
         fail(f"bench of a device needs {error.name}; install cloze[bench,export] with cpu or gpu")
     names = tuple(sizes.split(","))
     if unknown := [name for name in names if name not in SIZES]:
-        raise click.BadParameter(f"{unknown[0]!r} is none of {', '.join(SIZES)}", param_hint="--sizes")
+        raise click.BadParameter(
+            f"{unknown[0]!r} is none of {', '.join(SIZES)}", param_hint="--sizes"
+        )
     programme = Programme(
         Device(device),
         sizes=names,
@@ -134,7 +181,10 @@ def bench(
             machine=gpu | describe_machine(available_cpus()),
             versions=versions,
             model=", ".join(names) + f", embed, on {gpu.get('GPU', 'a CPU')}",
-            texts={"from": "random words", "lengths": "SQuAD 1.1's; short: search questions' mostly"},
+            texts={
+                "from": "random words",
+                "lengths": "SQuAD 1.1's; short: search questions' mostly",
+            },
             turns=found.turns,
             starts=found.starts,
             cells=found.cells,
@@ -145,7 +195,10 @@ def bench(
         _open_out(out)
         with TemporaryDirectory(prefix="cloze-bench-") as folder:
             found = run_programme(
-                programme, Path(folder), lambda line: click.echo(line, err=True), lambda found: _write(result(found), out)
+                programme,
+                Path(folder),
+                lambda line: click.echo(line, err=True),
+                lambda found: _write(result(found), out),
             )
     except (BenchError, OSError) as error:
         fail(str(error))
@@ -155,19 +208,44 @@ def bench(
 
 
 @bench.command()
-@click.option("--model", "models", multiple=True, default=("cloze-bert",), help="A bundle; may be repeated, to compare two.")
 @click.option(
-    "--model-store", type=click.Path(path_type=Path), default=DEFAULT_ROOT, envvar="CLOZE_MODEL_STORE", help="Its folder."
+    "--model",
+    "models",
+    multiple=True,
+    default=("cloze-bert",),
+    help="A bundle; may be repeated, to compare two.",
+)
+@click.option(
+    "--model-store",
+    type=click.Path(path_type=Path),
+    default=DEFAULT_ROOT,
+    envvar="CLOZE_MODEL_STORE",
+    help="Its folder.",
 )
 @click.option("--task", type=click.Choice(["embed", "fill-mask"]), default="embed")
 @click.option(
-    "--texts", type=click.Path(path_type=Path), help="A text a line, or .jsonl (text or question); unless given, made up."
+    "--texts",
+    type=click.Path(path_type=Path),
+    help="A text a line, or .jsonl (text or question); unless given, made up.",
 )
 @click.option("--count", type=click.IntRange(min=1), default=2000, help="How many texts.")
 @click.option("--clients", default="1,32", callback=_numbers, help="Of the closed loops.")
-@click.option("--shares", default="0.3,0.5,0.7,0.9", callback=_numbers, help="Of the open loops, of what the closed loop gave.")
-@click.option("--arrivals", type=click.Path(path_type=Path), help="CSV of recorded arrival times (column timestamp).")
-@click.option("--bulk/--no-bulk", default=True, help="Whether to measure single texts beside requests of 2,048.")
+@click.option(
+    "--shares",
+    default="0.3,0.5,0.7,0.9",
+    callback=_numbers,
+    help="Of the open loops, of what the closed loop gave.",
+)
+@click.option(
+    "--arrivals",
+    type=click.Path(path_type=Path),
+    help="CSV of recorded arrival times (column timestamp).",
+)
+@click.option(
+    "--bulk/--no-bulk",
+    default=True,
+    help="Whether to measure single texts beside requests of 2,048.",
+)
 @click.option("--each", type=click.IntRange(min=1), default=1, help="Texts a request.")
 @click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, help="Of each load.")
 @click.option("--turns", type=click.IntRange(min=1), default=3)
@@ -179,15 +257,29 @@ def bench(
     default=("auto",),
     help="Of engine and server; may be repeated, to compare.",
 )
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Of engine and server.")
 @click.option(
-    "--frontends", multiple=True, type=click.IntRange(min=0), default=(0,), help="Of the server; may be repeated, to compare."
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Of engine and server."
 )
-@click.option("--infinity", metavar="PYTHON", help="Interpreter of an environment with infinity-emb; needs --checkpoint.")
 @click.option(
-    "--pipeline", metavar="PYTHON", help="Interpreter of an environment with transformers and FastAPI; needs --checkpoint."
+    "--frontends",
+    multiple=True,
+    type=click.IntRange(min=0),
+    default=(0,),
+    help="Of the server; may be repeated, to compare.",
 )
-@click.option("--checkpoint", type=click.Path(path_type=Path), help="The bundle's weights as peers read them.")
+@click.option(
+    "--infinity",
+    metavar="PYTHON",
+    help="Interpreter of an environment with infinity-emb; needs --checkpoint.",
+)
+@click.option(
+    "--pipeline",
+    metavar="PYTHON",
+    help="Interpreter of an environment with transformers and FastAPI; needs --checkpoint.",
+)
+@click.option(
+    "--checkpoint", type=click.Path(path_type=Path), help="The bundle's weights as peers read them."
+)
 @_out_option
 def run(
     models: tuple[str, ...],
@@ -220,7 +312,9 @@ def run(
         from service.settings import available_cpus
         from service.tasks import TASKS
     except ModuleNotFoundError as error:
-        fail(f"bench needs {error.name}, which the serving install leaves out; install cloze[cpu,bench]")
+        fail(
+            f"bench needs {error.name}, which the serving install leaves out; install cloze[cpu,bench]"
+        )
     if (infinity or pipeline) and checkpoint is None:
         fail("peers need the weights as a checkpoint: give --checkpoint")
     pythons = {"Cloze": sys.executable, "infinity-emb": infinity, "pipeline": pipeline}
@@ -259,7 +353,9 @@ def run(
             for number in frontends
         ]
         if checkpoint and infinity:
-            servers += [subjects.infinity(infinity, checkpoint, engine) for engine in ("torch", "optimum")]
+            servers += [
+                subjects.infinity(infinity, checkpoint, engine) for engine in ("torch", "optimum")
+            ]
         if checkpoint and pipeline:
             servers.append(subjects.pipeline(pipeline, checkpoint, asked))
         versions = {title: installed(python) for title, python in pythons.items() if python}
@@ -273,16 +369,30 @@ def run(
             seconds=seconds,
             turns=turns,
         )
-        found, starts = measure(engines, servers, chosen.texts, plan, lambda line: click.echo(line, err=True))
-    except (BenchError, StoreError, StartupError, subprocess.CalledProcessError, ValueError, OSError) as error:
+        found, starts = measure(
+            engines, servers, chosen.texts, plan, lambda line: click.echo(line, err=True)
+        )
+    except (
+        BenchError,
+        StoreError,
+        StartupError,
+        subprocess.CalledProcessError,
+        ValueError,
+        OSError,
+    ) as error:
         fail(str(error))
     result = Result(
         command=shlex.join(["cloze", *sys.argv[1:]]),
         date=_now(),
         machine=describe_machine(threads),
         versions=versions,
-        model=", ".join(Store(model_store).manifest(name).reference for name in models) + f", {task}",
-        texts={"from": chosen.source, "count": len(chosen.texts), "mean tokens": round(sum(lengths) / len(lengths), 1)},
+        model=", ".join(Store(model_store).manifest(name).reference for name in models)
+        + f", {task}",
+        texts={
+            "from": chosen.source,
+            "count": len(chosen.texts),
+            "mean tokens": round(sum(lengths) / len(lengths), 1),
+        },
         turns=found,
         starts=starts,
     )
@@ -300,7 +410,9 @@ def compare(before: Path, after: Path, every: bool) -> None:
         from bench.compare import table
         from bench.result import Result
     except ModuleNotFoundError as error:
-        fail(f"bench needs {error.name}, which the serving install leaves out; install cloze[cpu,bench]")
+        fail(
+            f"bench needs {error.name}, which the serving install leaves out; install cloze[cpu,bench]"
+        )
     try:
         moves = compare_results(Result.from_json(before), Result.from_json(after))
     except (OSError, ValueError) as error:
@@ -346,7 +458,11 @@ def _texts(file: Path | None, model: str, store: Store, count: int, task: "Task"
 
     bundle = store.open(model)
     texts = read_texts(file, count) if file else make_texts(words_of(bundle), count)
-    return mask_a_word(texts, bundle.manifest.tokenizer.mask_token or "") if task.name == "fill-mask" else texts
+    return (
+        mask_a_word(texts, bundle.manifest.tokenizer.mask_token or "")
+        if task.name == "fill-mask"
+        else texts
+    )
 
 
 def _arrivals(file: Path) -> "NDArray[np.float64]":

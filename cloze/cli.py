@@ -50,13 +50,20 @@ _store_option = click.option(
 
 def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     if not re.fullmatch(NAME_PATTERN, value):
-        raise click.BadParameter("1 to 64 of letters, digits, '.', '_', '-', a letter or digit first")
+        raise click.BadParameter(
+            "1 to 64 of letters, digits, '.', '_', '-', a letter or digit first"
+        )
     return value
 
 
 @cli.command()
 @click.argument("source")
-@click.option("--name", required=True, callback=_check_name, help="The bundle's name; it gets the name's next version.")
+@click.option(
+    "--name",
+    required=True,
+    callback=_check_name,
+    help="The bundle's name; it gets the name's next version.",
+)
 @click.option(
     "--task",
     "tasks",
@@ -89,7 +96,10 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     type=click.Path(path_type=Path),
     help="CSV of sentence,sentence,score (STS-B), also .xz: int8 must rank them as well as the checkpoint does.",
 )
-@click.option("--revision", help="Branch, tag or commit of a hub id; the commit it names is pinned and recorded.")
+@click.option(
+    "--revision",
+    help="Branch, tag or commit of a hub id; the commit it names is pinned and recorded.",
+)
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
@@ -129,7 +139,9 @@ def export(
         from export.publish import ExportOptions
         from export.publish import export as export_checkpoint
     except ModuleNotFoundError as error:
-        fail(f"export needs {error.name}, which the serving install leaves out; install cloze[cpu,export]")
+        fail(
+            f"export needs {error.name}, which the serving install leaves out; install cloze[cpu,export]"
+        )
     asked = [Precision(precision) for precision in precisions]
     try:
         check_layout(asked, Layout(layout) if layout else None)
@@ -192,7 +204,9 @@ def list_bundles(model_store: Path) -> None:
 def show(reference: str, as_json: bool, model_store: Path) -> None:
     """What a bundle promises: sizes, tasks, source, fused operators, parity."""
     manifest = _or_fail(lambda: Store(model_store).manifest(reference))
-    click.echo(json.dumps(manifest.model_dump(mode="json"), indent=2) if as_json else _describe(manifest))
+    click.echo(
+        json.dumps(manifest.model_dump(mode="json"), indent=2) if as_json else _describe(manifest)
+    )
 
 
 @store.command()
@@ -201,7 +215,10 @@ def show(reference: str, as_json: bool, model_store: Path) -> None:
 def verify(references: tuple[str, ...], model_store: Path) -> None:
     """Check every file of bundles against its manifest; without a name, of all."""
     there = Store(model_store)
-    _for_each(references or there.references(), lambda reference: f"{there.open(reference).manifest.reference}: ok")
+    _for_each(
+        references or there.references(),
+        lambda reference: f"{there.open(reference).manifest.reference}: ok",
+    )
 
 
 @store.command()
@@ -225,7 +242,12 @@ def _measured(gate: Gate) -> str:
 
 
 def _describe(manifest: Manifest) -> str:
-    sizes, source, graph, parity = manifest.architecture, manifest.source, manifest.graph, manifest.parity
+    sizes, source, graph, parity = (
+        manifest.architecture,
+        manifest.source,
+        manifest.graph,
+        manifest.parity,
+    )
     case = "uncased" if manifest.tokenizer.lowercase else "cased"
     lines = {
         "bundle": f"{manifest.reference}, published {manifest.created:%Y-%m-%d %H:%M} UTC",
@@ -233,16 +255,23 @@ def _describe(manifest: Manifest) -> str:
         "model": f"{sizes.family}, {sizes.layers} layers x {sizes.hidden_size}, {sizes.heads} heads, "
         f"{sizes.parameters:,} parameters",
         "tokens": f"{manifest.limits.max_tokens} at most; vocabulary of {manifest.tokenizer.vocab_size:,}, {case}",
-        "source": f"{source.kind} {source.location}" + (f" at {source.revision}" if source.revision else ""),
+        "source": f"{source.kind} {source.location}"
+        + (f" at {source.revision}" if source.revision else ""),
         "license": manifest.license or "not named by the source",
         "graph": f"{graph.layout}, {graph.precision}, weights {graph.weights} on disk, opset {graph.opset}",
-        "further": ", ".join(f"{lower.graph.layout}, {lower.graph.precision}" for lower in manifest.lower()) or "none",
+        "further": ", ".join(
+            f"{lower.graph.layout}, {lower.graph.precision}" for lower in manifest.lower()
+        )
+        or "none",
         "operators": ", ".join(f"{name} {count}" for name, count in graph.operators.items()),
         "parity": ", ".join(f"{name} {error:.1e}" for name, error in parity.max_error.items())
         + f" (tolerance {parity.tolerance:.0e})",
         "files": ", ".join(f"{name} {file.size:,} bytes" for name, file in manifest.files.items()),
     }
-    lines |= {title: f"{_measured(gate)}, beside the checkpoint as it came" for title, gate in _gates(manifest).items()}
+    lines |= {
+        title: f"{_measured(gate)}, beside the checkpoint as it came"
+        for title, gate in _gates(manifest).items()
+    }
     if (recipe := manifest.embedding) is not None:
         prompts = f"; prompts {', '.join(recipe.prompts)}" if recipe.prompts else ""
         scaled = "normalised" if recipe.normalize else "not normalised"
@@ -268,10 +297,23 @@ def _setting_flags() -> list[click.Parameter]:
     flags: list[click.Parameter] = []
     for name, field in Settings.model_fields.items():
         description = field.description or ""
-        default = "the project's own" if name == "model_store" else str(getattr(field.default, "value", field.default) or "")
-        shown = f"  [env: {ENV_PREFIX}{name.upper()}" + (f"; default: {default}]" if default else "]")
+        default = (
+            "the project's own"
+            if name == "model_store"
+            else str(getattr(field.default, "value", field.default) or "")
+        )
+        shown = f"  [env: {ENV_PREFIX}{name.upper()}" + (
+            f"; default: {default}]" if default else "]"
+        )
         text = f"{description[:1].upper()}{description[1:]}." + shown
-        flags.append(click.Option([f"--{name.replace('_', '-')}"], help=text, multiple=name == "model", show_default=False))
+        flags.append(
+            click.Option(
+                [f"--{name.replace('_', '-')}"],
+                help=text,
+                multiple=name == "model",
+                show_default=False,
+            )
+        )
     return flags
 
 
@@ -285,8 +327,8 @@ def serve(**flags: Any) -> None:
     Ends with 0 after SIGTERM once accepted requests are answered, with 1 if an engine dies, with 2 if it cannot start.
     """
     try:
-        from service.serve import serve as serve_forever
         from service.core import StartupError
+        from service.serve import serve as serve_forever
         from service.settings import load_settings
     except ModuleNotFoundError as error:
         fail(f"serve needs {error.name}, which is not installed", code=2)

@@ -80,7 +80,9 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     model, notes = _fill(read_tensors(weights), family, config, settings)
     if model.masked_lm is not None:
         if tokenizer.mask_id is None:
-            raise ExportError("the checkpoint has a masked-language-model head, but its tokenizer has no [MASK] token")
+            raise ExportError(
+                "the checkpoint has a masked-language-model head, but its tokenizer has no [MASK] token"
+            )
         # Rows beyond the vocabulary stand for no token: they must never be predicted.
         model.masked_lm.decoder.bias.data[tokenizer.size :] = torch.finfo(torch.float32).min / 2
     if tokenizer.note:
@@ -100,7 +102,12 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         heads=tuple(head.head for head in heads),
         default_heads=_default_heads(heads, says_pooling=recipe is not None),
         options=_read_options(heads, settings),
-        source=Source(kind=files.kind, location=files.location, revision=files.revision, weights_sha256=sha256_of(weights)),
+        source=Source(
+            kind=files.kind,
+            location=files.location,
+            revision=files.revision,
+            weights_sha256=sha256_of(weights),
+        ),
         license=_license(card),
         card=card,
         notes=tuple(notes),
@@ -113,28 +120,40 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, Mapping[str, Any]
         raise ExportError(f"{folder} holds no config.json")
     kind = settings.get("model_type")
     if kind not in FAMILIES:
-        raise ExportError(f"architecture {kind!r} is not supported (config.json's model_type: {', '.join(FAMILIES)})")
+        raise ExportError(
+            f"architecture {kind!r} is not supported (config.json's model_type: {', '.join(FAMILIES)})"
+        )
     if settings.get("quantization_config"):
-        raise ExportError("the checkpoint is quantised (config.json's quantization_config); export the original weights")
+        raise ExportError(
+            "the checkpoint is quantised (config.json's quantization_config); export the original weights"
+        )
     try:
         config = FAMILIES[kind].read_config(settings)
     except KeyError as error:
         raise ExportError(f"config.json does not give {error}") from error
     except ValidationError as error:
         first = error.errors()[0]
-        at = f"{first['loc'][0]}: {first['msg']}, got {first['input']!r}" if first["loc"] else first["msg"]
+        at = (
+            f"{first['loc'][0]}: {first['msg']}, got {first['input']!r}"
+            if first["loc"]
+            else first["msg"]
+        )
         raise ExportError(f"config.json: {at}") from error
     except ValueError as error:
         raise ExportError(f"config.json: {error}") from error
     if config.activation not in ACTIVATIONS:
-        raise ExportError(f"activation {config.activation!r} is not supported ({', '.join(ACTIVATIONS)})")
+        raise ExportError(
+            f"activation {config.activation!r} is not supported ({', '.join(ACTIVATIONS)})"
+        )
     return FAMILIES[kind], config, settings
 
 
 def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> None:
     rows, size = config.vocab_size, tokenizer.size
     if size > rows or rows - size > _PADDING_ROWS:
-        raise ExportError(f"the tokenizer has {size} tokens, but the embedding has {rows} rows: they do not belong together")
+        raise ExportError(
+            f"the tokenizer has {size} tokens, but the embedding has {rows} rows: they do not belong together"
+        )
 
 
 def _default_heads(heads: tuple[ExportHead, ...], *, says_pooling: bool) -> tuple[Head, ...]:
@@ -149,9 +168,7 @@ def _default_heads(heads: tuple[ExportHead, ...], *, says_pooling: bool) -> tupl
     return tuple(head.head for head in chosen)
 
 
-def _read_options(
-    heads: tuple[ExportHead, ...], settings: Mapping[str, Any]
-) -> dict[str, Frozen]:
+def _read_options(heads: tuple[ExportHead, ...], settings: Mapping[str, Any]) -> dict[str, Frozen]:
     """Return what ``config.json`` says of each head that needs more than the sizes."""
     return {
         head.head.name: head.read_options(settings)
@@ -180,7 +197,9 @@ def _fill(
     missing = [name for name in wanted if name not in found]
     if missing:
         raise ExportError(_describe_missing(missing, unknown, family))
-    state = {name: _checked(name, *found[name], parameter.shape) for name, parameter in wanted.items()}
+    state = {
+        name: _checked(name, *found[name], parameter.shape) for name, parameter in wanted.items()
+    }
     _check_whole_encoder(found, unknown, wanted, family, config)
     model.load_state_dict(state, strict=False, assign=True)
     if model.masked_lm is not None:
@@ -291,13 +310,17 @@ def _describe_missing(missing: list[str], unknown: list[str], family: Family) ->
     if len(unknown) > 3:
         seen = f"; it has {', '.join(sorted(unknown)[:3])} and {len(unknown) - 3} more that no {family.name} has"
     else:
-        seen = f"; it has {', '.join(sorted(unknown))}, which no {family.name} has" if unknown else ""
+        seen = (
+            f"; it has {', '.join(sorted(unknown))}, which no {family.name} has" if unknown else ""
+        )
     return f"the checkpoint lacks {missing[0]}{more}: a tensor is missing or renamed{seen}"
 
 
 def _checked(ours: str, theirs: str, tensor: Tensor, shape: torch.Size) -> Tensor:
     if tensor.shape != shape:
-        raise ExportError(f"{theirs} has shape {list(tensor.shape)}, but config.json's sizes ask for {list(shape)}")
+        raise ExportError(
+            f"{theirs} has shape {list(tensor.shape)}, but config.json's sizes ask for {list(shape)}"
+        )
     if not tensor.is_floating_point():
         raise ExportError(f"{theirs} holds {tensor.dtype}, not floating-point weights")
     tensor = tensor.float().contiguous()
@@ -308,12 +331,18 @@ def _checked(ours: str, theirs: str, tensor: Tensor, shape: torch.Size) -> Tenso
 
 def _check_tied(found: Mapping[str, tuple[str, Tensor]]) -> None:
     decoder = found.get("masked_lm.decoder.weight")
-    if decoder is not None and not torch.equal(decoder[1], found["encoder.embeddings.word.weight"][1]):
-        raise ExportError(f"{decoder[0]} differs from the word embeddings; only tied decoders are supported")
+    if decoder is not None and not torch.equal(
+        decoder[1], found["encoder.embeddings.word.weight"][1]
+    ):
+        raise ExportError(
+            f"{decoder[0]} differs from the word embeddings; only tied decoders are supported"
+        )
 
 
 def _license(card: str | None) -> str | None:
     """``license:`` of the model card's front matter."""
     front = re.match(r"---\n(.*?)\n---", card or "", re.DOTALL)
-    found = re.search(r"^license:[ \t]+([\w.+-]*\w)[ \t]*$", front[1], re.MULTILINE) if front else None
+    found = (
+        re.search(r"^license:[ \t]+([\w.+-]*\w)[ \t]*$", front[1], re.MULTILINE) if front else None
+    )
     return found[1] if found else None

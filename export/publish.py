@@ -169,9 +169,7 @@ def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptio
     return _Job(options, checkpoint, original, heads, _limits(checkpoint), smooth)
 
 
-def _write_graphs(
-    job: _Job, folder: Path, report: Report
-) -> dict[Precision, _WrittenGraph]:
+def _write_graphs(job: _Job, folder: Path, report: Report) -> dict[Precision, _WrittenGraph]:
     """Write, compare and gate each graph; write the tokenizer and the card beside them."""
     checkpoint, options = job.checkpoint, job.options
     checkpoint.tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE), pretty=False)
@@ -205,14 +203,10 @@ def _compare(job: _Job, folder: Path, graph: Graph) -> _WrittenGraph:
     )
     scorer = GraphScorer(session, subject.spec)
     title = f"{graph.precision} graph"
-    return _WrittenGraph(
-        graph, parity, pass_gate(job.original, scorer, title, job.heads, texts)
-    )
+    return _WrittenGraph(graph, parity, pass_gate(job.original, scorer, title, job.heads, texts))
 
 
-def _describe(
-    name: str, job: _Job, graphs: dict[Precision, _WrittenGraph]
-) -> BundleSpec:
+def _describe(name: str, job: _Job, graphs: dict[Precision, _WrittenGraph]) -> BundleSpec:
     checkpoint, fp32 = job.checkpoint, graphs[Precision.FP32]
     names = {head.name for head in job.heads}
     return BundleSpec(

@@ -13,7 +13,6 @@ from export.settings_files import read_settings
 from export.tensors import read_tensors, weight_files
 from model_store.heads import Pooling
 
-
 POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_mean_tokens": "mean",
@@ -97,7 +96,9 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         if kind in ("Transformer", "Dropout"):
             continue
         if normalize or (kind == "Pooling") != (pooling is None):
-            raise ExportError(f"modules.json puts {kind} where it is not supported (Transformer, Pooling, any Dense, Normalize)")
+            raise ExportError(
+                f"modules.json puts {kind} where it is not supported (Transformer, Pooling, any Dense, Normalize)"
+            )
         if kind == "Pooling":
             pooling = _pooling(settings)
         elif kind == "Dense":
@@ -110,9 +111,20 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         raise ExportError("modules.json names no Pooling module")
     limit = _max_tokens(encoder_folder(folder))
     settings = read_settings(folder / "config_sentence_transformers.json")
-    prompts = {name: text for name, text in (settings.get("prompts") or {}).items() if isinstance(text, str)}
+    prompts = {
+        name: text
+        for name, text in (settings.get("prompts") or {}).items()
+        if isinstance(text, str)
+    }
     default = settings.get("default_prompt_name")
-    return EmbeddingRecipe(pooling, tuple(projections), normalize, limit, prompts, default if default in prompts else None)
+    return EmbeddingRecipe(
+        pooling,
+        tuple(projections),
+        normalize,
+        limit,
+        prompts,
+        default if default in prompts else None,
+    )
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
@@ -121,7 +133,10 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
     if not file.is_file():
         return []
     try:
-        modules = [(str(m["type"]).rsplit(".", 1)[-1], str(m["path"])) for m in json.loads(file.read_text())]
+        modules = [
+            (str(m["type"]).rsplit(".", 1)[-1], str(m["path"]))
+            for m in json.loads(file.read_text())
+        ]
     except (ValueError, KeyError, TypeError) as error:
         raise ExportError(f"modules.json cannot be read: {error}") from error
     for _, path in modules:
@@ -137,7 +152,9 @@ def _max_tokens(folder: Path) -> int | None:
         if file.is_file():
             limit = read_settings(file).get("max_seq_length")
             if limit is not None and (not isinstance(limit, int) or limit < 3):
-                raise ExportError(f"{file.name}: max_seq_length must be a number of at least 3, got {limit!r}")
+                raise ExportError(
+                    f"{file.name}: max_seq_length must be a number of at least 3, got {limit!r}"
+                )
             return limit
     return None
 
@@ -145,26 +162,43 @@ def _max_tokens(folder: Path) -> int | None:
 def _pooling(settings: dict[str, Any]) -> Pooling:
     modes = settings.get("pooling_mode")
     if modes is None:  # before sentence-transformers 6: one boolean a mode
-        flags = [key for key, value in settings.items() if key.startswith("pooling_mode_") and value]
+        flags = [
+            key for key, value in settings.items() if key.startswith("pooling_mode_") and value
+        ]
         modes = [POOLING_FLAGS.get(flag, flag.removeprefix("pooling_mode_")) for flag in flags]
     elif isinstance(modes, str):
         modes = [modes]
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in list(Pooling):
-        shown = " + ".join(map(str, modes)) if isinstance(modes, list) and modes else "without a mode"
+        shown = (
+            " + ".join(map(str, modes)) if isinstance(modes, list) and modes else "without a mode"
+        )
         raise ExportError(f"pooling {shown} is not supported (one of {', '.join(Pooling)})")
     if settings.get("include_prompt", True) is False:
-        raise ExportError("pooling that leaves out the prompt (include_prompt: false) is not supported")
+        raise ExportError(
+            "pooling that leaves out the prompt (include_prompt: false) is not supported"
+        )
     return Pooling(modes[0])
 
 
 def _projection(folder: Path, settings: dict[str, Any]) -> Projection:
-    activation = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rsplit(".", 1)[-1]
+    activation = str(
+        settings.get("activation_function", "torch.nn.modules.activation.Tanh")
+    ).rsplit(".", 1)[-1]
     if activation not in ("Tanh", "Identity"):
-        raise ExportError(f"a Dense module with activation {activation} is not supported (Tanh or Identity)")
+        raise ExportError(
+            f"a Dense module with activation {activation} is not supported (Tanh or Identity)"
+        )
     for key in ("module_input_name", "module_output_name"):
         if settings.get(key, "sentence_embedding") != "sentence_embedding":
-            raise ExportError(f"a Dense module with {key} {settings[key]!r} is not supported (sentence_embedding)")
+            raise ExportError(
+                f"a Dense module with {key} {settings[key]!r} is not supported (sentence_embedding)"
+            )
     tensors = read_tensors(weight_files(folder))
-    if settings.get("use_residual") or not {"linear.weight"} <= tensors.keys() <= {"linear.weight", "linear.bias"}:
-        raise ExportError(f"the Dense module in {folder.name} is more than one linear layer ({', '.join(sorted(tensors))})")
+    if settings.get("use_residual") or not {"linear.weight"} <= tensors.keys() <= {
+        "linear.weight",
+        "linear.bias",
+    }:
+        raise ExportError(
+            f"the Dense module in {folder.name} is more than one linear layer ({', '.join(sorted(tensors))})"
+        )
     return Projection(tensors["linear.weight"], tensors.get("linear.bias"), activation == "Tanh")

@@ -14,7 +14,9 @@ from export.graph.reference import ReferenceSession
 from model_store.manifest import Layout
 from model_store.processor import cuda_settings, int8_instructions, int8_settings
 
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the official builds otherwise report to their maker from the import on
+os.environ.setdefault(
+    "ORT_DISABLE_TELEMETRY", "1"
+)  # the official builds otherwise report to their maker from the import on
 import onnxruntime as ort
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -55,7 +57,11 @@ def _on_cuda(file: Path, options: ort.SessionOptions) -> Session:
         ort.preload_dlls()
     options.enable_mem_pattern = False
     try:
-        session: Session = ort.InferenceSession(file, options, providers=[(CUDA, cuda_settings())], enable_fallback=0)
+        session: Session = ort.InferenceSession(
+            file, options, providers=[(CUDA, cuda_settings())], enable_fallback=0
+        )
     except Exception as error:  # the runtime's errors have no common type
-        raise ExportError(f"CUDA did not come up, or lacks a kernel: {first_line(error)}") from error
+        raise ExportError(
+            f"CUDA did not come up, or lacks a kernel: {first_line(error)}"
+        ) from error
     return session

@@ -52,10 +52,14 @@ def locate(source: str, revision: str | None = None) -> CheckpointFiles:
     folder = Path(source)
     if folder.is_dir():
         if revision is not None:
-            raise ExportError(f"--revision {revision} names a hub revision, but {source} is a directory")
+            raise ExportError(
+                f"--revision {revision} names a hub revision, but {source} is a directory"
+            )
         return CheckpointFiles(folder, "directory", folder.resolve().name, None)
     if folder.exists():
-        raise ExportError(f"{source} is a file; give the directory that holds config.json and the weights")
+        raise ExportError(
+            f"{source} is a file; give the directory that holds config.json and the weights"
+        )
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ExportError(f"no directory {source}")
     return _download(source, revision)
@@ -66,17 +70,27 @@ def _download(repository: str, revision: str | None) -> CheckpointFiles:
 
     # The hub client raises errors of several libraries (its own, the HTTP client's, the system's): all end the export.
     try:
-        if constants.is_offline_mode():  # what was downloaded before; its folder is named by its commit
+        if (
+            constants.is_offline_mode()
+        ):  # what was downloaded before; its folder is named by its commit
             patterns = [*_WANTED, "model*.safetensors*"]
-            folder = Path(snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=patterns))
+            folder = Path(
+                snapshot_download(
+                    repository, revision=revision, local_files_only=True, allow_patterns=patterns
+                )
+            )
             return CheckpointFiles(folder, "hub", repository, folder.name)
         info = HfApi().model_info(repository, revision=revision)
         names = [sibling.rfilename for sibling in info.siblings or []]
-        folder = Path(snapshot_download(repository, revision=info.sha, allow_patterns=_choose(names)))
+        folder = Path(
+            snapshot_download(repository, revision=info.sha, allow_patterns=_choose(names))
+        )
     except Exception as error:
         reason = first_line(error)
         at = "" if revision is None else f" at revision {revision}"
-        raise ExportError(f"cannot load {repository}{at} from the hub (and no directory has that name): {reason}") from error
+        raise ExportError(
+            f"cannot load {repository}{at} from the hub (and no directory has that name): {reason}"
+        ) from error
     return CheckpointFiles(folder, "hub", repository, info.sha)
 
 

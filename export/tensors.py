@@ -23,7 +23,9 @@ def weight_files(folder: Path) -> list[Path]:
             return [folder / name]
         if (index := folder / f"{name}.index.json").is_file():
             return _shards(index)
-    raise ExportError(f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, whole or sharded")
+    raise ExportError(
+        f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, whole or sharded"
+    )
 
 
 def read_tensors(files: list[Path]) -> dict[str, Tensor]:
@@ -56,7 +58,9 @@ def _shards(index: Path) -> list[Path]:
     files = []
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
-            raise ExportError(f"{index.name} names the shard {name!r}, which is not a file beside it")
+            raise ExportError(
+                f"{index.name} names the shard {name!r}, which is not a file beside it"
+            )
         if not (index.parent / name).is_file():
             raise ExportError(f"{index.name} names the shard {name}, which is missing")
         files.append(index.parent / name)
@@ -77,10 +81,16 @@ def _read_pytorch(file: Path) -> dict[str, Tensor]:
     try:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        raise ExportError(f"{file.name} holds more than tensors or is damaged; it is not loaded (weights_only)") from error
-    except Exception as error:  # on damaged bytes its unpickler raises whatever the bytes lead it to
+        raise ExportError(
+            f"{file.name} holds more than tensors or is damaged; it is not loaded (weights_only)"
+        ) from error
+    except (
+        Exception
+    ) as error:  # on damaged bytes its unpickler raises whatever the bytes lead it to
         reason = first_line(error)
         raise ExportError(f"{file.name} is damaged: {reason}") from error
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+    if not isinstance(state, dict) or not all(
+        isinstance(value, Tensor) for value in state.values()
+    ):
         raise ExportError(f"{file.name} is not a table of tensors")
     return state

@@ -5,19 +5,39 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from export.errors import ExportError
 from export.settings_files import read_settings
 
-SPECIAL_TOKENS = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+SPECIAL_TOKENS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
 
 _NORMALIZER_SETTINGS = {
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
     "tokenize_chinese_chars": "handle_chinese_chars",
 }
-_BERT_CLASSES = (None, "BertTokenizer", "BertTokenizerFast", "DistilBertTokenizer", "DistilBertTokenizerFast")
+_BERT_CLASSES = (
+    None,
+    "BertTokenizer",
+    "BertTokenizerFast",
+    "DistilBertTokenizer",
+    "DistilBertTokenizerFast",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +86,9 @@ def load_tokenizer(folder: Path) -> CheckpointTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
 
-    ids = {key: _required_id(tokenizer, names[key]) for key in ("cls_token", "sep_token", "unk_token")}
+    ids = {
+        key: _required_id(tokenizer, names[key]) for key in ("cls_token", "sep_token", "unk_token")
+    }
     mask_id = tokenizer.token_to_id(names["mask_token"])
     limit = settings.get("model_max_length")
     return CheckpointTokenizer(
@@ -84,32 +106,55 @@ def load_tokenizer(folder: Path) -> CheckpointTokenizer:
 def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
     """What the special tokens are called: BERT's names unless the checkpoint has others."""
     named = read_settings(folder / "special_tokens_map.json") | settings
-    contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
-    return SPECIAL_TOKENS | {key: value for key, value in contents.items() if key in SPECIAL_TOKENS and isinstance(value, str)}
+    contents = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key, value in named.items()
+    }
+    return SPECIAL_TOKENS | {
+        key: value
+        for key, value in contents.items()
+        if key in SPECIAL_TOKENS and isinstance(value, str)
+    }
 
 
 def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | None:
     """Let ``tokenizer_config.json`` overrule ``tokenizer.json``'s normaliser where it names a setting, as transformers does."""
     normalizer = tokenizer.normalizer
-    named = {ours: settings[theirs] for theirs, ours in _NORMALIZER_SETTINGS.items() if theirs in settings}
+    named = {
+        ours: settings[theirs]
+        for theirs, ours in _NORMALIZER_SETTINGS.items()
+        if theirs in settings
+    }
     if not isinstance(normalizer, normalizers.BertNormalizer):
         if named.get("lowercase") and "Lowercase" not in repr(normalizer):
-            raise ExportError("tokenizer_config.json says do_lower_case, but tokenizer.json's normaliser does not lower-case")
+            raise ExportError(
+                "tokenizer_config.json says do_lower_case, but tokenizer.json's normaliser does not lower-case"
+            )
         return None
     changed = {key: value for key, value in named.items() if getattr(normalizer, key) != value}
     for key, value in changed.items():
         setattr(normalizer, key, value)
     tokenizer.normalizer = normalizer
     shown = ", ".join(f"{key} {value}" for key, value in changed.items())
-    return f"tokenizer: tokenizer_config.json overrules tokenizer.json ({shown})" if changed else None
+    return (
+        f"tokenizer: tokenizer_config.json overrules tokenizer.json ({shown})" if changed else None
+    )
 
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> None:
     """Add the tokens that a checkpoint keeps beside ``vocab.txt``, each with the id it was trained under."""
-    listed = {token: number for token, number in read_settings(folder / "added_tokens.json").items() if isinstance(number, int)}
+    listed = {
+        token: number
+        for token, number in read_settings(folder / "added_tokens.json").items()
+        if isinstance(number, int)
+    }
     special: dict[str, bool] = {}
     for number, entry in (settings.get("added_tokens_decoder") or {}).items():
-        if isinstance(entry, dict) and isinstance(entry.get("content"), str) and str(number).isdigit():
+        if (
+            isinstance(entry, dict)
+            and isinstance(entry.get("content"), str)
+            and str(number).isdigit()
+        ):
             listed[entry["content"]] = int(number)
             special[entry["content"]] = bool(entry.get("special"))
     for token, number in sorted(listed.items(), key=lambda item: item[1]):
@@ -117,7 +162,9 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) ->
         if tokenizer.token_to_id(token) is None:
             tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=not is_special)])
         if (given := tokenizer.token_to_id(token)) != number:
-            raise ExportError(f"the added token {token!r} should have id {number}, but vocab.txt leaves it {given}")
+            raise ExportError(
+                f"the added token {token!r} should have id {number}, but vocab.txt leaves it {given}"
+            )
 
 
 def _required_id(tokenizer: Tokenizer, token: str) -> int:
@@ -134,11 +181,15 @@ def _from_json(file: Path) -> Tokenizer:
     except Exception as error:
         raise ExportError(f"{file.name} is damaged: {error}") from error
     if not isinstance(tokenizer.model, models.WordPiece):
-        raise ExportError(f"{file.name} is a {type(tokenizer.model).__name__} tokenizer; BERT and DistilBERT use WordPiece")
+        raise ExportError(
+            f"{file.name} is a {type(tokenizer.model).__name__} tokenizer; BERT and DistilBERT use WordPiece"
+        )
     return tokenizer
 
 
-def _from_vocabulary(file: Path, settings: dict[str, Any], names: dict[str, str]) -> tuple[Tokenizer, str | None]:
+def _from_vocabulary(
+    file: Path, settings: dict[str, Any], names: dict[str, str]
+) -> tuple[Tokenizer, str | None]:
     try:
         tokens = file.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -148,17 +199,23 @@ def _from_vocabulary(file: Path, settings: dict[str, Any], names: dict[str, str]
         tokens.pop()
     vocabulary = {token: number for number, token in enumerate(tokens)}
     if names["unk_token"] not in vocabulary:
-        raise ExportError(f"{file.name} has no {names['unk_token']} token: it is not a WordPiece vocabulary, one token a line")
+        raise ExportError(
+            f"{file.name} has no {names['unk_token']} token: it is not a WordPiece vocabulary, one token a line"
+        )
 
     if (kind := settings.get("tokenizer_class")) not in _BERT_CLASSES:
-        raise ExportError(f"the tokenizer is a {kind}, which vocab.txt alone does not describe; a tokenizer.json would")
+        raise ExportError(
+            f"the tokenizer is a {kind}, which vocab.txt alone does not describe; a tokenizer.json would"
+        )
     note = None
     lowercase = settings.get("do_lower_case")
     if lowercase is None:
         lowercase = not any(_is_cased(token) for token in tokens if token not in names.values())
         kind = "uncased (no token has an upper-case or accented letter)" if lowercase else "cased"
         note = f"tokenizer: built from vocab.txt alone, taken as {kind}"
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token=names["unk_token"], max_input_chars_per_word=100))
+    tokenizer = Tokenizer(
+        models.WordPiece(vocabulary, unk_token=names["unk_token"], max_input_chars_per_word=100)
+    )
     tokenizer.normalizer = normalizers.BertNormalizer(
         clean_text=True,
         handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
@@ -168,7 +225,11 @@ def _from_vocabulary(file: Path, settings: dict[str, Any], names: dict[str, str]
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in names.values() if token in vocabulary]
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token in names.values()
+            if token in vocabulary
+        ]
     )
     cls, sep = names["cls_token"], names["sep_token"]
     if cls in vocabulary and sep in vocabulary:
@@ -184,5 +245,7 @@ def _is_cased(token: str) -> bool:
     """Whether BERT's uncased normalisation would change it: then the vocabulary was not made with it."""
     if token.startswith(("[", "<")):
         return False
-    stripped = "".join(c for c in unicodedata.normalize("NFD", token.lower()) if unicodedata.category(c) != "Mn")
+    stripped = "".join(
+        c for c in unicodedata.normalize("NFD", token.lower()) if unicodedata.category(c) != "Mn"
+    )
     return stripped != token

@@ -17,6 +17,7 @@ from export.checkpoint import Checkpoint
 from export.errors import ExportError
 from export.evaluation.scorer import torch_outputs
 from export.heads import EXPORT_HEADS
+from export.models import Model
 from export.session import Session, open_session
 from model_store.batch import BatchCodec, Encoding
 from model_store.heads import GraphSpec, Head
@@ -126,9 +127,7 @@ def _compare(
     session: Session, case: _Case, cell: str, tolerance: float, worst: dict[str, float]
 ) -> None:
     """Run a case; raise if an output is off, and keep the worst error of each output."""
-    outputs = dict(
-        zip(case.expected, session.run(list(case.expected), case.feeds), strict=True)
-    )
+    outputs = dict(zip(case.expected, session.run(list(case.expected), case.feeds), strict=True))
     for name, error in errors(outputs, case.expected, tolerance).items():
         worst[name] = max(worst.get(name, 0.0), error)
         if error > tolerance:
@@ -153,15 +152,26 @@ def _make_case(
     """Return random tokens between ``[CLS]`` and ``[SEP]``, and torch's outputs for them."""
     checkpoint, codec = subject.checkpoint, BatchCodec(subject.spec)
     batch = [_random_encoding(rng, checkpoint, int(size), asked) for size in sizes]
-    hidden = [  # each sequence by itself: torch sees neither layout nor neighbours
-        checkpoint.model(
-            torch.from_numpy(encoding.input_ids.astype(np.int64))[None],
-            torch.from_numpy(encoding.token_type_ids.astype(np.int64))[None],
-        )[0]
-        for encoding in batch
-    ]
-    expected = torch_outputs(checkpoint.model, checkpoint.recipe, torch.cat(hidden), batch, codec)
+    rows = _hidden_rows(checkpoint.model, batch, subject.graph.layout)
+    expected = torch_outputs(checkpoint.model, checkpoint.recipe, rows, batch, codec)
     return _Case(codec.pack(batch), expected)
+
+
+def _hidden_rows(model: Model, batch: Sequence[Encoding], layout: Layout) -> torch.Tensor:
+    """Return torch's hidden states [T, H] of a batch.
+
+    In the dense layout all sequences have one length and run together. In the packed layout each
+    sequence runs by itself, so torch sees neither the layout nor the other sequences.
+    """
+    calls = [batch] if layout is Layout.DENSE else [[encoding] for encoding in batch]
+    states = []
+    for call in calls:
+        ids, types = (
+            torch.from_numpy(np.stack(arrays).astype(np.int64))
+            for arrays in ([e.input_ids for e in call], [e.token_type_ids for e in call])
+        )
+        states.append(model(ids, types).flatten(0, 1))
+    return torch.cat(states)
 
 
 def _random_encoding(

@@ -19,7 +19,9 @@ HeadOutputs = Mapping[str, Any]
 """What a graph computed for one encoding: a result per head that was asked, by head name."""
 
 
-@dataclass(slots=True)  # not frozen: that costs 0.7 us, a tenth of an engine process's time per text
+@dataclass(
+    slots=True
+)  # not frozen: that costs 0.7 us, a tenth of an engine process's time per text
 class Encoding:
     """One tokenized sequence and what is asked of each head. The unit of queues and batches.
 

@@ -30,7 +30,13 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 def _plain_file_name(name: object) -> object:
-    if not isinstance(name, str) or PurePosixPath(name).name != name or "\\" in name or "\0" in name or name[0] == ".":
+    if (
+        not isinstance(name, str)
+        or PurePosixPath(name).name != name
+        or "\\" in name
+        or "\0" in name
+        or name[0] == "."
+    ):
         raise ValueError(f"a bundle's file name must be a plain name without folders, got {name!r}")
     return name
 
@@ -82,7 +88,9 @@ class Architecture(Frozen):
     type_vocab_size: int = Field(ge=0)
     activation: str
     layer_norm_eps: float = Field(gt=0)
-    parameters: int = Field(gt=0, description="of the encoder and the exported heads, tied weights counted once")
+    parameters: int = Field(
+        gt=0, description="of the encoder and the exported heads, tied weights counted once"
+    )
 
 
 class Source(Frozen):
@@ -111,7 +119,9 @@ class Embedding(Frozen):
 
     dimensions: int = Field(gt=0)
     pooling: Pooling
-    normalize: bool = Field(description="whether an answer is scaled to length 1 unless the request says otherwise")
+    normalize: bool = Field(
+        description="whether an answer is scaled to length 1 unless the request says otherwise"
+    )
     max_tokens: int = Field(gt=0, description="longest sequence, special tokens included")
     prompts: dict[str, str] = {}
     default_prompt: str | None = None
@@ -143,7 +153,9 @@ class Graph(Frozen):
 class Parity(Frozen):
     """What `export/verify.py` measured against torch before this bundle was published."""
 
-    tolerance: float = Field(gt=0, description="largest |ours - torch| / max(1, max |torch|) that is let through")
+    tolerance: float = Field(
+        gt=0, description="largest |ours - torch| / max(1, max |torch|) that is let through"
+    )
     batches: tuple[int, ...]
     lengths: tuple[int, ...]
     max_error: dict[str, float] = Field(description="the largest error seen, by output")
@@ -186,7 +198,9 @@ class BundleSpec(Frozen):
     tasks: tuple[TaskName, ...] = Field(min_length=1)
     architecture: Architecture
     source: Source
-    license: str | None = Field(description="SPDX name or the source's own words; none where the source names none")
+    license: str | None = Field(
+        description="SPDX name or the source's own words; none where the source names none"
+    )
     tokenizer: TokenizerSpec
     limits: Limits
     embedding: Embedding | None
@@ -195,7 +209,9 @@ class BundleSpec(Frozen):
     gate: Gate | None = Field(None, description="of this graph, where its weights are rounded")
     int8: LowerPrecision | None = None
     fp16: LowerPrecision | None = None
-    heads: dict[str, SerializeAsAny[Frozen]] = Field({}, description="what a head's users must know, by head name")
+    heads: dict[str, SerializeAsAny[Frozen]] = Field(
+        {}, description="what a head's users must know, by head name"
+    )
 
     @field_validator("heads", mode="before")
     @classmethod
@@ -205,7 +221,9 @@ class BundleSpec(Frozen):
         for name in value:
             if name not in HEADS or HEADS[name].options is None:
                 raise ValueError(f"no head {name!r} has options")
-        return {name: _options_type(name).model_validate(options) for name, options in value.items()}
+        return {
+            name: _options_type(name).model_validate(options) for name, options in value.items()
+        }
 
     @property
     def graph_heads(self) -> tuple[Head, ...]:
@@ -234,7 +252,9 @@ class BundleSpec(Frozen):
             raise ValueError("the task fill-mask needs a mask token")
         for head in self.graph_heads:
             if (head.options is not None) != (head.name in self.heads):
-                raise ValueError(f"the task {head.task} and the section heads.{head.name} come together")
+                raise ValueError(
+                    f"the task {head.task} and the section heads.{head.name} come together"
+                )
         return self
 
 
@@ -248,8 +268,13 @@ class Manifest(BundleSpec):
 
     @model_validator(mode="after")
     def _named_files_are_listed(self) -> Self:
-        graphs = [(self.graph, self.parity)] + [(lower.graph, lower.parity) for lower in self.lower()]
-        for file in (self.tokenizer.file, *(name for graph, parity in graphs for name in (graph.file, parity.golden_file))):
+        graphs = [(self.graph, self.parity)] + [
+            (lower.graph, lower.parity) for lower in self.lower()
+        ]
+        for file in (
+            self.tokenizer.file,
+            *(name for graph, parity in graphs for name in (graph.file, parity.golden_file)),
+        ):
             if file not in self.files:
                 raise ValueError(f"the file {file!r} is named but not listed under files")
         return self
@@ -280,7 +305,9 @@ class Manifest(BundleSpec):
         if not isinstance(body, dict):
             raise ValueError("a manifest is a JSON object")
         if (schema := body.get("schema_version")) != SCHEMA_VERSION:
-            raise ValueError(f"its schema_version is {schema!r}; this release reads {SCHEMA_VERSION}")
+            raise ValueError(
+                f"its schema_version is {schema!r}; this release reads {SCHEMA_VERSION}"
+            )
         digest = body.pop("digest", None)
         if digest != _digest(body) or data != _dump(body | {"digest": digest}):
             raise ValueError("it was changed after it was published (its digest does not match)")
@@ -301,7 +328,9 @@ def parse_reference(reference: str) -> tuple[str, int | None]:
     """
     name, at, version = reference.partition("@")
     if not re.fullmatch(NAME_PATTERN, name):
-        raise ValueError(f"{name!r} is not a bundle name: 1 to 64 of letters, digits, '.', '_', '-', a letter or digit first")
+        raise ValueError(
+            f"{name!r} is not a bundle name: 1 to 64 of letters, digits, '.', '_', '-', a letter or digit first"
+        )
     if not at:
         return name, None
     if not (version.isascii() and version.isdigit() and int(version) > 0):

@@ -9,7 +9,9 @@ from numpy.typing import NDArray
 from model_store.heads import masked_lm
 
 
-def errors(actual: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]], tolerance: float) -> dict[str, float]:
+def errors(
+    actual: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]], tolerance: float
+) -> dict[str, float]:
     """The largest error of each output.
 
     Of floats: ``max |actual - expected| / max(1, max |expected|)``. Of ``top_ids``: 0 or infinity, whether they agree
@@ -26,7 +28,9 @@ def errors(actual: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[An
     found = {}
     for name, wanted in expected.items():
         given = actual[name]
-        if given.shape != wanted.shape or not (np.isfinite(given).all() and np.isfinite(wanted).all()):
+        if given.shape != wanted.shape or not (
+            np.isfinite(given).all() and np.isfinite(wanted).all()
+        ):
             found[name] = float("inf")
         elif name == masked_lm.TOP_IDS.name:
             agree = (given == wanted) | ~_is_settled(expected[masked_lm.TOP_LOGITS.name], tolerance)
@@ -39,7 +43,9 @@ def errors(actual: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[An
 
 def _is_settled(top_logits: NDArray[Any], tolerance: float) -> NDArray[np.bool_]:
     """Which of ``top_logits [M, K]`` differ from their neighbours by more than rounding; of the last one none can tell."""
-    apart = -np.diff(top_logits, axis=1) > 2 * tolerance * max(1.0, float(np.abs(top_logits).max(initial=0.0)))  # [M, K - 1]
+    apart = -np.diff(top_logits, axis=1) > 2 * tolerance * max(
+        1.0, float(np.abs(top_logits).max(initial=0.0))
+    )  # [M, K - 1]
     settled = np.zeros(top_logits.shape, np.bool_)
     settled[:, :-1] = apart
     settled[:, 1:-1] &= apart[:, :-1]

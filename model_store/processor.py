@@ -17,7 +17,12 @@ def int8_instructions() -> list[str]:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:
         return []
-    words = {word for line in lines if line.partition(":")[0].strip() in ("flags", "Features") for word in line.split()}
+    words = {
+        word
+        for line in lines
+        if line.partition(":")[0].strip() in ("flags", "Features")
+        for word in line.split()
+    }
     return sorted(words & _INT8)
 
 

@@ -76,7 +76,9 @@ class Store:
         if version is None:
             version = versions[-1]
         elif version not in versions:
-            raise StoreError(f"bundle {name!r} has no version {version} (there: {', '.join(map(str, versions))})")
+            raise StoreError(
+                f"bundle {name!r} has no version {version} (there: {', '.join(map(str, versions))})"
+            )
         return self.root / name / str(version)
 
     def manifest(self, reference: str) -> Manifest:
@@ -117,11 +119,15 @@ class Store:
             folder = self.root / (_STAGING_PREFIX + secrets.token_hex(8))
             folder.mkdir()
         except OSError as error:
-            raise StoreError(f"cannot write to the model store {self.root}: {error.strerror}") from error
+            raise StoreError(
+                f"cannot write to the model store {self.root}: {error.strerror}"
+            ) from error
         try:
             yield folder
         except OSError as error:
-            raise StoreError(f"cannot write to the model store {self.root}: {error.strerror}") from error
+            raise StoreError(
+                f"cannot write to the model store {self.root}: {error.strerror}"
+            ) from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -140,7 +146,12 @@ class Store:
             (self.root / spec.name).mkdir(exist_ok=True)
             version = self._newest(spec.name) + 1
             while True:
-                manifest = Manifest(**dict(spec), version=version, created=datetime.now(UTC).replace(microsecond=0), files=files)
+                manifest = Manifest(
+                    **dict(spec),
+                    version=version,
+                    created=datetime.now(UTC).replace(microsecond=0),
+                    files=files,
+                )
                 _write_synced(folder / _MANIFEST, manifest.to_bytes())
                 _sync_folder(folder)
                 target = self.root / spec.name / str(version)
@@ -154,7 +165,9 @@ class Store:
                 _sync_folder(target.parent)
                 return Bundle(manifest, target)
         except OSError as error:
-            raise StoreError(f"cannot publish {spec.name!r} to {self.root}: {error.strerror}") from error
+            raise StoreError(
+                f"cannot publish {spec.name!r} to {self.root}: {error.strerror}"
+            ) from error
 
     def remove(self, reference: str) -> None:
         """Remove one version (``name@version``) or, given a bare name, all of them.
@@ -163,7 +176,11 @@ class Store:
             StoreError: no such bundle, or the disk refuses.
         """
         path = self.resolve(reference)
-        targets = [path] if "@" in reference else [path.parent / str(v) for v in self._versions(path.parent.name)]
+        targets = (
+            [path]
+            if "@" in reference
+            else [path.parent / str(v) for v in self._versions(path.parent.name)]
+        )
         try:
             for target in targets:
                 trash = self.root / (_STAGING_PREFIX + secrets.token_hex(8))
@@ -172,7 +189,9 @@ class Store:
             if not any(path.parent.iterdir()):
                 path.parent.rmdir()
         except OSError as error:
-            raise StoreError(f"cannot remove {reference!r} from {self.root}: {error.strerror}") from error
+            raise StoreError(
+                f"cannot remove {reference!r} from {self.root}: {error.strerror}"
+            ) from error
 
     def _names(self) -> list[str]:
         """Names with a version; whatever else lies on the volume (``lost+found``) is none of ours."""
@@ -182,7 +201,9 @@ class Store:
     def _versions(self, name: str) -> list[int]:
         folder = self.root / name
         return sorted(
-            int(entry) for entry in _entries(folder) if re.fullmatch(r"[1-9][0-9]{0,8}", entry) and (folder / entry).is_dir()
+            int(entry)
+            for entry in _entries(folder)
+            if re.fullmatch(r"[1-9][0-9]{0,8}", entry) and (folder / entry).is_dir()
         )
 
     def _newest(self, name: str) -> int:
@@ -199,12 +220,18 @@ def _read_manifest(path: Path) -> Manifest:
     try:
         manifest = Manifest.from_bytes((path / _MANIFEST).read_bytes())
         if path.parts[-2:] != (manifest.name, str(manifest.version)):
-            raise ValueError(f"it was published as {manifest.reference}; a bundle is not renamed by moving its folder")
+            raise ValueError(
+                f"it was published as {manifest.reference}; a bundle is not renamed by moving its folder"
+            )
         return manifest
     except OSError as error:
-        raise StoreError(f"cannot read the manifest of {path.parent.name}@{path.name}: {error.strerror}") from error
+        raise StoreError(
+            f"cannot read the manifest of {path.parent.name}@{path.name}: {error.strerror}"
+        ) from error
     except ValueError as error:
-        raise StoreError(f"the manifest of {path.parent.name}@{path.name} is refused: {error}") from error
+        raise StoreError(
+            f"the manifest of {path.parent.name}@{path.name} is refused: {error}"
+        ) from error
 
 
 def _entries(folder: Path) -> list[str]:
@@ -221,7 +248,11 @@ def _check_file(file: Path, expected: StoredFile) -> str | None:
         return f"is missing from {file.parent}"
     if (size := file.stat().st_size) != expected.size:
         return f"has {size} bytes, published with {expected.size}"
-    return None if _sha256(file) == expected.sha256 else "was changed after it was published (wrong sha256)"
+    return (
+        None
+        if _sha256(file) == expected.sha256
+        else "was changed after it was published (wrong sha256)"
+    )
 
 
 def _sha256(file: Path) -> str:

@@ -39,9 +39,7 @@ _JOIN_TIMEOUT_S = 5.0
 """For all threads of all models to end; a hung run is left behind after that."""
 
 _TITLE = "Cloze"
-_DESCRIPTION = (
-    "Fill-mask, embeddings, next sentence and question answering by BERT and DistilBERT."
-)
+_DESCRIPTION = "Fill-mask, embeddings, next sentence and question answering by BERT and DistilBERT."
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +161,7 @@ class Service:
             settings.max_request_texts,
             settings.request_timeout_ms / 1000,
         )
-        context = ProtocolContext(
-            self._registries.tasks, self.models, self._metrics, self, limits
-        )
+        context = ProtocolContext(self._registries.tasks, self.models, self._metrics, self, limits)
         app = create_app(context, self._registries.protocols)
 
         @asynccontextmanager

@@ -91,14 +91,23 @@ class Metrics(Collector):
             ("part", "model"),
             _SECONDS,
         )
-        self._batch_sequences = self._histogram("cloze_batch_sequences", "Sequences in a batch.", ("model",), _SEQUENCES)
-        self._batch_tokens = self._histogram("cloze_batch_tokens", "Real tokens in a batch.", ("model",), _TOKENS)
+        self._batch_sequences = self._histogram(
+            "cloze_batch_sequences", "Sequences in a batch.", ("model",), _SEQUENCES
+        )
+        self._batch_tokens = self._histogram(
+            "cloze_batch_tokens", "Real tokens in a batch.", ("model",), _TOKENS
+        )
         self._batch_seconds = self._histogram(
             "cloze_batch_duration_seconds", "Time of one run of the engine.", ("model",), _SECONDS
         )
         registry = self._series_registry
         self._tokens = Counter("cloze_tokens", "Real tokens run.", ("model",), registry=registry)
-        self._truncated = Counter("cloze_truncated_texts", "Texts cut to the model's limit.", ("model",), registry=registry)
+        self._truncated = Counter(
+            "cloze_truncated_texts",
+            "Texts cut to the model's limit.",
+            ("model",),
+            registry=registry,
+        )
         self._queue: Gauge | None = None  # of one process: read at each scrape
         if shared:
             self._queue = Gauge(
@@ -107,7 +116,9 @@ class Metrics(Collector):
         self._watched: Watched | None = None
         self._own.register(self)
         # A series is looked up by its labels once: that costs more than to observe.
-        self._request = functools.cache(lambda route, model, status: self._requests.labels(route, model, str(status)))
+        self._request = functools.cache(
+            lambda route, model, status: self._requests.labels(route, model, str(status))
+        )
         self._of = {model: self._series(model) for model in models}
 
     def create_request_series(
@@ -141,7 +152,9 @@ class Metrics(Collector):
     def observe_parts(self, model: str, timings: Timings, truncated: int) -> None:
         """A request got its result."""
         series = self._of[model]
-        for part, seconds in zip(series.parts, (timings.tokenize_s, timings.queue_s, timings.inference_s), strict=True):
+        for part, seconds in zip(
+            series.parts, (timings.tokenize_s, timings.queue_s, timings.inference_s), strict=True
+        ):
             part.observe(seconds)
         if truncated:
             series.truncated.inc(truncated)
@@ -178,7 +191,9 @@ class Metrics(Collector):
         """The text that Prometheus scrapes."""
         return generate_latest(self._registry) + generate_latest(self._own)
 
-    def _histogram(self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]) -> Histogram:
+    def _histogram(
+        self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]
+    ) -> Histogram:
         return Histogram(name, text, labels, buckets=buckets, registry=self._series_registry)
 
 

@@ -56,9 +56,7 @@ class Pipeline:
         StartupError: the bundle's tokenizer cannot be read.
     """
 
-    def __init__(
-        self, model: ServedModel, limits: TaskLimits, *, request_timeout_s: float
-    ) -> None:
+    def __init__(self, model: ServedModel, limits: TaskLimits, *, request_timeout_s: float) -> None:
         self.model = model
         self.manifest: Manifest = model.bundle.manifest
         self._context = TaskContext(self.manifest, Tokenizer(model.bundle), limits)

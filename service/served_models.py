@@ -123,9 +123,7 @@ def _onnx_engine(settings: Settings, device_id: int) -> EngineFactory:
             f"{error.name} is not installed; install cloze[cpu] or, for CUDA, cloze[gpu]"
         ) from error
     limit = settings.gpu_memory_limit_mb * 2**20
-    return partial(
-        OnnxEngine, options=SessionOptions(device_id, limit, settings.intra_op_threads)
-    )
+    return partial(OnnxEngine, options=SessionOptions(device_id, limit, settings.intra_op_threads))
 
 
 def _start_scheduler(

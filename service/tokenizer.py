@@ -38,7 +38,9 @@ class Tokenizer:
         try:
             self._backend = Backend.from_str(bundle.file(spec.file).read_text(encoding="utf-8"))
         except Exception as error:  # the library raises a bare Exception
-            raise StartupError(f"bundle {bundle.manifest.reference}: its tokenizer cannot be read: {error}") from error
+            raise StartupError(
+                f"bundle {bundle.manifest.reference}: its tokenizer cannot be read: {error}"
+            ) from error
         self.mask_id = spec.mask_id
         self.mask_token = spec.mask_token
         self.vocab_size = spec.vocab_size
@@ -49,7 +51,10 @@ class Tokenizer:
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Vocabulary ids of each text, no special tokens added, nothing cut."""
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def spans(self, text: str) -> Spans:
         """Ids, character offsets and words of a text."""
@@ -75,7 +80,9 @@ class Tokenizer:
         input_ids = np.array([self._cls_id, *kept, self._sep_id], np.int32)
         return Encoding(input_ids, np.zeros(len(input_ids), np.int32)), len(ids) > room
 
-    def pair(self, first: Sequence[int], second: Sequence[int], max_tokens: int) -> tuple[Encoding, bool]:
+    def pair(
+        self, first: Sequence[int], second: Sequence[int], max_tokens: int
+    ) -> tuple[Encoding, bool]:
         """``[CLS] first [SEP] second [SEP]``, the longer of the two cut first, as transformers' ``longest_first``.
 
         Returns:
@@ -93,7 +100,9 @@ class Tokenizer:
         types[len(first) + 2 :] = self._second_type
         return Encoding(np.array(ids, np.int32), types), cut
 
-    def decode(self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False) -> list[str]:
+    def decode(
+        self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
+    ) -> list[str]:
         """Ids to texts, WordPiece joined and spaces before punctuation removed."""
         return self._backend.decode_batch(sequences, skip_special_tokens=skip_special_tokens)
 

@@ -29,7 +29,10 @@ def make_app(checkpoint: str, task: str) -> FastAPI:
         def fill_mask(body: Inputs) -> Any:
             return fill(body.inputs, tokenizer_kwargs={"truncation": True})
     else:
-        tokenizer, model = AutoTokenizer.from_pretrained(checkpoint), AutoModel.from_pretrained(checkpoint).eval()
+        tokenizer, model = (
+            AutoTokenizer.from_pretrained(checkpoint),
+            AutoModel.from_pretrained(checkpoint).eval(),
+        )
 
         @app.post("/embed")
         def embed(body: Inputs) -> Any:

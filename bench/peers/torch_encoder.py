@@ -42,25 +42,42 @@ class TorchEncoder:
         compiled: by `torch.compile`, for changing shapes.
     """
 
-    def __init__(self, model: Model, device: torch.device, *, nested: bool = False, compiled: bool = False) -> None:
+    def __init__(
+        self, model: Model, device: torch.device, *, nested: bool = False, compiled: bool = False
+    ) -> None:
         self._device, self._nested = device, nested
-        encoder = model.encoder.eval().requires_grad_(False).to(device, torch.float16 if device.type == "cuda" else torch.float32)
+        encoder = (
+            model.encoder.eval()
+            .requires_grad_(False)
+            .to(device, torch.float16 if device.type == "cuda" else torch.float32)
+        )
         hidden = _nested if nested else _padded
         if nested:
-            warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors is in prototype stage")
+            warnings.filterwarnings(
+                "ignore", message="The PyTorch API of nested tensors is in prototype stage"
+            )
 
         def embed(batch: Prepared) -> Tensor:
             return hidden(encoder, batch)
 
-        torch._dynamo.config.fail_on_recompile_limit_hit = True  # else it would go on uncompiled, and not say so
-        self._embed: Callable[[Prepared], Tensor] = torch.compile(embed, dynamic=True) if compiled else embed
+        torch._dynamo.config.fail_on_recompile_limit_hit = (
+            True  # else it would go on uncompiled, and not say so
+        )
+        self._embed: Callable[[Prepared], Tensor] = (
+            torch.compile(embed, dynamic=True) if compiled else embed
+        )
 
     def prepare(self, sequences: Sequence[NDArray[np.int32]]) -> Prepared:
         """Copy a batch to the device."""
         lengths = [len(sequence) for sequence in sequences]
         offsets = torch.tensor(np.cumsum([0, *lengths]), device=self._device)
         if self._nested:
-            return Prepared(torch.from_numpy(np.concatenate(sequences)).to(self._device), None, offsets, max(lengths))
+            return Prepared(
+                torch.from_numpy(np.concatenate(sequences)).to(self._device),
+                None,
+                offsets,
+                max(lengths),
+            )
         ids = np.zeros((len(sequences), max(lengths)), np.int32)
         for row, sequence in zip(ids, sequences, strict=True):
             row[: len(sequence)] = sequence
@@ -71,7 +88,9 @@ class TorchEncoder:
     @torch.inference_mode()
     def run(self, batches: Sequence[Prepared]) -> list[NDArray[np.float32]]:
         """Embeddings [B, H] of each batch; all are queued before the first is waited for."""
-        return [embeddings.cpu().numpy() for embeddings in [self._embed(batch) for batch in batches]]
+        return [
+            embeddings.cpu().numpy() for embeddings in [self._embed(batch) for batch in batches]
+        ]
 
 
 def _padded(encoder: Encoder, batch: Prepared) -> Tensor:
@@ -85,7 +104,9 @@ def _padded(encoder: Encoder, batch: Prepared) -> Tensor:
 def _nested(encoder: Encoder, batch: Prepared) -> Tensor:
     embeddings, offsets = encoder.embeddings, batch.offsets
     lengths = offsets.diff()
-    sequence = torch.repeat_interleave(lengths, output_size=len(batch.input_ids))  # [T], of which sequence each token is
+    sequence = torch.repeat_interleave(
+        lengths, output_size=len(batch.input_ids)
+    )  # [T], of which sequence each token is
     positions = torch.arange(len(batch.input_ids), device=offsets.device) - offsets[sequence]
     x = embeddings.word(batch.input_ids) + embeddings.position(positions)
     if embeddings.token_type is not None:
@@ -102,10 +123,15 @@ def _nested(encoder: Encoder, batch: Prepared) -> Tensor:
 def _attend(attention: SelfAttention, x: Tensor, batch: Prepared) -> Tensor:
     def split(rows: Tensor) -> Tensor:
         jagged = nested_tensor_from_jagged(
-            rows.view(len(rows), attention.heads, -1), batch.offsets, min_seqlen=1, max_seqlen=batch.longest
+            rows.view(len(rows), attention.heads, -1),
+            batch.offsets,
+            min_seqlen=1,
+            max_seqlen=batch.longest,
         )
         return jagged.transpose(1, 2)  # [B, N, lengths, H / N]
 
-    query, key, value = (split(linear(x)) for linear in (attention.query, attention.key, attention.value))
+    query, key, value = (
+        split(linear(x)) for linear in (attention.query, attention.key, attention.value)
+    )
     context = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
     return attention.output(context.values().flatten(1))  # type: ignore[no-any-return]

@@ -29,15 +29,22 @@ def read_stereotypes(file: Path) -> list[tuple[str, str]]:
     except FileNotFoundError:
         raise DataError(f"{file}: no such file") from None
     except (KeyError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{file} is not in CrowS-Pairs' format (columns sent_more, sent_less): {error}") from error
+        raise DataError(
+            f"{file} is not in CrowS-Pairs' format (columns sent_more, sent_less): {error}"
+        ) from error
     if not pairs:
         raise DataError(f"{file} holds no pairs")
     return pairs
 
 
-def stereotype_preference(pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, scorer: Scorer, max_tokens: int) -> float:
+def stereotype_preference(
+    pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, scorer: Scorer, max_tokens: int
+) -> float:
     """The share of pairs whose more stereotyping sentence is the likelier one, in [0, 1]; equal scores count half."""
-    sentences = [[encoding.ids[:max_tokens] for encoding in tokenizer.encode_batch(list(pair))] for pair in pairs]
+    sentences = [
+        [encoding.ids[:max_tokens] for encoding in tokenizer.encode_batch(list(pair))]
+        for pair in pairs
+    ]
     mask_id = tokenizer.token_to_id("[MASK]")
     rows: list[tuple[int, int, int]] = []  # pair, side, position
     for number, (more, less) in enumerate(sentences):

@@ -46,20 +46,31 @@ def read_pairs(files: list[Path]) -> list[ScoredPair]:
                 first, second, score = row
                 pairs.append(ScoredPair(first, second, float(score)))
             except ValueError:
-                raise DataError(f"{file}, line {number} is not 'sentence,sentence,score': {','.join(row)[:80]!r}") from None
+                raise DataError(
+                    f"{file}, line {number} is not 'sentence,sentence,score': {','.join(row)[:80]!r}"
+                ) from None
             if not math.isfinite(pairs[-1].score):
                 raise DataError(f"{file}, line {number}: the score {score} is not a finite number")
     if not pairs:
         raise DataError("there are no pairs in " + ", ".join(str(file) for file in files))
     if len({pair.score for pair in pairs}) == 1:
-        raise DataError(f"all {len(pairs)} pairs have the score {pairs[0].score:g}: there is nothing to rank")
+        raise DataError(
+            f"all {len(pairs)} pairs have the score {pairs[0].score:g}: there is nothing to rank"
+        )
     return pairs
 
 
 def _cut(ids: list[int], tokens: int) -> list[int]:
     return ids if len(ids) <= tokens else [*ids[: tokens - 1], ids[-1]]
-def tokenize_pairs(pairs: Sequence[ScoredPair], tokenizer: Tokenizer, tokens: int) -> list[tuple[list[int], list[int], float]]:
-    encoded = [_cut(e.ids, tokens) for e in tokenizer.encode_batch([text for p in pairs for text in (p.first, p.second)])]
+
+
+def tokenize_pairs(
+    pairs: Sequence[ScoredPair], tokenizer: Tokenizer, tokens: int
+) -> list[tuple[list[int], list[int], float]]:
+    encoded = [
+        _cut(e.ids, tokens)
+        for e in tokenizer.encode_batch([text for p in pairs for text in (p.first, p.second)])
+    ]
     return [(encoded[2 * i], encoded[2 * i + 1], pair.score) for i, pair in enumerate(pairs)]
 
 
@@ -74,7 +85,11 @@ def similarity(
         scorer: embeds the sentences.
         tokens: longest sequence; longer sentences are cut.
     """
-    rows = [ids for first, second, _ in tokenize_pairs(pairs, tokenizer, tokens) for ids in (first, second)]
+    rows = [
+        ids
+        for first, second, _ in tokenize_pairs(pairs, tokenizer, tokens)
+        for ids in (first, second)
+    ]
     vectors: dict[int, NDArray[np.float32]] = {}
     for group in equal_lengths([len(ids) for ids in rows], 64):
         embedded = embeddings(scorer, np.asarray([rows[index] for index in group], np.int64))

@@ -75,12 +75,16 @@ def _read(file: Path) -> Iterable[Question]:
     except FileNotFoundError:
         raise DataError(f"{file}: no such file") from None
     except (ValueError, KeyError, TypeError, AttributeError, lzma.LZMAError, OSError) as error:
-        raise DataError(f"{file} is not in SQuAD's format: {type(error).__name__} {error}") from error
+        raise DataError(
+            f"{file} is not in SQuAD's format: {type(error).__name__} {error}"
+        ) from error
 
 
 def _question(entry: Mapping[str, Any], title: str, context: str) -> Question:
     given = [] if entry.get("is_impossible") else entry.get("answers", [])
-    found = tuple((_place(context, a["text"], int(a["answer_start"])), a["text"]) for a in given if a["text"])
+    found = tuple(
+        (_place(context, a["text"], int(a["answer_start"])), a["text"]) for a in given if a["text"]
+    )
     for text in (title, entry["question"], context, *(text for _, text in found)):
         text.encode()  # a lone surrogate is no text
     return Question(str(entry["id"]), title, entry["question"].strip(), context, found)
@@ -130,7 +134,10 @@ def score(answers: Mapping[str, str], questions: Iterable[Question]) -> dict[str
         answer = answers.get(question.id)
         best = (0.0, 0.0)
         if answer is not None:
-            best = (max(exact_match(answer, text) for text in accepted), max(f1(answer, text) for text in accepted))
+            best = (
+                max(exact_match(answer, text) for text in accepted),
+                max(f1(answer, text) for text in accepted),
+            )
         rows["answerable_" if question.answers else "unanswerable_"].append(best)
     everything = [row for kind in rows.values() for row in kind]
     parts = {"": everything} | (rows if all(rows.values()) else {})

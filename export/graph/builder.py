@@ -71,23 +71,39 @@ class GraphBuilder:
                 stored = array.astype(np.float16)
                 assert np.array_equal(stored, array), f"{name} was not rounded to fp16 before"
                 self._weights[f"{name}.fp16"] = stored
-                self._nodes.append(helper.make_node("Cast", [f"{name}.fp16"], [name], name=name, to=TensorProto.FLOAT))
+                self._nodes.append(
+                    helper.make_node(
+                        "Cast", [f"{name}.fp16"], [name], name=name, to=TensorProto.FLOAT
+                    )
+                )
             else:
                 self._weights[name] = array
         return name
 
-    def op(self, kind: str, inputs: Sequence[str], *, domain: str = "", outputs: int = 1, **attributes: Any) -> str:
+    def op(
+        self,
+        kind: str,
+        inputs: Sequence[str],
+        *,
+        domain: str = "",
+        outputs: int = 1,
+        **attributes: Any,
+    ) -> str:
         """Add a node; returns its first output. An empty string is an absent input."""
         name = f"{kind}_{len(self._nodes)}"
         names = [name if number == 0 else f"{name}_{number}" for number in range(outputs)]
-        self._nodes.append(helper.make_node(kind, inputs, names, name=name, domain=domain, **attributes))
+        self._nodes.append(
+            helper.make_node(kind, inputs, names, name=name, domain=domain, **attributes)
+        )
         return name
 
     def operators(self) -> dict[str, int]:
         """How often each operator stands in the graph, by name."""
         return dict(sorted(Counter(node.op_type for node in self._nodes).items()))
 
-    def save(self, graph_file: Path, weights_file: Path, there: Mapping[str, Stored] | None = None) -> dict[str, Stored]:
+    def save(
+        self, graph_file: Path, weights_file: Path, there: Mapping[str, Stored] | None = None
+    ) -> dict[str, Stored]:
         """Write the graph, and its larger weights to a file beside it, so that no protobuf nears its 2 GB limit.
 
         Args:
@@ -103,7 +119,11 @@ class GraphBuilder:
         with ExitStack() as files:
             stream = None
             for name, array in self._weights.items():
-                tensor = TensorProto(name=name, dims=array.shape, data_type=helper.np_dtype_to_tensor_dtype(array.dtype))
+                tensor = TensorProto(
+                    name=name,
+                    dims=array.shape,
+                    data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
+                )
                 if array.nbytes < _INLINE_BYTES:
                     tensor.raw_data = array.tobytes()
                 else:
@@ -111,18 +131,33 @@ class GraphBuilder:
                     if place is None:
                         stream = stream or files.enter_context(weights_file.open("wb"))
                         stream.write(b"\0" * (-stream.tell() % _ALIGNMENT))
-                        place = Stored(weights_file.name, stream.tell(), array.nbytes, array.dtype, array.shape, checksum)
+                        place = Stored(
+                            weights_file.name,
+                            stream.tell(),
+                            array.nbytes,
+                            array.dtype,
+                            array.shape,
+                            checksum,
+                        )
                         stream.write(array.data)
-                    assert (place.dtype, place.shape, place.checksum) == (array.dtype, array.shape, checksum), (
-                        f"{name} is another weight in {place.file}"
-                    )
+                    assert (place.dtype, place.shape, place.checksum) == (
+                        array.dtype,
+                        array.shape,
+                        checksum,
+                    ), f"{name} is another weight in {place.file}"
                     stored[name] = place
                     tensor.data_location = TensorProto.EXTERNAL
-                    for key, value in {"location": place.file, "offset": place.offset, "length": place.length}.items():
+                    for key, value in {
+                        "location": place.file,
+                        "offset": place.offset,
+                        "length": place.length,
+                    }.items():
                         tensor.external_data.add(key=key, value=str(value))
                 initializers.append(tensor)
         graph = helper.make_graph(self._nodes, "cloze", self._inputs, self._outputs, initializers)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(FUSED, 1)]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="cloze")
+        model = helper.make_model(
+            graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="cloze"
+        )
         onnx.save_model(model, graph_file)
         return stored

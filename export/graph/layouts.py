@@ -22,7 +22,14 @@ class BatchLayout(Protocol):
         """Attention of each sequence to itself."""
 
     def residual_norm(
-        self, g: GraphBuilder, linear_ops: LinearOps, x: str, skip: str, name: str, bias: Tensor, layer: nn.LayerNorm
+        self,
+        g: GraphBuilder,
+        linear_ops: LinearOps,
+        x: str,
+        skip: str,
+        name: str,
+        bias: Tensor,
+        layer: nn.LayerNorm,
     ) -> str:
         """``LayerNorm(x + skip + bias)``."""
 
@@ -58,14 +65,23 @@ class Dense:
         return g.op("MultiHeadAttention", [query, key, value], domain=FUSED, num_heads=heads)
 
     def residual_norm(
-        self, g: GraphBuilder, linear_ops: LinearOps, x: str, skip: str, name: str, bias: Tensor, layer: nn.LayerNorm
+        self,
+        g: GraphBuilder,
+        linear_ops: LinearOps,
+        x: str,
+        skip: str,
+        name: str,
+        bias: Tensor,
+        layer: nn.LayerNorm,
     ) -> str:
         """See `BatchLayout`.
 
         Not the fused `SkipLayerNormalization`: on a CPU that is a scalar loop in onnxruntime 1.31, 974 us where these two take
         168 (512 x 384, one thread of a Zen 4). `Sum` and not two `Add`, which the runtime would fuse into it.
         """
-        return norm(g, g.op("Sum", [x, skip, linear_ops.vector(g, f"{name}.skip.bias", bias)]), name, layer)
+        return norm(
+            g, g.op("Sum", [x, skip, linear_ops.vector(g, f"{name}.skip.bias", bias)]), name, layer
+        )
 
 
 class Packed:
@@ -81,12 +97,17 @@ class Packed:
 
         def look_up(name: str, ids: str, table: nn.Embedding) -> str:
             ids = g.input(ids, TensorProto.INT32, ["T"])
-            return g.op("Gather", [linear_ops.table(g, f"embeddings.{name}", table.weight), ids], axis=0)
+            return g.op(
+                "Gather", [linear_ops.table(g, f"embeddings.{name}", table.weight), ids], axis=0
+            )
 
         words = look_up("word", tensors.INPUT_IDS.name, embeddings.word)
         rest = look_up("position", tensors.POSITION_IDS.name, embeddings.position)
         if embeddings.token_type is not None:
-            rest = g.op("Add", [rest, look_up("token_type", tensors.TOKEN_TYPE_IDS.name, embeddings.token_type)])
+            rest = g.op(
+                "Add",
+                [rest, look_up("token_type", tensors.TOKEN_TYPE_IDS.name, embeddings.token_type)],
+            )
         return self._skip_norm(g, linear_ops, [words, rest], "embeddings.norm", embeddings.norm)
 
     def attend(self, g: GraphBuilder, query: str, key: str, value: str, heads: int) -> str:
@@ -95,13 +116,32 @@ class Packed:
         return g.op("PackedMultiHeadAttention", inputs, domain=FUSED, num_heads=heads)
 
     def residual_norm(
-        self, g: GraphBuilder, linear_ops: LinearOps, x: str, skip: str, name: str, bias: Tensor, layer: nn.LayerNorm
+        self,
+        g: GraphBuilder,
+        linear_ops: LinearOps,
+        x: str,
+        skip: str,
+        name: str,
+        bias: Tensor,
+        layer: nn.LayerNorm,
     ) -> str:
         """See `BatchLayout`."""
-        return self._skip_norm(g, linear_ops, [x, skip], name, layer, linear_ops.vector(g, f"{name}.skip.bias", bias))
+        return self._skip_norm(
+            g, linear_ops, [x, skip], name, layer, linear_ops.vector(g, f"{name}.skip.bias", bias)
+        )
 
     @staticmethod
-    def _skip_norm(g: GraphBuilder, linear_ops: LinearOps, inputs: list[str], name: str, layer: nn.LayerNorm, bias: str = "") -> str:
-        scale, shift = linear_ops.vector(g, f"{name}.weight", layer.weight), linear_ops.vector(g, f"{name}.bias", layer.bias)
+    def _skip_norm(
+        g: GraphBuilder,
+        linear_ops: LinearOps,
+        inputs: list[str],
+        name: str,
+        layer: nn.LayerNorm,
+        bias: str = "",
+    ) -> str:
+        scale, shift = (
+            linear_ops.vector(g, f"{name}.weight", layer.weight),
+            linear_ops.vector(g, f"{name}.bias", layer.bias),
+        )
         inputs = [*inputs, scale, shift, *([bias] if bias else [])]
         return g.op("SkipLayerNormalization", inputs, domain=FUSED, epsilon=layer.eps)

@@ -90,7 +90,9 @@ class _Matrices:
 
     def __init__(self, smoothing: Mapping[str, Tensor], *, integers: bool) -> None:
         self._smoothing, self._keep_integers = smoothing, integers
-        self._smoothed: dict[str, str] = {}  # the operand's value -> the name that its smoothing has
+        self._smoothed: dict[
+            str, str
+        ] = {}  # the operand's value -> the name that its smoothing has
         self._tables: dict[str, str] = {}
 
     def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
@@ -108,16 +110,22 @@ class _Matrices:
         if name not in self._tables:
             integers, steps = quantise(weight)
             rows = g.op("Cast", [g.weight(f"{name}.int8", integers)], to=TensorProto.FLOAT)
-            column = g.op("Unsqueeze", [g.weight(f"{name}.steps", steps), g.weight("axis_1", _AXIS_1)])
+            column = g.op(
+                "Unsqueeze", [g.weight(f"{name}.steps", steps), g.weight("axis_1", _AXIS_1)]
+            )
             self._tables[name] = g.op("Mul", [rows, column])
         return self._tables[name]
 
-    def _matrix(self, g: GraphBuilder, operand: LinearInput, name: str, weight: Tensor) -> tuple[str, str]:
+    def _matrix(
+        self, g: GraphBuilder, operand: LinearInput, name: str, weight: Tensor
+    ) -> tuple[str, str]:
         """Names of the integers [in, out] and the steps [out] of a weight, smoothed as its operand is."""
         if operand.value in self._smoothed:
             weight = weight * self._smoothing[self._smoothed[operand.value]]
         integers, steps = quantise(weight)
-        return g.weight(f"{name}.weight.int8", integers.t()), g.weight(f"{name}.weight.steps", steps)
+        return g.weight(f"{name}.weight.int8", integers.t()), g.weight(
+            f"{name}.weight.steps", steps
+        )
 
     def _smooth(self, g: GraphBuilder, name: str) -> str:
         """The name of what an operand is multiplied by, [in]; empty if by nothing."""
@@ -156,7 +164,11 @@ class Fp32(_Matrices):
         integers, steps = self._matrix(g, operand, name, weight)
         matrix = g.op("Mul", [g.op("Cast", [integers], to=TensorProto.FLOAT), steps])
         smooth = self._smooth(g, self._smoothed.get(operand.value, ""))
-        return g.op("Mul", [matrix, g.op("Unsqueeze", [smooth, g.weight("axis_1", _AXIS_1)])]) if smooth else matrix
+        return (
+            g.op("Mul", [matrix, g.op("Unsqueeze", [smooth, g.weight("axis_1", _AXIS_1)])])
+            if smooth
+            else matrix
+        )
 
 
 class Fp16(Fp32):
@@ -182,13 +194,19 @@ class Fp16(Fp32):
 
     def scores(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
         """See `LinearOps`. In fp32: of logits near 20, fp16 knows no more than two digits after the point."""
-        whole = super().table(g, table, weight) if self._keep_integers else self.widened(g, self.table(g, table, weight))
+        whole = (
+            super().table(g, table, weight)
+            if self._keep_integers
+            else self.widened(g, self.table(g, table, weight))
+        )
         return g.op("Gemm", [x, whole, bias], transB=1)
 
     def _widened(self, g: GraphBuilder, operand: LinearInput, name: str, weight: Tensor) -> str:
         """The matrix [in, out] in fp16."""
         if self._keep_integers:
-            return g.op("Cast", [super()._widened(g, operand, name, weight)], to=TensorProto.FLOAT16)
+            return g.op(
+                "Cast", [super()._widened(g, operand, name, weight)], to=TensorProto.FLOAT16
+            )
         return g.weight(f"{name}.weight.fp16", _halved(name, weight).t())
 
 
@@ -200,7 +218,9 @@ def _halved(name: str, values: Tensor) -> Tensor:
     """
     half = values.half()
     if not half.isfinite().all():
-        raise ExportError(f"{name} holds {float(values.abs().max()):.3g}, which fp16 cannot; use fp32")
+        raise ExportError(
+            f"{name} holds {float(values.abs().max()):.3g}, which fp16 cannot; use fp32"
+        )
     return half
 
 
@@ -230,7 +250,11 @@ class Int8(_Matrices):
         scaled = g.op("Div", [x, step])
         value = g.op(
             "QuantizeLinear",
-            [scaled, g.weight("one", np.array(1, np.float32)), g.weight("zero_point", np.array(_ZERO, np.uint8))],
+            [
+                scaled,
+                g.weight("one", np.array(1, np.float32)),
+                g.weight("zero_point", np.array(_ZERO, np.uint8)),
+            ],
         )
         if smooth:
             self._smoothed[value] = name
@@ -249,7 +273,9 @@ class Int8(_Matrices):
             turned = g.op("Transpose", [g.weight(f"{table}.int8", integers)], perm=[1, 0])
         else:
             turned = g.weight(f"{table}.turned.int8", integers.t())
-        return g.op("Add", [self._multiply(g, operand, turned, g.weight(f"{table}.steps", steps)), bias])
+        return g.op(
+            "Add", [self._multiply(g, operand, turned, g.weight(f"{table}.steps", steps)), bias]
+        )
 
     def _multiply(self, g: GraphBuilder, operand: LinearInput, integers: str, steps: str) -> str:
         product = g.op(
@@ -281,7 +307,11 @@ def round_to_integers(encoder: Encoder, smoothing: Mapping[str, Tensor]) -> set[
         for name, linears in layer.products().items():
             smooth = smoothing.get(f"layers.{number}.{name}")
             for linear in linears:
-                linear.weight.copy_(_rounded(linear.weight) if smooth is None else _rounded(linear.weight * smooth) / smooth)
+                linear.weight.copy_(
+                    _rounded(linear.weight)
+                    if smooth is None
+                    else _rounded(linear.weight * smooth) / smooth
+                )
                 rounded.add(linear.weight)
     words = encoder.embeddings.word.weight
     words.copy_(_rounded(words))

@@ -36,14 +36,23 @@ class PackedMultiHeadAttention(OpRun):
     op_domain = FUSED
 
     def _run(
-        self, query: Array, key: Array, value: Array, bias: Array | None, offset: Array, starts: Array, *, num_heads: int
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        bias: Array | None,
+        offset: Array,
+        starts: Array,
+        *,
+        num_heads: int,
     ) -> tuple[Array]:
         assert bias is None
         _check_offset(offset, starts)
         result = np.empty_like(query)
         for begin, end in pairwise(starts):
             q, k, v = (
-                x[begin:end].astype(np.float32).reshape(end - begin, num_heads, -1).swapaxes(0, 1) for x in (query, key, value)
+                x[begin:end].astype(np.float32).reshape(end - begin, num_heads, -1).swapaxes(0, 1)
+                for x in (query, key, value)
             )
             scores = q @ k.swapaxes(1, 2) / np.sqrt(q.shape[-1])  # [N, S, S]
             weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -55,8 +64,12 @@ class PackedMultiHeadAttention(OpRun):
 def _check_offset(offset: Array, starts: Array) -> None:
     """The first cells of ``token_offset`` are those of the tokens, in order, the rest of it the others."""
     longest = offset.shape[1]
-    cells = np.concatenate([row * longest + np.arange(length) for row, length in enumerate(np.diff(starts))])
-    if offset.shape[0] != len(starts) - 1 or not np.array_equal(offset.ravel()[: len(cells)], cells):
+    cells = np.concatenate(
+        [row * longest + np.arange(length) for row, length in enumerate(np.diff(starts))]
+    )
+    if offset.shape[0] != len(starts) - 1 or not np.array_equal(
+        offset.ravel()[: len(cells)], cells
+    ):
         raise ValueError("token_offset does not say where the tokens of cu_seqlens lie")
     if not np.array_equal(np.sort(offset.ravel()), np.arange(offset.size)):
         raise ValueError("token_offset does not name every cell once")
@@ -68,7 +81,14 @@ class SkipLayerNormalization(OpRun):
     op_domain = FUSED
 
     def _run(
-        self, x: Array, skip: Array, scale: Array, shift: Array, bias: Array | None = None, *, epsilon: float
+        self,
+        x: Array,
+        skip: Array,
+        scale: Array,
+        shift: Array,
+        bias: Array | None = None,
+        *,
+        epsilon: float,
     ) -> tuple[Array]:
         total = x.astype(np.float32) + skip
         if bias is not None:
@@ -98,7 +118,9 @@ class FastGelu(OpRun):
 
 
 def _gelu(x: Array, bias: Array, approximate: str) -> Array:
-    total = torch.from_numpy((x + bias).astype(np.float32))  # the sum in the type of its terms, as the kernel forms it
+    total = torch.from_numpy(
+        (x + bias).astype(np.float32)
+    )  # the sum in the type of its terms, as the kernel forms it
     result: Array = torch.nn.functional.gelu(total, approximate=approximate).numpy().astype(x.dtype)
     return result
 

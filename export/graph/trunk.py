@@ -16,7 +16,13 @@ from export.models.config import EncoderConfig
 from export.models.encoder import Encoder, Layer
 
 
-def trunk(g: GraphBuilder, layout: BatchLayout, linear_ops: LinearOps, encoder: Encoder, config: EncoderConfig) -> str:
+def trunk(
+    g: GraphBuilder,
+    layout: BatchLayout,
+    linear_ops: LinearOps,
+    encoder: Encoder,
+    config: EncoderConfig,
+) -> str:
     """Write inputs, embeddings and layers; returns the name of the hidden states, in the layout's shape."""
     hidden = layout.embed(g, linear_ops, encoder.embeddings)
     for number, layer in enumerate(encoder.layers):
@@ -25,7 +31,15 @@ def trunk(g: GraphBuilder, layout: BatchLayout, linear_ops: LinearOps, encoder: 
     return hidden
 
 
-def _layer(g: GraphBuilder, layout: BatchLayout, linear_ops: LinearOps, x: str, name: str, layer: Layer, activation: str) -> str:
+def _layer(
+    g: GraphBuilder,
+    layout: BatchLayout,
+    linear_ops: LinearOps,
+    x: str,
+    name: str,
+    layer: Layer,
+    activation: str,
+) -> str:
     attention = layer.attention
 
     def product(x: LinearInput, part: str, linear: nn.Linear) -> str:
@@ -34,13 +48,20 @@ def _layer(g: GraphBuilder, layout: BatchLayout, linear_ops: LinearOps, x: str, 
     entering = linear_ops.operand(g, x, f"{name}.query")
     query = product(entering, "query", attention.query)
     query = g.op("Add", [query, linear_ops.vector(g, f"{name}.query.bias", attention.query.bias)])
-    key, value = product(entering, "key", attention.key), product(entering, "value", attention.value)
+    key, value = (
+        product(entering, "key", attention.key),
+        product(entering, "value", attention.value),
+    )
     context = layout.attend(g, query, key, value, attention.heads)
     output = product(linear_ops.operand(g, context, f"{name}.output"), "output", attention.output)
     output_bias = attention.output.bias + attention.output.weight @ attention.value.bias
-    x = layout.residual_norm(g, linear_ops, output, x, f"{name}.attention_norm", output_bias, layer.attention_norm)
+    x = layout.residual_norm(
+        g, linear_ops, output, x, f"{name}.attention_norm", output_bias, layer.attention_norm
+    )
 
     up = product(linear_ops.operand(g, x, f"{name}.up"), "up", layer.up)
     up = activated(g, up, linear_ops.vector(g, f"{name}.up.bias", layer.up.bias), activation)
     down = product(linear_ops.operand(g, up, f"{name}.down"), "down", layer.down)
-    return layout.residual_norm(g, linear_ops, down, x, f"{name}.output_norm", layer.down.bias, layer.output_norm)
+    return layout.residual_norm(
+        g, linear_ops, down, x, f"{name}.output_norm", layer.down.bias, layer.output_norm
+    )

@@ -176,5 +176,7 @@ def _round_to_fp16(module: nn.Module, integers: Collection[Tensor]) -> None:
             rounded = parameter.half().float()
             if not rounded.isfinite().all():
                 largest = float(parameter.abs().max())
-                raise ExportError(f"{name} holds {largest:.3g}, which fp16 cannot; use fp32 weights")
+                raise ExportError(
+                    f"{name} holds {largest:.3g}, which fp16 cannot; use fp32 weights"
+                )
             parameter.copy_(rounded)

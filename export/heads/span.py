@@ -35,9 +35,7 @@ def _write(head: SpanHead, graph: HeadGraph) -> None:
     graph.output(dense(graph.g, rows, "span.classifier", head.classifier), span.SPAN_LOGITS)
 
 
-def _reference(
-    head: SpanHead, rows: Tensor, _: Sequence[Any], __: Placement
-) -> dict[str, Tensor]:
+def _reference(head: SpanHead, rows: Tensor, _: Sequence[Any], __: Placement) -> dict[str, Tensor]:
     return {span.SPAN_LOGITS.name: head(rows)}
 
 
@@ -48,7 +46,9 @@ def _sample(_: np.random.Generator, __: int) -> SpanRequest:
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of questions, each asked of each context, with the same start and end."""
     best = [
-        tuple(span_logits(scorer, ids, types)[0].argmax(0).tolist() for scorer in (checkpoint, graph))
+        tuple(
+            span_logits(scorer, ids, types)[0].argmax(0).tolist() for scorer in (checkpoint, graph)
+        )
         for ids, types in texts.questions()
     ]
     return {"qa_span_agreement": share_of_equal([(one, other) for one, other in best])}

@@ -16,7 +16,9 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
     if (kind := config.get("position_embedding_type", "absolute")) not in ("absolute", None):
         raise ValueError(f"position_embedding_type {kind!r} is not supported (only 'absolute')")
     if config.get("is_decoder") or config.get("add_cross_attention"):
-        raise ValueError("a BERT decoder (is_decoder, add_cross_attention) is not supported, only encoders")
+        raise ValueError(
+            "a BERT decoder (is_decoder, add_cross_attention) is not supported, only encoders"
+        )
     return EncoderConfig(
         family="bert",
         vocab_size=config["vocab_size"],

@@ -35,7 +35,9 @@ class EncoderConfig:
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         if self.hidden_size % self.heads:
-            raise ValueError(f"hidden size {self.hidden_size} is not a multiple of the {self.heads} attention heads")
+            raise ValueError(
+                f"hidden size {self.hidden_size} is not a multiple of the {self.heads} attention heads"
+            )
         return self
 
 
@@ -111,7 +113,9 @@ def _originals(tensor: str, names: Mapping[str, str]) -> list[str]:
 
 @cache
 def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(re.escape(name).replace(r"\*", r"(?P<layer>\d+)").replace(r"\{p\}", "(?P<p>weight|bias)"))
+    return re.compile(
+        re.escape(name).replace(r"\*", r"(?P<layer>\d+)").replace(r"\{p\}", "(?P<p>weight|bias)")
+    )
 
 
 def _translate(name: str, old: str, new: str) -> str | None:

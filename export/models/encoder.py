@@ -19,11 +19,20 @@ class Embeddings(nn.Module):
         super().__init__()
         self.word = nn.Embedding(config.vocab_size, config.hidden_size)
         self.position = nn.Embedding(config.max_positions, config.hidden_size)
-        self.token_type = nn.Embedding(config.type_vocab_size, config.hidden_size) if config.type_vocab_size else None
+        self.token_type = (
+            nn.Embedding(config.type_vocab_size, config.hidden_size)
+            if config.type_vocab_size
+            else None
+        )
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None, first_positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None,
+        first_positions: Tensor | None = None,
+    ) -> Tensor:
         """``input_ids``, ``token_type_ids``: int [B, S], ``first_positions``: int [B] or all 0 -> [B, S, H]."""
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         if first_positions is not None:
@@ -50,7 +59,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
         """``x`` [B, S, H], ``attention_mask`` bool [B, S] (True: a real token) -> [B, S, H]."""
-        query, key, value = (self._split(linear(x)) for linear in (self.query, self.key, self.value))
+        query, key, value = (
+            self._split(linear(x)) for linear in (self.query, self.key, self.value)
+        )
         context = F.scaled_dot_product_attention(
             query,
             key,

@@ -1,7 +1,7 @@
 """Turns drawn sequences into the tensors of a batch: joined, masked, padded to the phase's length."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -57,26 +57,49 @@ class TextBatch:
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)}
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)
+        }
         return replace(self, **moved)
 
 
-def collate(rows: list[tuple[Sequence, Masked]], length: int, first_positions: list[int] | None = None) -> TextBatch:
+def collate(
+    rows: list[tuple[Sequence, Masked]], length: int, first_positions: list[int] | None = None
+) -> TextBatch:
     """Pad rows with zeros to ``length``."""
     shape = (len(rows), length)
-    input_ids, types, mask = np.zeros(shape, np.int64), np.zeros(shape, np.int64), np.zeros(shape, bool)
+    input_ids, types, mask = (
+        np.zeros(shape, np.int64),
+        np.zeros(shape, np.int64),
+        np.zeros(shape, bool),
+    )
     for row, (sequence, masked) in enumerate(rows):
         size = len(masked.input_ids)
-        input_ids[row, :size], types[row, :size], mask[row, :size] = masked.input_ids, sequence.token_type_ids, True
+        input_ids[row, :size], types[row, :size], mask[row, :size] = (
+            masked.input_ids,
+            sequence.token_type_ids,
+            True,
+        )
     starts = np.arange(len(rows)) * length
     return TextBatch(
         input_ids=torch.from_numpy(input_ids),
         token_type_ids=torch.from_numpy(types),
         attention_mask=torch.from_numpy(mask),
-        positions=torch.from_numpy(np.concatenate([masked.positions + at for (_, masked), at in zip(rows, starts, strict=True)])),
+        positions=torch.from_numpy(
+            np.concatenate(
+                [masked.positions + at for (_, masked), at in zip(rows, starts, strict=True)]
+            )
+        ),
         labels=torch.from_numpy(np.concatenate([masked.labels for _, masked in rows])),
-        spans=torch.from_numpy(np.concatenate([masked.spans + at for (_, masked), at in zip(rows, starts, strict=True)])),
-        next_labels=torch.tensor([sequence.label for sequence, _ in rows if sequence.label is not None], dtype=torch.int64),
+        spans=torch.from_numpy(
+            np.concatenate(
+                [masked.spans + at for (_, masked), at in zip(rows, starts, strict=True)]
+            )
+        ),
+        next_labels=torch.tensor(
+            [sequence.label for sequence, _ in rows if sequence.label is not None],
+            dtype=torch.int64,
+        ),
         first_positions=None if first_positions is None else torch.tensor(first_positions),
         tokens=int(mask.sum()),
     )
@@ -100,7 +123,9 @@ def shuffled_batches(lengths: Sequence_[int], size: int, seed: int) -> Callable[
         rng = np.random.default_rng([seed, number])
         order = np.resize(rng.permutation(len(lengths)), count * size)
         pools = np.array_split(order, max(1, count // _POOL))
-        ordered = np.concatenate([pool[np.argsort(np.asarray(lengths)[pool], kind="stable")] for pool in pools])
+        ordered = np.concatenate(
+            [pool[np.argsort(np.asarray(lengths)[pool], kind="stable")] for pool in pools]
+        )
         batches: NDArray[np.int64] = ordered.reshape(count, size)[rng.permutation(count)]
         return batches
 
@@ -139,7 +164,12 @@ class TextBatches:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         self._corpus, self._recipe, self._phases, self._masking = corpus, recipe, phases, masking
-        self._special, self._seed, self._accumulation, self._weights = special, seed, accumulation, weights
+        self._special, self._seed, self._accumulation, self._weights = (
+            special,
+            seed,
+            accumulation,
+            weights,
+        )
         self._lengths: dict[tuple[int, int], int] = {}
         self._ends: list[list[int]] = [[] for _ in phases]
         self._kept: dict[tuple[int, int], Sequences] = {}
@@ -167,13 +197,19 @@ class TextBatches:
         number = ((step - first) * self._accumulation + part) * phase.sequences
         masking = self._masking.at(step / max(1, self.steps - 1))
         rows = [self._row(index, number + row, masking) for row in range(phase.sequences)]
-        return collate(rows, phase.tokens, self._first_positions(index, number, len(rows)) if self._recipe.shifted else None)
+        return collate(
+            rows,
+            phase.tokens,
+            self._first_positions(index, number, len(rows)) if self._recipe.shifted else None,
+        )
 
     def _first_positions(self, phase: int, number: int, count: int) -> list[int]:
         """Where the ``count`` sequences from ``number`` on begin: at 0, or so that the longest phase's positions are all seen."""
         free = max(phase.tokens for phase in self._phases) - self._phases[phase].tokens
         rng = np.random.default_rng([self._seed, phase, number, 1])
-        moved: NDArray[np.int64] = rng.integers(0, free + 1, count) * (rng.random(count) < self._recipe.shifted)
+        moved: NDArray[np.int64] = rng.integers(0, free + 1, count) * (
+            rng.random(count) < self._recipe.shifted
+        )
         first_positions: list[int] = moved.tolist()
         return first_positions
 
@@ -186,7 +222,9 @@ class TextBatches:
         raise TrainError("the vocabulary has no word of the text: there is nothing to mask")
 
     def _draw(self, phase: int, number: int, masking: Masking) -> tuple[Sequence, Masked]:
-        ends = self._ends[phase]  # after how many sequences each epoch ends: they differ a little in length
+        ends = self._ends[
+            phase
+        ]  # after how many sequences each epoch ends: they differ a little in length
         while not ends or number >= ends[-1]:
             ends.append(sum(ends[-1:]) + self.epoch_length(phase, len(ends)))
         epoch = bisect_right(ends, number)

@@ -13,7 +13,13 @@ CARD = "README.md"
 
 
 def write_card(
-    checkpoint: Path, *, title: str, source: str | None, files: Iterable[Path], recipe: Recipe, device: torch.device
+    checkpoint: Path,
+    *,
+    title: str,
+    source: str | None,
+    files: Iterable[Path],
+    recipe: Recipe,
+    device: torch.device,
 ) -> None:
     """Write ``README.md`` beside the weights.
 
@@ -26,7 +32,11 @@ def write_card(
         device: where it ended.
     """
     last = read_log(checkpoint.parent)[-1]
-    figures = {name: value for name, value in last.items() if name.startswith("held_out_") or name in ("loss", "accuracy")}
+    figures = {
+        name: value
+        for name, value in last.items()
+        if name.startswith("held_out_") or name in ("loss", "accuracy")
+    }
     rows = {
         "from": source or "nothing: random weights",
         "data": ", ".join(file.name for file in files),
@@ -40,7 +50,8 @@ def write_card(
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
     said = recipe.model_dump_json(indent=2)
     (checkpoint / CARD).write_text(
-        f"# {title}\n\n| | |\n|---|---|\n{table}\n\nRecipe:\n\n```json\n{said}\n```\n", encoding="utf-8"
+        f"# {title}\n\n| | |\n|---|---|\n{table}\n\nRecipe:\n\n```json\n{said}\n```\n",
+        encoding="utf-8",
     )
 
 
@@ -51,6 +62,10 @@ def hardware(device: torch.device) -> str:
     names = Path("/proc/cpuinfo")
     model = platform.processor() or platform.machine()
     if names.is_file():
-        found = [line.split(":", 1)[1].strip() for line in names.read_text().splitlines() if line.startswith("model name")]
+        found = [
+            line.split(":", 1)[1].strip()
+            for line in names.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         model = found[0] if found else model
     return f"{torch.get_num_threads()} cores of {model}"

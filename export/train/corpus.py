@@ -23,7 +23,9 @@ from export.train.errors import TrainError
 
 _QUOTES = "\"'\u201c\u201d\u2018\u2019"
 _SENTENCE_END = re.compile(rf"(?<=[.!?])[{_QUOTES})\]]*\s+(?=[{_QUOTES}(\[]?[A-Z0-9])")
-_ABBREVIATION = re.compile(rf"(?:^|[\s({_QUOTES}])(?:Mr|Mrs|Ms|Dr|St|Prof|Rev|Gen|Col|Capt|Sir|Hon|Messrs|vs|etc|[A-Z])\.$")
+_ABBREVIATION = re.compile(
+    rf"(?:^|[\s({_QUOTES}])(?:Mr|Mrs|Ms|Dr|St|Prof|Rev|Gen|Col|Capt|Sir|Hon|Messrs|vs|etc|[A-Z])\.$"
+)
 _BATCH = 2048
 _KEY_CHARACTERS = 500
 _FORMAT = 2
@@ -67,7 +69,9 @@ def read_documents(files: Iterable[Path]) -> Iterator[Document]:
                     yield from (replace(document, file=file.name) for document in documents)
             else:
                 with _open(file, "strict") as stream:
-                    yield from (replace(document, file=file.name) for document in _from_text(file, stream))
+                    yield from (
+                        replace(document, file=file.name) for document in _from_text(file, stream)
+                    )
         except FileNotFoundError:
             raise TrainError(f"{file}: no such file") from None
         except IsADirectoryError:
@@ -81,7 +85,9 @@ def read_documents(files: Iterable[Path]) -> Iterator[Document]:
 
 
 def _open(file: Path, errors: str) -> IO[str]:
-    return (lzma.open if file.suffix == ".xz" else open)(file, "rt", encoding="utf-8", errors=errors)
+    return (lzma.open if file.suffix == ".xz" else open)(
+        file, "rt", encoding="utf-8", errors=errors
+    )
 
 
 def _from_jsonl(file: Path, stream: IO[str]) -> Iterator[Document]:
@@ -92,7 +98,9 @@ def _from_jsonl(file: Path, stream: IO[str]) -> Iterator[Document]:
             entry = json.loads(line)
             text, title, source = entry["text"], entry.get("title", ""), entry.get("source", "")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise TrainError(f'{file}, line {number} is not a JSON object with a "text": {error}') from error
+            raise TrainError(
+                f'{file}, line {number} is not a JSON object with a "text": {error}'
+            ) from error
         if not isinstance(text, str) or not isinstance(title, str):
             raise TrainError(f'{file}, line {number}: "text" and "title" must be strings')
         if not isinstance(source, str):
@@ -206,26 +214,37 @@ def prepare_corpus(
     Raises:
         TrainError: as `read_documents`; or there is no text.
     """
-    identity = _identity(files, tokenizer, f"{held_out} {only_held_out}" if only_held_out else str(held_out))
+    identity = _identity(
+        files, tokenizer, f"{held_out} {only_held_out}" if only_held_out else str(held_out)
+    )
     summary = folder / "corpus.json"
     if _prepared(summary) != identity:
         say("tokenizing the text")
         try:
             counts = _tokenize(_split(files, held_out), tokenizer, folder, only_held_out)
             if held_out and not counts["held_out"]["documents"]:
-                by_paragraph = _tokenize(_split_paragraphs(files, held_out), tokenizer, folder, only_held_out)
+                by_paragraph = _tokenize(
+                    _split_paragraphs(files, held_out), tokenizer, folder, only_held_out
+                )
                 if by_paragraph["held_out"]["documents"]:
-                    say("no title falls to the held-out part: the text is split by paragraphs instead")
+                    say(
+                        "no title falls to the held-out part: the text is split by paragraphs instead"
+                    )
                 counts = by_paragraph
         except OSError as error:
-            raise TrainError(f"the tokenized text cannot be written to {folder}: {error.strerror or error}") from error
+            raise TrainError(
+                f"the tokenized text cannot be written to {folder}: {error.strerror or error}"
+            ) from error
         if not any(count["tokens"] for count in counts.values()):
             raise TrainError("there is no text: " + ", ".join(str(file) for file in files))
         new = summary.with_suffix(".new")
         new.write_text(json.dumps({"identity": identity, **counts}, indent=2) + "\n")
         new.replace(summary)
         say(
-            "; ".join(f"{part.replace('_', '-')}: " + ", ".join(f"{n:,} {k}" for k, n in c.items()) for part, c in counts.items())
+            "; ".join(
+                f"{part.replace('_', '-')}: " + ", ".join(f"{n:,} {k}" for k, n in c.items())
+                for part, c in counts.items()
+            )
         )
     return PreparedCorpus(_open_part(folder, "train"), _open_part(folder, "held_out"))
 
@@ -248,7 +267,9 @@ def _split_paragraphs(files: list[Path], share: float) -> Iterator[_SplitDocumen
         if len(paragraphs) == 1:
             yield document, False
             continue
-        for held_out, run in groupby(paragraphs, key=lambda paragraph: is_held_out(paragraph, share)):
+        for held_out, run in groupby(
+            paragraphs, key=lambda paragraph: is_held_out(paragraph, share)
+        ):
             yield replace(document, text="\n".join(run)), held_out
 
 
@@ -258,9 +279,15 @@ def _tokenize(
     """Write both parts into ``folder``, which is emptied first; return how much each part holds."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    writers = {part: _Writer(folder, part, tokenizer.get_vocab_size()) for part in ("train", "held_out")}
+    writers = {
+        part: _Writer(folder, part, tokenizer.get_vocab_size()) for part in ("train", "held_out")
+    }
     try:
-        chosen = ((document, held_out) for document, held_out in documents if held_out or not only_held_out)
+        chosen = (
+            (document, held_out)
+            for document, held_out in documents
+            if held_out or not only_held_out
+        )
         for batch in _batches(chosen, _BATCH):
             _write(batch, tokenizer, writers)
         for writer in writers.values():
@@ -362,14 +389,24 @@ class _Writer:
             self._stream.close()
 
     def counts(self) -> dict[str, int]:
-        return {"documents": len(self._documents) - 1, "sentences": len(self._sentences) - 1, "tokens": self._tokens}
+        return {
+            "documents": len(self._documents) - 1,
+            "sentences": len(self._sentences) - 1,
+            "tokens": self._tokens,
+        }
 
 
 def _write(batch: list[_Tokenizable], tokenizer: Tokenizer, writers: dict[str, _Writer]) -> None:
-    encodings = iter(tokenizer.encode_batch_fast([s for _, sentences in batch for s in sentences], add_special_tokens=False))
+    encodings = iter(
+        tokenizer.encode_batch_fast(
+            [s for _, sentences in batch for s in sentences], add_special_tokens=False
+        )
+    )
     for (document, held_out), sentences in batch:
         part = "held_out" if held_out else "train"
-        writers[part].add(document, (encoding.ids for encoding in islice(encodings, len(sentences))))
+        writers[part].add(
+            document, (encoding.ids for encoding in islice(encodings, len(sentences)))
+        )
 
 
 def _open_part(folder: Path, part: str) -> Corpus:
@@ -381,11 +418,19 @@ def _open_part(folder: Path, part: str) -> Corpus:
             np.load(folder / f"{part}.sentences.npy"),
             np.load(folder / f"{part}.documents.npy"),
             np.load(folder / f"{part}.origins.npy"),
-            tuple(Origin(file, source) for file, source in json.loads((folder / f"{part}.origins.json").read_text())),
+            tuple(
+                Origin(file, source)
+                for file, source in json.loads((folder / f"{part}.origins.json").read_text())
+            ),
         )
     except (OSError, ValueError, TypeError, EOFError) as error:
-        raise TrainError(f"the tokenized text in {folder} is damaged ({part}); remove that folder") from error
-    whole = corpus.sentences[-1] == len(corpus.tokens) and corpus.documents[-1] == len(corpus.sentences) - 1
+        raise TrainError(
+            f"the tokenized text in {folder} is damaged ({part}); remove that folder"
+        ) from error
+    whole = (
+        corpus.sentences[-1] == len(corpus.tokens)
+        and corpus.documents[-1] == len(corpus.sentences) - 1
+    )
     if not whole or len(corpus.origin_of) != corpus.document_count:
         raise TrainError(f"the tokenized text in {folder} is damaged ({part}); remove that folder")
     return corpus

@@ -37,7 +37,14 @@ def make_student(teacher: Model, dropout: float) -> Model:
     if teacher.masked_lm is None:
         raise TrainError("the teacher has no masked-language-model head, which distillation needs")
     layers = max(1, teacher.config.layers // 2)
-    config = replace(teacher.config, family="distilbert", layers=layers, type_vocab_size=0, layer_norm_eps=1e-12, dropout=dropout)
+    config = replace(
+        teacher.config,
+        family="distilbert",
+        layers=layers,
+        type_vocab_size=0,
+        layer_norm_eps=1e-12,
+        dropout=dropout,
+    )
     student = Model(config, [MASKED_LM])
     taken = dict(teacher.state_dict())
     state = {}
@@ -48,7 +55,9 @@ def make_student(teacher: Model, dropout: float) -> Model:
         else:
             state[name] = taken[name].clone()
     if teacher.encoder.embeddings.token_type is not None:
-        state["encoder.embeddings.position.weight"] += teacher.encoder.embeddings.token_type.weight[0].detach()
+        state["encoder.embeddings.position.weight"] += teacher.encoder.embeddings.token_type.weight[
+            0
+        ].detach()
     student.load_state_dict(state)
     return student
 
@@ -75,13 +84,24 @@ class Distillation(nn.Module):
         masked, figures = masked_loss(logits, batch.labels)
         heat = recipe.temperature
         soft_loss = F.kl_div(
-            (logits / heat).log_softmax(-1), (soft / heat).log_softmax(-1), reduction="batchmean", log_target=True
+            (logits / heat).log_softmax(-1),
+            (soft / heat).log_softmax(-1),
+            reduction="batchmean",
+            log_target=True,
         )
         real = batch.attention_mask
         cosine = 1 - F.cosine_similarity(ours[real].float(), theirs[real].float(), dim=-1).mean()
-        loss = recipe.soft_weight * heat**2 * soft_loss + recipe.masked_weight * masked + recipe.cosine_weight * cosine
+        loss = (
+            recipe.soft_weight * heat**2 * soft_loss
+            + recipe.masked_weight * masked
+            + recipe.cosine_weight * cosine
+        )
         agreement = (logits.argmax(1) == soft.argmax(1)).float().mean()
-        return loss, figures | {"soft_loss": soft_loss, "cosine_loss": cosine, "agreement": agreement}
+        return loss, figures | {
+            "soft_loss": soft_loss,
+            "cosine_loss": cosine,
+            "agreement": agreement,
+        }
 
 
 def distill(
@@ -106,19 +126,35 @@ def distill(
     if longest := next((phase.tokens for phase in recipe.phases if phase.tokens > limit), None):
         raise TrainError(f"a phase of {longest} tokens exceeds the teacher's {limit} positions")
     if recipe.pretraining.sentence is not Sentence.NONE or recipe.pretraining.method != "mlm":
-        raise TrainError('distillation learns from single texts with masked tokens: set method = "mlm" and sentence = "none"')
+        raise TrainError(
+            'distillation learns from single texts with masked tokens: set method = "mlm" and sentence = "none"'
+        )
     tokenizer = loaded.tokenizer.tokenizer
     corpus = prepare_corpus(files, tokenizer, folder / "corpus", held_out=recipe.held_out, say=say)
     student = make_student(loaded.model, recipe.dropout)
-    say(f"a distilbert of {student.parameter_count():,} parameters from a teacher of {loaded.model.parameter_count():,}")
+    say(
+        f"a distilbert of {student.parameter_count():,} parameters from a teacher of {loaded.model.parameter_count():,}"
+    )
     objective = TextObjective(
         Distillation(student, loaded.model.to(device), recipe),
         text_batches(corpus.train, recipe, tokenizer),
         held_out_batches(corpus.held_out, recipe, tokenizer, say),
         device,
     )
-    train(objective, recipe.seed, recipe.optimisation, folder, device=device, schedule=schedule, say=say)
-    save_checkpoint(student, tokenizer, folder / CHECKPOINT, embedding=EmbeddingRecipe(max_tokens=limit))
+    train(
+        objective,
+        recipe.seed,
+        recipe.optimisation,
+        folder,
+        device=device,
+        schedule=schedule,
+        say=say,
+    )
+    save_checkpoint(
+        student, tokenizer, folder / CHECKPOINT, embedding=EmbeddingRecipe(max_tokens=limit)
+    )
     title = "A DistilBERT distilled from a BERT"
-    write_card(folder / CHECKPOINT, title=title, source=teacher, files=files, recipe=recipe, device=device)
+    write_card(
+        folder / CHECKPOINT, title=title, source=teacher, files=files, recipe=recipe, device=device
+    )
     return folder / CHECKPOINT

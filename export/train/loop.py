@@ -22,7 +22,14 @@ import torch
 from torch import Tensor, nn
 
 from export.train.errors import TrainError
-from export.train.optimisation import Optimizers, WeightAverage, autocast, learning_rate, make_optimizer, schedule_factor
+from export.train.optimisation import (
+    Optimizers,
+    WeightAverage,
+    autocast,
+    learning_rate,
+    make_optimizer,
+    schedule_factor,
+)
 from export.train.progress import LOG, Progress, draw_curves, read_log
 from export.train.recipe import Optimisation
 from export.train.run_folder import STATE
@@ -143,7 +150,12 @@ def train(
     step = _load(folder, state, device)
     if step:
         say(f"going on after step {step} of {objective.steps}")
-    progress = Progress(folder, step, objective.steps, threads=torch.get_num_threads() if device.type == "cpu" else None)
+    progress = Progress(
+        folder,
+        step,
+        objective.steps,
+        threads=torch.get_num_threads() if device.type == "cpu" else None,
+    )
     evaluate_every = max(1, min(schedule.evaluate, objective.steps // 10))
     saved = time.monotonic()
     sums: dict[str, list[Tensor]] = defaultdict(list)
@@ -158,27 +170,39 @@ def train(
                     sums[name].append(value)
                 last = step == objective.steps
                 if last or step % schedule.log == 0 or interrupted.is_set():
-                    means = {name: float(torch.stack(values).mean()) for name, values in sums.items()}
+                    means = {
+                        name: float(torch.stack(values).mean()) for name, values in sums.items()
+                    }
                     sums.clear()
                     _check_loss(means["loss"], step, folder)
                     if last or step % evaluate_every == 0:
                         means |= _evaluate(objective, step, average if last else None, say)
-                    progress.log(step, means | {"learning_rate": learning_rate(step - 1, objective.steps, optimisation)})
+                    progress.log(
+                        step,
+                        means
+                        | {"learning_rate": learning_rate(step - 1, objective.steps, optimisation)},
+                    )
                 overdue = time.monotonic() - saved >= schedule.checkpoint_seconds
                 if last or step % schedule.checkpoint == 0 or overdue or interrupted.is_set():
                     _check_weights(module, step, folder)
                     _save(folder, state, step)
                     saved = time.monotonic()
                 if interrupted.is_set() and not last:
-                    raise TrainError(f"interrupted; {_kept(folder)}, the same command goes on from there")
+                    raise TrainError(
+                        f"interrupted; {_kept(folder)}, the same command goes on from there"
+                    )
     except OSError as error:
-        raise TrainError(f"the run cannot be written: {error.strerror or error}; {_kept(folder)}") from error
+        raise TrainError(
+            f"the run cannot be written: {error.strerror or error}; {_kept(folder)}"
+        ) from error
     finally:
         progress.close()
     average.apply()
     module.eval()
     if not read_log(folder):
-        raise TrainError(f"{folder / LOG} of the finished run is damaged or gone; restore it, or remove {folder} to begin anew")
+        raise TrainError(
+            f"{folder / LOG} of the finished run is damaged or gone; restore it, or remove {folder} to begin anew"
+        )
     draw_curves(folder)
 
 
@@ -202,7 +226,10 @@ def _step(
             loss, figures = objective.loss(batch.to(device))
         (loss / recipe.accumulation).backward()  # type: ignore[no-untyped-call]
         for name, value in {"loss": loss, **figures}.items():
-            sums[name] = sums.get(name, torch.zeros((), device=device)) + value.detach().float() / recipe.accumulation
+            sums[name] = (
+                sums.get(name, torch.zeros((), device=device))
+                + value.detach().float() / recipe.accumulation
+            )
     sums["gradient_norm"] = nn.utils.clip_grad_norm_(objective.module.parameters(), recipe.clip)
     optimizer.step(schedule_factor(step, objective.steps, recipe))
     progress.advance(tokens)
@@ -210,20 +237,30 @@ def _step(
 
 
 def _kept(folder: Path) -> str:
-    return f"the checkpoint in {folder} is kept" if (folder / STATE).is_file() else "there is no checkpoint yet"
+    return (
+        f"the checkpoint in {folder} is kept"
+        if (folder / STATE).is_file()
+        else "there is no checkpoint yet"
+    )
 
 
 def _check_loss(loss: float, step: int, folder: Path) -> None:
     if not math.isfinite(loss):
-        raise TrainError(f"the loss is {loss} at step {step}; {_kept(folder)}; try a lower learning_rate")
+        raise TrainError(
+            f"the loss is {loss} at step {step}; {_kept(folder)}; try a lower learning_rate"
+        )
 
 
 def _check_weights(module: nn.Module, step: int, folder: Path) -> None:
     if not all(bool(parameter.isfinite().all()) for parameter in module.parameters()):
-        raise TrainError(f"a weight is no number any more at step {step}; {_kept(folder)}; try a lower learning_rate")
+        raise TrainError(
+            f"a weight is no number any more at step {step}; {_kept(folder)}; try a lower learning_rate"
+        )
 
 
-def _evaluate(objective: Objective, step: int, average: WeightAverage | None, say: Callable[[str], None]) -> dict[str, float]:
+def _evaluate(
+    objective: Objective, step: int, average: WeightAverage | None, say: Callable[[str], None]
+) -> dict[str, float]:
     """Return held-out figures: of the averaged weights, where there are any, since those are the result."""
     figures = objective.evaluate(step)
     if average is not None and average.count:
@@ -252,7 +289,9 @@ def _save(folder: Path, state: RunState, step: int) -> None:
         new.unlink(missing_ok=True)
         reason = error.__context__
         said = reason.strerror if isinstance(reason, OSError) else str(error).splitlines()[0]
-        raise TrainError(f"the checkpoint of step {step} cannot be written: {said}; {_kept(folder)}") from error
+        raise TrainError(
+            f"the checkpoint of step {step} cannot be written: {said}; {_kept(folder)}"
+        ) from error
     except OSError:
         new.unlink(missing_ok=True)
         raise
@@ -269,8 +308,18 @@ def _load(folder: Path, state: RunState, device: torch.device) -> int:
         parts = {name: loaded[name] for name in ("module", "optimizer", "average")}
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError, KeyError, TypeError, EOFError, OSError, pickle.UnpicklingError) as error:
-        raise TrainError(f"{file} is damaged ({type(error).__name__}); remove it to begin anew") from error
+    except (
+        RuntimeError,
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        OSError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise TrainError(
+            f"{file} is damaged ({type(error).__name__}); remove it to begin anew"
+        ) from error
     try:
         state.restore(parts)
     except (RuntimeError, ValueError, KeyError, TypeError) as error:

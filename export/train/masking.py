@@ -79,7 +79,11 @@ class Masking:
         ordinary = ~self.special[input_ids]
         units = self._units(input_ids, ordinary)
         wanted = max(1, round(self.rate * ordinary.sum())) if len(units) else 0
-        chosen = self._choose_spans(units, wanted, rng) if self.unit is Unit.SPAN else self._choose(units, wanted, rng)
+        chosen = (
+            self._choose_spans(units, wanted, rng)
+            if self.unit is Unit.SPAN
+            else self._choose(units, wanted, rng)
+        )
         positions = np.sort(np.concatenate(chosen)) if chosen else np.zeros(0, np.int64)
         seen = input_ids.copy()
         # A span is replaced as one; otherwise each token is drawn for itself.
@@ -93,7 +97,9 @@ class Masking:
                 seen[piece] = rng.choice(random_ids, len(piece))
         return Masked(seen, positions, input_ids[positions], _runs(positions))
 
-    def _units(self, input_ids: NDArray[np.int64], ordinary: NDArray[np.bool_]) -> list[NDArray[np.int64]]:
+    def _units(
+        self, input_ids: NDArray[np.int64], ordinary: NDArray[np.bool_]
+    ) -> list[NDArray[np.int64]]:
         """The positions of each unit, in order: tokens, or whole words (a span is made of those)."""
         positions = np.flatnonzero(ordinary)
         if not len(positions):
@@ -104,7 +110,9 @@ class Masking:
         return np.split(positions, np.flatnonzero(starts[1:]) + 1)
 
     @staticmethod
-    def _choose(units: list[NDArray[np.int64]], wanted: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
+    def _choose(
+        units: list[NDArray[np.int64]], wanted: int, rng: np.random.Generator
+    ) -> list[NDArray[np.int64]]:
         """Units in random order; one that would exceed the number wanted is passed over, unless it is the first."""
         chosen: list[NDArray[np.int64]] = []
         left = wanted
@@ -118,7 +126,9 @@ class Masking:
         return chosen
 
     @staticmethod
-    def _choose_spans(units: list[NDArray[np.int64]], wanted: int, rng: np.random.Generator) -> list[NDArray[np.int64]]:
+    def _choose_spans(
+        units: list[NDArray[np.int64]], wanted: int, rng: np.random.Generator
+    ) -> list[NDArray[np.int64]]:
         """Spans of 1 to 10 words, lengths geometric, until the number is reached; the last is cut to what is left of it."""
         taken = np.zeros(len(units), bool)
         chosen: list[NDArray[np.int64]] = []
@@ -132,7 +142,11 @@ class Masking:
                 length -= 1
             positions = np.concatenate(units[first : first + length])
             # Neither over another span nor over a special token: the [SEP] between two texts is a boundary.
-            if taken[first : first + length].any() or positions[-1] - positions[0] != len(positions) - 1 or len(positions) > left:
+            if (
+                taken[first : first + length].any()
+                or positions[-1] - positions[0] != len(positions) - 1
+                or len(positions) > left
+            ):
                 continue
             taken[first : first + length] = True
             chosen.append(positions)

@@ -34,17 +34,25 @@ class MaskedText(nn.Module):
         kept: the embeddings to stay close to; none: they may move.
     """
 
-    def __init__(self, model: Model, recipe: Pretraining, kept: KeptEmbeddings | None = None) -> None:
+    def __init__(
+        self, model: Model, recipe: Pretraining, kept: KeptEmbeddings | None = None
+    ) -> None:
         super().__init__()
         self.model = model
-        self._kept, self._embedding_weight, self._z_loss = kept, recipe.embedding_weight, recipe.z_loss
+        self._kept, self._embedding_weight, self._z_loss = (
+            kept,
+            recipe.embedding_weight,
+            recipe.z_loss,
+        )
         self.boundary = SpanBoundary(model) if recipe.span_boundary else None
         self.sentence_weight = recipe.sentence_weight
 
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The weighted sum of the losses, and each with its accuracy."""
         assert self.model.masked_lm is not None
-        hidden = self.model(batch.input_ids, batch.token_type_ids, batch.attention_mask, batch.first_positions)
+        hidden = self.model(
+            batch.input_ids, batch.token_type_ids, batch.attention_mask, batch.first_positions
+        )
         rows = hidden.flatten(0, 1)
         logits = self.model.masked_lm(rows[batch.positions])
         loss, figures = masked_loss(logits, batch.labels)
@@ -57,7 +65,9 @@ class MaskedText(nn.Module):
             sentence_logits = self.model.next_sentence(hidden[:, 0]).float()
             sentence_loss = F.cross_entropy(sentence_logits, batch.next_labels)
             figures["sentence_loss"] = sentence_loss
-            figures["sentence_accuracy"] = (sentence_logits.argmax(1) == batch.next_labels).float().mean()
+            figures["sentence_accuracy"] = (
+                (sentence_logits.argmax(1) == batch.next_labels).float().mean()
+            )
             loss = loss + self.sentence_weight * sentence_loss
         if self._kept is not None:
             cosine = self._kept.cosine(self.model, batch)
@@ -94,7 +104,10 @@ class SpanBoundary(nn.Module):
 
     def forward(self, rows: Tensor, batch: TextBatch) -> Tensor:
         """``rows`` [B * S, H] -> logits [M, V]."""
-        first, last = batch.spans[:, 0], batch.spans[:, 1]  # [CLS] and [SEP] are never chosen: both neighbours exist
+        first, last = (
+            batch.spans[:, 0],
+            batch.spans[:, 1],
+        )  # [CLS] and [SEP] are never chosen: both neighbours exist
         place = self.place((batch.positions - first).clamp(max=_LONGEST_RUN - 1))
         return self.decoder(self.layers(torch.cat([rows[first - 1], rows[last + 1], place], 1)))  # type: ignore[no-any-return]
 
@@ -114,7 +127,9 @@ class ReplacedTokens(nn.Module):
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """The generator's loss plus the weighted loss of finding, and the accuracy of both."""
         assert self.generator.masked_lm is not None
-        hidden = self.generator(batch.input_ids, batch.token_type_ids, batch.attention_mask, batch.first_positions)
+        hidden = self.generator(
+            batch.input_ids, batch.token_type_ids, batch.attention_mask, batch.first_positions
+        )
         logits = self.generator.masked_lm(hidden.flatten(0, 1)[batch.positions]).float()
         loss, figures = masked_loss(logits, batch.labels)
         figures["generator_accuracy"] = figures.pop("accuracy")
@@ -123,11 +138,15 @@ class ReplacedTokens(nn.Module):
         original[batch.positions] = batch.labels
         corrupted = original.clone()
         with torch.no_grad():
-            noise = -torch.empty_like(logits).exponential_().log()  # Gumbel: argmax is a sample of the softmax
+            noise = (
+                -torch.empty_like(logits).exponential_().log()
+            )  # Gumbel: argmax is a sample of the softmax
             corrupted[batch.positions] = (logits + noise).argmax(1)
         replaced = (corrupted != original).view_as(batch.input_ids)
         seen = replace(batch, input_ids=corrupted.view_as(batch.input_ids))
-        found = self.model(seen.input_ids, seen.token_type_ids, seen.attention_mask, seen.first_positions)
+        found = self.model(
+            seen.input_ids, seen.token_type_ids, seen.attention_mask, seen.first_positions
+        )
         scores = self.finder(found).squeeze(-1).float()
         real = batch.attention_mask
         finding = F.binary_cross_entropy_with_logits(scores[real], replaced[real].float())
@@ -160,10 +179,14 @@ def _set_sinusoids(positions: Tensor) -> None:
     count, size = positions.shape
     rates = torch.exp(torch.arange(0, size, 2) * (-math.log(10_000.0) / size))
     angles = torch.arange(count)[:, None] * rates
-    positions.copy_(0.02 * math.sqrt(2) * torch.stack([angles.sin(), angles.cos()], 2).flatten(1)[:, :size])
+    positions.copy_(
+        0.02 * math.sqrt(2) * torch.stack([angles.sin(), angles.cos()], 2).flatten(1)[:, :size]
+    )
 
 
-def make_pretraining(sizes: Sizes, vocab_size: int, recipe: Pretraining, seed: int) -> MaskedText | ReplacedTokens:
+def make_pretraining(
+    sizes: Sizes, vocab_size: int, recipe: Pretraining, seed: int
+) -> MaskedText | ReplacedTokens:
     """Fresh modules for a recipe; ``.model`` is what will be kept."""
     torch.manual_seed(seed)
     sentence = [] if recipe.sentence is Sentence.NONE else [NEXT_SENTENCE]

@@ -53,11 +53,16 @@ def make_optimizer(module: nn.Module, recipe: Optimisation) -> Optimizers:
     groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            muon = recipe.optimizer == "muon" and _ENCODER_LAYERS in f".{name}" and parameter.ndim == 2
+            muon = (
+                recipe.optimizer == "muon" and _ENCODER_LAYERS in f".{name}" and parameter.ndim == 2
+            )
             decay = recipe.weight_decay if parameter.ndim > 1 else 0.0
             groups.setdefault((muon, decay, _peak(name, recipe)), []).append(parameter)
     described = [
-        (muon, {"params": parameters, "weight_decay": decay, "lr": peak, "peak_learning_rate": peak})
+        (
+            muon,
+            {"params": parameters, "weight_decay": decay, "lr": peak, "peak_learning_rate": peak},
+        )
         for (muon, decay, peak), parameters in groups.items()
     ]
     adamw = [group for muon, group in described if not muon]
@@ -153,7 +158,11 @@ class WeightAverage:
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
     """bf16 matrix products where asked for; ``auto``: where the processor has them."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16" or (precision == "auto" and _has_bf16(device)))
+    return torch.autocast(
+        device.type,
+        torch.bfloat16,
+        enabled=precision == "bf16" or (precision == "auto" and _has_bf16(device)),
+    )
 
 
 def _has_bf16(device: torch.device) -> bool:

@@ -74,7 +74,9 @@ class Sequences:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         if not corpus.document_count:
-            raise TrainError("no document is left on this side of the split by titles; change held_out or give more documents")
+            raise TrainError(
+                "no document is left on this side of the split by titles; change held_out or give more documents"
+            )
         if sentence is Sentence.NSP and corpus.document_count < 2:
             raise TrainError("next-sentence prediction needs at least 2 documents to draw random second sentences from; "
                              'give more, or choose sentence = "sop" or "none"')  # fmt: skip
@@ -86,8 +88,13 @@ class Sequences:
         self._segments, self._document_of = _cut(corpus, self._room, short, rng)
         if sentence is not Sentence.NONE:
             long_enough = self._segments[:, 1] - self._segments[:, 0] >= 2
-            self._segments, self._document_of = self._segments[long_enough], self._document_of[long_enough]
-        if not len(self._segments) or (sentence is Sentence.NSP and self._document_of[0] == self._document_of[-1]):
+            self._segments, self._document_of = (
+                self._segments[long_enough],
+                self._document_of[long_enough],
+            )
+        if not len(self._segments) or (
+            sentence is Sentence.NSP and self._document_of[0] == self._document_of[-1]
+        ):
             raise TrainError("the text is too short to make a single pair of sentences of it")
         if weights:
             group_of, shares = sampling_shares(corpus, weights)
@@ -95,8 +102,13 @@ class Sequences:
         else:
             self._order = rng.permutation(len(self._segments))
         self._drawn = np.sort(self._order)  # what random second texts are drawn from
-        if sentence is Sentence.NSP and self._document_of[self._drawn[0]] == self._document_of[self._drawn[-1]]:
-            raise TrainError("the corpus weights leave text of one document, but next-sentence prediction needs at least 2")
+        if (
+            sentence is Sentence.NSP
+            and self._document_of[self._drawn[0]] == self._document_of[self._drawn[-1]]
+        ):
+            raise TrainError(
+                "the corpus weights leave text of one document, but next-sentence prediction needs at least 2"
+            )
 
     def __len__(self) -> int:
         return len(self._order)
@@ -125,15 +137,23 @@ class Sequences:
             return self._join(first, second, IS_NEXT)
         if self._sentence is Sentence.SOP:
             return self._join(second, first, NOT_NEXT)
-        return self._join(first, self._elsewhere(segment, len(second), between_sentences, rng), NOT_NEXT)
+        return self._join(
+            first, self._elsewhere(segment, len(second), between_sentences, rng), NOT_NEXT
+        )
 
     def _split(self, start: int, end: int, rng: np.random.Generator) -> tuple[bool, int]:
         """Where the first text ends: between two sentences if there are two (then True), else anywhere inside."""
         sentences = self._corpus.sentences
         low, high = np.searchsorted(sentences, [start + 1, end])
-        return (True, int(sentences[rng.integers(low, high)])) if high > low else (False, int(rng.integers(start + 1, end)))
+        return (
+            (True, int(sentences[rng.integers(low, high)]))
+            if high > low
+            else (False, int(rng.integers(start + 1, end)))
+        )
 
-    def _elsewhere(self, segment: int, wanted: int, at_sentence: bool, rng: np.random.Generator) -> NDArray[np.unsignedinteger]:
+    def _elsewhere(
+        self, segment: int, wanted: int, at_sentence: bool, rng: np.random.Generator
+    ) -> NDArray[np.unsignedinteger]:
         """Text of another document, of about the length of what it stands for.
 
         It begins with a sentence just when what it stands for does: else how a text begins would tell which it is.
@@ -145,12 +165,19 @@ class Sequences:
         start, end = self._segments[other]
         low, high = np.searchsorted(self._corpus.sentences, [start, end])
         begins = at_sentence and high > low
-        start = int(self._corpus.sentences[rng.integers(low, high)]) if begins else int(rng.integers(start + 1, end))
+        start = (
+            int(self._corpus.sentences[rng.integers(low, high)])
+            if begins
+            else int(rng.integers(start + 1, end))
+        )
         document_end = self._corpus.sentences[self._corpus.documents[self._document_of[other] + 1]]
         return self._corpus.tokens[start : min(start + wanted, int(document_end))]
 
     def _join(
-        self, first: NDArray[np.unsignedinteger], second: NDArray[np.unsignedinteger] | None, label: int | None
+        self,
+        first: NDArray[np.unsignedinteger],
+        second: NDArray[np.unsignedinteger] | None,
+        label: int | None,
     ) -> Sequence:
         pieces: list[ArrayLike] = [[self._special.cls], first, [self._special.sep]]
         types = np.zeros(len(first) + 2 + (0 if second is None else len(second) + 1), np.int64)
@@ -160,7 +187,9 @@ class Sequences:
         return Sequence(np.concatenate(pieces).astype(np.int64), types, label)
 
 
-def _cut(corpus: Corpus, room: int, short: float, rng: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _cut(
+    corpus: Corpus, room: int, short: float, rng: np.random.Generator
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Every document from its start to its end, in pieces of ``room`` tokens that begin with a sentence if they can.
 
     A sentence that the end cuts off begins the next piece, so no text is lost and no row is padded without need.
@@ -174,7 +203,9 @@ def _cut(corpus: Corpus, room: int, short: float, rng: np.random.Generator) -> t
         start = int(sentences[corpus.documents[document]])
         end = int(sentences[corpus.documents[document + 1]])
         while start < end:
-            stop = min(start + (int(rng.integers(2, room + 1)) if rng.random() < short else room), end)
+            stop = min(
+                start + (int(rng.integers(2, room + 1)) if rng.random() < short else room), end
+            )
             segments.append((start, stop))
             owners.append(document)
             begun = int(sentences[np.searchsorted(sentences, stop, "right") - 1])

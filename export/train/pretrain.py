@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from export.checkpoint import Checkpoint, load_checkpoint
+from export.evaluation.scorer import TorchScorer, score_masks
 from export.heads import MASKED_LM, NEXT_SENTENCE
 from export.models import Model
 from export.models.encoder import Encoder
-from export.evaluation.scorer import TorchScorer, score_masks
 from export.sentence import EmbeddingRecipe, Pooling
 from export.train.batches import TextBatch, TextBatches
 from export.train.card import write_card
@@ -26,11 +26,24 @@ from export.train.loop import Schedule, train
 from export.train.masking import Masking
 from export.train.objectives import MaskedText, ReplacedTokens, make_pretraining
 from export.train.pairs import Sentence
-from export.train.recipe import CorpusSampling, Optimisation, Phase, Pretraining, PretrainRecipe, Vocabulary
+from export.train.recipe import (
+    CorpusSampling,
+    Optimisation,
+    Phase,
+    Pretraining,
+    PretrainRecipe,
+    Vocabulary,
+)
 from export.train.run_folder import VOCABULARY, claim
 from export.train.save import save_checkpoint
 from export.train.start import start_from
-from export.train.vocabulary import CONTINUATION, SPECIAL_TOKENS, save_vocabulary, special_ids, train_tokenizer
+from export.train.vocabulary import (
+    CONTINUATION,
+    SPECIAL_TOKENS,
+    save_vocabulary,
+    special_ids,
+    train_tokenizer,
+)
 
 CHECKPOINT = "checkpoint"
 _EVALUATION_BATCHES = 8
@@ -64,8 +77,14 @@ def pretrain(
     """
     checkpoint = _open_source(source, recipe, vocabulary) if source else None
     if recipe.pretraining.keep_embeddings and not checkpoint:
-        raise TrainError("keep_embeddings = true needs a checkpoint whose embeddings to keep: name one with --from")
-    given = hashlib.sha256(open_tokenizer(vocabulary).to_str().encode()).hexdigest() if vocabulary else None
+        raise TrainError(
+            "keep_embeddings = true needs a checkpoint whose embeddings to keep: name one with --from"
+        )
+    given = (
+        hashlib.sha256(open_tokenizer(vocabulary).to_str().encode()).hexdigest()
+        if vocabulary
+        else None
+    )
     began = checkpoint.source.weights_sha256 if checkpoint else None
     claim(folder, recipe, {"text": fingerprint(files), "vocabulary": given, "checkpoint": began})
     module: MaskedText | ReplacedTokens
@@ -73,27 +92,59 @@ def pretrain(
         tokenizer, module = _continued(checkpoint, recipe, device, say)
     else:
         tokenizer = (
-            open_tokenizer(vocabulary) if vocabulary else learn_vocabulary(files, recipe.vocabulary, folder, recipe.held_out, say)
+            open_tokenizer(vocabulary)
+            if vocabulary
+            else learn_vocabulary(files, recipe.vocabulary, folder, recipe.held_out, say)
         )
-        module = make_pretraining(recipe.model, tokenizer.get_vocab_size(), recipe.pretraining, recipe.seed)
+        module = make_pretraining(
+            recipe.model, tokenizer.get_vocab_size(), recipe.pretraining, recipe.seed
+        )
     corpus = prepare_corpus(files, tokenizer, folder / "corpus", held_out=recipe.held_out, say=say)
     say(f"a {recipe.model.family} of {module.model.parameter_count():,} parameters")
     batches = text_batches(corpus.train, recipe, tokenizer)
-    objective = TextObjective(module, batches, held_out_batches(corpus.held_out, recipe, tokenizer, say), device)
+    objective = TextObjective(
+        module, batches, held_out_batches(corpus.held_out, recipe, tokenizer, say), device
+    )
 
     def grow(step: int) -> None:
-        if not checkpoint and not recipe.pretraining.shifted and (seen := batches.grows_from(step)) is not None:
+        if (
+            not checkpoint
+            and not recipe.pretraining.shifted
+            and (seen := batches.grows_from(step)) is not None
+        ):
             fill_positions(module, seen)
 
-    train(objective, recipe.seed, recipe.optimisation, folder, device=device, schedule=schedule, say=say, before_step=grow)
+    train(
+        objective,
+        recipe.seed,
+        recipe.optimisation,
+        folder,
+        device=device,
+        schedule=schedule,
+        say=say,
+        before_step=grow,
+    )
     if not checkpoint:  # whose positions are learnt
         fill_positions(module, max(phase.tokens for phase in recipe.phases))
     if recipe.pretraining.sentence is Sentence.SOP:
-        module.model.next_sentence = None  # it tells order, which is not what a next-sentence head is asked
+        module.model.next_sentence = (
+            None  # it tells order, which is not what a next-sentence head is asked
+        )
     embedding = kept_recipe(checkpoint) if checkpoint else None
     save_checkpoint(module.model, tokenizer, folder / CHECKPOINT, embedding=embedding)
-    write_card(folder / CHECKPOINT, title="A BERT pre-trained on text", source=source, files=files, recipe=recipe, device=device)
-    for line in guesses(module.model.cpu(), tokenizer, objective.held_out[-1][0] if objective.held_out else batches(0, 0)):
+    write_card(
+        folder / CHECKPOINT,
+        title="A BERT pre-trained on text",
+        source=source,
+        files=files,
+        recipe=recipe,
+        device=device,
+    )
+    for line in guesses(
+        module.model.cpu(),
+        tokenizer,
+        objective.held_out[-1][0] if objective.held_out else batches(0, 0),
+    ):
         say(line)
     return folder / CHECKPOINT
 
@@ -110,13 +161,19 @@ def _open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) -
     longest = max(phase.tokens for phase in recipe.phases)
     if theirs or recipe.vocabulary.model_fields_set:
         what = f"[model] {', '.join(theirs)}" if theirs else "a vocabulary"
-        raise TrainError(f"{what} is given, but sizes and vocabulary are the checkpoint's; see the recipe pretrain-further")
+        raise TrainError(
+            f"{what} is given, but sizes and vocabulary are the checkpoint's; see the recipe pretrain-further"
+        )
     if recipe.pretraining.method != "mlm":
-        raise TrainError("a checkpoint goes on with masked tokens, not with replaced ones: it has no generator")
+        raise TrainError(
+            "a checkpoint goes on with masked tokens, not with replaced ones: it has no generator"
+        )
     if config.family != "bert":
         raise TrainError(f"the checkpoint is a {config.family}; pre-training goes on from a bert")
     if longest > config.max_positions:
-        raise TrainError(f"a phase of {longest} tokens exceeds the checkpoint's {config.max_positions} positions")
+        raise TrainError(
+            f"a phase of {longest} tokens exceeds the checkpoint's {config.max_positions} positions"
+        )
     if vocabulary:
         _check_vocabulary(open_tokenizer(vocabulary), checkpoint, vocabulary)
     if recipe.pretraining.keep_embeddings and not (pools_by_mean(checkpoint.recipe)):
@@ -150,15 +207,21 @@ def _continued(
     checkpoint: Checkpoint, recipe: PretrainRecipe, device: torch.device, say: Callable[[str], None]
 ) -> tuple[Tokenizer, MaskedText]:
     """Return the checkpoint's tokenizer, and its model with the heads that the recipe trains."""
-    heads = [MASKED_LM] if recipe.pretraining.sentence is Sentence.NONE else [MASKED_LM, NEXT_SENTENCE]
+    heads = (
+        [MASKED_LM] if recipe.pretraining.sentence is Sentence.NONE else [MASKED_LM, NEXT_SENTENCE]
+    )
     start = start_from(checkpoint, heads, dropout=recipe.model.dropout, seed=recipe.seed)
     if start.created:
-        say(f"heads that the checkpoint does not have, with random weights: {', '.join(start.created)}")
+        say(
+            f"heads that the checkpoint does not have, with random weights: {', '.join(start.created)}"
+        )
     if not kept_recipe(checkpoint):
         say("the dense layers after the checkpoint's pooling are not kept")
     kept = None
     if recipe.pretraining.keep_embeddings:
-        kept = KeptEmbeddings(deepcopy(checkpoint.model).to(device), recipe.pretraining.embedding_tokens)
+        kept = KeptEmbeddings(
+            deepcopy(checkpoint.model).to(device), recipe.pretraining.embedding_tokens
+        )
     return start.tokenizer, MaskedText(start.model, recipe.pretraining, kept)
 
 
@@ -173,15 +236,23 @@ def guesses(model: Model, tokenizer: Tokenizer, batch: TextBatch, count: int = 4
         (chosen,) = torch.nonzero(batch.positions // length == row, as_tuple=True)
         if not len(chosen):
             continue
-        position, label = int(batch.positions[chosen[len(chosen) // 2]]) % length, int(batch.labels[chosen[len(chosen) // 2]])
+        position, label = (
+            int(batch.positions[chosen[len(chosen) // 2]]) % length,
+            int(batch.labels[chosen[len(chosen) // 2]]),
+        )
         size = int(batch.attention_mask[row].sum())
-        ids, types = batch.input_ids[row : row + 1, :size].numpy(), batch.token_type_ids[row : row + 1, :size].numpy()
+        ids, types = (
+            batch.input_ids[row : row + 1, :size].numpy(),
+            batch.token_type_ids[row : row + 1, :size].numpy(),
+        )
         at, wanted = np.array([position]), np.array([label])
         best, _ = score_masks(scorer, ids, types, at, wanted, k=3)
         around = [words[int(token)] for token in ids[0, max(1, position - 7) : position + 8]]
         around[min(7, position - 1)] = "____"
         text = " ".join(around).replace(f" {CONTINUATION}", "")
-        lines.append(f"  {text}\n      was {words[label]!r}, guessed {', '.join(words[int(token)] for token in best[0])}")
+        lines.append(
+            f"  {text}\n      was {words[label]!r}, guessed {', '.join(words[int(token)] for token in best[0])}"
+        )
     return lines
 
 
@@ -209,7 +280,13 @@ class TextObjective:
         device: where the module is.
     """
 
-    def __init__(self, module: nn.Module, batches: TextBatches, held_out: list[list[TextBatch]], device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        batches: TextBatches,
+        held_out: list[list[TextBatch]],
+        device: torch.device,
+    ) -> None:
         self.module = module
         self.steps = batches.steps
         self.held_out = held_out
@@ -229,7 +306,10 @@ class TextObjective:
         held_out = self.held_out[self._batches.phase(step - 1)] if self.held_out else []
         with torch.inference_mode():
             results = [self.module(batch.to(self._device))[1] for batch in held_out]
-        return {name: float(torch.stack([result[name] for result in results]).mean()) for name in (results[0] if results else ())}
+        return {
+            name: float(torch.stack([result[name] for result in results]).mean())
+            for name in (results[0] if results else ())
+        }
 
 
 class TextRecipe(Protocol):
@@ -279,7 +359,9 @@ def held_out_batches(
     """
     pretraining = recipe.pretraining
     masking = make_masking(tokenizer, pretraining).at(1.0)
-    weights = {name: weight for name, weight in recipe.corpus.weights.items() if _names(corpus, name)}
+    weights = {
+        name: weight for name, weight in recipe.corpus.weights.items() if _names(corpus, name)
+    }
     try:
         batches = [
             TextBatches(
@@ -304,14 +386,24 @@ def _names(corpus: Corpus, name: str) -> bool:
     return any(name in origin for origin in corpus.origins)
 
 
-def make_masking(tokenizer: Tokenizer, recipe: Pretraining, replace: tuple[float, float] = (0.8, 0.1)) -> Masking:
+def make_masking(
+    tokenizer: Tokenizer, recipe: Pretraining, replace: tuple[float, float] = (0.8, 0.1)
+) -> Masking:
     """The recipe's masking for a vocabulary; ``replace`` as `Masking` has it."""
     size = tokenizer.get_vocab_size()
     special, continues = np.zeros(size, bool), np.zeros(size, bool)
     for token, number in tokenizer.get_vocab().items():
         special[number] = token in SPECIAL_TOKENS
         continues[number] = token.startswith(CONTINUATION)
-    return Masking(recipe.unit, recipe.rate, special_ids(tokenizer).mask, special, continues, replace, recipe.final_rate)
+    return Masking(
+        recipe.unit,
+        recipe.rate,
+        special_ids(tokenizer).mask,
+        special,
+        continues,
+        replace,
+        recipe.final_rate,
+    )
 
 
 def learn_vocabulary(
@@ -322,7 +414,11 @@ def learn_vocabulary(
     if not (there / "vocab.txt").is_file():
         say(f"learning a vocabulary of {recipe.size:,} tokens")
         tokenizer = train_tokenizer(
-            lambda: (document for document in read_documents(files) if not is_held_out(document.key, held_out)),
+            lambda: (
+                document
+                for document in read_documents(files)
+                if not is_held_out(document.key, held_out)
+            ),
             size=recipe.size,
             lowercase=recipe.lowercase,
             min_frequency=recipe.min_frequency,

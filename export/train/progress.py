@@ -71,7 +71,9 @@ class Progress:
         line |= {name: round(value, 6) for name, value in figures.items()}
         with self._file.open("a") as stream:
             stream.write(json.dumps(line) + "\n")
-        shown = {name: f"{value:.3f}" for name, value in figures.items() if name in ("loss", "accuracy")}
+        shown = {
+            name: f"{value:.3f}" for name, value in figures.items() if name in ("loss", "accuracy")
+        }
         shown["tokens/s"] = f"{rate:,.0f}"
         if cpu_share is not None and cpu_share < _CONTENDED:
             shown["contended"] = f"{cpu_share:.0%} of {self._threads} threads"
@@ -112,9 +114,15 @@ def draw_curves(folder: Path) -> Path:
     lines = read_log(folder)
     names = sorted({name for line in lines for name in line} - _NOT_DRAWN)
     losses = [name for name in names if "loss" in name]
-    shares = [name for name in names if name not in losses and name not in ("learning_rate", "gradient_norm")]
+    shares = [
+        name
+        for name in names
+        if name not in losses and name not in ("learning_rate", "gradient_norm")
+    ]
     figure = Figure(figsize=(11, 4), layout="constrained")
-    for axes, chosen, title in zip(figure.subplots(1, 2), (losses, shares), ("loss", "accuracy"), strict=True):
+    for axes, chosen, title in zip(
+        figure.subplots(1, 2), (losses, shares), ("loss", "accuracy"), strict=True
+    ):
         for name in chosen:
             points = [(line["step"], line[name]) for line in lines if name in line]
             axes.plot(*zip(*points, strict=True), label=name.replace("_", " "))

@@ -16,9 +16,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from export.checkpoint import load_checkpoint
+from export.evaluation.scorer import Scorer, TorchScorer, equal_lengths, span_logits
+from export.evaluation.squad import Question, read_questions, score
 from export.heads import SPAN
 from export.models import Model
-from export.evaluation.scorer import Scorer, TorchScorer, equal_lengths, span_logits
 from export.train.batches import padded_length, shuffled_batches
 from export.train.card import write_card
 from export.train.corpus import fingerprint, is_held_out
@@ -28,7 +29,6 @@ from export.train.pretrain import CHECKPOINT
 from export.train.recipe import QuestionsRecipe
 from export.train.run_folder import claim
 from export.train.save import save_checkpoint
-from export.evaluation.squad import Question, read_questions, score
 from export.train.start import start_from
 from export.train.vocabulary import special_ids
 
@@ -56,7 +56,12 @@ class Window:
 
 
 def make_windows(
-    questions: Sequence[Question], tokenizer: Tokenizer, *, tokens: int, stride: int, question_tokens: int
+    questions: Sequence[Question],
+    tokenizer: Tokenizer,
+    *,
+    tokens: int,
+    stride: int,
+    question_tokens: int,
 ) -> list[Window]:
     """Cut each paragraph into windows that share ``stride`` tokens with their neighbours.
 
@@ -67,13 +72,20 @@ def make_windows(
         raise TrainError(
             f"windows of {tokens} tokens leave no room beside {question_tokens} of the question and a stride of {stride}"
         )
-    asked = tokenizer.encode_batch([question.question for question in questions], add_special_tokens=False)
-    texts = tokenizer.encode_batch([question.context for question in questions], add_special_tokens=False)
+    asked = tokenizer.encode_batch(
+        [question.question for question in questions], add_special_tokens=False
+    )
+    texts = tokenizer.encode_batch(
+        [question.context for question in questions], add_special_tokens=False
+    )
     special = special_ids(tokenizer)
     windows = []
     for index, (question, head, text) in enumerate(zip(questions, asked, texts, strict=True)):
         prefix = [special.cls, *head.ids[:question_tokens], special.sep]
-        ids, offsets = np.asarray(text.ids, np.int64), np.asarray(text.offsets, np.int64).reshape(-1, 2)
+        ids, offsets = (
+            np.asarray(text.ids, np.int64),
+            np.asarray(text.offsets, np.int64).reshape(-1, 2),
+        )
         room = tokens - len(prefix) - 1
         answered = _find(question, offsets)
         for begin in range(0, max(len(ids) - stride, 1), room - stride):
@@ -146,21 +158,33 @@ def collate_windows(windows: Sequence[Window], tokens: int) -> WindowBatch:
             True,
         )
     return WindowBatch(
-        ids, types, mask, torch.tensor([window.start for window in windows]), torch.tensor([window.end for window in windows])
+        ids,
+        types,
+        mask,
+        torch.tensor([window.start for window in windows]),
+        torch.tensor([window.end for window in windows]),
     )
 
 
-def answer(questions: Sequence[Question], windows: Sequence[Window], scorer: Scorer, *, batch: int = 16) -> dict[str, str]:
+def answer(
+    questions: Sequence[Question], windows: Sequence[Window], scorer: Scorer, *, batch: int = 16
+) -> dict[str, str]:
     """The best answer of each question over its windows; where some have none, it is empty if ``[CLS]`` scores higher."""
     may_be_none = any(question.impossible for question in questions)
     best = [(-np.inf, "")] * len(questions)
     null = [np.inf] * len(questions)
     for members in equal_lengths([len(window.input_ids) for window in windows], batch):
         group = [windows[index] for index in members]
-        logits = span_logits(scorer, np.stack([w.input_ids for w in group]), np.stack([w.token_type_ids for w in group]))
+        logits = span_logits(
+            scorer,
+            np.stack([w.input_ids for w in group]),
+            np.stack([w.token_type_ids for w in group]),
+        )
         for window, rows in zip(group, logits, strict=True):
             found, (first, last) = _best_span(rows, window.offsets[:, 0] >= 0)
-            text = questions[window.question].context[window.offsets[first, 0] : window.offsets[last, 1]]
+            text = questions[window.question].context[
+                window.offsets[first, 0] : window.offsets[last, 1]
+            ]
             best[window.question] = max(best[window.question], (found, text))
             null[window.question] = min(null[window.question], float(rows[0].sum()))
     return {
@@ -169,7 +193,9 @@ def answer(questions: Sequence[Question], windows: Sequence[Window], scorer: Sco
     }
 
 
-def _best_span(logits: NDArray[np.float32], context: NDArray[np.bool_]) -> tuple[float, tuple[int, int]]:
+def _best_span(
+    logits: NDArray[np.float32], context: NDArray[np.bool_]
+) -> tuple[float, tuple[int, int]]:
     """``logits`` [S, 2], ``context`` bool [S] -> the highest start + end with 0 <= end - start < `MAX_ANSWER_TOKENS`."""
     places = np.flatnonzero(context)
     starts = places[np.argsort(-logits[places, 0])[:_N_BEST]]
@@ -185,11 +211,21 @@ class QuestionObjective:
     """Start and end of the answer, each a choice among a window's tokens."""
 
     def __init__(
-        self, model: Model, windows: list[Window], recipe: QuestionsRecipe, held_out: Callable[[], Mapping[str, float]]
+        self,
+        model: Model,
+        windows: list[Window],
+        recipe: QuestionsRecipe,
+        held_out: Callable[[], Mapping[str, float]],
     ) -> None:
         self.module = model
-        self._batches = shuffled_batches([len(w.input_ids) for w in windows], recipe.sequences, recipe.seed)
-        self._windows, self._held_out, self._accumulation = windows, held_out, recipe.optimisation.accumulation
+        self._batches = shuffled_batches(
+            [len(w.input_ids) for w in windows], recipe.sequences, recipe.seed
+        )
+        self._windows, self._held_out, self._accumulation = (
+            windows,
+            held_out,
+            recipe.optimisation.accumulation,
+        )
         self._tokens = recipe.tokens
         self.steps = max(1, recipe.epochs * len(windows) // (recipe.sequences * self._accumulation))
 
@@ -201,7 +237,9 @@ class QuestionObjective:
     def loss(self, batch: WindowBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """See `loop.Objective`."""
         assert self.module.span is not None
-        logits = self.module.span(self.module(batch.input_ids, batch.token_type_ids, batch.attention_mask)).float()  # [B, S, 2]
+        logits = self.module.span(
+            self.module(batch.input_ids, batch.token_type_ids, batch.attention_mask)
+        ).float()  # [B, S, 2]
         logits = logits.masked_fill(~batch.attention_mask[:, :, None], -torch.inf)
         start, end = logits.unbind(-1)
         loss = (F.cross_entropy(start, batch.start) + F.cross_entropy(end, batch.end)) / 2
@@ -231,7 +269,11 @@ def finetune_questions(
         ExportError: the checkpoint cannot be loaded.
     """
     checkpoint = load_checkpoint(source)
-    claim(folder, recipe, {"checkpoint": checkpoint.source.weights_sha256, "file of questions": fingerprint(files)})
+    claim(
+        folder,
+        recipe,
+        {"checkpoint": checkpoint.source.weights_sha256, "file of questions": fingerprint(files)},
+    )
     start = start_from(checkpoint, [SPAN], dropout=recipe.dropout, seed=recipe.seed)
     if recipe.tokens > start.model.config.max_positions:
         raise TrainError(
@@ -239,22 +281,48 @@ def finetune_questions(
         )
     questions = read_questions(files)
     kept = [q for q in questions if recipe.unanswerable or not q.impossible]
-    learnt = [q for q in kept if not is_held_out(q.title, recipe.held_out) and (q.impossible or q.is_placed)]
+    learnt = [
+        q
+        for q in kept
+        if not is_held_out(q.title, recipe.held_out) and (q.impossible or q.is_placed)
+    ]
     held_out = [q for q in kept if is_held_out(q.title, recipe.held_out)]
-    sizes = {"tokens": recipe.tokens, "stride": recipe.stride, "question_tokens": recipe.question_tokens}
+    sizes = {
+        "tokens": recipe.tokens,
+        "stride": recipe.stride,
+        "question_tokens": recipe.question_tokens,
+    }
     windows = make_windows(learnt, start.tokenizer, **sizes)
     unseen = make_windows(held_out, start.tokenizer, **sizes)
-    say(f"{len(learnt):,} questions to learn from in {len(windows):,} windows; {len(held_out):,} held out")
+    say(
+        f"{len(learnt):,} questions to learn from in {len(windows):,} windows; {len(held_out):,} held out"
+    )
     if not windows:
-        raise TrainError("every question is of a held-out article; lower held_out or give more articles")
+        raise TrainError(
+            "every question is of a held-out article; lower held_out or give more articles"
+        )
     scorer = TorchScorer(start.model, device)
 
     def evaluate() -> dict[str, float]:
-        return {k: v / 100 for k, v in score(answer(held_out, unseen, scorer), held_out).items()} if held_out else {}
+        return (
+            {k: v / 100 for k, v in score(answer(held_out, unseen, scorer), held_out).items()}
+            if held_out
+            else {}
+        )
 
     objective = QuestionObjective(start.model, windows, recipe, evaluate)
-    train(objective, recipe.seed, recipe.optimisation, folder, device=device, schedule=schedule, say=say)
+    train(
+        objective,
+        recipe.seed,
+        recipe.optimisation,
+        folder,
+        device=device,
+        schedule=schedule,
+        say=say,
+    )
     save_checkpoint(start.model, start.tokenizer, folder / CHECKPOINT)
     title = "An encoder fine-tuned for question answering"
-    write_card(folder / CHECKPOINT, title=title, source=source, files=files, recipe=recipe, device=device)
+    write_card(
+        folder / CHECKPOINT, title=title, source=source, files=files, recipe=recipe, device=device
+    )
     return folder / CHECKPOINT

@@ -26,7 +26,10 @@ def claim(folder: Path, recipe: Recipe, inputs: Mapping[str, str | None]) -> Non
         TrainError: it holds a run of another recipe, or on other inputs, or what it says of its run is damaged.
     """
     file = folder / IDENTITY
-    said: dict[str, dict[str, Any]] = {"recipe": recipe.model_dump(mode="json"), "inputs": dict(inputs)}
+    said: dict[str, dict[str, Any]] = {
+        "recipe": recipe.model_dump(mode="json"),
+        "inputs": dict(inputs),
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
@@ -34,7 +37,9 @@ def claim(folder: Path, recipe: Recipe, inputs: Mapping[str, str | None]) -> Non
     if (folder / STATE).exists():
         _check(file, said)
     elif not file.is_file() or file.read_bytes() != _dump(said).encode():
-        shutil.rmtree(folder / VOCABULARY, ignore_errors=True)  # an earlier try's may be of another text
+        shutil.rmtree(
+            folder / VOCABULARY, ignore_errors=True
+        )  # an earlier try's may be of another text
         new = folder / f"{IDENTITY}.new"
         new.write_text(_dump(said))
         new.replace(file)
@@ -43,14 +48,20 @@ def claim(folder: Path, recipe: Recipe, inputs: Mapping[str, str | None]) -> Non
 def _check(file: Path, said: Mapping[str, Mapping[str, Any]]) -> None:
     try:
         there = json.loads(file.read_text())
-        changed = [name for name, value in said["inputs"].items() if there["inputs"].get(name) != value]
+        changed = [
+            name for name, value in said["inputs"].items() if there["inputs"].get(name) != value
+        ]
         same_recipe = there["recipe"] == said["recipe"]
     except FileNotFoundError:
         raise TrainError(f"{file} is gone; give another folder, or remove this one") from None
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise TrainError(f"{file} is damaged ({error}); give another folder, or remove it") from error
+        raise TrainError(
+            f"{file} is damaged ({error}); give another folder, or remove it"
+        ) from error
     if not same_recipe:
-        raise TrainError(f"{file.parent} holds a run of another recipe; give another folder, or remove it")
+        raise TrainError(
+            f"{file.parent} holds a run of another recipe; give another folder, or remove it"
+        )
     if changed:
         raise TrainError(
             f"{file.parent} holds a run with another {' and another '.join(changed)}; give another folder, or remove it"

@@ -9,7 +9,9 @@ from export.train.corpus import Corpus, Origin
 from export.train.errors import TrainError
 
 
-def sampling_shares(corpus: Corpus, weights: Mapping[str, float]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+def sampling_shares(
+    corpus: Corpus, weights: Mapping[str, float]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Assign each document to a group, and each group its share of the sampled sequences.
 
     The last group holds the documents that no weight names. They are sampled in proportion to their size.
@@ -29,13 +31,19 @@ def sampling_shares(corpus: Corpus, weights: Mapping[str, float]) -> tuple[NDArr
     group_of = groups[corpus.origin_of]  # [D]
     for number, name in enumerate(names):
         if not (group_of == number).any():
-            raise TrainError(f"the corpus weight of {name!r} names no source and no file of the text; {_known(corpus.origins)}")
+            raise TrainError(
+                f"the corpus weight of {name!r} names no source and no file of the text; {_known(corpus.origins)}"
+            )
     total = sum(weights.values())
     others = bool((group_of == len(names)).any())
     if others and total >= 1:
-        raise TrainError(f"the corpus weights sum to {total:g}, which leaves nothing to the other sources; make them less than 1")
+        raise TrainError(
+            f"the corpus weights sum to {total:g}, which leaves nothing to the other sources; make them less than 1"
+        )
     if not others and abs(total - 1) > 1e-6:
-        raise TrainError(f"the corpus weights name every source, so they must sum to 1, but they sum to {total:g}")
+        raise TrainError(
+            f"the corpus weights name every source, so they must sum to 1, but they sum to {total:g}"
+        )
     return group_of, np.asarray([*weights.values(), max(0.0, 1 - total)])
 
 
@@ -52,7 +60,9 @@ def _known(origins: tuple[Origin, ...]) -> str:
     return f"it has {shown}" + (f" and {len(known) - 6} more" if len(known) > 6 else "")
 
 
-def sampled_order(group_of: NDArray[np.int64], shares: NDArray[np.float64], rng: np.random.Generator) -> NDArray[np.int64]:
+def sampled_order(
+    group_of: NDArray[np.int64], shares: NDArray[np.float64], rng: np.random.Generator
+) -> NDArray[np.int64]:
     """Draw the order of one epoch, in which each group has its share.
 
     The epoch ends when the group that is scarcest for its share has been read once. Of each other group the epoch reads a random

@@ -23,7 +23,9 @@ _ARCHITECTURES = {
 }
 
 
-def save_checkpoint(model: Model, tokenizer: Tokenizer, folder: Path, *, embedding: EmbeddingRecipe | None = None) -> None:
+def save_checkpoint(
+    model: Model, tokenizer: Tokenizer, folder: Path, *, embedding: EmbeddingRecipe | None = None
+) -> None:
     """Write ``config.json``, ``model.safetensors`` and the tokenizer's files.
 
     Args:
@@ -36,9 +38,17 @@ def save_checkpoint(model: Model, tokenizer: Tokenizer, folder: Path, *, embeddi
     family, config = FAMILIES[model.config.family], model.config
     names = tensor_names(family)
     heads = frozenset(head for head in EXPORT_HEADS if getattr(model, head, None) is not None)
-    architecture = _ARCHITECTURES.get((family.name, heads), "BertModel" if family.name == "bert" else "DistilBertModel")
-    _write_json(folder / "config.json", family.write_config(config) | {"architectures": [architecture], "dtype": "float32"})
-    tensors = {family.original_name(name, names): p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
+    architecture = _ARCHITECTURES.get(
+        (family.name, heads), "BertModel" if family.name == "bert" else "DistilBertModel"
+    )
+    _write_json(
+        folder / "config.json",
+        family.write_config(config) | {"architectures": [architecture], "dtype": "float32"},
+    )
+    tensors = {
+        family.original_name(name, names): p.detach().float().cpu().contiguous()
+        for name, p in model.named_parameters()
+    }
     # Not `save_file`, which lets nobody but the owner read. A full disk leaves the weights of before.
     new = folder / "model.safetensors.new"
     try:
@@ -70,21 +80,35 @@ def _normaliser_settings(normaliser: normalizers.Normalizer | None) -> dict[str,
     }
 
 
-def _write_sentence_transformer(folder: Path, config: EncoderConfig, embedding: EmbeddingRecipe) -> None:
+def _write_sentence_transformer(
+    folder: Path, config: EncoderConfig, embedding: EmbeddingRecipe
+) -> None:
     """Write what `export.sentence.read_recipe` and sentence-transformers read alike."""
     assert not embedding.projections, "their weights are no part of a model"
-    kinds = {"": "Transformer", "1_Pooling": "Pooling"} | ({"2_Normalize": "Normalize"} if embedding.normalize else {})
+    kinds = {"": "Transformer", "1_Pooling": "Pooling"} | (
+        {"2_Normalize": "Normalize"} if embedding.normalize else {}
+    )
     modules: Iterable[dict[str, Any]] = (
-        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        {
+            "idx": index,
+            "name": str(index),
+            "path": path,
+            "type": f"sentence_transformers.models.{kind}",
+        }
         for index, (path, kind) in enumerate(kinds.items())
     )
     _write_json(folder / "modules.json", list(modules))
     tokens = min(embedding.max_tokens or config.max_positions, config.max_positions)
-    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": tokens, "do_lower_case": False})
+    _write_json(
+        folder / "sentence_bert_config.json", {"max_seq_length": tokens, "do_lower_case": False}
+    )
     for path in list(kinds)[1:]:
         (folder / path).mkdir(exist_ok=True)
     flag = next(flag for flag, pooling in POOLING_FLAGS.items() if pooling == embedding.pooling)
-    _write_json(folder / "1_Pooling/config.json", {"word_embedding_dimension": config.hidden_size, flag: True})
+    _write_json(
+        folder / "1_Pooling/config.json",
+        {"word_embedding_dimension": config.hidden_size, flag: True},
+    )
     if embedding.prompts:
         prompts = {"prompts": embedding.prompts, "default_prompt_name": embedding.default_prompt}
         _write_json(folder / "config_sentence_transformers.json", prompts)

@@ -5,10 +5,6 @@ batch are negatives); Su 2022, "CoSENT" (pairs need only be ranked by their scor
 objective goes along, so that fill-mask and next-sentence keep working on the same encoder.
 """
 
-import csv
-import io
-import lzma
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +13,13 @@ from typing import Self
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from export.checkpoint import load_checkpoint
-from export.heads import MASKED_LM, NEXT_SENTENCE
-from export.evaluation.pairs import ScoredPair, read_pairs, similarity, tokenize_pairs
+from export.evaluation.pairs import read_pairs, similarity, tokenize_pairs
 from export.evaluation.scorer import TorchScorer
+from export.heads import MASKED_LM, NEXT_SENTENCE
 from export.sentence import EmbeddingRecipe
 from export.train.batches import TextBatch, TextBatches, padded_length, shuffled_batches
 from export.train.card import write_card
@@ -72,10 +67,14 @@ class SentenceBatch:
     def to(self, device: torch.device) -> Self:
         """The same on another device."""
         text = self.text and self.text.to(device)
-        return type(self)(self.input_ids.to(device), self.attention_mask.to(device), self.scores.to(device), text)
+        return type(self)(
+            self.input_ids.to(device), self.attention_mask.to(device), self.scores.to(device), text
+        )
 
 
-def collate_sentences(ids: Sequence[Sequence[int]], scores: Sequence[float], text: TextBatch | None, most: int) -> SentenceBatch:
+def collate_sentences(
+    ids: Sequence[Sequence[int]], scores: Sequence[float], text: TextBatch | None, most: int
+) -> SentenceBatch:
     """Pad with zeros to a little more than the longest, ``most`` tokens at most."""
     shape = (len(ids), padded_length(max(map(len, ids)), most))
     input_ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
@@ -87,7 +86,9 @@ def collate_sentences(ids: Sequence[Sequence[int]], scores: Sequence[float], tex
 
 def contrastive_loss(embeddings: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """``embeddings`` [2 P, H], rows in pairs -> cross-entropy of finding the other of the pair, and its accuracy."""
-    with torch.autocast(embeddings.device.type, enabled=False):  # the temperature would magnify bf16's rounding
+    with torch.autocast(
+        embeddings.device.type, enabled=False
+    ):  # the temperature would magnify bf16's rounding
         similarity = embeddings[0::2] @ embeddings[1::2].T / temperature
     labels = torch.arange(len(similarity), device=similarity.device)
     return F.cross_entropy(similarity, labels), (similarity.argmax(1) == labels).float().mean()
@@ -115,11 +116,23 @@ class SentenceObjective:
         evaluate: Callable[[], Mapping[str, float]],
     ) -> None:
         self.module = module
-        self._recipe, self._sentences, self._pairs, self._text, self._evaluate = recipe, sentences, pairs, text, evaluate
+        self._recipe, self._sentences, self._pairs, self._text, self._evaluate = (
+            recipe,
+            sentences,
+            pairs,
+            text,
+            evaluate,
+        )
         self._special = special
         per_epoch = -(-len(pairs) // recipe.sequences)
-        self.steps = recipe.contrastive_steps + -(-recipe.epochs * per_epoch // recipe.optimisation.accumulation)
-        self._batches = shuffled_batches([len(a) + len(b) for a, b, _ in pairs], recipe.sequences, recipe.seed) if pairs else None
+        self.steps = recipe.contrastive_steps + -(
+            -recipe.epochs * per_epoch // recipe.optimisation.accumulation
+        )
+        self._batches = (
+            shuffled_batches([len(a) + len(b) for a, b, _ in pairs], recipe.sequences, recipe.seed)
+            if pairs
+            else None
+        )
 
     def batch(self, step: int, part: int) -> SentenceBatch:
         """See `loop.Objective`."""
@@ -127,14 +140,24 @@ class SentenceObjective:
         text = self._text(step, part) if self._text else None
         if step < self._recipe.contrastive_steps:
             sentences = self._draw(np.random.default_rng([self._recipe.seed, number]))
-            return collate_sentences([ids for ids in sentences for _ in range(2)], [], text, self._recipe.contrastive_tokens)
+            return collate_sentences(
+                [ids for ids in sentences for _ in range(2)],
+                [],
+                text,
+                self._recipe.contrastive_tokens,
+            )
         assert self._batches is not None
         chosen = [
             self._pairs[index]
-            for index in self._batches(number - self._recipe.contrastive_steps * self._recipe.optimisation.accumulation)
+            for index in self._batches(
+                number - self._recipe.contrastive_steps * self._recipe.optimisation.accumulation
+            )
         ]
         return collate_sentences(
-            [ids for a, b, _ in chosen for ids in (a, b)], [score for *_, score in chosen], text, self._recipe.tokens
+            [ids for a, b, _ in chosen for ids in (a, b)],
+            [score for *_, score in chosen],
+            text,
+            self._recipe.tokens,
         )
 
     def _draw(self, rng: np.random.Generator) -> list[list[int]]:
@@ -142,7 +165,9 @@ class SentenceObjective:
         assert self._sentences is not None
         starts = self._sentences.sentences
         long_enough = np.flatnonzero(np.diff(starts) > 2)
-        chosen = long_enough[rng.integers(len(long_enough), size=self._recipe.contrastive_sequences)]
+        chosen = long_enough[
+            rng.integers(len(long_enough), size=self._recipe.contrastive_sequences)
+        ]
         room = self._recipe.contrastive_tokens - 2
         return [
             [
@@ -161,7 +186,9 @@ class SentenceObjective:
         if len(batch.scores):
             loss = figures["ranking_loss"] = ranking_loss(embeddings, batch.scores)
         else:
-            loss, figures["contrastive_accuracy"] = contrastive_loss(embeddings, self._recipe.temperature)
+            loss, figures["contrastive_accuracy"] = contrastive_loss(
+                embeddings, self._recipe.temperature
+            )
             figures["contrastive_loss"] = loss
         if batch.text is not None:
             text_loss, text_figures = self.module(batch.text)
@@ -204,23 +231,45 @@ def finetune_sentences(
         ExportError: the checkpoint cannot be loaded.
     """
     checkpoint = load_checkpoint(source)
-    inputs = {"checkpoint": checkpoint.source.weights_sha256, "file of pairs": fingerprint(pairs), "text": fingerprint(text)}
+    inputs = {
+        "checkpoint": checkpoint.source.weights_sha256,
+        "file of pairs": fingerprint(pairs),
+        "text": fingerprint(text),
+    }
     claim(folder, recipe, inputs)
-    heads = [head for head in (MASKED_LM, NEXT_SENTENCE) if getattr(checkpoint.model, head) is not None]
+    heads = [
+        head for head in (MASKED_LM, NEXT_SENTENCE) if getattr(checkpoint.model, head) is not None
+    ]
     start = start_from(checkpoint, heads, dropout=recipe.dropout, seed=recipe.seed)
     longest = max(recipe.tokens, recipe.contrastive_tokens if recipe.contrastive_steps else 0)
     if longest > (positions := checkpoint.model.config.max_positions):
-        raise TrainError(f"sentences of {longest} tokens exceed the checkpoint's {positions} positions")
+        raise TrainError(
+            f"sentences of {longest} tokens exceed the checkpoint's {positions} positions"
+        )
     if recipe.contrastive_steps and not recipe.dropout:
         raise TrainError(
             "contrastive_steps tell two dropouts of a sentence from other sentences: with dropout = 0 there is nothing to learn"
         )
     if recipe.contrastive_steps and not text:
-        raise TrainError("the recipe has contrastive_steps, which need text (--corpus); or set them to 0")
-    scored = tokenize_pairs(read_pairs(pairs), start.tokenizer, recipe.tokens) if pairs and recipe.epochs else []
+        raise TrainError(
+            "the recipe has contrastive_steps, which need text (--corpus); or set them to 0"
+        )
+    scored = (
+        tokenize_pairs(read_pairs(pairs), start.tokenizer, recipe.tokens)
+        if pairs and recipe.epochs
+        else []
+    )
     if not scored and not recipe.contrastive_steps:
-        raise TrainError("there is nothing to learn from: give scored pairs (--pairs), or contrastive_steps and text (--corpus)")
-    corpus = prepare_corpus(text, start.tokenizer, folder / "corpus", held_out=recipe.held_out, say=say).train if text else None
+        raise TrainError(
+            "there is nothing to learn from: give scored pairs (--pairs), or contrastive_steps and text (--corpus)"
+        )
+    corpus = (
+        prepare_corpus(
+            text, start.tokenizer, folder / "corpus", held_out=recipe.held_out, say=say
+        ).train
+        if text
+        else None
+    )
     unseen = read_pairs(held_out_pairs) if held_out_pairs else []
     scorer = TorchScorer(start.model, device)
 
@@ -229,19 +278,49 @@ def finetune_sentences(
         recipe,
         sentences=corpus,
         pairs=scored,
-        text=_text_batches(corpus, heads, recipe, start.tokenizer) if corpus and heads and recipe.text_weight else None,
+        text=_text_batches(corpus, heads, recipe, start.tokenizer)
+        if corpus and heads and recipe.text_weight
+        else None,
         special=special_ids(start.tokenizer),
-        evaluate=lambda: {"spearman": similarity(unseen, start.tokenizer, scorer, recipe.tokens)} if unseen else {},
+        evaluate=lambda: (
+            {"spearman": similarity(unseen, start.tokenizer, scorer, recipe.tokens)}
+            if unseen
+            else {}
+        ),
     )
-    say(f"{recipe.contrastive_steps:,} contrastive steps; {len(scored):,} scored pairs; {objective.steps:,} steps in all")
-    train(objective, recipe.seed, recipe.optimisation, folder, device=device, schedule=schedule, say=say)
-    save_checkpoint(start.model, start.tokenizer, folder / CHECKPOINT, embedding=EmbeddingRecipe(max_tokens=recipe.tokens))
+    say(
+        f"{recipe.contrastive_steps:,} contrastive steps; {len(scored):,} scored pairs; {objective.steps:,} steps in all"
+    )
+    train(
+        objective,
+        recipe.seed,
+        recipe.optimisation,
+        folder,
+        device=device,
+        schedule=schedule,
+        say=say,
+    )
+    save_checkpoint(
+        start.model,
+        start.tokenizer,
+        folder / CHECKPOINT,
+        embedding=EmbeddingRecipe(max_tokens=recipe.tokens),
+    )
     title = "An encoder fine-tuned for embeddings"
-    write_card(folder / CHECKPOINT, title=title, source=source, files=[*pairs, *text], recipe=recipe, device=device)
+    write_card(
+        folder / CHECKPOINT,
+        title=title,
+        source=source,
+        files=[*pairs, *text],
+        recipe=recipe,
+        device=device,
+    )
     return folder / CHECKPOINT
 
 
-def _text_batches(corpus: Corpus, heads: list[str], recipe: EmbedRecipe, tokenizer: Tokenizer) -> TextBatches:
+def _text_batches(
+    corpus: Corpus, heads: list[str], recipe: EmbedRecipe, tokenizer: Tokenizer
+) -> TextBatches:
     sentence = Sentence.NSP if NEXT_SENTENCE in heads else Sentence.NONE
     pretraining = Pretraining(unit=recipe.text_unit, sentence=sentence)
     phase = Phase(tokens=recipe.tokens, sequences=recipe.text_sequences, steps=_ALWAYS)

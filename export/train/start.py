@@ -31,6 +31,9 @@ def start_from(checkpoint: Checkpoint, heads: Iterable[str], *, dropout: float, 
     model = Model(replace(checkpoint.model.config, dropout=dropout), heads)
     initialise(model)
     ours = model.state_dict()
-    model.load_state_dict({name: tensor for name, tensor in checkpoint.model.state_dict().items() if name in ours}, strict=False)
+    model.load_state_dict(
+        {name: tensor for name, tensor in checkpoint.model.state_dict().items() if name in ours},
+        strict=False,
+    )
     created = tuple(head for head in heads if getattr(checkpoint.model, head) is None)
     return Start(model, checkpoint.tokenizer.tokenizer, created)

@@ -25,9 +25,7 @@ _MODULES = (
     embedding,
 )
 
-HEADS: Final[dict[str, Head]] = {
-    module.HEAD.name: module.HEAD for module in _MODULES
-}
+HEADS: Final[dict[str, Head]] = {module.HEAD.name: module.HEAD for module in _MODULES}
 """All heads by name, in the order in which graphs have them."""
 
 

@@ -75,9 +75,7 @@ class MaskedLMResult:
     target_logits: NDArray[np.float32]
 
 
-def _pack(
-    requests: Sequence[MaskedLMRequest | None], placement: Placement, _: GraphSpec
-) -> Feeds:
+def _pack(requests: Sequence[MaskedLMRequest | None], placement: Placement, _: GraphSpec) -> Feeds:
     asked = [(i, request) for i, request in enumerate(requests) if request is not None]
     if not asked:
         return _NO_MASKS
@@ -88,8 +86,7 @@ def _pack(
         for first, count, (_, request) in zip(firsts, counts, asked, strict=True)
     ]
     targets = [
-        np.tile(np.array(request.targets, np.int32), len(request.positions))
-        for _, request in asked
+        np.tile(np.array(request.targets, np.int32), len(request.positions)) for _, request in asked
     ]
     return {
         MASK_ROWS.name: np.concatenate(

@@ -33,9 +33,7 @@ def _pack(_: Requests, __: Placement, ___: GraphSpec) -> Feeds:
     return {}
 
 
-def _unpack(
-    requests: Requests, placement: Placement, outputs: Outputs
-) -> list[SpanResult | None]:
+def _unpack(requests: Requests, placement: Placement, outputs: Outputs) -> list[SpanResult | None]:
     logits, starts = outputs[SPAN_LOGITS.name], placement.starts.tolist()
     return [
         None if request is None else SpanResult(logits[starts[i] : starts[i + 1]])

@@ -143,9 +143,7 @@ def _encoding(length: int, heads: Sequence[Head]) -> Encoding:
     return Encoding(np.zeros(length, np.int32), np.zeros(length, np.int32), cheap)
 
 
-def _fastest_run(
-    engine: Engine, batch: Sequence[Encoding], clock: Callable[[], float]
-) -> float:
+def _fastest_run(engine: Engine, batch: Sequence[Encoding], clock: Callable[[], float]) -> float:
     """Return the seconds of the fastest of some runs, after a warm-up run."""
     times = []
     for _ in range(_RUNS + 1):

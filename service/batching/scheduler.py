@@ -113,7 +113,9 @@ class Scheduler:
         self._on_dead = on_dead
 
         self._changed = threading.Condition()  # guards all below
-        self._groups: dict[int, list[QueuedEncoding]] = {}  # by length, or all in one, each a heap by turn
+        self._groups: dict[
+            int, list[QueuedEncoding]
+        ] = {}  # by length, or all in one, each a heap by turn
         self._pending: set[PendingRequest] = set()
         self._running: dict[int, float] = {}  # worker's number -> when its run began
         self._queued_tokens = 0
@@ -128,7 +130,9 @@ class Scheduler:
         self._ended = threading.Event()
 
         self._workers = [
-            threading.Thread(target=self._work, args=(number,), name=f"worker-{number}", daemon=True)
+            threading.Thread(
+                target=self._work, args=(number,), name=f"worker-{number}", daemon=True
+            )
             for number in range(limits.workers)
         ]
         self._watchdog = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -150,7 +154,9 @@ class Scheduler:
         """Whether new requests are refused."""
         return self._draining
 
-    def submit(self, encodings: Sequence[Encoding], deadline: float, *, accepted: bool = False) -> Future[BatchResult]:
+    def submit(
+        self, encodings: Sequence[Encoding], deadline: float, *, accepted: bool = False
+    ) -> Future[BatchResult]:
         """See `core.Queue`."""
         lengths = list(map(len, encodings))
         tokens = sum(lengths)
@@ -191,7 +197,9 @@ class Scheduler:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._fail_pending(lambda: ShuttingDown("the server shut down before this request was answered"))
+        self._fail_pending(
+            lambda: ShuttingDown("the server shut down before this request was answered")
+        )
         self._ended.set()
         if self._dead is None:  # a dead engine's threads may never end
             end = time.monotonic() + timeout_s
@@ -208,7 +216,9 @@ class Scheduler:
         try:
             while batch := self._take():
                 self._run(number, batch)
-        except BaseException as error:  # whatever ends a worker ends the service, not just the thread
+        except (
+            BaseException
+        ) as error:  # whatever ends a worker ends the service, not just the thread
             self._die(f"a worker ended with {type(error).__name__}")
 
     def _take(self) -> list[QueuedEncoding]:
@@ -287,7 +297,9 @@ class Scheduler:
             self._running[number] = started
         try:
             outputs = self._engine.run([queued.encoding for queued in batch])
-        except Exception as error:  # the runtime's errors have no common type; each ends in an answer
+        except (
+            Exception
+        ) as error:  # the runtime's errors have no common type; each ends in an answer
             if len(batch) > 1:
                 middle = len(batch) // 2
                 for half in (batch[:middle], batch[middle:]):
@@ -303,7 +315,9 @@ class Scheduler:
         self._deliver(batch, outputs, tokens / max(seconds, 1e-9))
         self._on_batch(BatchReport(len(batch), tokens, seconds))
 
-    def _deliver(self, batch: list[QueuedEncoding], outputs: list[HeadOutputs], tokens_per_s: float) -> None:
+    def _deliver(
+        self, batch: list[QueuedEncoding], outputs: list[HeadOutputs], tokens_per_s: float
+    ) -> None:
         done = []
         with self._changed:
             weight = _RATE_WEIGHT if self._tokens_per_s else 1.0
@@ -318,11 +332,15 @@ class Scheduler:
             self._finish(request, None)
 
     def _fail_one(self, request: PendingRequest, error: Exception) -> None:
-        self._finish(request, EngineFailed(f"the engine cannot run this input ({type(error).__name__})"))
+        self._finish(
+            request, EngineFailed(f"the engine cannot run this input ({type(error).__name__})")
+        )
         try:
             self._engine.probe()
         except Exception as probe_error:  # not the input: the engine itself is broken
-            self._die(f"after an error it could not repeat its golden outputs ({type(probe_error).__name__})")
+            self._die(
+                f"after an error it could not repeat its golden outputs ({type(probe_error).__name__})"
+            )
 
     def _finish(self, request: PendingRequest, error: ServiceError | None) -> None:
         try:
@@ -332,7 +350,9 @@ class Scheduler:
             assert request.started is not None
             outputs = [output for output in request.outputs if output is not None]
             done = time.monotonic()
-            request.set_result(BatchResult(outputs, request.started - request.submitted, done - request.started))
+            request.set_result(
+                BatchResult(outputs, request.started - request.submitted, done - request.started)
+            )
         except InvalidStateError:
             pass  # it was cancelled, or failed by another thread, a moment ago
 
@@ -366,7 +386,11 @@ class Scheduler:
         while not self._ended.wait(wait_s):
             with self._changed:
                 oldest = min(self._running.values(), default=None)
-            left_s = self._limits.stall_timeout_s if oldest is None else oldest + self._limits.stall_timeout_s - time.monotonic()
+            left_s = (
+                self._limits.stall_timeout_s
+                if oldest is None
+                else oldest + self._limits.stall_timeout_s - time.monotonic()
+            )
             if left_s <= 0:
                 self._die(f"a run took longer than {self._limits.stall_timeout_s:g} s")
                 return

@@ -102,7 +102,9 @@ class OnnxEngine:
             for golden in self._goldens:
                 self._check(golden)
         except Exception as error:
-            raise StartupError(f"bundle {self._name} does not reproduce its golden outputs: {first_line(error)}") from error
+            raise StartupError(
+                f"bundle {self._name} does not reproduce its golden outputs: {first_line(error)}"
+            ) from error
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
         """Return each encoding's results; see `Engine.run`."""
@@ -127,11 +129,15 @@ class OnnxEngine:
 def _device(asked: Device) -> Device:
     there = providers()
     if asked is Device.CUDA and CUDA not in there:
-        raise StartupError(f"device cuda was asked for, but this onnxruntime has only {', '.join(there)}; install cloze[gpu]")
+        raise StartupError(
+            f"device cuda was asked for, but this onnxruntime has only {', '.join(there)}; install cloze[gpu]"
+        )
     return Device.CPU if asked is Device.CPU or CUDA not in there else Device.CUDA
 
 
-def _choose_graph(manifest: Manifest, device: Device, asked: RequestedPrecision) -> tuple[Graph, Parity, str]:
+def _choose_graph(
+    manifest: Manifest, device: Device, asked: RequestedPrecision
+) -> tuple[Graph, Parity, str]:
     """The graph to run, its parity, and why it is this one."""
     fp32 = manifest.graph, manifest.parity
     if asked is Precision.FP32:
@@ -139,10 +145,14 @@ def _choose_graph(manifest: Manifest, device: Device, asked: RequestedPrecision)
     if device is Device.CUDA:
         return _choose_for_cuda(manifest, asked)
     if asked is Precision.FP16:
-        raise StartupError("precision fp16 was asked for, which runs on CUDA only; set the device to cuda")
+        raise StartupError(
+            "precision fp16 was asked for, which runs on CUDA only; set the device to cuda"
+        )
     if manifest.int8 is None:
         if asked is Precision.INT8:
-            raise StartupError(f"bundle {manifest.reference} has no int8 graph; export it with --precision int8")
+            raise StartupError(
+                f"bundle {manifest.reference} has no int8 graph; export it with --precision int8"
+            )
         return *fp32, "since the bundle has nothing else"
     int8 = manifest.int8.graph, manifest.int8.parity
     if asked is Precision.INT8:
@@ -154,13 +164,25 @@ def _choose_graph(manifest: Manifest, device: Device, asked: RequestedPrecision)
 
 def _choose_for_cuda(manifest: Manifest, asked: RequestedPrecision) -> tuple[Graph, Parity, str]:
     if asked is Precision.INT8:
-        raise StartupError("precision int8 was asked for, which runs on a CPU only; set the device to cpu")
+        raise StartupError(
+            "precision int8 was asked for, which runs on a CPU only; set the device to cpu"
+        )
     if manifest.fp16 is not None:
-        reason = "as asked" if asked is Precision.FP16 else "since the device is a GPU and the bundle's gate was passed"
+        reason = (
+            "as asked"
+            if asked is Precision.FP16
+            else "since the device is a GPU and the bundle's gate was passed"
+        )
         return manifest.fp16.graph, manifest.fp16.parity, reason
     if asked is Precision.FP16:
-        raise StartupError(f"bundle {manifest.reference} has no fp16 graph; export it with --precision fp16")
-    return manifest.graph, manifest.parity, "since the bundle has no fp16 graph; export it with --precision fp16 for speed"
+        raise StartupError(
+            f"bundle {manifest.reference} has no fp16 graph; export it with --precision fp16"
+        )
+    return (
+        manifest.graph,
+        manifest.parity,
+        "since the bundle has no fp16 graph; export it with --precision fp16 for speed",
+    )
 
 
 def _open(bundle: Bundle, graph: Graph, open_session: OpenSession) -> Session:
@@ -169,4 +191,6 @@ def _open(bundle: Bundle, graph: Graph, open_session: OpenSession) -> Session:
     except StartupError:
         raise
     except Exception as error:
-        raise StartupError(f"bundle {bundle.manifest.reference}: its graph does not load: {first_line(error)}") from error
+        raise StartupError(
+            f"bundle {bundle.manifest.reference}: its graph does not load: {first_line(error)}"
+        ) from error

@@ -29,7 +29,11 @@ def page_locked(size: int, device_id: int) -> NDArray[np.uint8] | None:
     cuda, place = runtime(), ctypes.c_void_p()
     if cuda is None:
         return None
-    if cuda.cudaSetDevice(device_id) or cuda.cudaMallocHost(ctypes.byref(place), ctypes.c_size_t(size)) or not place.value:
+    if (
+        cuda.cudaSetDevice(device_id)
+        or cuda.cudaMallocHost(ctypes.byref(place), ctypes.c_size_t(size))
+        or not place.value
+    ):
         cuda.cudaGetLastError()  # takes the error back, for which the next kernel would be blamed
         return None
     array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(place.value))

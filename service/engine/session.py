@@ -12,7 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")  # the official builds otherwise report to their maker from the import on
+os.environ.setdefault(
+    "ORT_DISABLE_TELEMETRY", "1"
+)  # the official builds otherwise report to their maker from the import on
 import onnxruntime as ort
 from numpy.typing import NDArray
 
@@ -90,17 +92,24 @@ def cuda_session(file: Path, device_id: int, memory_limit: int) -> "DeviceSessio
         ort.preload_dlls()
     options = _options()
     options.enable_mem_pattern = False  # it is made for one shape, and every batch has its own
-    asked = {"device_id": str(device_id), "arena_extend_strategy": "kSameAsRequested"} | cuda_settings()
+    asked = {
+        "device_id": str(device_id),
+        "arena_extend_strategy": "kSameAsRequested",
+    } | cuda_settings()
     if memory_limit:
         asked["gpu_mem_limit"] = str(memory_limit)
     try:
-        session = ort.InferenceSession(file, options, providers=[(CUDA, asked), CPU], enable_fallback=0)
+        session = ort.InferenceSession(
+            file, options, providers=[(CUDA, asked), CPU], enable_fallback=0
+        )
     except Exception as error:  # without CUDA, a CPU has no kernel for a packed graph
         if why := _why_not():
             raise StartupError(f"CUDA did not come up: {why}") from error
         raise
     if session.get_providers()[0] != CUDA:
-        raise StartupError(f"CUDA did not come up: {_why_not() or 'its driver is missing, or there is no such device'}")
+        raise StartupError(
+            f"CUDA did not come up: {_why_not() or 'its driver is missing, or there is no such device'}"
+        )
     return DeviceSession(session, "cuda", device_id)
 
 
@@ -136,7 +145,9 @@ class DeviceSession:
 
     def __init__(self, session: ort.InferenceSession, device: str, device_id: int) -> None:
         self._session, self._device, self._device_id = session, device, device_id
-        self._free: dict[int, list[_Buffers]] = defaultdict(list)  # by size; while one batch runs, another is being packed
+        self._free: dict[int, list[_Buffers]] = defaultdict(
+            list
+        )  # by size; while one batch runs, another is being packed
         self._running = threading.Lock()
 
     def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
@@ -144,7 +155,11 @@ class DeviceSession:
         binding = self._session.io_binding()
         for name in _ON_HOST & feeds.keys():
             binding.bind_cpu_input(name, feeds[name])
-        inputs = {name: np.ascontiguousarray(array) for name, array in feeds.items() if name not in _ON_HOST}
+        inputs = {
+            name: np.ascontiguousarray(array)
+            for name, array in feeds.items()
+            if name not in _ON_HOST
+        }
         sizes = [-(-max(1, array.nbytes) // _ALIGNMENT) * _ALIGNMENT for array in inputs.values()]
         size = 1 << max(16, (sum(sizes) - 1).bit_length())
         free = self._free[size]
@@ -158,14 +173,21 @@ class DeviceSession:
             free.append(buffers)
 
     def _run(
-        self, binding: ort.IOBinding, wanted: Sequence[str], inputs: Feeds, sizes: Sequence[int], buffers: _Buffers
+        self,
+        binding: ort.IOBinding,
+        wanted: Sequence[str],
+        inputs: Feeds,
+        sizes: Sequence[int],
+        buffers: _Buffers,
     ) -> list[NDArray[Any]]:
         staging, there = buffers
         offset = 0
         for (name, array), size in zip(inputs.items(), sizes, strict=True):
             staging[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
             place = there.data_ptr() + offset
-            binding.bind_input(name, self._device, self._device_id, array.dtype.type, list(array.shape), place)
+            binding.bind_input(
+                name, self._device, self._device_id, array.dtype.type, list(array.shape), place
+            )
             offset += size
         for name in wanted:
             binding.bind_output(name, "cpu")
@@ -177,6 +199,8 @@ class DeviceSession:
 
     def _make_buffers(self, size: int) -> _Buffers:
         # Not the staging array, which on a CPU the value would be.
-        there = ort.OrtValue.ortvalue_from_numpy(np.zeros(size, np.uint8), self._device, self._device_id)
+        there = ort.OrtValue.ortvalue_from_numpy(
+            np.zeros(size, np.uint8), self._device, self._device_id
+        )
         locked = page_locked(size, self._device_id) if self._device == "cuda" else None
         return np.zeros(size, np.uint8) if locked is None else locked, there

@@ -82,9 +82,7 @@ def _is_union_member(part: object) -> bool:
     Fields have lower-case names; models have names that begin with a capital.
     """
     return isinstance(part, str) and (
-        part in ("str", "int")
-        or part.startswith(("list[", "function-"))
-        or part[:1].isupper()
+        part in ("str", "int") or part.startswith(("list[", "function-")) or part[:1].isupper()
     )
 
 

@@ -33,9 +33,7 @@ class Connection:
         metrics: observes every answered request.
     """
 
-    def __init__(
-        self, app: ASGIApp, known_routes: Collection[str], metrics: Metrics
-    ) -> None:
+    def __init__(self, app: ASGIApp, known_routes: Collection[str], metrics: Metrics) -> None:
         self._app = app
         self._known_routes = frozenset(known_routes)
         self._metrics = metrics
@@ -85,7 +83,11 @@ class DirectRoutes:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
-        handler = self._handlers.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        handler = (
+            self._handlers.get(scope["path"])
+            if scope["type"] == "http" and scope["method"] == "POST"
+            else None
+        )
         if handler is None:
             await self._app(scope, receive, send)
             return
@@ -142,8 +144,6 @@ class BoundedHeaders(HttpToolsProtocol):
             if self._idle_bytes > _MAX_HEADER_BYTES:
                 error = f"the request's headers have more than {_MAX_HEADER_BYTES} bytes, the limit"
                 body = orjson.dumps({"error": error, "error_type": "Validation"})
-                head = (
-                    f"HTTP/1.1 431 \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-                )
+                head = f"HTTP/1.1 431 \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
                 self.transport.write(head.encode() + body)
                 self.transport.close()

@@ -52,7 +52,9 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
         content[JSON] = {"schema": schemas[route.path, "result"]}
     for media_type in doc.media_types:
         binary = media_type in (RAW, NPY)
-        content[media_type] = {"schema": {"type": "string"} | ({"format": "binary"} if binary else {})}
+        content[media_type] = {
+            "schema": {"type": "string"} | ({"format": "binary"} if binary else {})
+        }
     if content:
         success["content"] = content
     operation: dict[str, Any] = {
@@ -63,7 +65,9 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     }
     if doc.body is not None:
         examples = {title: {"value": body} for title, body in doc.examples.items()}
-        body = {"schema": schemas[route.path, "body"]} | ({"examples": examples} if examples else {})
+        body = {"schema": schemas[route.path, "body"]} | (
+            {"examples": examples} if examples else {}
+        )
         operation["requestBody"] = {"required": True, "content": {JSON: body}}
     return operation
 
@@ -71,7 +75,9 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
 def _error(status: int, route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     headers = {"x-request-id": REQUEST_ID} | ({"retry-after": RETRY_AFTER} if status == 429 else {})
     return {
-        "description": "Client closed its connection" if status == 499 else HTTPStatus(status).phrase,
+        "description": "Client closed its connection"
+        if status == 499
+        else HTTPStatus(status).phrase,
         "headers": _headers(headers),
         "content": {JSON: {"schema": schemas[route.path, "error"]}},
     }

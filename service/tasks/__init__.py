@@ -10,7 +10,8 @@ from service.tasks import embed, fill_mask, nsp, qa, text_classification, token_
 from service.tasks.task import PreparedRequest, Task, TaskCall, TaskContext, TaskLimits
 
 TASKS: Final[dict[str, Task]] = {
-    module.TASK.name: module.TASK for module in (fill_mask, embed, nsp, qa, text_classification, token_classification)
+    module.TASK.name: module.TASK
+    for module in (fill_mask, embed, nsp, qa, text_classification, token_classification)
 }
 """All tasks by name."""
 

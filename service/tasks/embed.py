@@ -44,9 +44,9 @@ class EmbedParameters(WireModel):
     truncate: bool | None = Field(
         None, description="false: refuse a text that is too long instead of cutting it"
     )
-    truncation_direction: Annotated[
-        Literal["left", "right"] | None, BeforeValidator(_lower)
-    ] = Field(None, description="which end to cut; the default is right")
+    truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_lower)] = (
+        Field(None, description="which end to cut; the default is right")
+    )
     prompt_name: str | None = Field(
         None, description="one of the model's prompts, put before each text"
     )

@@ -126,9 +126,13 @@ class _PredictionCounter:
 def _count_masks(tokenizer: Tokenizer, ids: Sequence[int], name: str, limits: TaskLimits) -> int:
     places = [position for position, token in enumerate(ids) if token == tokenizer.mask_id]
     if not places:
-        raise InvalidRequest(f"{name} holds no mask token; put {tokenizer.mask_token} where a word is to be guessed")
+        raise InvalidRequest(
+            f"{name} holds no mask token; put {tokenizer.mask_token} where a word is to be guessed"
+        )
     if len(places) > limits.max_masks:
-        raise InvalidRequest(f"{name} holds {len(places)} mask tokens; the limit is {limits.max_masks}")
+        raise InvalidRequest(
+            f"{name} holds {len(places)} mask tokens; the limit is {limits.max_masks}"
+        )
     if (last := places[-1] + 1) > limits.max_tokens - 2:
         raise InvalidRequest(
             f"{name} has a mask token at token {last}, but the model reads only the first {limits.max_tokens - 2} of a text"
@@ -148,7 +152,9 @@ def _target_ids(tokenizer: Tokenizer, targets: Sequence[str]) -> tuple[list[int]
                 warnings.append(f"target {shown} is not in the vocabulary and was left out")
                 continue
             number = pieces[0]
-            warnings.append(f"target {shown} is not in the vocabulary; {tokenizer.decode([[number]])[0]!a} stands for it")
+            warnings.append(
+                f"target {shown} is not in the vocabulary; {tokenizer.decode([[number]])[0]!a} stands for it"
+            )
         target_ids[number] = None
     if targets and not target_ids:
         raise InvalidRequest("none of the targets has a token in the model's vocabulary")

@@ -101,7 +101,9 @@ def decode(
     if isinstance(inputs, Candidates):
         order = sorted(range(len(scores)), key=lambda index: -scores[index][0])
         return [RankedCandidate(i, scores[i][0], inputs.candidates[i]) for i in order]
-    labels = [[NspLabel("IsNext", is_next), NspLabel("NotNext", other)] for is_next, other in scores]
+    labels = [
+        [NspLabel("IsNext", is_next), NspLabel("NotNext", other)] for is_next, other in scores
+    ]
     return labels if isinstance(inputs, list) else labels[0]
 
 
@@ -125,7 +127,12 @@ TASK: Final = Task(
         Example("A pair", {"inputs": {"text": "He opened the door.", "next": "He went in."}}),
         Example(
             "Candidates to rank",
-            {"inputs": {"text": "He opened the door.", "candidates": ["He went in.", "Cats purr."]}},
+            {
+                "inputs": {
+                    "text": "He opened the door.",
+                    "candidates": ["He went in.", "Cats purr."],
+                }
+            },
         ),
     ),
 )

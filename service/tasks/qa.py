@@ -151,9 +151,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
             raise InvalidRequest(
                 f"up to {name} the windows hold {tokens} tokens; the limit of a request is {most}"
             )
-        question = _Question(
-            pair.context, spans, len(cut), windows(len(spans.ids), room, stride)
-        )
+        question = _Question(pair.context, spans, len(cut), windows(len(spans.ids), room, stride))
         questions.append(question)
         for first, end in question.windows:
             encoding, _ = context.tokenizer.pair(cut, spans.ids[first:end], options.max_seq_len)
@@ -216,7 +214,9 @@ def decode(
     return results if state.many else results[0]
 
 
-def _best_answers(question: _Question, logits: Sequence[Float32], options: _Options) -> list[QaAnswer]:
+def _best_answers(
+    question: _Question, logits: Sequence[Float32], options: _Options
+) -> list[QaAnswer]:
     # Aligning to words may merge candidates, hence a few more of them.
     candidates = options.top_k * 2 + 10 if options.align_to_words else options.top_k
     merged: dict[str, QaAnswer] = {}
@@ -228,23 +228,33 @@ def _best_answers(question: _Question, logits: Sequence[Float32], options: _Opti
         scores = np.exp(candidates_logits - candidates_logits.max(0))
         scores /= scores.sum(0)
         no_answer = min(no_answer, float(scores[0, 0] * scores[0, 1]))
-        for score, start_token, end_token in _best_spans(scores[1:], candidates, options.max_answer_len):
+        for score, start_token, end_token in _best_spans(
+            scores[1:], candidates, options.max_answer_len
+        ):
             start, stop = _characters(
-                question.spans, first + start_token, first + end_token, (first, end), options.align_to_words
+                question.spans,
+                first + start_token,
+                first + end_token,
+                (first, end),
+                options.align_to_words,
             )
             text = question.context[start:stop]
             same = merged.get(text.lower())
             if same is None:
                 merged[text.lower()] = QaAnswer(text, score, start, stop)
             else:
-                merged[text.lower()] = QaAnswer(same.answer, same.score + score, same.start, same.end)
+                merged[text.lower()] = QaAnswer(
+                    same.answer, same.score + score, same.start, same.end
+                )
     answers = list(merged.values())
     if options.handle_impossible_answer:
         answers.append(QaAnswer("", no_answer, 0, 0))
     return sorted(answers, key=lambda answer: -answer.score)[: options.top_k]
 
 
-def _best_spans(scores: Float32, count: int, max_answer_tokens: int) -> list[tuple[float, int, int]]:
+def _best_spans(
+    scores: Float32, count: int, max_answer_tokens: int
+) -> list[tuple[float, int, int]]:
     """The ``count`` best (score, start, end) of ``scores [C, 2]``, ends inclusive, at most ``max_answer_tokens`` long."""
     products = np.outer(scores[:, 0], scores[:, 1])  # [C, C]
     products = np.tril(np.triu(products), max_answer_tokens - 1)
@@ -260,7 +270,9 @@ def _best_spans(scores: Float32, count: int, max_answer_tokens: int) -> list[tup
     ]
 
 
-def _characters(spans: Spans, start: int, end: int, window: tuple[int, int], align_to_words: bool) -> tuple[int, int]:
+def _characters(
+    spans: Spans, start: int, end: int, window: tuple[int, int], align_to_words: bool
+) -> tuple[int, int]:
     """The characters from the context's token ``start`` through ``end``."""
     if align_to_words:
         while start > window[0] and spans.words[start - 1] == spans.words[start]:

@@ -155,8 +155,10 @@ TASK: Final = Task(
         Example("One text", {"inputs": "The room was loud and the staff unfriendly."}),
         Example(
             "A pair, its best label",
-            {"inputs": {"text": "A dog sleeps.", "text_pair": "An animal rests."},
-             "parameters": {"top_k": 1}},
+            {
+                "inputs": {"text": "A dog sleeps.", "text_pair": "An animal rests."},
+                "parameters": {"top_k": 1},
+            },
         ),
     ),
 )

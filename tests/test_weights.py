@@ -10,14 +10,20 @@ from hypothesis import strategies as st
 
 from export.checkpoint import load_checkpoint
 from export.errors import ExportError
-from export.graph import GraphWriter, round_weights
+from export.evaluation.scorer import (
+    GraphScorer,
+    embeddings,
+    next_sentence_logits,
+    span_logits,
+)
 from export.graph.products import quantise
-from export.publish import export
-from export.scorers import GraphScorer
+from export.graph.write import GraphWriter, round_weights
+from export.heads import EMBEDDING, NEXT_SENTENCE, SPAN
+from export.publish import ExportOptions, export
 from export.session import open_session
 from export.smoothing import smoothing
-from export.verify import verify
-from model_store import Store, Task
+from export.verify import GraphUnderTest, verify
+from model_store import Store
 from model_store.manifest import Manifest, Precision, Weights
 
 KINDS = ("bert", "bert-qa", "distilbert")
@@ -32,7 +38,7 @@ def test_each_halves_the_bytes(kind: str, checkpoints: dict[str, Path], tmp_path
     """What is published has passed parity with torch on the rounded weights, at fp32's tolerance."""
     store = Store(tmp_path)
     fp32 = export(str(checkpoints[kind]), "fp32", store).manifest
-    fp16 = export(str(checkpoints[kind]), "fp16", store, weights=Weights.FP16).manifest
+    fp16 = export(str(checkpoints[kind]), "fp16", store, ExportOptions(weights=Weights.FP16)).manifest
     assert fp16.graph.weights is Weights.FP16
     assert fp16.parity.tolerance == fp32.parity.tolerance
     assert weight_bytes(fp16) < 0.7 * weight_bytes(fp32)  # pages, and vectors that stay fp32: the models are tiny
@@ -42,29 +48,34 @@ def test_each_halves_the_bytes(kind: str, checkpoints: dict[str, Path], tmp_path
 def test_int8_keeps_one_copy_for_both_graphs(kind: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Of a random model; the gate, which compares first choices, is for models whose choices are none by a hair."""
     checkpoint = load_checkpoint(str(checkpoints[kind]))
-    model, recipe, tasks = checkpoint.model, checkpoint.recipe, checkpoint.tasks
+    model, recipe, heads = checkpoint.model, checkpoint.recipe, checkpoint.heads
     (tmp_path / "fp32").mkdir()
-    GraphWriter(model, recipe, tasks, tmp_path / "fp32").write()
+    GraphWriter(model, recipe, heads, tmp_path / "fp32").write()
     smooth = smoothing(model, checkpoint.tokenizer.size)
     round_weights(model, recipe, Weights.INT8, smooth)
     folder = tmp_path / "int8"
     folder.mkdir()
-    writer = GraphWriter(model, recipe, tasks, folder, Weights.INT8, smooth)
+    writer = GraphWriter(model, recipe, heads, folder, Weights.INT8, smooth)
     fp32, int8 = writer.write(), writer.write(Precision.INT8)
-    parity = verify(folder, fp32, checkpoint, tasks, 64)
+    subjects = [GraphUnderTest(graph, checkpoint, heads, 64) for graph in (fp32, int8)]
+    parity = verify(folder, subjects[0])
     assert max(parity.max_error.values()) <= parity.tolerance <= 1e-4
     assert [file.name for file in folder.glob("*.bin")] == ["weights.bin"], "int8 has no weight that fp32 has not"
     assert (folder / "weights.bin").stat().st_size < 0.55 * (tmp_path / "fp32" / "weights.bin").stat().st_size
-    types = model.config.type_vocab_size > 0
     one, other = (
-        GraphScorer(open_session(folder / graph.file, graph.layout), graph.layout, tasks, token_types=types)
-        for graph in (fp32, int8)
+        GraphScorer(open_session(folder / subject.graph.file, subject.graph.layout), subject.spec)
+        for subject in subjects
     )
+    names = {head.name for head in heads}
     ids = np.random.default_rng(0).integers(5, checkpoint.tokenizer.size, (2, 12))
     for ask in (
-        *([lambda scorer: scorer.embed(ids)] if Task.EMBED in tasks else []),
-        *([lambda scorer: scorer.next_sentence(ids, np.zeros_like(ids))] if Task.NSP in tasks else []),
-        *([lambda scorer: scorer.spans(ids, np.zeros_like(ids))] if Task.QA in tasks else []),
+        *([lambda scorer: embeddings(scorer, ids)] if EMBEDDING in names else []),
+        *(
+            [lambda scorer: next_sentence_logits(scorer, ids, np.zeros_like(ids))]
+            if NEXT_SENTENCE in names
+            else []
+        ),
+        *([lambda scorer: span_logits(scorer, ids, np.zeros_like(ids))] if SPAN in names else []),
     ):
         expected = ask(one)
         assert np.linalg.norm(ask(other) - expected) < 0.1 * np.linalg.norm(expected)
@@ -72,7 +83,7 @@ def test_int8_keeps_one_copy_for_both_graphs(kind: str, checkpoints: dict[str, P
 
 def test_int8_weights_need_the_int8_graph(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="weights int8 are those of the int8 graph: ask for --precision int8 as well"):
-        export(str(checkpoints["bert"]), "bert", Store(tmp_path), weights=Weights.INT8)
+        export(str(checkpoints["bert"]), "bert", Store(tmp_path), ExportOptions(weights=Weights.INT8))
 
 
 @pytest.mark.parametrize(("weights", "smoothed"), [(Weights.FP16, False), (Weights.INT8, False), (Weights.INT8, True)])

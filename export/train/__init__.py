@@ -1,0 +1,1 @@
+"""Training: vocabulary, corpus, masking, pre-training, fine-tuning, distillation."""

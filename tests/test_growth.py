@@ -1,0 +1,159 @@
+"""The architecture grows by one module and one row: a toy task, written and served from this file.
+
+Run as a module, the file is a server that has the task besides its own.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from model_store.batch import HeadOutputs
+from model_store.heads.embedding import HEAD, EmbeddingRequest
+from service.app import Registries
+from service.protocols import PROTOCOLS
+from service.serve import serve_in_one_process
+from service.settings import load_settings
+from service.tasks import TASKS
+from service.tasks.task import (
+    Example,
+    NoParameters,
+    PreparedRequest,
+    Task,
+    TaskCall,
+    TaskContext,
+    check_text,
+    input_name,
+    listed,
+)
+from tests.serving import Server, running_server
+
+# ---- the toy task: how large a text's embedding is -----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """The Euclidean length of a text's embedding."""
+
+    length: float
+
+
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
+    texts, many = listed(call.inputs, context.limits), isinstance(call.inputs, list)
+    for index, text in enumerate(texts):
+        check_text(text, input_name(index, many=many), context.limits)
+    encodings, truncated = [], 0
+    for ids in context.tokenizer.ids(texts):
+        encoding, cut = context.tokenizer.encode(ids, context.limits.max_tokens)
+        encoding.requests = {HEAD.name: EmbeddingRequest()}
+        encodings.append(encoding)
+        truncated += cut
+    return PreparedRequest(encodings, many, truncated=truncated)
+
+
+def decode(
+    prepared: PreparedRequest[bool], outputs: Sequence[HeadOutputs], _: TaskContext
+) -> Length | list[Length]:
+    vectors = [output[HEAD.name].embedding for output in outputs]
+    lengths = [Length(float((vector @ vector) ** 0.5)) for vector in vectors]
+    return lengths if prepared.state else lengths[0]
+
+
+TOY = Task(
+    name="toy-length",
+    route="/toy-length",
+    summary="The length of a text's embedding",
+    heads=(HEAD.name,),
+    inputs=str | list[str],
+    parameters=NoParameters,
+    result=Length | list[Length],
+    prepare=prepare,
+    decode=decode,
+    examples=(Example("One text", {"inputs": "the king"}),),
+)
+
+
+def main() -> int:
+    names = [name.removeprefix("--").replace("-", "_") for name in sys.argv[1::2]]
+    settings = load_settings(dict(zip(names, sys.argv[2::2], strict=True)))
+    registries = Registries({**TASKS, TOY.name: TOY}, PROTOCOLS)
+    return serve_in_one_process(settings, registries=registries)
+
+
+# ---- the tests -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def toy_server(tiny_store: Path) -> Iterator[Server]:
+    command = (sys.executable, "-m", "tests.test_growth")
+    with running_server(tiny_store, command=command) as server:
+        yield server
+
+
+def test_the_task_answers(toy_server: Server) -> None:
+    vector = httpx.post(
+        f"{toy_server.url}/embed", json={"inputs": "the king", "normalize": False}
+    ).json()[0]
+    response = httpx.post(f"{toy_server.url}/toy-length", json={"inputs": "the king"})
+    assert response.json() == {
+        "length": pytest.approx(sum(x * x for x in vector) ** 0.5, rel=1e-5)
+    }
+    assert response.headers["x-compute-tokens"] == "4"
+    many = httpx.post(f"{toy_server.url}/toy-length", json={"inputs": ["the king", "a"]}).json()
+    assert [list(row) for row in many] == [["length"], ["length"]]
+
+
+def test_bad_input_gets_the_errors_of_every_task(toy_server: Server) -> None:
+    url = f"{toy_server.url}/toy-length"
+    cases: list[tuple[object, int, str]] = [
+        ({"inputs": ""}, 422, "inputs is empty; it needs at least 1 character"),
+        ({"inputs": []}, 400, "inputs is an empty list; it needs at least 1 text"),
+        ({"inputs": 5}, 422, "inputs: Input should be a valid string"),
+        ({"inputs": "a", "parameters": {}}, 422, "parameters: Extra inputs are not permitted"),
+        ({"inputs": "a", "model": "bert-qa"}, 424, "model bert-qa cannot do toy-length"),
+    ]
+    for body, status, message in cases:
+        response = httpx.post(url, json=body)
+        assert (response.status_code, message in response.json()["error"]) == (status, True), body
+    assert httpx.get(url).status_code == 405
+
+
+def test_everything_else_lists_it(toy_server: Server) -> None:
+    info = httpx.get(f"{toy_server.url}/info").json()
+    assert info["defaults"]["toy-length"] == "bert@1"
+    assert {m["name"] for m in info["models"] if "toy-length" in m["tasks"]} == {
+        "bert",
+        "distilbert",
+    }
+    document = httpx.get(f"{toy_server.url}/openapi.json").json()
+    operation = document["paths"]["/toy-length"]["post"]
+    assert operation["requestBody"]["content"]["application/json"]["examples"]["One text"]
+    assert "Length" in document["components"]["schemas"]
+    httpx.post(f"{toy_server.url}/toy-length", json={"inputs": "a"})
+    metrics = httpx.get(f"{toy_server.url}/metrics").text
+    assert 'model="distilbert@1",route="/toy-length",status="200"} 0.0' in metrics
+    assert 'cloze_request_duration_seconds_count{model="bert@1",route="/toy-length"' in metrics
+
+
+def test_only_tasks_and_protocols_name_a_task() -> None:
+    """Every other module of the service iterates over the registry."""
+    service = Path(__file__).parents[1] / "service"
+    names = {text for task in TASKS.values() for text in (task.name, task.route)}
+    allowed = {service / "tasks", service / "protocols"}
+    for module in service.rglob("*.py"):
+        if allowed & set(module.parents):
+            continue
+        strings = {
+            node.value
+            for node in ast.walk(ast.parse(module.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        assert not strings & names, f"{module.relative_to(service)} names a task"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

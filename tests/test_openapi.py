@@ -1,0 +1,125 @@
+"""The OpenAPI document is true: every example runs, and every answer has its documented shape."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+
+from model_store.store import Store
+from service.tasks import TASKS
+from tests.serving import Server, running_server
+
+DEFAULT_STORE = Path(__file__).parents[1] / "model_store" / "bundles"
+
+SERVED = {"fill-mask", "embed", "nsp", "qa"}
+"""The tasks of the default models; the others have examples in their own tests' words."""
+
+
+@pytest.fixture(scope="module")
+def default_server() -> Iterator[Server]:
+    with running_server(DEFAULT_STORE) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def document(default_server: Server) -> dict[str, Any]:
+    answer: dict[str, Any] = httpx.get(f"{default_server.url}/openapi.json").json()
+    return answer
+
+
+def check(document: dict[str, Any], path: str, method: str, response: httpx.Response) -> None:
+    """Check status, content type, headers and body of an answer against the document."""
+    operation = document["paths"][path][method]
+    documented = operation["responses"][str(response.status_code)]
+    kind = response.headers.get("content-type", "").partition(";")[0]
+    if response.content:
+        assert kind in documented["content"]
+    for name in response.headers.keys() - {"content-type", "content-length", "date"}:
+        assert name in documented["headers"], f"{path} answers with {name}, undocumented"
+    if kind == "application/json":
+        schema = documented["content"][kind]["schema"] | {"components": document["components"]}
+        jsonschema.validate(response.json(), schema)
+
+
+EXAMPLES = [
+    pytest.param(task.route, example.body, id=f"{task.name}: {example.title}")
+    for task in TASKS.values()
+    if task.name in SERVED
+    for example in task.examples
+]
+
+
+@pytest.mark.parametrize(("route", "body"), EXAMPLES)
+def test_examples_run(
+    default_server: Server, document: dict[str, Any], route: str, body: dict[str, Any]
+) -> None:
+    response = httpx.post(default_server.url + route, json=body)
+    assert response.status_code == 200, response.text
+    check(document, route, "post", response)
+    operation = document["paths"][route]["post"]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    jsonschema.validate(body, schema | {"components": document["components"]})
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"), [("application/octet-stream",) * 2, ("application/x-npy",) * 2]
+)
+def test_binary_answers_are_documented(
+    default_server: Server, document: dict[str, Any], accept: str, kind: str
+) -> None:
+    url = f"{default_server.url}/embed"
+    response = httpx.post(url, json={"inputs": "a"}, headers={"accept": accept})
+    assert response.headers["content-type"] == kind
+    check(document, "/embed", "post", response)
+
+
+ERRORS: list[tuple[str, dict[str, Any], int]] = [
+    *((route, {"inputs": 5}, 422) for route in ("/embed", "/fill-mask", "/nsp", "/qa")),
+    *((route, {"inputs": "a"}, 424) for route in ("/classify", "/token-classification")),
+    ("/embed", {"inputs": []}, 400),
+    ("/embed", {"inputs": "a", "model": "nobody"}, 404),
+    ("/v1/embeddings", {"input": "a"}, 400),
+    ("/v1/embeddings", {"input": "a", "model": "nobody"}, 404),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "status"), ERRORS)
+def test_errors_are_documented(
+    default_server: Server, document: dict[str, Any], route: str, body: dict[str, Any], status: int
+) -> None:
+    response = httpx.post(default_server.url + route, json=body)
+    assert response.status_code == status
+    check(document, route, "post", response)
+
+
+@pytest.mark.parametrize(
+    "path", ["/healthz", "/readyz", "/health", "/info", "/metrics", "/v1/models"]
+)
+def test_routes_of_operators_are_documented(
+    default_server: Server, document: dict[str, Any], path: str
+) -> None:
+    check(document, path, "get", httpx.get(default_server.url + path))
+
+
+def test_openai_answers_are_documented(default_server: Server, document: dict[str, Any]) -> None:
+    for form in ("float", "base64"):
+        body = {"input": ["a", "b"], "model": "cloze-bert", "encoding_format": form}
+        response = httpx.post(f"{default_server.url}/v1/embeddings", json=body)
+        assert response.status_code == 200
+        check(document, "/v1/embeddings", "post", response)
+
+
+def test_every_route_is_documented_whole(document: dict[str, Any]) -> None:
+    """Each operation has a summary, a success, and each POST its body and its errors."""
+    assert Store(DEFAULT_STORE).references()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["summary"], path
+            assert "x-request-id" in operation["responses"]["200"]["headers"], path
+            if method == "post":
+                assert operation["requestBody"]["required"]
+                assert {"400", "404", "413", "429", "503", "504"} <= operation["responses"].keys()
+                assert "retry-after" in operation["responses"]["429"]["headers"]

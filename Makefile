@@ -32,6 +32,7 @@ lint: install  ## ruff, mypy --strict, import-linter.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Some tests read real text from the folder that CLOZE_TEST_DATA names. Without it they skip.
 test: lint  ## Lint and the whole suite, but for the slow proofs.
 	$(BIN)/pytest
 

@@ -17,6 +17,15 @@ import httpx
 START_TIMEOUT_S = 30.0
 
 
+def bare_environment(**variables: str) -> dict[str, str]:
+    """Return an environment with a path, the given variables, and nothing of a developer's own.
+
+    A child process keeps the variables by which coverage measures it.
+    """
+    measuring = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
+    return {"PATH": "/usr/bin:/bin"} | measuring | variables
+
+
 @dataclass
 class Server:
     url: str

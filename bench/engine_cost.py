@@ -15,8 +15,8 @@ import numpy as np
 
 from model_store import Store
 from model_store import interface as names
+from model_store.locations import DEFAULT_ROOT
 from model_store.manifest import Layout
-from model_store.store import DEFAULT_ROOT
 from service.core import Answer, Device, Output, Query
 from service.engine.feeds import BatchFeeds, unpack
 from service.processes import frames

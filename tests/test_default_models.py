@@ -8,8 +8,8 @@ import torch
 
 from export.train.evaluate import Data, evaluate, open_subject
 from model_store import Store, Task
+from model_store.locations import DEFAULT_ROOT
 from model_store.manifest import Precision, Weights
-from model_store.store import DEFAULT_ROOT
 
 TASKS = {
     "cloze-bert": {Task.FILL_MASK, Task.NSP, Task.EMBED},

@@ -20,7 +20,7 @@ import pytest
 import yaml
 from kubernetes_validate import utils as kubernetes
 
-from model_store.store import DEFAULT_ROOT
+from model_store.locations import DEFAULT_ROOT
 from service.app import _DRAIN_MARGIN_S
 from service.settings import ENV_PREFIX, Settings, load_settings
 from tests.serving import Server, running_server

@@ -26,8 +26,8 @@ DATA_VARIABLE = "CLOZE_TEST_DATA"
 def external_data() -> Path:
     """Return the folder of real text, questions and vocabularies, which are too large to commit.
 
-    Skip the test if the variable is unset. Fail if the variable names no folder, so that a wrong path cannot
-    turn the tests off.
+    Skip the test if the variable is unset. Fail if the variable names no folder, so that a wrong
+    path cannot turn the tests off.
     """
     if not (name := os.environ.get(DATA_VARIABLE)):
         pytest.skip(f"set {DATA_VARIABLE} to the folder of the external test data")

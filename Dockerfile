@@ -1,6 +1,6 @@
 # The serving image: the service, the default bundle, and no torch. Each RUN is a script that also works outside Docker.
 #
-#   docker build --tag cloze:0.1.0 .
+#   docker build --tag cloze .
 
 # One base for all stages: a virtual environment points at the interpreter it was made with, so both must lie where they lay.
 FROM python:3.11-slim AS interpreter

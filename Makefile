@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install serve test test-slow test-gpu bench lint format clean
+.PHONY: help install serve test test-slow test-gpu coverage bench lint format clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -32,6 +32,7 @@ lint: install  ## ruff, mypy --strict, import-linter.
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Some tests read real text from the folder that CLOZE_TEST_DATA names. Without it they skip.
 test: lint  ## Lint and the whole suite, but for the slow proofs.
 	$(BIN)/pytest
 
@@ -49,6 +50,13 @@ $(GPU)/.installed: pyproject.toml constraints.txt
 test-gpu: $(GPU)/.installed  ## The proofs that need a GPU.
 	$(GPU)/bin/pytest -m gpu
 
+# Measuring slows the suite, so each test gets more time. docs/coverage.md says what is not covered.
+coverage: install  ## The suite with branch coverage, child processes included; fails below the threshold.
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest --timeout 600
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
 bench: install  ## Measure the default model: the engine alone and the server.
 	$(BIN)/cloze bench run
 
@@ -57,4 +65,4 @@ format: install  ## Format the code.
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove what the other commands made, but not the bundles.
-	rm -rf $(VENV) $(SERVING) $(GPU) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(SERVING) $(GPU) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.*

@@ -17,8 +17,8 @@ from model_store import Store
 from model_store.batch import BatchCodec, Encoding, HeadOutputs
 from model_store.heads.embedding import EMBEDDINGS, HEAD, EmbeddingRequest
 from model_store.layouts import Layout
+from model_store.locations import DEFAULT_ROOT
 from model_store.manifest import Precision
-from model_store.store import DEFAULT_ROOT
 from service.batching.scheduler import Scheduler, SchedulerLimits
 from service.core import BatchResult, Device
 from service.processes import frames

@@ -15,8 +15,9 @@ import click
 from click.core import ParameterSource
 
 from cloze.failing import fail
+from model_store.locations import DEFAULT_ROOT
 from model_store.manifest import Precision
-from model_store.store import DEFAULT_ROOT, Store, StoreError
+from model_store.store import Store, StoreError
 
 if TYPE_CHECKING:
     import numpy as np

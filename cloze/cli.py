@@ -14,8 +14,9 @@ from cloze.failing import fail
 from cloze.train import train
 from model_store.heads import HEADS
 from model_store.layouts import Layout
+from model_store.locations import DEFAULT_ROOT
 from model_store.manifest import NAME_PATTERN, Gate, Manifest, Precision, Weights
-from model_store.store import DEFAULT_ROOT, Store, StoreError
+from model_store.store import Store, StoreError
 
 T = TypeVar("T")
 
@@ -42,7 +43,6 @@ _store_option = click.option(
     type=click.Path(file_okay=False, path_type=Path),
     default=DEFAULT_ROOT,
     envvar="CLOZE_MODEL_STORE",
-    show_default="the project's own",
     show_envvar=True,
     help="Folder of the bundles.",
 )
@@ -297,11 +297,7 @@ def _setting_flags() -> list[click.Parameter]:
     flags: list[click.Parameter] = []
     for name, field in Settings.model_fields.items():
         description = field.description or ""
-        default = (
-            "the project's own"
-            if name == "model_store"
-            else str(getattr(field.default, "value", field.default) or "")
-        )
+        default = str(getattr(field.default, "value", field.default) or "")
         shown = f"  [env: {ENV_PREFIX}{name.upper()}" + (
             f"; default: {default}]" if default else "]"
         )

@@ -12,8 +12,9 @@ from typing import Any
 import click
 
 from cloze.failing import fail
+from model_store.locations import DEFAULT_ROOT
 from model_store.manifest import Precision
-from model_store.store import DEFAULT_ROOT, Store, StoreError
+from model_store.store import Store, StoreError
 
 # What is wrong with one is said by who opens it, in one line.
 _FILE = click.Path(path_type=Path)

@@ -3,6 +3,8 @@
     <root>/<name>/<version>/manifest.json and the files it lists
     <root>/.staging-<random>/               a bundle being written; nobody reads here
 
+The default store of an installed package also reads the bundles that the package ships, and never writes there.
+
 Publishing is one ``rename`` of a finished, synced folder. A crash before it leaves at most a staging folder, which a
 later publish removes. Two processes that publish one name at once get two versions: the rename of the second fails on
 the first's folder, and it goes on to the next number.
@@ -20,9 +22,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from model_store.locations import DEFAULT_ROOT, folders_to_read
 from model_store.manifest import NAME_PATTERN, BundleSpec, Manifest, StoredFile, parse_reference
-
-DEFAULT_ROOT = Path(__file__).parent / "bundles"
 
 _MANIFEST = "manifest.json"
 _STAGING_PREFIX = ".staging-"
@@ -54,6 +55,7 @@ class Store:
 
     def __init__(self, root: Path = DEFAULT_ROOT) -> None:
         self.root = root
+        self._folders = folders_to_read(root)
 
     def references(self) -> list[str]:
         """``name@version`` of all published bundles, by name and version. None of them is looked into."""
@@ -79,7 +81,8 @@ class Store:
             raise StoreError(
                 f"bundle {name!r} has no version {version} (there: {', '.join(map(str, versions))})"
             )
-        return self.root / name / str(version)
+        paths = [folder / name / str(version) for folder in self._folders]
+        return next((path for path in paths if path.is_dir()), paths[0])
 
     def manifest(self, reference: str) -> Manifest:
         """A bundle's manifest, its files not checked.
@@ -170,24 +173,27 @@ class Store:
             ) from error
 
     def remove(self, reference: str) -> None:
-        """Remove one version (``name@version``) or, given a bare name, all of them.
+        """Remove one version (``name@version``) or, given a bare name, all of them that were published here.
 
         Raises:
-            StoreError: no such bundle, or the disk refuses.
+            StoreError: no such bundle, a bundle that comes with the package, or the disk refuses.
         """
         path = self.resolve(reference)
-        targets = (
-            [path]
-            if "@" in reference
-            else [path.parent / str(v) for v in self._versions(path.parent.name)]
-        )
+        own = self.root / path.parent.name
+        published = [own / str(version) for version in _versions_in(own)]
+        targets = [target for target in published if target == path or "@" not in reference]
+        if not targets:
+            raise StoreError(
+                f"{reference!r} is not in {self.root}; "
+                "a bundle that comes with the package is not removed"
+            )
         try:
             for target in targets:
                 trash = self.root / (_STAGING_PREFIX + secrets.token_hex(8))
                 target.rename(trash)
                 shutil.rmtree(trash)
-            if not any(path.parent.iterdir()):
-                path.parent.rmdir()
+            if not any(own.iterdir()):
+                own.rmdir()
         except OSError as error:
             raise StoreError(
                 f"cannot remove {reference!r} from {self.root}: {error.strerror}"
@@ -195,15 +201,17 @@ class Store:
 
     def _names(self) -> list[str]:
         """Names with a version; whatever else lies on the volume (``lost+found``) is none of ours."""
-        names = (entry for entry in _entries(self.root) if re.fullmatch(NAME_PATTERN, entry))
+        names = {
+            entry
+            for folder in self._folders
+            for entry in _entries(folder)
+            if re.fullmatch(NAME_PATTERN, entry)
+        }
         return sorted(name for name in names if self._versions(name))
 
     def _versions(self, name: str) -> list[int]:
-        folder = self.root / name
         return sorted(
-            int(entry)
-            for entry in _entries(folder)
-            if re.fullmatch(r"[1-9][0-9]{0,8}", entry) and (folder / entry).is_dir()
+            {version for folder in self._folders for version in _versions_in(folder / name)}
         )
 
     def _newest(self, name: str) -> int:
@@ -232,6 +240,15 @@ def _read_manifest(path: Path) -> Manifest:
         raise StoreError(
             f"the manifest of {path.parent.name}@{path.name} is refused: {error}"
         ) from error
+
+
+def _versions_in(folder: Path) -> list[int]:
+    """Return the versions of one name in one folder, in order."""
+    return sorted(
+        int(entry)
+        for entry in _entries(folder)
+        if re.fullmatch(r"[1-9][0-9]{0,8}", entry) and (folder / entry).is_dir()
+    )
 
 
 def _entries(folder: Path) -> list[str]:

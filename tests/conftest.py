@@ -21,16 +21,22 @@ from model_store.manifest import Precision
 from tests.serving import Server, running_server
 from tests.tiny import save_checkpoint
 
-SHARED_DATA = Path(__file__).parents[2] / "shared" / "data"
+DATA_VARIABLE = "CLOZE_TEST_DATA"
 
 
 @pytest.fixture(scope="session")
-def shared_data() -> Path:
-    """Return the folder of real text; skip the test on a machine without it."""
-    if not SHARED_DATA.is_dir():
-        place = f"{SHARED_DATA.name} beside the project"
-        pytest.skip(f"the shared data is not on this machine ({place})")
-    return SHARED_DATA
+def external_data() -> Path:
+    """Return the folder of real text, questions and vocabularies, which are too large to commit.
+
+    Skip the test if the variable is unset. Fail if the variable names no folder, so that a wrong
+    path cannot turn the tests off.
+    """
+    if not (name := os.environ.get(DATA_VARIABLE)):
+        pytest.skip(f"set {DATA_VARIABLE} to the folder of the external test data")
+    folder = Path(name)
+    if not folder.is_dir():
+        pytest.fail(f"{DATA_VARIABLE} names no folder: {name}")
+    return folder
 
 
 @pytest.fixture(

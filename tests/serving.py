@@ -17,6 +17,15 @@ import httpx
 START_TIMEOUT_S = 30.0
 
 
+def bare_environment(**variables: str) -> dict[str, str]:
+    """Return an environment with a path, the given variables, and nothing of a developer's own.
+
+    A child process keeps the variables by which coverage measures it.
+    """
+    measuring = {name: value for name, value in os.environ.items() if name.startswith("COVERAGE_")}
+    return {"PATH": "/usr/bin:/bin"} | measuring | variables
+
+
 @dataclass
 class Server:
     url: str
@@ -30,12 +39,15 @@ class Server:
 
 
 @contextmanager
-def running_server(store: Path, *arguments: str, command: tuple[str, ...] = (), **environment: str) -> Iterator[Server]:
-    """``cloze serve`` on a free port, ready; ended if it still runs."""
+def running_server(
+    store: Path | None, *arguments: str, command: tuple[str, ...] = (), cwd: Path | None = None, **environment: str
+) -> Iterator[Server]:
+    """Run ``cloze serve`` on a free port, and end it if it still runs; without a store it serves the default one."""
     command = command or (sys.executable, "-m", "cloze", "serve")
     env = {k: v for k, v in os.environ.items() if not k.startswith("CLOZE_")} | environment
+    chosen = ("--model-store", str(store)) if store else ()
     process = subprocess.Popen(
-        [*command, "--port", "0", "--model-store", str(store), *arguments], env=env, stderr=subprocess.PIPE, text=True
+        [*command, "--port", "0", *chosen, *arguments], env=env, cwd=cwd, stderr=subprocess.PIPE, text=True
     )
     log: list[str] = []
     listening = threading.Event()

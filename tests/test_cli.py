@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from service.settings import Settings
+from tests.serving import bare_environment
 
 
 def cloze(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -18,7 +19,7 @@ def cloze(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
         capture_output=True,
         text=True,
         timeout=120,
-        env={"PATH": "/usr/bin:/bin", "COLUMNS": "120"} | environment,
+        env=bare_environment(COLUMNS="120") | environment,
     )
 
 

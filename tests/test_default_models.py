@@ -8,8 +8,8 @@ import torch
 
 from export.train.evaluate import Data, evaluate, open_subject
 from model_store import Store, Task
+from model_store.locations import DEFAULT_ROOT
 from model_store.manifest import Precision, Weights
-from model_store.store import DEFAULT_ROOT
 
 TASKS = {
     "cloze-bert": {Task.FILL_MASK, Task.NSP, Task.EMBED},
@@ -59,11 +59,11 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_it_is_as_good_as_its_card_says(name: str, shared_data: Path, text_folder: Path) -> None:
+def test_it_is_as_good_as_its_card_says(name: str, external_data: Path, text_folder: Path) -> None:
     """In int8, on documents, articles and pairs that it has not learnt from."""
     subject = open_subject(f"bundle:{name}", Store(DEFAULT_ROOT), torch.device("cpu"), Precision.INT8)
-    text, questions = shared_data / "corpus" / "corpus.jsonl.xz", shared_data / "qa" / "squad-v1.1.json.xz"
-    data = Data([text], [shared_data / "eval" / "stsb-en-dev.csv"], [questions], HELD_OUT, sequences=300)
+    text, questions = external_data / "corpus" / "corpus.jsonl.xz", external_data / "qa" / "squad-v1.1.json.xz"
+    data = Data([text], [external_data / "eval" / "stsb-en-dev.csv"], [questions], HELD_OUT, sequences=300)
     figures = evaluate(subject, data, text_folder, lambda _: None)
     for figure, floor in FLOORS[name].items():
         assert figures[figure] >= floor, figure

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tomllib
+import textwrap
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,13 +20,12 @@ import pytest
 import yaml
 from kubernetes_validate import utils as kubernetes
 
-from model_store.store import DEFAULT_ROOT
+from model_store.locations import DEFAULT_ROOT
 from service.app import _DRAIN_MARGIN_S
 from service.settings import ENV_PREFIX, Settings, load_settings
 from tests.serving import Server, running_server
 
 ROOT = Path(__file__).parents[1]
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 NOT_IN_THE_IMAGE = ("torch", "onnx", "transformers", "safetensors")  # a hub client is: tokenizers depends on it
 
 Instructions = list[tuple[str, str]]
@@ -57,7 +56,6 @@ DEPLOYMENT = load("k8s/base/deployment.yaml")
 POD = DEPLOYMENT["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 SERVICE = load("k8s/base/service.yaml")
-KUSTOMIZATION = load("k8s/base/kustomization.yaml")
 (SCRAPE,) = load("monitoring/prometheus.yml")["scrape_configs"]
 (SCRAPE_TARGET,) = SCRAPE["static_configs"][0]["targets"]
 ANNOTATIONS = DEPLOYMENT["spec"]["template"]["metadata"]["annotations"]
@@ -127,13 +125,18 @@ def test_kubernetes_accepts_every_object(rendered: list[dict[str, Any]], version
         kubernetes.validate(each, version, strict=True)
 
 
-def test_rendering_names_the_image_and_its_version(rendered: list[dict[str, Any]]) -> None:
+def test_the_documented_overlay_names_registry_and_tag(tmp_path: Path) -> None:
+    block = re.search(
+        r"^    # k8s/mine/kustomization.yaml\n((?:    .*\n)+)", (ROOT / "docs/deployment.md").read_text(), re.MULTILINE
+    )
+    assert block
+    shutil.copytree(ROOT / "k8s/base", tmp_path / "base")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/kustomization.yaml").write_text(textwrap.dedent(block[1]))
+    command = [tool("kubectl"), "kustomize", str(tmp_path / "mine")]
+    rendered = yaml.safe_load_all(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
     (deployment,) = [each for each in rendered if each["kind"] == "Deployment"]
-    template = deployment["spec"]["template"]
-    assert template["spec"]["containers"][0]["image"] == COMPOSE["services"]["cloze"]["image"] == f"cloze:{VERSION}"
-    assert template["metadata"]["labels"]["app.kubernetes.io/version"] == VERSION
-    # A selector cannot change, a version does.
-    assert "app.kubernetes.io/version" not in deployment["spec"]["selector"]["matchLabels"]
+    assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == "REGISTRY/cloze:TAG"
 
 
 def test_prometheus_accepts_its_configuration() -> None:

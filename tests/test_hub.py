@@ -13,6 +13,7 @@ import pytest
 
 from export.source import _choose
 from model_store import Store
+from tests.serving import bare_environment
 
 COMMIT = "86b5e0934494bd15c9632b12f734a8a67f723594"
 
@@ -90,8 +91,7 @@ def export(endpoint: str, tmp_path: Path, *arguments: str, **environment: str) -
         capture_output=True,
         text=True,
         timeout=120,
-        env={"PATH": "/usr/bin:/bin", "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_DISABLE_XET": "1"}
-        | environment,
+        env=bare_environment(HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "hub"), HF_HUB_DISABLE_XET="1") | environment,
     )
 
 

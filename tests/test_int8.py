@@ -151,8 +151,8 @@ def test_what_the_gate_measured_is_in_the_manifest_and_weights_are_stored_once(m
     assert matrices <= added < 1.1 * matrices, "the embeddings are those of the fp32 graph"
 
 
-def test_it_loses_next_to_nothing_on_sts(minilm_int8: Path, shared_data: Path, tmp_path: Path) -> None:
-    data = Data([], [shared_data / "eval" / "stsb-en-dev.csv"], [], 1.0)
+def test_it_loses_next_to_nothing_on_sts(minilm_int8: Path, external_data: Path, tmp_path: Path) -> None:
+    data = Data([], [external_data / "eval" / "stsb-en-dev.csv"], [], 1.0)
     found = {
         precision: evaluate(
             open_subject("bundle:minilm", Store(minilm_int8), torch.device("cpu"), precision), data, tmp_path, lambda _: None

@@ -41,9 +41,9 @@ def test_own_texts_equal_sentence_transformers(minilm_store: Path) -> None:
     np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
-def test_500_real_questions_equal_sentence_transformers(minilm_store: Path, shared_data: Path) -> None:
+def test_500_real_questions_equal_sentence_transformers(minilm_store: Path, external_data: Path) -> None:
     """In any mix of lengths: single questions, and several joined to longer texts."""
-    with (shared_data / "traffic" / "queries.jsonl").open() as file:
+    with (external_data / "traffic" / "queries.jsonl").open() as file:
         questions = [json.loads(line)["question"] for line in file]
     rng = np.random.default_rng(0)
     texts = [". ".join(rng.choice(questions, rng.choice([1, 1, 1, 2, 5, 20]))) for _ in range(500)]

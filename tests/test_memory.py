@@ -13,7 +13,7 @@ from bench.load import Request, closed_loop
 from bench.processes import Running
 from bench.texts import make_texts, words_of
 from model_store import Store
-from model_store.store import DEFAULT_ROOT
+from model_store.locations import DEFAULT_ROOT
 from tests.serving import Server, running_server
 
 TOKENS = 1_000_000

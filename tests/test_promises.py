@@ -30,7 +30,7 @@ from service.core import Device, StartupError
 from service.engine import OnnxEngine
 from service.fake_engine import FakeEngine
 from service.settings import load_settings
-from tests.serving import Server, running_server
+from tests.serving import Server, bare_environment, running_server
 from tests.tiny import save_checkpoint
 
 FAULTY = (sys.executable, "-m", "tests.faulty_server")
@@ -500,7 +500,7 @@ def cli(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         capture_output=True,
         text=True,
         timeout=60,
-        env={"PATH": "/usr/bin:/bin"} | environment,
+        env=bare_environment(**environment),
     )
 
 

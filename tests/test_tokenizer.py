@@ -28,10 +28,10 @@ SENTENCES = [
 ]
 
 
-def test_golden_questions_come_out_identical(shared_data: Path, tmp_path: Path) -> None:
+def test_golden_questions_come_out_identical(external_data: Path, tmp_path: Path) -> None:
     """All 5,285 questions, by ``tokenizer.json`` and by ``vocab.txt`` alone."""
-    folder = shared_data / "tokenization" / "bert-base-uncased"
-    with lzma.open(shared_data / "tokenization" / "bert-base-uncased-golden.json.xz") as file:
+    folder = external_data / "tokenization" / "bert-base-uncased"
+    with lzma.open(external_data / "tokenization" / "bert-base-uncased-golden.json.xz") as file:
         golden = json.load(file)
     texts = [entry["original"] for entry in golden["tokens"]]
     ids = golden["ids"]
@@ -45,8 +45,8 @@ def test_golden_questions_come_out_identical(shared_data: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["bert-base-uncased", "bert-base-multilingual-cased", "bert-base-chinese"])
-def test_published_vocabularies_agree_with_their_tokenizer_json(shared_data: Path, tmp_path: Path, name: str) -> None:
-    folder = shared_data / "tokenization" / name
+def test_published_vocabularies_agree_with_their_tokenizer_json(external_data: Path, tmp_path: Path, name: str) -> None:
+    folder = external_data / "tokenization" / name
     expected = Backend.from_file(str(folder / "tokenizer.json"))
     shutil.copy(folder / "vocab.txt", tmp_path)
     lowercase = name == "bert-base-uncased"
@@ -64,8 +64,8 @@ def test_published_vocabularies_agree_with_their_tokenizer_json(shared_data: Pat
 
 
 @pytest.mark.parametrize(("name", "lowercase"), [("bert-base-uncased", True), ("bert-base-multilingual-cased", False)])
-def test_case_is_read_off_a_vocabulary_alone(shared_data: Path, tmp_path: Path, name: str, lowercase: bool) -> None:
-    shutil.copy(shared_data / "tokenization" / name / "vocab.txt", tmp_path)
+def test_case_is_read_off_a_vocabulary_alone(external_data: Path, tmp_path: Path, name: str, lowercase: bool) -> None:
+    shutil.copy(external_data / "tokenization" / name / "vocab.txt", tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert loaded.lowercase is lowercase
     assert loaded.note is not None

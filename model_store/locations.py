@@ -1,0 +1,57 @@
+"""Decides where bundles lie unless a user names a folder.
+
+A checkout keeps bundles in one folder. An installed package reads two: the user's and its own.
+"""
+
+import os
+import tomllib
+from pathlib import Path
+
+SHIPPED_ROOT = Path(__file__).resolve().parent / "bundles"
+
+
+def is_checkout(folder: Path) -> bool:
+    """Return whether `folder` is the top of a source checkout of this project."""
+    try:
+        project = tomllib.loads((folder / "pyproject.toml").read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(project.get("project", {}).get("name") == "cloze")
+
+
+def user_root() -> Path | None:
+    """Return the folder of bundles in the user's data folder; None for a user without a home.
+
+    Follow the XDG Base Directory Specification: ``$XDG_DATA_HOME``, or ``~/.local/share`` if the
+    variable is unset or names a relative path.
+    """
+    data = Path(os.environ.get("XDG_DATA_HOME", ""))
+    if not data.is_absolute():
+        data = Path("~/.local/share")
+    try:
+        return data.expanduser() / "cloze" / "bundles"
+    except RuntimeError:
+        return None
+
+
+def default_root(checkout: Path = SHIPPED_ROOT.parents[1]) -> Path:
+    """Return the folder that new bundles are written to unless the user names another.
+
+    A checkout keeps its bundles beside the code. An installed package is not for writing: its
+    folder may be read-only, and an upgrade deletes it.
+    """
+    if is_checkout(checkout):
+        return SHIPPED_ROOT
+    return user_root() or SHIPPED_ROOT
+
+
+DEFAULT_ROOT = default_root()
+
+
+def folders_to_read(root: Path) -> tuple[Path, ...]:
+    """Return the folders in which a store at `root` looks for bundles, the writable one first.
+
+    The default store also reads the bundles that the package ships. A store that a user names
+    stands alone.
+    """
+    return (root, SHIPPED_ROOT) if root == DEFAULT_ROOT != SHIPPED_ROOT else (root,)

@@ -1,0 +1,170 @@
+"""An installed wheel works away from the checkout: it serves what it ships and writes to the user's data folder."""
+
+import pwd
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from model_store.locations import DEFAULT_ROOT, SHIPPED_ROOT, default_root
+from tests.serving import bare_environment, running_server
+
+ROOT = Path(__file__).parents[1]
+NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "runs", "*.egg-info", "__pycache__")
+SHIPPED = ["cloze-bert", "cloze-bert-qa", "cloze-distilbert"]
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """A wheel unpacked by pip, and the home of a user."""
+
+    target: Path
+    home: Path
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {"PYTHONPATH": str(self.target), "HOME": str(self.home)}
+
+    @property
+    def user_root(self) -> Path:
+        return self.home / ".local/share/cloze/bundles"
+
+    def cloze(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return self.python("-m", "cloze", *arguments, **environment)
+
+    def python(self, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.home,
+            env=bare_environment(COLUMNS="200", **self.environment) | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+
+    def listed(self, **environment: str) -> list[str]:
+        done = self.cloze("store", "list", **environment)
+        assert done.returncode == 0, done.stderr
+        return [line.split()[0] for line in done.stdout.splitlines()]
+
+
+def pip(*arguments: str) -> None:
+    done = subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from a copy, where no earlier build left files, and unpack it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, folder / "source", ignore=NOT_SOURCE)
+    pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "source"))
+    (wheel,) = folder.glob("cloze-*.whl")
+    pip("install", "--no-deps", "--no-index", "--target", str(folder / "target"), str(wheel))
+    return folder / "target"
+
+
+@pytest.fixture
+def install(target: Path, tmp_path: Path) -> Install:
+    return Install(target, tmp_path)
+
+
+def files_in(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def test_every_package_ships_its_types(target: Path) -> None:
+    packages = [folder.parent for folder in target.glob("*/__init__.py")]
+    assert packages
+    assert [package.name for package in packages if not (package / "py.typed").is_file()] == []
+
+
+def test_the_wheel_is_what_runs(install: Install) -> None:
+    done = install.python("-c", "import cloze; print(cloze.__file__)")
+    assert Path(done.stdout.strip()).is_relative_to(install.target), done.stderr
+
+
+def test_its_bundles_are_listed_and_whole_and_nothing_is_written(install: Install) -> None:
+    assert install.listed() == [f"{name}@1" for name in SHIPPED]
+    assert install.cloze("store", "verify").stdout.splitlines() == [f"{name}@1: ok" for name in SHIPPED]
+    assert list(install.home.iterdir()) == []
+
+
+def test_a_named_store_stands_alone(install: Install) -> None:
+    assert install.listed(CLOZE_MODEL_STORE=str(install.home / "mine")) == []
+    done = install.cloze("store", "show", "cloze-bert", "--model-store", str(install.home / "mine"))
+    assert done.returncode == 1
+    assert "no bundle named 'cloze-bert'" in done.stderr
+
+
+@pytest.mark.parametrize("processes", [(), ("--frontends", "1")], ids=["one-process", "front-ends"])
+def test_an_export_goes_to_the_user_and_is_served_beside_what_ships(
+    install: Install, checkpoints: dict[str, Path], processes: tuple[str, ...]
+) -> None:
+    before = files_in(install.target)
+    done = install.cloze("export", str(checkpoints["distilbert"]), "--name", "mine")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip().endswith(f"in {install.user_root / 'mine' / '1'}")
+    assert files_in(install.target) == before, "the package is not for writing"
+    assert install.listed() == [*(f"{name}@1" for name in SHIPPED), "mine@1"]
+
+    with running_server(None, *processes, cwd=install.home, **install.environment) as server:
+        models = httpx.get(f"{server.url}/v1/models").raise_for_status().json()["data"]
+        assert {"mine@1", "cloze-bert@1"} <= {model["id"] for model in models}
+        for model in ("mine", "cloze-bert"):
+            httpx.post(f"{server.url}/embed", json={"inputs": "a city", "model": model}).raise_for_status()
+
+
+def test_a_name_that_ships_gets_its_next_version_and_only_this_one_is_removed(
+    install: Install, checkpoints: dict[str, Path]
+) -> None:
+    data = install.home / "elsewhere"
+    exported = install.cloze("export", str(checkpoints["bert"]), "--name", "cloze-bert", XDG_DATA_HOME=str(data))
+    assert exported.stdout.startswith("cloze-bert@2: "), exported.stderr
+    assert (data / "cloze/bundles/cloze-bert/2/manifest.json").is_file()
+    assert install.listed(XDG_DATA_HOME=str(data))[:2] == ["cloze-bert@1", "cloze-bert@2"]
+
+    assert install.cloze("store", "remove", "cloze-bert", XDG_DATA_HOME=str(data)).stdout == "removed cloze-bert\n"
+    assert install.listed(XDG_DATA_HOME=str(data)) == [f"{name}@1" for name in SHIPPED]
+    for reference in ("cloze-bert", "cloze-bert@1"):
+        refused = install.cloze("store", "remove", reference, XDG_DATA_HOME=str(data))
+        assert refused.returncode == 1
+        assert refused.stderr.endswith("; a bundle that comes with the package is not removed\n")
+
+
+def test_a_checkout_keeps_its_bundles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert DEFAULT_ROOT == SHIPPED_ROOT == ROOT / "model_store/bundles" == default_root(ROOT)
+
+
+def test_another_project_s_pyproject_makes_no_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    for text in ('[project]\nname = "other"\n', "[tool.other]\n", "not toml"):
+        (tmp_path / "pyproject.toml").write_text(text)
+        assert default_root(tmp_path) == tmp_path / "cloze/bundles"
+
+
+@pytest.mark.parametrize("value", [None, "", "relative/data"])
+def test_the_data_folder_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str | None) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_DATA_HOME", raising=False)
+    if value is not None:
+        monkeypatch.setenv("XDG_DATA_HOME", value)
+    assert default_root(tmp_path) == tmp_path / ".local/share/cloze/bundles"
+
+
+def test_a_user_without_a_home_reads_what_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A container's user may be a number without an entry in /etc/passwd."""
+
+    def no_entry(_: int) -> None:
+        raise KeyError
+
+    for name in ("HOME", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    assert default_root(tmp_path) == SHIPPED_ROOT

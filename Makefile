@@ -1,4 +1,5 @@
-# The commands of the project; CI runs the same ones. Everything is set up on first use.
+# The commands of the project. CI runs the same commands. The first use of a command installs
+# what the command needs.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,14 +9,14 @@ BIN := $(VENV)/bin
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
-install: $(VENV)/.installed  ## Make .venv with everything for work on the project.
+install: $(VENV)/.installed  ## Create .venv with everything for work on the project.
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu,dev]'
 	touch $@
 
-# Its own environment: what serving needs and nothing more, so no torch.
+# A separate environment with only what serving needs, so without torch.
 SERVING := .venv-serving
 
 $(SERVING)/.installed: pyproject.toml constraints.txt
@@ -23,23 +24,24 @@ $(SERVING)/.installed: pyproject.toml constraints.txt
 	$(SERVING)/bin/pip install --quiet --constraint constraints.txt --editable '.[cpu]'
 	touch $@
 
-serve: $(SERVING)/.installed  ## Serve the models that come with the project on port 8000.
+serve: $(SERVING)/.installed  ## Serve the models of the project on port 8000.
 	$(SERVING)/bin/cloze serve
 
-lint: install  ## ruff, mypy --strict, import-linter.
+lint: install  ## Run ruff, mypy --strict and import-linter.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Some tests read real text from the folder that CLOZE_TEST_DATA names. Without it they skip.
-test: lint  ## Lint and the whole suite, but for the slow proofs.
+# Some tests read real text from the directory that CLOZE_TEST_DATA names. Without the variable,
+# these tests skip.
+test: lint  ## Run the linters and all tests except the slow ones.
 	$(BIN)/pytest
 
-test-slow: install  ## The proofs that take minutes.
+test-slow: install  ## Run the tests that take minutes.
 	$(BIN)/pytest -m slow
 
-# Its own environment: the two builds of the runtime overwrite each other.
+# A separate environment, because the two builds of onnxruntime overwrite each other.
 GPU := .venv-gpu
 
 $(GPU)/.installed: pyproject.toml constraints.txt
@@ -47,11 +49,11 @@ $(GPU)/.installed: pyproject.toml constraints.txt
 	$(GPU)/bin/pip install --quiet --constraint constraints.txt --editable '.[gpu,dev]'
 	touch $@
 
-test-gpu: $(GPU)/.installed  ## The proofs that need a GPU.
+test-gpu: $(GPU)/.installed  ## Run the tests that need a GPU.
 	$(GPU)/bin/pytest -m gpu
 
-# Measuring slows the suite, so each test gets more time. docs/coverage.md says what is not covered.
-coverage: install  ## The suite with branch coverage, child processes included; fails below the threshold.
+# Coverage slows the tests, so each test gets more time. docs/coverage.md lists what is not covered.
+coverage: install  ## Run the tests with branch coverage; fail below the threshold.
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest --timeout 600
 	$(BIN)/coverage combine --quiet
@@ -64,5 +66,5 @@ format: install  ## Format the code.
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:  ## Remove what the other commands made, but not the bundles.
+clean:  ## Remove what the other commands created, except the bundles.
 	rm -rf $(VENV) $(SERVING) $(GPU) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.*

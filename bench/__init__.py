@@ -1,5 +1,7 @@
-"""Measures the engine, the server and its peers on the same texts, in turns. Offline: nothing of the service imports it.
+"""Measures the engine, the server and its peers on the same texts, in turns.
 
-`texts` makes what is sent, `http_client` sends it, `load` decides when, `subjects` starts what is measured, `result` holds what
-was found, `report` shows it, `compare` names what moved between two results.
+`texts` makes the texts, `http_client` sends them, `load` decides when, `subjects` describes what is
+measured, `run` measures, `result` holds the figures, `report` and `plots` present them, and
+`compare` lists what changed between two results. `README.md` lists every module. The service never
+imports this package.
 """

@@ -1,22 +1,37 @@
-"""Names what moved between two results: beyond what turns of one result differ among themselves."""
+"""Lists the figures that differ between two results by more than the turns of one result do."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 from bench.result import Result
 
 _FIGURES = {"texts_per_s": 1, "p50": -1, "p99": -1, "rss_mb": -1}
-"""Figure -> whether more is better."""
+"""The compared figures: 1 if a larger value is better, else -1."""
 
-_LEAST = 0.03
-"""Share below which no difference counts, however steady the turns were."""
+_MIN_CHANGE = 0.03
+"""Smallest relative change that counts, however steady the turns were."""
+
+
+class Verdict(StrEnum):
+    """What a change of a figure means."""
+
+    BETTER = "better"
+    WORSE = "worse"
+    SAME = "same"
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Difference:
     """One figure in two results.
 
     Attributes:
-        change: (after - before) / before.
+        subject: what was measured.
+        load: under which load.
+        figure: the figure's name.
+        before: its value in the first result.
+        after: its value in the second result.
+        change: (after - before) / before; for the share of failed requests, after - before.
         noise: half the spread of the turns over their median, the larger of the two results.
         verdict: better, worse, or same.
     """
@@ -28,69 +43,70 @@ class Move:
     after: float
     change: float
     noise: float
-    verdict: str
+    verdict: Verdict
 
 
-def compare(before: Result, after: Result) -> list[Move]:
-    """Every figure that both results have, in the order of the second."""
-    moves = []
+def compare(before: Result, after: Result) -> list[Difference]:
+    """Compare every figure that both results have, in the order of the second result."""
+    differences: list[Difference] = []
     for load in after.loads():
         for subject in after.subjects():
-            for figure, sign in _FIGURES.items():
-                old, new = before.median(subject, load, figure), after.median(subject, load, figure)
-                if not old or new is None:
-                    continue
-                change = (new - old) / old
-                noise = max(_noise(result, subject, load, figure) for result in (before, after))
-                moved = abs(change) > max(noise, _LEAST)
-                verdict = ("better" if change * sign > 0 else "worse") if moved else "same"
-                moves.append(Move(subject, load, figure, old, new, change, noise, verdict))
-            failed = [_failed(result, subject, load) for result in (before, after)]
-            if None not in failed and failed[0] != failed[1]:
-                old_share, new_share = (share or 0.0 for share in failed)
-                verdict = "worse" if new_share > old_share else "better"
-                moves.append(
-                    Move(
-                        subject,
-                        load,
-                        "failed",
-                        old_share,
-                        new_share,
-                        new_share - old_share,
-                        0.0,
-                        verdict,
-                    )
-                )
-    return moves
+            differences += _figure_differences(before, after, subject, load)
+            differences += _failure_difference(before, after, subject, load)
+    return differences
 
 
-def _failed(result: Result, subject: str, load: str) -> float | None:
-    """The share of requests that were not answered with 200; None where the load was not put."""
-    found = result.of(subject, load)
-    failed = sum(sum(turn.failed.values()) for turn in found)
-    return failed / (failed + sum(turn.answered for turn in found) or 1) if found else None
+def _figure_differences(
+    before: Result, after: Result, subject: str, load: str
+) -> Iterator[Difference]:
+    for figure, sign in _FIGURES.items():
+        old, new = before.median(subject, load, figure), after.median(subject, load, figure)
+        if not old or new is None:
+            continue
+        change = (new - old) / old
+        noise = max(_noise(result, subject, load, figure) for result in (before, after))
+        verdict = Verdict.SAME
+        if abs(change) > max(noise, _MIN_CHANGE):
+            verdict = Verdict.BETTER if change * sign > 0 else Verdict.WORSE
+        yield Difference(subject, load, figure, old, new, change, noise, verdict)
+
+
+def _failure_difference(
+    before: Result, after: Result, subject: str, load: str
+) -> Iterator[Difference]:
+    old, new = _failed_share(before, subject, load), _failed_share(after, subject, load)
+    if old is None or new is None or old == new:
+        return
+    verdict = Verdict.WORSE if new > old else Verdict.BETTER
+    yield Difference(subject, load, "failed", old, new, new - old, 0.0, verdict)
+
+
+def _failed_share(result: Result, subject: str, load: str) -> float | None:
+    """Return the share of requests without status 200, or None if the load was not measured."""
+    turns = result.of(subject, load)
+    if not turns:
+        return None
+    failed = sum(sum(turn.failed.values()) for turn in turns)
+    return failed / (failed + sum(turn.answered for turn in turns) or 1)
 
 
 def _noise(result: Result, subject: str, load: str, figure: str) -> float:
-    values = [
-        turn.latency_ms.get(figure, getattr(turn, figure, None))
-        for turn in result.of(subject, load)
-    ]
-    numbers = [value for value in values if value]
-    middle = result.median(subject, load, figure)
-    return (max(numbers) - min(numbers)) / 2 / middle if numbers and middle else 0.0
+    values = [value for turn in result.of(subject, load) if (value := turn.figure(figure))]
+    median = result.median(subject, load, figure)
+    return (max(values) - min(values)) / 2 / median if values and median else 0.0
 
 
-def table(moves: list[Move], *, every: bool = False) -> str:
-    """Markdown: what moved, or everything."""
-    shown = [move for move in moves if every or move.verdict != "same"]
+def table(differences: list[Difference], *, every: bool = False) -> str:
+    """Format the figures that changed as Markdown, or all figures if `every` is set."""
+    shown = [row for row in differences if every or row.verdict is not Verdict.SAME]
     if not shown:
-        return f"nothing moved: {len(moves)} figures are the same within their turns' spread\n"
+        count = len(differences)
+        return f"nothing moved: {count} figures are the same within their turns' spread\n"
     lines = [
         "| load | subject | figure | before | after | change | turns differ by | |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for m in shown:
-        moved = f"{m.before:.4g} | {m.after:.4g} | {m.change:+.1%} | {m.noise:.1%} | {m.verdict}"
-        lines.append(f"| {m.load} | {m.subject} | {m.figure} | {moved} |")
+    for row in shown:
+        values = f"{row.before:.4g} | {row.after:.4g} | {row.change:+.1%} | {row.noise:.1%}"
+        lines.append(f"| {row.load} | {row.subject} | {row.figure} | {values} | {row.verdict} |")
     return "\n".join(lines) + "\n"

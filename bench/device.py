@@ -1,4 +1,4 @@
-"""All that a device gives, in one run of bounded time: engines of several sizes, servers on them, torch beside them."""
+"""Measures a device in one run of bounded time: engines of several sizes, servers, and torch."""
 
 import dataclasses
 import time
@@ -11,43 +11,43 @@ import numpy as np
 import torch
 
 from bench.errors import BenchError
-from bench.one_size import SQUAD, OneSize, peak_flops
+from bench.one_size import SQUAD, SizeBenchmark, SizeOptions, peak_flops
 from bench.result import Cell, Start, Turn
-from bench.run import Plan, measure
+from bench.run import Plan, Report, measure
 from bench.sizes import squad_lengths
-from bench.subjects import EngineAlone, Served, cloze
+from bench.subjects import EngineAlone, MeasuredModel, MeasuredServer, cloze_server
 from bench.texts import make_texts, words_of
 from model_store import Bundle
-from service.core import Device, RequestedPrecision, first_line
+from service.core import Device, first_line
 from service.tasks import embed
 
-Say = Callable[[str], None]
-
-_TORCH: Mapping[str, Mapping[str, bool]] = {
+_TORCH_VARIANTS: Mapping[str, Mapping[str, bool]] = {
     "padded": {},
     "nested": {"nested": True},
     "compiled": {"compiled": True},
 }
-"""In the order of what each costs to begin; the last takes a minute."""
+"""Options of `TorchEncoder`, in ascending order of the time to start; the last takes a minute."""
 
-_LEAST_LEFT_S = 60.0
-"""Of the time, for parts of which one may take a minute: compiling, a server's start and load."""
+_SLOW_PART_S = 60.0
+"""Remaining time that a slow part needs: torch's compiler, or the start and load of a server."""
+
+_MIN_READY_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Programme:
-    """What to measure.
+class DevicePlan:
+    """What to measure on a device.
 
     Attributes:
-        device: where. On a CPU the fp32 graph runs, in batches of one length.
+        device: on a CPU, the fp32 graph runs in batches of one length.
         sizes: of `bench.sizes.SIZES`.
-        lengths: of all sequences of a batch, tokens.
-        batch_tokens: of a batch.
-        frontends: of servers, one each; 0 is a single process.
+        lengths: of all sequences of a batch, in tokens.
+        batch_tokens: tokens per batch.
+        frontends: front end processes, one server each; 0 is a single process.
         sequences: of the mix of lengths, and texts for the servers.
         texts_per_request: of the servers' full load.
-        seconds: of a measurement; a server's load takes ten times that.
-        minutes: after which nothing further begins; a minute before, nothing that may take one.
+        seconds: of a measurement; the load of a server takes ten times as long.
+        minutes: no further part begins after this time; no slow part begins in the last minute.
     """
 
     device: Device
@@ -62,8 +62,8 @@ class Programme:
 
 
 @dataclass(slots=True)
-class Found:
-    """What was measured, what was not and why, and what failed."""
+class DeviceFigures:
+    """What was measured, what was left out and why, and what failed."""
 
     cells: list[Cell] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -72,194 +72,201 @@ class Found:
     failed: list[str] = field(default_factory=list)
 
 
-def card(device: Device) -> str:
-    """The GPU's name; empty on a CPU."""
+def gpu_name(device: Device) -> str:
+    """Return the name of the GPU, or an empty string on a CPU."""
     return torch.cuda.get_device_name() if device is Device.CUDA else ""
 
 
-def run_programme(
-    programme: Programme, folder: Path, say: Say, keep: Callable[[Found], None] = lambda _: None
-) -> Found:
-    """Run it: all engines, then servers on the first, then torch. A part that fails is told, and the others go on.
+def measure_device(
+    plan: DevicePlan,
+    folder: Path,
+    report: Report,
+    save: Callable[[DeviceFigures], None] = lambda _: None,
+) -> DeviceFigures:
+    """Measure all engines, then servers on the first engine, then torch.
+
+    A part that fails is reported, and the other parts run.
 
     Args:
-        programme: what to measure.
-        folder: empty; gets checkpoints and bundles of random weights, some GB.
-        say: is told what was found, a line each.
-        keep: is given what there is after each part, so that nothing is lost if a later one does not end.
+        plan: what to measure.
+        folder: empty; receives checkpoints and bundles with random weights, some GB.
+        report: receives the figures, one line each.
+        save: receives all figures after each part, so that a later failure does not lose them.
 
     Raises:
         BenchError: torch sees no GPU.
     """
-    if programme.device is Device.CUDA and not torch.cuda.is_available():
+    if plan.device is Device.CUDA and not torch.cuda.is_available():
         raise BenchError("CUDA was asked for, but torch sees no GPU")
-    run = _Run(programme, folder, say, keep)
-    for name in programme.sizes:
+    run = _DeviceRun(plan, folder, report, save)
+    for name in plan.sizes:
         run.part(f"{name}, written and compared with torch", partial(run.open, name))
     for name, size in run.sizes.items():
-        run.part(f"{name}, one length a batch", partial(run.grid, name, size))
-        run.part(f"{name}, the batches that torch runs", size.other_batches)
+        run.part(f"{name}, one length per batch", partial(run.grid, name, size))
+        run.part(f"{name}, the batches that torch runs", size.measure_compared)
     for size in list(run.sizes.values())[:1]:
         run.part("servers", partial(run.servers, size.bundle))
-    for way in _TORCH:
+    for variant in _TORCH_VARIANTS:
         for name, size in run.sizes.items():
-            run.part(
-                f"{name} torch {way}", partial(run.beside_torch, f"{name} torch {way}", size, way)
-            )
-    return run.found
+            title = f"{name} torch {variant}"
+            run.part(title, partial(run.measure_torch, title, size, variant))
+    return run.figures
 
 
-class _Run:
-    """What is found part by part, until the time is over."""
+@dataclass(frozen=True, slots=True)
+class _ServerLoad:
+    """Texts, how to send them, and how many of the servers receive them."""
+
+    texts: list[str]
+    plan: Plan
+    max_servers: int | None = None
+
+
+class _DeviceRun:
+    """The parts of a run, and the figures measured so far.
+
+    Args:
+        plan: what to measure.
+        folder: receives checkpoints and bundles.
+        report: receives the figures, one line each.
+        save: receives all figures after each part.
+    """
 
     def __init__(
-        self, programme: Programme, folder: Path, say: Say, keep: Callable[[Found], None]
+        self,
+        plan: DevicePlan,
+        folder: Path,
+        report: Report,
+        save: Callable[[DeviceFigures], None],
     ) -> None:
-        self._programme, self._folder, self._say, self._keep = programme, folder, say, keep
-        self._deadline = time.monotonic() + 60 * programme.minutes
-        self.found = Found()
-        self.sizes: dict[str, OneSize] = {}
-        self._peak = peak_flops(programme.device)
-        self._note(f"peak: {self._peak / 1e12:.3g} TFLOP/s, torch's product of two large matrices")
+        self._plan, self._folder, self._report, self._save = plan, folder, report, save
+        self._deadline = time.monotonic() + 60 * plan.minutes
+        self.figures = DeviceFigures()
+        self.sizes: dict[str, SizeBenchmark] = {}
+        peak = peak_flops(plan.device)
+        self._options = SizeOptions(plan.device, plan.sequences, plan.seconds, peak)
+        self._note(f"peak: {peak / 1e12:.3g} TFLOP/s, torch's product of two large matrices")
 
     def part(self, name: str, work: Callable[[], None]) -> None:
-        """Do it, unless the time is over."""
-        if not self._left(name):
+        """Run one part, unless the time is over."""
+        if not self._has_time(name):
             return
         began = time.monotonic()
         try:
             work()
-            self._say(f"{name}: {time.monotonic() - began:.0f} s")
-        except (
-            Exception
-        ) as error:  # of a runtime, of torch, of a driver: what was found before is worth keeping
-            self._note(f"{name}: failed: {type(error).__name__}: {first_line(error)[:300]}")
-            self.found.failed.append(name)
-        self._keep(self.found)
+            self._report(f"{name}: {time.monotonic() - began:.0f} s")
+        # Errors of a runtime, of torch or of a driver have no common type. The figures of the
+        # earlier parts stay valid.
+        except Exception as error:
+            self._note(f"{name}: failed: {_summary(error)}")
+            self.figures.failed.append(name)
+        self._save(self.figures)
 
     def open(self, name: str) -> None:
-        """Write and open an engine."""
-        plan = self._programme
-        size = OneSize(
-            name,
-            plan.device,
-            self._folder,
-            sequences=plan.sequences,
-            seconds=plan.seconds,
-            peak=self._peak,
-            keep=self._take,
-        )
+        """Export an architecture and open its engine."""
+        size = SizeBenchmark(name, self._folder, self._options, self._record)
         self.sizes[name] = size
         if size.cost is not None:
-            self._note(
-                f"{name}: of a batch, {size.cost}; {size.batch_tokens} tokens a batch were fitted"
-            )
+            fitted = f"{size.batch_tokens} tokens per batch were fitted"
+            self._note(f"{name}: of a batch, {size.cost}; {fitted}")
 
-    def grid(self, name: str, size: OneSize) -> None:
-        """Every length and size of batch."""
-        for length in self._programme.lengths:
-            for tokens in self._programme.batch_tokens:
-                if length <= min(tokens, size.longest) and self._left(
-                    f"{name}, {length} tokens in {tokens}"
-                ):
-                    size.one_length(length, tokens)
+    def grid(self, name: str, size: SizeBenchmark) -> None:
+        """Measure every length in every batch size."""
+        for length in self._plan.lengths:
+            for tokens in self._plan.batch_tokens:
+                fits = length <= min(tokens, size.longest)
+                if fits and self._has_time(f"{name}, {length} tokens in {tokens}"):
+                    size.measure_one_length(length, tokens)
 
-    def beside_torch(self, name: str, size: OneSize, way: str) -> None:
-        """One of torch's ways; that this version of it has not, is no failure."""
-        if way == "compiled" and not self._left(name, _LEAST_LEFT_S):
+    def measure_torch(self, title: str, size: SizeBenchmark, variant: str) -> None:
+        """Measure one variant of torch.
+
+        A variant that this version of torch does not support is left out, and is no failure.
+        """
+        if variant == "compiled" and not self._has_time(title, _SLOW_PART_S):
             return
         try:
-            self._note(
-                f"{name}: embeddings differ from the engine's by {size.beside_torch(way, _TORCH[way]):.1e}"
-            )
+            difference = size.measure_torch(variant, _TORCH_VARIANTS[variant])
         except BenchError:
             raise
         except Exception as error:
-            self._note(f"{name}: left out: {type(error).__name__}: {first_line(error)[:300]}")
+            self._note(f"{title}: left out: {_summary(error)}")
+        else:
+            self._note(f"{title}: embeddings differ from the engine's by {difference:.1e}")
 
     def servers(self, bundle: Bundle) -> None:
-        """Full requests of SQuAD's lengths on so many front ends; then single short texts, one client, to see the latency."""
-        plan, name, words = self._programme, bundle.manifest.name, words_of(bundle)
+        """Measure the engine alone, and servers with each number of front ends."""
+        plan, store = self._plan, bundle.path.parents[1]
+        name = bundle.manifest.name
+        model = MeasuredModel(name, store, embed.TASK, device=plan.device)
+        servers = [cloze_server(name, model, number) for number in plan.frontends]
+        for load in self._server_loads(bundle):
+            engine = partial(EngineAlone, model, load.texts)
+            self._measure({f"{name} engine": engine}, [], load)
+            for server in servers[: load.max_servers]:
+                title = f"{server.name}, {load.plan.closed(max(load.plan.clients))}"
+                if self._has_time(title, _SLOW_PART_S):
+                    self._measure({}, [server], load)
+
+    def _server_loads(self, bundle: Bundle) -> list[_ServerLoad]:
+        """Return full requests of SQuAD's lengths, and single short texts of one client.
+
+        The single texts show the latency without load.
+        """
+        plan, words = self._plan, words_of(bundle)
         rng = np.random.default_rng(2)
-        lengths = squad_lengths(plan.sequences, bundle.manifest.limits.max_tokens)
-        long = [
-            " ".join(rng.choice(words, max(1, length - 2)).tolist()) for length in lengths.tolist()
-        ]
+        lengths = squad_lengths(plan.sequences, bundle.manifest.limits.max_tokens).tolist()
+        # [CLS] and [SEP] are two of the tokens.
+        long = [" ".join(rng.choice(words, max(1, length - 2)).tolist()) for length in lengths]
         short = make_texts(words, plan.sequences).texts
-        store = bundle.path.parents[1]
-        auto: RequestedPrecision = "auto"
-        servers = [
-            cloze(
-                f"{name}{_frontends(number)} server",
-                name,
-                store,
-                "/embed",
-                auto,
-                plan.device,
-                number,
-            )
-            for number in plan.frontends
-        ]
         each, clients = plan.texts_per_request, 2 * max(2, *plan.frontends)
-        full = Plan(
-            (clients,),
-            (),
-            texts_per_request=each,
-            bulk=False,
-            seconds=10 * plan.seconds,
-            turns=1,
-            label=f"{SQUAD} x {each}",
+        single = Plan((1,), (), bulk=False, seconds=10 * plan.seconds, turns=1, label="short")
+        full = dataclasses.replace(
+            single, clients=(clients,), texts_per_request=each, label=f"{SQUAD} x {each}"
         )
-        low = Plan((1,), (), bulk=False, seconds=10 * plan.seconds, turns=1, label="short")
-        for texts, load, subjects in ((long, full, servers), (short, low, servers[:2])):
-            engine = partial(
-                EngineAlone, name, store, embed.TASK, texts, precision=auto, device=plan.device
-            )
-            self._measure({f"{name} engine": engine}, [], texts, load)
-            for server in subjects:
-                if self._left(f"{server.name}, {load.closed(max(load.clients))}", _LEAST_LEFT_S):
-                    self._measure({}, [server], texts, load)
+        return [_ServerLoad(long, full), _ServerLoad(short, single, max_servers=2)]
 
     def _measure(
         self,
         engines: dict[str, Callable[[], EngineAlone]],
-        servers: list[Served],
-        texts: list[str],
-        load: Plan,
+        servers: list[MeasuredServer],
+        load: _ServerLoad,
     ) -> None:
-        left = max(10.0, self._deadline - time.monotonic())
+        left_s = max(_MIN_READY_TIMEOUT_S, self._deadline - time.monotonic())
         servers = [
-            dataclasses.replace(server, ready_timeout_s=min(server.ready_timeout_s, left))
+            dataclasses.replace(server, ready_timeout_s=min(server.ready_timeout_s, left_s))
             for server in servers
         ]
-        turns, starts = measure(
-            engines,
-            servers,
-            texts,
-            load,
-            lambda line: (self._note if "left out" in line else self._say)(line),
-        )
-        self.found.turns += turns
-        self.found.starts += starts
+        turns, starts = measure(engines, servers, load.texts, load.plan, self._report_or_note)
+        self.figures.turns += turns
+        self.figures.starts += starts
 
-    def _take(self, cell: Cell) -> None:
-        self.found.cells.append(cell)
-        self._say(
-            f"{cell.subject}, {cell.lengths} tokens, {cell.batch_tokens} a batch: {cell.tokens_per_s:,.0f} tokens/s, "
-            f"{cell.sequences_per_s:,.0f} sequences/s, {cell.of_peak:.0%} of the peak"
+    def _report_or_note(self, line: str) -> None:
+        """Report a line; keep the line if a server was left out."""
+        if "left out" in line:
+            self._note(line)
+        else:
+            self._report(line)
+
+    def _record(self, cell: Cell) -> None:
+        self.figures.cells.append(cell)
+        self._report(
+            f"{cell.subject}, {cell.lengths} tokens, {cell.batch_tokens} per batch: "
+            f"{cell.tokens_per_s:,.0f} tokens/s, {cell.sequences_per_s:,.0f} sequences/s, "
+            f"{cell.of_peak:.0%} of the peak"
         )
 
     def _note(self, line: str) -> None:
-        self.found.notes.append(line)
-        self._say(line)
+        self.figures.notes.append(line)
+        self._report(line)
 
-    def _left(self, name: str, needed_s: float = 0.0) -> bool:
-        """Whether there is time for it; tells if not."""
+    def _has_time(self, name: str, needed_s: float = 0.0) -> bool:
+        """Return whether a part has enough time; note the part if not."""
         if time.monotonic() + needed_s < self._deadline:
             return True
-        self._note(f"{name}: left out, for want of time in {self._programme.minutes:g} minutes")
+        self._note(f"{name}: left out, for want of time in {self._plan.minutes:g} minutes")
         return False
 
 
-def _frontends(number: int) -> str:
-    return f" {number} front end{'s' * (number > 1)}" if number else ""
+def _summary(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)[:300]}"

@@ -1,5 +1,5 @@
-"""The one way a measurement refuses."""
+"""The error of the benchmark."""
 
 
 class BenchError(Exception):
-    """What is to be measured cannot be. The message says why."""
+    """A measurement that is not possible. The message gives the reason."""

@@ -1,7 +1,7 @@
-"""The least HTTP/1.1 client: one keep-alive connection, one request at a time, prebuilt bytes.
+"""A minimal HTTP/1.1 client: one keep-alive connection, one request at a time, prebuilt bytes.
 
-A load generator shares the cores with what it measures. A request costs this client about a tenth of what it costs a general
-one, so that what is measured is the server.
+A load generator shares the cores with the server that it measures. A request costs this client
+about a tenth of what it costs a general HTTP client, so the figures describe the server.
 """
 
 import asyncio
@@ -13,15 +13,15 @@ import httptools
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """A whole response."""
+class Response:
+    """A complete response."""
 
     status: int
     body: bytes
 
 
 def post(path: str, body: bytes, headers: dict[str, str] | None = None) -> bytes:
-    """The bytes of a request, made once and sent often."""
+    """Return the bytes of a POST request with a JSON body."""
     lines = [
         f"POST {path} HTTP/1.1",
         "host: bench",
@@ -33,22 +33,26 @@ def post(path: str, body: bytes, headers: dict[str, str] | None = None) -> bytes
 
 
 class Connection(asyncio.Protocol):
-    """One connection to a server."""
+    """One connection to a server.
+
+    Attributes:
+        open: whether requests can be sent.
+    """
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
-        self._waiter: asyncio.Future[Reply] | None = None
+        self._response: asyncio.Future[Response] | None = None
         self._transport: asyncio.Transport | None = None
-        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.open = False
 
     @classmethod
-    async def to(cls, url: str) -> Self:
-        """Connect.
+    async def connect(cls, url: str) -> Self:
+        """Open a connection.
 
         Raises:
-            OSError: nobody listens there.
+            OSError: no server listens at the URL.
         """
         parts = urlsplit(url)
         _, connection = await asyncio.get_running_loop().create_connection(
@@ -56,53 +60,52 @@ class Connection(asyncio.Protocol):
         )
         return connection
 
-    async def send(self, request: bytes) -> Reply:
-        """Send a request and wait for the whole response.
+    async def send(self, request: bytes) -> Response:
+        """Send a request and wait for the complete response.
 
         Raises:
-            ConnectionError: the connection ended first.
+            ConnectionError: the connection closed first.
         """
         if self._transport is None or not self.open:
             raise ConnectionResetError("the server has closed the connection")
-        self._waiter = asyncio.get_running_loop().create_future()
+        self._response = asyncio.get_running_loop().create_future()
         self._transport.write(request)
-        return await self._waiter
+        return await self._response
 
     async def close(self) -> None:
-        """End it; returns when it has ended."""
+        """Close the connection and wait until the connection is closed."""
         if self._transport is not None:
             self._transport.close()
-            await asyncio.shield(self._lost)
+            await asyncio.shield(self._closed)
 
-    # ---- asyncio's and the parser's callbacks ----
+    # ---- callbacks of asyncio and of the parser ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """See `asyncio.Protocol`."""
-        self._transport, self.open = (
-            cast(asyncio.Transport, transport),
-            True,
-        )  # uvloop's is none by its class
+        """Keep the transport; see `asyncio.Protocol`."""
+        # uvloop's transport is no subclass of asyncio.Transport.
+        self._transport = cast(asyncio.Transport, transport)
+        self.open = True
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Parse the received bytes; see `asyncio.Protocol`."""
         self._parser.feed_data(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """Fail the pending request; see `asyncio.Protocol`."""
         self.open = False
-        if not self._lost.done():
-            self._lost.set_result(None)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(
+        if not self._closed.done():
+            self._closed.set_result(None)
+        if self._response is not None and not self._response.done():
+            self._response.set_exception(
                 ConnectionResetError(f"the connection ended before the answer ({exc})")
             )
 
     def on_body(self, body: bytes) -> None:
-        """See httptools."""
+        """Keep a part of the body; see httptools."""
         self._body.append(body)
 
     def on_message_complete(self) -> None:
-        """See httptools."""
+        """Return the response to the caller of `send`; see httptools."""
         body, self._body = b"".join(self._body), []
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(Reply(self._parser.get_status_code(), body))
+        if self._response is not None and not self._response.done():
+            self._response.set_result(Response(self._parser.get_status_code(), body))

@@ -1,7 +1,8 @@
-"""When requests are sent: closed loop (each client waits for its answer) and open loop (arrivals wait for nobody).
+"""Sends requests in a closed loop (each client waits for its answer) or an open loop (none waits).
 
-In the open loop a request's latency counts from the moment it was due, not from when it was sent: a server that stalls is
-charged for all who would have come meanwhile (coordinated omission; Tene 2013, "How NOT to measure latency").
+In the open loop, the latency of a request counts from the time at which the request was due, not
+from the time at which the client sent the request. A server that stalls is charged for all requests
+that arrive meanwhile (coordinated omission; Tene 2013, "How NOT to measure latency").
 """
 
 import asyncio
@@ -16,39 +17,41 @@ from hdrh.histogram import HdrHistogram
 from numpy.typing import NDArray
 
 from bench.errors import BenchError
-from bench.http_client import Connection, Reply
+from bench.http_client import Connection, Response
 
-_LARGEST_US = 3_600_000_000
-_DIGITS = 3
+_MAX_LATENCY_US = 3_600_000_000
+_SIGNIFICANT_DIGITS = 3
 
-_PATIENCE_S = 120.0
+_DRAIN_TIMEOUT_S = 120.0
+"""For the last answers, after the end of a load."""
 
 MAX_CONNECTIONS = 512
-"""Of the open loop; arrivals beyond them wait, on the server's account."""
+"""Of the open loop. Further arrivals wait for a connection, and this wait counts as latency."""
 
 
 def histogram() -> HdrHistogram:
-    """Of latencies in microseconds, exact to three digits from 1 us to an hour."""
-    return HdrHistogram(1, _LARGEST_US, _DIGITS)
+    """Return a histogram of latencies from 1 us to an hour, exact to three digits."""
+    return HdrHistogram(1, _MAX_LATENCY_US, _SIGNIFICANT_DIGITS)
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Prebuilt bytes, and how much they ask for."""
+    """The bytes of a request, and how many texts the request holds."""
 
     data: bytes
     texts: int = 1
 
 
 @dataclass(slots=True)
-class Load:
-    """What one turn of load found.
+class LoadResult:
+    """What the clients of one load observed.
 
     Attributes:
-        seconds: from the first request counted to the last answer.
-        requests, texts: answered with 200.
-        statuses: how many answers had each status; 0 stands for a connection that ended.
-        latencies: of those answered with 200, in microseconds.
+        seconds: from the first counted request to the last answer.
+        requests: answered with status 200.
+        texts: of the requests answered with status 200.
+        statuses: number of answers by status; 0 stands for a connection that closed.
+        latencies: of the requests answered with status 200, in microseconds.
     """
 
     seconds: float = 0.0
@@ -57,9 +60,9 @@ class Load:
     statuses: Counter[int] = field(default_factory=Counter)
     latencies: HdrHistogram = field(default_factory=histogram)
 
-    def count(self, reply: Reply | None, texts: int, seconds: float) -> None:
-        """One answer, or none."""
-        status = reply.status if reply else 0
+    def record(self, response: Response | None, texts: int, seconds: float) -> None:
+        """Count one response; None stands for a connection that closed."""
+        status = response.status if response else 0
         self.statuses[status] += 1
         if status == 200:
             self.requests += 1
@@ -69,112 +72,144 @@ class Load:
 
 async def closed_loop(
     url: str, requests: Sequence[Request], *, clients: int, seconds: float
-) -> Load:
-    """``clients`` connections, each sending its next request when its last is answered.
+) -> LoadResult:
+    """Send requests over `clients` connections, each as soon as its last request is answered.
 
-    What is answered within the time counts; what is under way at its end does not, and is waited for.
+    Answers within the time count. Requests that are unanswered at the end do not count; the
+    function waits for their answers.
 
     Args:
-        url: of the server, which is warm.
-        requests: taken in turn by all clients, from the first again after the last.
-        clients: how many.
-        seconds: how long.
+        url: of a server that is warm.
+        requests: all clients share them in order, and start again after the last.
+        clients: number of connections.
+        seconds: duration.
 
     Raises:
-        BenchError: the server is gone, or does not answer.
+        BenchError: the server has closed, or does not answer.
     """
-    load = Load(seconds=seconds)
+    result = LoadResult(seconds=seconds)
     end = time.perf_counter() + seconds
     number = 0
 
     async def client() -> None:
         nonlocal number
-        connection = await Connection.to(url)
+        connection = await Connection.connect(url)
         now = time.perf_counter()
         while now < end:
             request = requests[number % len(requests)]
             number += 1
             sent = now
             try:
-                reply: Reply | None = await connection.send(request.data)
+                response: Response | None = await connection.send(request.data)
             except ConnectionError:
-                reply = None
+                response = None
             now = time.perf_counter()
             if now < end:
-                load.count(reply, request.texts, now - sent)
-            if reply is None:
+                result.record(response, request.texts, now - sent)
+            if response is None:
                 await connection.close()
-                connection = await Connection.to(url)
+                connection = await Connection.connect(url)
         await connection.close()
 
-    async with _answered(seconds), asyncio.TaskGroup() as tasks:
+    async with _bounded_wait(seconds), asyncio.TaskGroup() as tasks:
         for _ in range(clients):
             tasks.create_task(client())
-    return load
+    return result
 
 
 @asynccontextmanager
-async def _answered(seconds: float) -> AsyncIterator[None]:
-    """Nobody waits forever: what a load of so many seconds has not ended by itself some time later ends with an error."""
+async def _bounded_wait(seconds: float) -> AsyncIterator[None]:
+    """Raise a `BenchError` if a load of `seconds` does not end in time or the server closes."""
     try:
-        async with asyncio.timeout(seconds + _PATIENCE_S):
+        async with asyncio.timeout(seconds + _DRAIN_TIMEOUT_S):
             yield
     except TimeoutError:
         raise BenchError(
-            f"requests were not answered {_PATIENCE_S:g} s after the load's end"
+            f"requests were not answered {_DRAIN_TIMEOUT_S:g} s after the load's end"
         ) from None
     except ExceptionGroup as group:
-        if (gone := group.subgroup(OSError)) is None:
+        if (refused := group.subgroup(OSError)) is None:
             raise
-        raise BenchError(f"the server is gone: {gone.exceptions[0]}") from None
+        raise BenchError(f"the server is gone: {refused.exceptions[0]}") from None
 
 
-async def open_loop(url: str, requests: Sequence[Request], arrivals: NDArray[np.float64]) -> Load:
-    """Request ``i`` is due ``arrivals[i]`` seconds after the start, whether earlier ones are answered or not.
+class _ConnectionPool:
+    """Connections of the open loop, opened when needed."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._idle: list[Connection] = []
+        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+
+    async def send(self, request: bytes) -> Response | None:
+        """Return the response, or None if the connection closed."""
+        async with self._slots:
+            connection: Connection | None = None
+            try:
+                connection = await self._take()
+                response = await connection.send(request)
+            except OSError:
+                if connection is not None:
+                    await connection.close()
+                return None
+            self._idle.append(connection)
+            return response
+
+    async def _take(self) -> Connection:
+        while self._idle and not self._idle[-1].open:  # a server may close idle connections
+            await self._idle.pop().close()
+        return self._idle.pop() if self._idle else await Connection.connect(self._url)
+
+    async def close(self) -> None:
+        """Close the idle connections."""
+        for connection in self._idle:
+            await connection.close()
+
+
+async def open_loop(
+    url: str, requests: Sequence[Request], arrivals: NDArray[np.float64]
+) -> LoadResult:
+    """Send request `i` after ``arrivals[i]`` seconds, whether earlier ones are answered or not.
 
     Args:
         url: of the server.
-        requests: taken in turn.
+        requests: sent in order; the first follows the last.
         arrivals: float64 [n], ascending.
 
     Raises:
         BenchError: the server does not answer.
     """
-    load = Load()
-    free: list[Connection] = []
-    slots = asyncio.Semaphore(MAX_CONNECTIONS)
+    result = LoadResult()
+    pool = _ConnectionPool(url)
     start = time.perf_counter() + 0.1
 
-    async def one(request: Request, due: float) -> None:
-        async with slots:
-            reply = connection = None
-            try:
-                while free and not free[-1].open:  # the server may close what is idle
-                    await free.pop().close()
-                connection = free.pop() if free else await Connection.to(url)
-                reply = await connection.send(request.data)
-                free.append(connection)
-            except OSError:
-                if connection is not None:
-                    await connection.close()
-        load.count(reply, request.texts, time.perf_counter() - due)
+    async def send(request: Request, due: float) -> None:
+        response = await pool.send(request.data)
+        result.record(response, request.texts, time.perf_counter() - due)
 
-    async with _answered(float(arrivals[-1])), asyncio.TaskGroup() as tasks:
+    async with _bounded_wait(float(arrivals[-1])), asyncio.TaskGroup() as tasks:
         for number, arrival in enumerate(arrivals):
             due = start + float(arrival)
-            while (
-                wait := due - time.perf_counter()
-            ) > 0:  # the loop's timers are exact to a millisecond
+            # The loop's timers are exact to a millisecond, so one sleep may be too short.
+            while (wait := due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            tasks.create_task(one(requests[number % len(requests)], due))
-    load.seconds = time.perf_counter() - start
-    for connection in free:
-        await connection.close()
-    return load
+            tasks.create_task(send(requests[number % len(requests)], due))
+    result.seconds = time.perf_counter() - start
+    await pool.close()
+    return result
 
 
 def poisson(rate: float, seconds: float, seed: int = 0) -> NDArray[np.float64]:
-    """Arrival times of a Poisson process: ``rate`` a second for ``seconds``, at least one."""
+    """Return arrival times of a Poisson process, at least one.
+
+    Args:
+        rate: arrivals per second.
+        seconds: duration.
+        seed: of the random numbers.
+
+    Returns:
+        float64 [n] seconds, ascending.
+    """
     rng = np.random.default_rng(seed)
     gaps = rng.exponential(1 / rate, size=max(1, round(rate * seconds * 1.5) + 20))
     times = np.cumsum(gaps)
@@ -182,14 +217,16 @@ def poisson(rate: float, seconds: float, seed: int = 0) -> NDArray[np.float64]:
 
 
 def rescaled(arrivals: NDArray[np.float64], rate: float, seconds: float) -> NDArray[np.float64]:
-    """Recorded arrival times, sped up or slowed down to a mean of ``rate`` a second; their burstiness stays.
+    """Scale recorded arrival times to a mean rate; their burstiness stays.
 
     Args:
         arrivals: float64 [n] seconds, ascending, at least two.
-        rate: a second, over the whole recording.
-        seconds: how much of it to keep.
+        rate: mean arrivals per second over the whole recording.
+        seconds: duration to keep.
+
+    Returns:
+        float64 [m] seconds from 0, ascending.
     """
-    times: NDArray[np.float64] = (arrivals - arrivals[0]) * (
-        (len(arrivals) - 1) / (arrivals[-1] - arrivals[0]) / rate
-    )
+    recorded_rate = (len(arrivals) - 1) / (arrivals[-1] - arrivals[0])
+    times: NDArray[np.float64] = (arrivals - arrivals[0]) * (recorded_rate / rate)
     return times[times <= seconds]

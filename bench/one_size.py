@@ -1,7 +1,8 @@
-"""One architecture on one device: its engine alone, and torch on the same batches."""
+"""Measures one architecture on one device: its engine alone, and torch on the same batches."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from bench.errors import BenchError
 from bench.peers.torch_encoder import TorchEncoder
 from bench.result import COMPARED, ONE_LENGTH, Cell
 from bench.sizes import SIZES, flops, random_bundle, squad_lengths
-from bench.throughput import batches_for, cut, rounds_per_s, run_all
+from bench.throughput import batches_for, cut_batches, rounds_per_s, run_all
 from model_store.batch import Encoding
 from model_store.heads.embedding import HEAD, EmbeddingRequest
 from service.batching.cost import BatchCostModel, measure_cost
@@ -22,215 +23,240 @@ from service.engine import OnnxEngine
 from service.settings import CPU_BATCH_TOKENS, Settings
 
 SQUAD = "SQuAD"
-"""Stands for a mix of lengths where else a length does."""
+"""The name of a mix of lengths, used in place of a length."""
 
 TYPICAL_LENGTH = 128
 
-_LEAST_ROUND_S = 0.05
-"""Of batches that are timed together: what it takes to start threads then no longer shows."""
+_MIN_TIMED_S = 0.05
+"""Shortest duration of the batches that are timed together.
+
+The start of the threads takes a negligible share of this time.
+"""
+
+_MAX_TIMED_REPEATS = 500
+_ALIKE_BATCHES = 8
 
 _LARGEST_ERROR = 0.02
-"""Between embeddings of ours and torch's, both in fp16: ``|ours - torch's| / |torch's|``."""
+"""Of our embeddings against torch's, both in fp16: ``|ours - torch's| / |torch's|``."""
 
 
-class OneSize:
-    """An engine of random weights, written, compared with torch and opened as any is.
+@dataclass(frozen=True, slots=True)
+class SizeOptions:
+    """How to measure an architecture.
+
+    Attributes:
+        device: where the engine and torch run.
+        sequences: number of sequences with SQuAD's lengths.
+        seconds: of each measurement.
+        peak_flops: operations per second of the device.
+    """
+
+    device: Device
+    sequences: int
+    seconds: float
+    peak_flops: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Workload:
+    """Batches to time, and their description in the result.
+
+    Attributes:
+        subject: what runs the batches.
+        group: `ONE_LENGTH` or `COMPARED`.
+        lengths: tokens per sequence, or `SQUAD`.
+        batch_tokens: largest number of tokens per batch.
+        batches: what runs.
+        counted: the encodings without padding, if `batches` are padded; None: all of `batches`.
+    """
+
+    subject: str
+    group: str
+    lengths: str
+    batch_tokens: int
+    batches: list[list[Encoding]]
+    counted: Sequence[Encoding] | None = None
+
+    def cell(self, rounds: float, config_flops: Callable[[list[int]], float], peak: float) -> Cell:
+        """Return the figures of `rounds` rounds per second."""
+        counted = self.counted
+        if counted is None:
+            counted = [encoding for batch in self.batches for encoding in batch]
+        sizes = [len(encoding) for encoding in counted]
+        return Cell(
+            self.subject,
+            self.group,
+            self.lengths,
+            self.batch_tokens,
+            tokens_per_s=rounds * sum(sizes),
+            sequences_per_s=rounds * len(sizes),
+            of_peak=rounds * config_flops(sizes) / peak,
+        )
+
+
+class SizeBenchmark:
+    """An engine with random weights, exported, compared with torch, and opened as any engine is.
+
+    Attributes:
+        bundle: what was exported.
+        longest: tokens of the longest sequence.
+        cost: the cost model that a server fits at start-up; None without variable-length batches.
+        batch_tokens: largest number of tokens per batch, as in a server.
 
     Args:
-        name: of `SIZES`.
-        device: where.
-        folder: gets its checkpoint and a store with its bundle.
-        sequences: of SQuAD's lengths.
-        seconds: of each measurement.
-        peak: operations a second.
-        keep: takes what is found.
+        name: of one of `SIZES`.
+        folder: receives the checkpoint, and a store with the bundle.
+        options: see `SizeOptions`.
+        record: receives each figure.
 
     Raises:
         ExportError: the graph does not agree with torch.
-        StartupError: the device did not come up.
+        StartupError: the device is missing.
     """
 
     def __init__(
-        self,
-        name: str,
-        device: Device,
-        folder: Path,
-        *,
-        sequences: int,
-        seconds: float,
-        peak: float,
-        keep: Callable[[Cell], None],
+        self, name: str, folder: Path, options: SizeOptions, record: Callable[[Cell], None]
     ) -> None:
-        self._name, self._device, self._seconds, self._peak, self._keep = (
-            name,
-            device,
-            seconds,
-            peak,
-            keep,
-        )
-        self.bundle, self._checkpoint = random_bundle(name, folder, cuda=device is Device.CUDA)
-        self._engine = OnnxEngine(self.bundle, device, "auto")
+        self._name, self._options, self._record = name, options, record
+        cuda = options.device is Device.CUDA
+        self.bundle, self._checkpoint = random_bundle(name, folder, cuda=cuda)
+        self._engine = OnnxEngine(self.bundle, options.device, "auto")
         settings = Settings()
         self._workers = settings.worker_count(self._engine.device)
         self.longest = self.bundle.manifest.limits.max_tokens
-        self._mixed = self._queries(squad_lengths(sequences, self.longest))
+        self._squad = self._encodings(squad_lengths(options.sequences, self.longest))
         self.cost: BatchCostModel | None = None
-        """As a server fits it at its start, where the engine mixes lengths."""
         self.batch_tokens = CPU_BATCH_TOKENS
         if self._engine.supports_varlen:
             self.cost = measure_cost(self._engine, [HEAD], self.longest)
             self.batch_tokens = self.cost.batch_tokens(settings.batch_latency_ms / 1000)
 
-    def one_length(self, length: int, tokens: int) -> None:
-        """Batches of so many tokens, all sequences of one length."""
-        batch = self._queries(np.full(tokens // length, length))
-        self._time(f"{self._name} engine", ONE_LENGTH, str(length), tokens, [batch])
+    def measure_one_length(self, length: int, tokens: int) -> None:
+        """Measure batches of about `tokens` tokens, all sequences of `length` tokens."""
+        batch = self._encodings(np.full(tokens // length, length))
+        self._time(_Workload(f"{self._name} engine", ONE_LENGTH, str(length), tokens, [batch]))
 
-    def other_batches(self) -> None:
-        """Those that torch runs as well, and SQuAD's lengths padded to the longest of each batch."""
-        batches = cut(self._mixed, self.batch_tokens)
-        padded = [self._queries(np.full(len(batch), max(map(len, batch)))) for batch in batches]
-        taken = batches_for(self._engine, self._mixed, self.batch_tokens)
-        self._time(f"{self._name} engine", COMPARED, SQUAD, self.batch_tokens, taken)
+    def measure_compared(self) -> None:
+        """Measure the batches that torch runs as well.
+
+        The sequences with SQuAD's lengths run twice: without padding, and padded to the longest
+        sequence of each batch.
+        """
+        engine, budget = f"{self._name} engine", self.batch_tokens
+        batches = batches_for(self._engine, self._squad, budget)
+        padded = [
+            self._encodings(np.full(len(batch), max(map(len, batch))))
+            for batch in cut_batches(self._squad, budget)
+        ]
+        self._time(_Workload(engine, COMPARED, SQUAD, budget, batches))
         self._time(
-            f"{self._name} engine, padded",
-            COMPARED,
-            SQUAD,
-            self.batch_tokens,
-            padded,
-            real=self._mixed,
+            _Workload(f"{engine}, padded", COMPARED, SQUAD, budget, padded, counted=self._squad)
         )
-        length, batches = self._alike()
-        self._time(f"{self._name} engine", COMPARED, str(length), self.batch_tokens, batches)
+        length, alike = self._alike()
+        self._time(_Workload(engine, COMPARED, str(length), budget, alike))
 
-    def beside_torch(self, way: str, options: Mapping[str, bool]) -> float:
-        """The same batches and weights in torch.
+    def measure_torch(self, variant: str, options: Mapping[str, bool]) -> float:
+        """Measure torch on the same batches with the same weights.
 
         Args:
-            way: its name.
+            variant: its name in the result.
             options: of `TorchEncoder`.
 
         Returns:
-            How far its embeddings are from the engine's: ``|ours - torch's| / |torch's|``, of two batches.
+            The difference between the embeddings of torch and of the engine on two batches:
+            ``|ours - torch's| / |torch's|``.
 
         Raises:
-            BenchError: they are too far: one of both is wrong.
-            Exception: whatever this version of torch cannot do.
+            BenchError: the difference is too large, so one of the two is wrong.
+            Exception: this version of torch does not support the variant.
         """
-        name, worst = f"{self._name} torch {way}", 0.0
-        on = torch_device(self._device)
-        torch.compiler.reset()  # else it gives up compiling after some sizes, and says nothing
-        peer = TorchEncoder(self._checkpoint.model, on, **options)
+        subject, largest = f"{self._name} torch {variant}", 0.0
+        torch.compiler.reset()  # otherwise torch stops compiling after some shapes, silently
+        peer = TorchEncoder(self._checkpoint.model, torch_device(self._options.device), **options)
         length, alike = self._alike()
-        for lengths, batches in (
-            (SQUAD, cut(self._mixed, self.batch_tokens)),
-            (str(length), alike),
-        ):
-            prepared = [peer.prepare([query.input_ids for query in batch]) for batch in batches]
-            worst = max(worst, self._difference(peer.run(prepared)[0], batches[0]))
-            if not worst < _LARGEST_ERROR:
+        squad = cut_batches(self._squad, self.batch_tokens)
+        for lengths, batches in ((SQUAD, squad), (str(length), alike)):
+            prepared = [peer.prepare([sequence.input_ids for sequence in b]) for b in batches]
+            largest = max(largest, self._difference(peer.run(prepared)[0], batches[0]))
+            if not largest < _LARGEST_ERROR:
                 raise BenchError(
-                    f"{name} and the engine differ by {worst:.1e}, more than {_LARGEST_ERROR}: one of them is wrong"
+                    f"{subject} and the engine differ by {largest:.1e}, "
+                    f"more than {_LARGEST_ERROR}: one of them is wrong"
                 )
-            rounds = rounds_per_s(partial(peer.run, prepared), 2 * self._seconds)
-            self._note(
-                name,
-                COMPARED,
-                lengths,
-                self.batch_tokens,
-                [query for batch in batches for query in batch],
-                rounds,
-            )
-        return worst
+            rounds = rounds_per_s(partial(peer.run, prepared), 2 * self._options.seconds)
+            self._note(_Workload(subject, COMPARED, lengths, self.batch_tokens, batches), rounds)
+        return largest
 
     def _difference(self, theirs: NDArray[np.float32], batch: list[Encoding]) -> float:
-        mixed = self._engine.supports_varlen
-        outputs = (
-            self._engine.run(batch) if mixed else [self._engine.run([query])[0] for query in batch]
-        )
+        if self._engine.supports_varlen:
+            outputs = self._engine.run(batch)
+        else:
+            outputs = [self._engine.run([encoding])[0] for encoding in batch]
         ours = np.array([output[HEAD.name].embedding for output in outputs])
         return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 
     def _alike(self) -> tuple[int, list[list[Encoding]]]:
+        """Return a typical length, and batches of sequences with this length."""
         length = min(TYPICAL_LENGTH, self.longest)
-        return length, [self._queries(np.full(self.batch_tokens // length, length))] * 8
+        batch = self._encodings(np.full(self.batch_tokens // length, length))
+        return length, [batch] * _ALIKE_BATCHES
 
-    def _queries(self, lengths: NDArray[np.int64]) -> list[Encoding]:
+    def _encodings(self, lengths: NDArray[np.int64]) -> list[Encoding]:
+        """Return sequences of random tokens, one per length."""
         rng = np.random.default_rng(1)
         vocabulary = SIZES[self._name].vocab_size
-        asked = {HEAD.name: EmbeddingRequest()}
+        requests = {HEAD.name: EmbeddingRequest()}
         return [
             Encoding(
                 rng.integers(5, vocabulary, length, dtype=np.int32),
                 np.zeros(length, np.int32),
-                asked,
+                requests,
             )
             for length in lengths.tolist()
         ]
 
-    def _time(
-        self,
-        subject: str,
-        group: str,
-        lengths: str,
-        tokens: int,
-        batches: list[list[Encoding]],
-        *,
-        real: Sequence[Encoding] | None = None,
-    ) -> None:
-        """Time the batches, as often as it takes, and note what of them is ``real``; all, unless given."""
-        times = []
-        for _ in range(2):  # the first warms up
-            began = time.perf_counter()
-            run_all(self._engine, batches, self._workers)
-            times.append(max(1e-6, time.perf_counter() - began))
-        # One batch is given to every worker: they take turns on a GPU, and share a CPU.
-        repeats = max(
-            1, min(500, round(_LEAST_ROUND_S / times[1])), self._workers if len(batches) == 1 else 1
-        )
+    def _time(self, workload: _Workload) -> None:
+        """Run the batches for the time of one measurement, and record their speed."""
+        batches = workload.batches
+        run_all(self._engine, batches, self._workers)  # warm-up
+        began = time.perf_counter()
+        run_all(self._engine, batches, self._workers)
+        took_s = max(1e-6, time.perf_counter() - began)
+        repeats = max(1, min(_MAX_TIMED_REPEATS, round(_MIN_TIMED_S / took_s)))
+        if len(batches) == 1:
+            # Every worker gets the batch: workers take turns on a GPU, and share a CPU.
+            repeats = max(repeats, self._workers)
         rounds = rounds_per_s(
-            lambda: run_all(self._engine, batches * repeats, self._workers), self._seconds
+            lambda: run_all(self._engine, batches * repeats, self._workers),
+            self._options.seconds,
         )
-        queries = real if real is not None else [query for batch in batches for query in batch]
-        self._note(subject, group, lengths, tokens, queries, rounds * repeats)
+        self._note(workload, rounds * repeats)
 
-    def _note(
-        self,
-        subject: str,
-        group: str,
-        lengths: str,
-        tokens: int,
-        queries: Sequence[Encoding],
-        rounds: float,
-    ) -> None:
-        sizes = [len(query) for query in queries]
-        share = rounds * flops(SIZES[self._name], sizes) / self._peak
-        self._keep(
-            Cell(subject, group, lengths, tokens, rounds * sum(sizes), rounds * len(sizes), share)
-        )
+    def _note(self, workload: _Workload, rounds: float) -> None:
+        config_flops = partial(flops, SIZES[self._name])
+        self._record(workload.cell(rounds, config_flops, self._options.peak_flops))
 
 
 def torch_device(device: Device) -> torch.device:
-    """Torch's name for it."""
+    """Return torch's name of a device."""
     return torch.device("cuda" if device is Device.CUDA else "cpu")
 
 
 def peak_flops(device: Device) -> float:
-    """Operations a second of torch's product of two large matrices, random values: fp16 on a GPU, fp32 on a CPU."""
+    """Return the operations per second of torch's product of two large random matrices.
+
+    The matrices are fp16 on a GPU and fp32 on a CPU.
+    """
     cuda = device is Device.CUDA
     rows, products = (8192, 20) if cuda else (2048, 2)
-    a, b = (
-        torch.randn(
-            rows, rows, device=torch_device(device), dtype=torch.float16 if cuda else torch.float32
-        )
-        for _ in range(2)
-    )
+    dtype, on = torch.float16 if cuda else torch.float32, torch_device(device)
+    a, b = (torch.randn(rows, rows, device=on, dtype=dtype) for _ in range(2))
 
-    def play() -> None:
+    def multiply() -> None:
         for _ in range(products):
             torch.mm(a, b)
         if cuda:
             torch.cuda.synchronize()
 
-    play()
-    return rounds_per_s(play, 1.0) * products * 2 * rows**3
+    multiply()
+    return rounds_per_s(multiply, 1.0) * products * 2 * rows**3

@@ -1,4 +1,4 @@
-"""A server to be measured, as a process of its own: started, waited for, watched, ended."""
+"""Runs a measured server as a process: starts it, waits until it is ready, and stops it."""
 
 import os
 import signal
@@ -12,21 +12,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from bench.errors import BenchError
 
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+_STOP_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
-    """A server that answers.
+class RunningServer:
+    """A server process that is ready.
 
     Attributes:
-        url: where.
-        pid: of its first process.
-        ready_s: from its start until it was ready.
+        url: where the server listens.
+        pid: of the first process.
+        ready_s: seconds from the start until the server was ready.
     """
 
     url: str
@@ -34,16 +37,16 @@ class Running:
     ready_s: float
 
     def cpu_s(self) -> float:
-        """Processor time of it and its children so far, in seconds."""
-        return sum(_stat(pid)[0] for pid in _family(self.pid))
+        """Return the processor time of the server and its children so far, in seconds."""
+        return sum(_cpu_s_and_rss_mb(pid)[0] for pid in _process_tree(self.pid))
 
     def rss_mb(self) -> float:
-        """Resident memory of it and its children, in MB."""
-        return sum(_stat(pid)[1] for pid in _family(self.pid))
+        """Return the resident memory of the server and its children, in MB."""
+        return sum(_cpu_s_and_rss_mb(pid)[1] for pid in _process_tree(self.pid))
 
 
 def free_port() -> int:
-    """A port of loopback that nobody has now."""
+    """Return a port of the loopback interface that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -58,81 +61,89 @@ def running(
     *,
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 180.0,
-) -> Iterator[Running]:
-    """Start a server, wait until it answers, and end it at the end.
+) -> Iterator[RunningServer]:
+    """Start a server, wait until the server is ready, and stop the server when the context ends.
 
     Args:
-        command: starts it.
-        url: where it will listen.
-        ready_path: answers 200 once it is ready.
-        environment: instead of this process's.
-        timeout_s: for it to become ready.
+        command: starts the server.
+        url: where the server will listen.
+        ready_path: answers 200 when the server is ready.
+        environment: replaces the environment of this process.
+        timeout_s: for the server to become ready.
 
     Raises:
-        BenchError: it ended, or was not ready in time; with its last words.
+        BenchError: the server exited, or was not ready in time; with its last output.
     """
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as stderr:
         started = time.monotonic()
         process = subprocess.Popen(
             list(command),
             env=None if environment is None else dict(environment),
             stdout=subprocess.DEVNULL,
-            stderr=said,
+            stderr=stderr,
         )
         try:
-            while not _answers(url + ready_path):
-                code = process.poll()
-                if code is not None or time.monotonic() - started > timeout_s:
-                    said.seek(0)
-                    what = (
-                        f"was not ready after {timeout_s:g} s"
-                        if code is None
-                        else f"ended with {code}"
-                    )
-                    raise BenchError(
-                        f"{' '.join(command[:4])} ... {what}: {said.read().decode(errors='replace')[-1500:].strip()}"
-                    )
+            while not _is_ready(url + ready_path):
+                if problem := _start_problem(process, started, timeout_s):
+                    title = " ".join(command[:4])
+                    raise BenchError(f"{title} ... {problem}: {_last_output(stderr)}")
                 time.sleep(0.01)
-            yield Running(url, process.pid, time.monotonic() - started)
+            yield RunningServer(url, process.pid, time.monotonic() - started)
         finally:
-            _end(process)
+            _stop(process)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _start_problem(
+    process: subprocess.Popen[bytes], started: float, timeout_s: float
+) -> str | None:
+    code = process.poll()
+    if code is not None:
+        return f"ended with {code}"
+    if time.monotonic() - started > timeout_s:
+        return f"was not ready after {timeout_s:g} s"
+    return None
+
+
+def _last_output(stderr: IO[bytes]) -> str:
+    stderr.seek(0)
+    return stderr.read().decode(errors="replace")[-1500:].strip()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(30)
+            process.wait(_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
-def _answers(url: str) -> bool:
+def _is_ready(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=2) as reply:
-            return bool(reply.status == 200)
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
 
 
-def _family(pid: int) -> list[int]:
-    """A process and all that descend from it."""
-    found = [pid]
-    for parent in found:
+def _process_tree(pid: int) -> list[int]:
+    """Return the ids of a process and of all its descendants."""
+    pids = [pid]
+    for parent in pids:
         try:
             children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
         except OSError:
             continue
-        found += [int(child) for child in children.split()]
-    return found
+        pids += [int(child) for child in children.split()]
+    return pids
 
 
-def _stat(pid: int) -> tuple[float, float]:
-    """Processor seconds and resident MB; zeros if it is gone."""
+def _cpu_s_and_rss_mb(pid: int) -> tuple[float, float]:
+    """Return processor seconds and resident MB; zeros if the process has exited."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except OSError:
         return 0.0, 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS, pages * _PAGE / 1e6
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S, pages * _PAGE_BYTES / 1e6

@@ -1,13 +1,9 @@
-"""Shows a result: a table, and plots."""
+"""Formats a result as Markdown tables."""
 
 import re
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
-from bench.result import COMPARED, ONE_LENGTH, Result
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from bench.result import COMPARED, ONE_LENGTH, Cell, Result
 
 _COLUMNS = {
     "texts/s": "texts_per_s",
@@ -21,93 +17,112 @@ _COLUMNS = {
 
 
 def table(result: Result) -> str:
-    """Markdown: the machine, the starts, and a row for each subject under each load, medians over turns."""
-    lines = [f"# {result.model}", "", f"    {result.command}", ""]
-    lines += [f"- {name}: {value}" for name, value in result.machine.items()]
-    for environment, versions in result.versions.items():
-        lines += [
-            f"- {environment}: " + ", ".join(f"{name} {value}" for name, value in versions.items())
-        ]
-    lines += [f"- {note}" for note in result.notes]
-    lines += [
-        "- texts: " + ", ".join(f"{name} {value}" for name, value in result.texts.items()),
+    """Format the machine, the starts, the engines, and one row per subject and load."""
+    lines = [*_heading(result), *_starts(result), *_one_length(result), *_compared(result)]
+    if result.turns:
+        lines += [*_turns(result), *_ratios(result), *_parts(result)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _header(columns: Sequence[str]) -> list[str]:
+    return [_row(columns), "|---" * len(columns) + "|"]
+
+
+def _listed(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _heading(result: Result) -> list[str]:
+    return [
+        f"# {result.model}",
+        "",
+        f"    {result.command}",
+        "",
+        *(f"- {name}: {value}" for name, value in result.machine.items()),
+        *(f"- {name}: {_listed(versions)}" for name, versions in result.versions.items()),
+        *(f"- {note}" for note in result.notes),
+        f"- texts: {_listed(result.texts)}",
         f"- date: {result.date}",
         "",
     ]
-    if result.starts:
-        lines += ["| | start to ready | memory then |", "|---|---|---|"]
-        lines += [
-            f"| {start.subject} | {start.ready_s:.2f} s | {start.rss_mb:.0f} MB |"
-            for start in result.starts
-        ] + [""]
-    lines += _cells(result)
-    if not result.turns:
-        return "\n".join(lines) + "\n"
+
+
+def _starts(result: Result) -> list[str]:
+    if not result.starts:
+        return []
+    rows = [
+        f"| {start.subject} | {start.ready_s:.2f} s | {start.rss_mb:.0f} MB |"
+        for start in result.starts
+    ]
+    return ["| | start to ready | memory then |", "|---|---|---|", *rows, ""]
+
+
+def _turns(result: Result) -> list[str]:
+    """Return one row per load and subject, medians over turns."""
     turns = max(turn.turn for turn in result.turns) + 1
-    lines += [
+    lines = [
         f"Medians of {turns} turns; all subjects in turn, those of a load on the same texts.",
         "",
-    ]
-    lines += [
-        "| load | subject | " + " | ".join(_COLUMNS) + " | failed |",
-        "|---|---|" + "---|" * (len(_COLUMNS) + 1),
+        *_header(["load", "subject", *_COLUMNS, "failed"]),
     ]
     for load in result.loads():
         for subject in result.subjects():
-            if not (found := result.of(subject, load)):
-                continue
-            cells = [_cell(result.median(subject, load, figure)) for figure in _COLUMNS.values()]
-            failed = sum(sum(turn.failed.values()) for turn in found)
-            lines.append(f"| {load} | {subject} | " + " | ".join(cells) + f" | {failed or ''} |")
-    return "\n".join([*lines, *_ratios(result), *_parts(result)]) + "\n"
+            if measured := result.of(subject, load):
+                medians = [result.median(subject, load, name) for name in _COLUMNS.values()]
+                failed = sum(sum(turn.failed.values()) for turn in measured)
+                lines.append(_row([load, subject, *map(_figure, medians), str(failed or "")]))
+    return lines
 
 
-def _cells(result: Result) -> list[str]:
-    """Engines by length and size of batch; then what ran the same batches, beside the engine of the same size."""
-    lines: list[str] = []
+def _one_length(result: Result) -> list[str]:
+    """Return one table per engine: a row per sequence length, a column per batch size."""
     grid = [cell for cell in result.cells if cell.group == ONE_LENGTH]
+    lines: list[str] = []
     for subject in dict.fromkeys(cell.subject for cell in grid):
-        its = {(cell.lengths, cell.batch_tokens): cell for cell in grid if cell.subject == subject}
-        batches, lengths = (
-            sorted({tokens for _, tokens in its}),
-            sorted({length for length, _ in its}, key=int),
-        )
+        cells = {(c.lengths, c.batch_tokens): c for c in grid if c.subject == subject}
+        batches = sorted({tokens for _, tokens in cells})
+        lengths = sorted({length for length, _ in cells}, key=int)
         lines += [
-            f"{subject}, thousand tokens a second (share of the peak); a row a length, a column a batch's tokens:",
+            f"{subject}, thousand tokens per second (share of the peak); "
+            "one row per sequence length, one column per number of tokens in a batch:",
             "",
-        ]
-        lines += [
-            "| tokens | " + " | ".join(f"{tokens:,}" for tokens in batches) + " |",
-            "|---|" + "---|" * len(batches),
+            *_header(["tokens", *(f"{tokens:,}" for tokens in batches)]),
         ]
         for length in lengths:
-            row = [its.get((length, tokens)) for tokens in batches]
-            lines.append(
-                f"| {length} | "
-                + " | ".join(f"{_kilo(c.tokens_per_s)} ({c.of_peak:.0%})" if c else "" for c in row)
-                + " |"
-            )
+            row = [cells.get((length, tokens)) for tokens in batches]
+            lines.append(_row([length, *map(_speed, row)]))
         lines.append("")
-    rest = [cell for cell in result.cells if cell.group == COMPARED]
-    if rest:
-        lines += ["The same sequences; padding is not counted:", ""]
-        lines += [
-            "| | tokens | a batch | thousand tokens/s | sequences/s | of the peak | engine over it |",
-            "|---|---|---|---|---|---|---|",
-        ]
-    ours = {(cell.subject, cell.lengths): cell for cell in rest}
-    for cell in sorted(rest, key=lambda cell: (cell.subject.split()[0], cell.lengths)):
-        engine = ours.get((f"{cell.subject.split()[0]} engine", cell.lengths))
-        figures = f"{_kilo(cell.tokens_per_s)} | {cell.sequences_per_s:,.0f} | {cell.of_peak:.0%}"
-        ratio = (
-            f"{engine.tokens_per_s / cell.tokens_per_s:.2f}"
-            if engine and engine is not cell
-            else ""
-        )
-        lines.append(
-            f"| {cell.subject} | {cell.lengths} | {cell.batch_tokens:,} | {figures} | {ratio} |"
-        )
-    return [*lines, ""] if rest else lines
+    return lines
+
+
+def _speed(cell: Cell | None) -> str:
+    return f"{_kilo(cell.tokens_per_s)} ({cell.of_peak:.0%})" if cell else ""
+
+
+def _compared(result: Result) -> list[str]:
+    """Return the subjects on the same batches, each beside the engine of the same size."""
+    cells = [cell for cell in result.cells if cell.group == COMPARED]
+    if not cells:
+        return []
+    by_subject = {(cell.subject, cell.lengths): cell for cell in cells}
+    lines = [
+        "The same sequences; padding is not counted:",
+        "",
+        "| | tokens | per batch | thousand tokens/s | sequences/s | of the peak | engine over it |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for cell in sorted(cells, key=lambda cell: (cell.subject.split()[0], cell.lengths)):
+        engine = by_subject.get((f"{cell.subject.split()[0]} engine", cell.lengths))
+        is_other = engine is not None and engine is not cell
+        ratio = f"{engine.tokens_per_s / cell.tokens_per_s:.2f}" if engine and is_other else ""
+        batches = [cell.subject, cell.lengths, f"{cell.batch_tokens:,}"]
+        speed = [_kilo(cell.tokens_per_s), f"{cell.sequences_per_s:,.0f}", f"{cell.of_peak:.0%}"]
+        lines.append(_row([*batches, *speed, ratio]))
+    return [*lines, ""]
 
 
 def _kilo(number: float) -> str:
@@ -115,7 +130,7 @@ def _kilo(number: float) -> str:
 
 
 def _ratios(result: Result) -> list[str]:
-    """Texts a second of our servers over those of their engines, and of everybody else's servers."""
+    """Return the rate of each of our servers over the rates of its engine and of the peers."""
     subjects = result.subjects()
     servers = [subject for subject in subjects if subject.endswith(" server")]
     peers = [subject for subject in subjects if not subject.endswith((" server", " engine"))]
@@ -123,120 +138,41 @@ def _ratios(result: Result) -> list[str]:
     for load in (load for load in result.loads() if load.startswith("closed")):
         for server in servers:
             ours = result.median(server, load, "texts_per_s")
-            for other in (re.sub(r"( \d+ front ends?)? server$", " engine", server), *peers):
+            engine = re.sub(r"( \d+ front ends?)? server$", " engine", server)
+            for other in (engine, *peers):
                 theirs = result.median(other, load, "texts_per_s")
                 if ours and theirs:
-                    rows.append(f"| {load} | {server} | {other} | {ours / theirs:.2f} |")
+                    rows.append(_row([load, server, other, f"{ours / theirs:.2f}"]))
     if not rows:
         return []
-    return [
-        "",
-        "Texts a second of one over those of the other:",
-        "",
-        "| load | one | other | ratio |",
-        "|---|---|---|---|",
-        *rows,
-    ]
+    title = "Texts per second of one over those of the other:"
+    return ["", title, "", *_header(["load", "one", "other", "ratio"]), *rows]
 
 
 def _parts(result: Result) -> list[str]:
-    """Where the time goes, of the subjects that say so."""
+    """Return the duration of each part of a request, for the subjects that report it."""
     rows = {
-        (load, subject): result.parts(subject, load)
-        for load in result.loads()
-        for subject in result.subjects()
-    }
-    rows = {place: parts for place, parts in rows.items() if parts}
-    if not rows:
-        return []
-    names = list(next(iter(rows.values())))
-    lines = ["", "Where a request's time in the server goes, ms on average:", ""]
-    lines += ["| load | subject | " + " | ".join(names) + " |", "|---|---|" + "---|" * len(names)]
-    lines += [
-        f"| {load} | {who} | " + " | ".join(_cell(parts[name]) for name in names) + " |"
-        for (load, who), parts in rows.items()
-    ]
-    return lines
-
-
-def _cell(value: float | None) -> str:
-    if not value:
-        return ""
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def _draw_parts(axes: "Axes", result: Result) -> None:
-    rows = [
-        (f"{subject}, {load}", parts)
+        (load, subject): parts
         for load in result.loads()
         for subject in result.subjects()
         if (parts := result.parts(subject, load))
+    }
+    if not rows:
+        return []
+    names = list(next(iter(rows.values())))
+    return [
+        "",
+        "Where a request's time in the server goes, ms on average:",
+        "",
+        *_header(["load", "subject", *names]),
+        *(
+            _row([load, subject, *(_figure(parts[name]) for name in names)])
+            for (load, subject), parts in rows.items()
+        ),
     ]
-    begins = [0.0] * len(rows)
-    for name in rows[0][1] if rows else ():
-        widths = [max(0.0, parts[name]) / sum(parts.values()) for _, parts in rows]
-        axes.barh([label for label, _ in rows], widths, left=begins, label=name)
-        begins = [begin + width for begin, width in zip(begins, widths, strict=True)]
-    axes.set(title="Where a request's time goes", xlabel="share", xlim=(0, 1))
-    axes.tick_params(axis="y", labelsize="small")
-    axes.invert_yaxis()
-    if rows:
-        axes.legend(fontsize="small", loc="lower center", ncols=4, bbox_to_anchor=(0.5, -0.3))
 
 
-def draw(result: Result, file: Path) -> None:
-    """Plots as a PNG: throughput over clients, latency over load, where the time goes.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(16, 4.5), layout="constrained")
-    throughput, latency, shares = figure.subplots(1, 3)
-    for subject in result.subjects():
-        closed = {
-            int(load.split()[1]): load
-            for load in result.loads()
-            if load.startswith("closed") and result.of(subject, load)
-        }
-        if closed:
-            found = [
-                (clients, result.median(subject, load, "texts_per_s") or 0.0)
-                for clients, load in sorted(closed.items())
-            ]
-            throughput.plot(*zip(*found, strict=True), marker="o", label=subject)
-        for kind in ("poisson", "recorded"):
-            opened = {
-                float(load.split()[1]): load
-                for load in result.loads()
-                if load.startswith(kind) and result.of(subject, load)
-            }
-            for percentile, style in (("p50", "-"), ("p99", "--")):
-                points = [
-                    (rate, value)
-                    for rate, load in sorted(opened.items())
-                    if (value := result.median(subject, load, percentile))
-                ]
-                if points:
-                    latency.plot(
-                        *zip(*points, strict=True),
-                        style,
-                        marker=".",
-                        label=f"{subject}, {kind}, {percentile}",
-                    )
-    throughput.set(
-        title="Closed loop", xlabel="clients", ylabel="texts a second", xscale="log", ylim=(0, None)
-    )
-    latency.set(
-        title="Open loop",
-        xlabel="arrivals, share of its own capacity",
-        ylabel="latency, ms",
-        yscale="log",
-    )
-    _draw_parts(shares, result)
-    for axes in (throughput, latency):
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize="small")
-    figure.savefig(file, dpi=110)
+def _figure(value: float | None) -> str:
+    if not value:
+        return ""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

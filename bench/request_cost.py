@@ -1,8 +1,9 @@
-"""What a request to /embed costs the event loop's thread: the application alone, without sockets, an engine that answers at once.
+"""Measures the processor time of a request to ``/embed`` on the event loop's thread.
 
     python bench/request_cost.py [--profile]
 
-Times are of the thread's processor time, so that they hardly depend on what else runs.
+The application runs alone, without sockets, on an engine that returns at once. Times are processor
+times of the thread, so other work on the machine hardly changes them.
 """
 
 import asyncio
@@ -28,10 +29,11 @@ from service.settings import Settings
 
 BODY = orjson.dumps({"inputs": "what is the capital of france and how many people live there"})
 REQUESTS, ROUNDS = 500, 7
+_PROFILE_ROWS = 40
 
 
 class Instant:
-    """An engine whose answers cost nothing."""
+    """An engine that returns a constant vector without computing anything."""
 
     device = Device.CPU
     precision = Precision.FP32
@@ -40,43 +42,43 @@ class Instant:
 
     def __init__(self, bundle: Bundle, device: Device, precision: RequestedPrecision) -> None:  # noqa: ARG002
         assert bundle.manifest.embedding is not None
-        vector = (
-            np.random.default_rng(0)
-            .normal(size=bundle.manifest.embedding.dimensions)
-            .astype(np.float32)
-        )
-        self._answer = {HEAD.name: EmbeddingResult(vector)}
+        dimensions = bundle.manifest.embedding.dimensions
+        vector = np.random.default_rng(0).normal(size=dimensions).astype(np.float32)
+        self._outputs = {HEAD.name: EmbeddingResult(vector)}
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
-        """See `Engine`."""
-        return [self._answer for _ in batch]
+        """Return the constant vector for each encoding; see `Engine`."""
+        return [self._outputs for _ in batch]
 
     def probe(self) -> None:
-        """See `Engine`."""
+        """Do nothing; see `Engine`."""
 
 
-async def request(app: ASGIApp) -> None:
-    """One, as uvicorn hands it over."""
-    headers = [
-        (b"host", b"bench"),
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(BODY)).encode()),
-    ]
-    scope: dict[str, Any] = {
+def _scope() -> dict[str, Any]:
+    """Return the ASGI scope of a request, as uvicorn passes it."""
+    return {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",
         "method": "POST",
-    }
-    scope |= {
         "path": "/embed",
         "raw_path": b"/embed",
         "query_string": b"",
         "root_path": "",
         "scheme": "http",
-        "headers": headers,
+        "headers": [
+            (b"host", b"bench"),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(BODY)).encode()),
+        ],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 8000),
+        "state": {},
     }
-    scope |= {"client": ("127.0.0.1", 1), "server": ("127.0.0.1", 8000), "state": {}}
+
+
+async def request(app: ASGIApp) -> None:
+    """Send one request to the application."""
     messages: list[Message] = [{"type": "http.request", "body": BODY, "more_body": False}]
 
     async def receive() -> Message:
@@ -85,27 +87,40 @@ async def request(app: ASGIApp) -> None:
     async def send(message: Message) -> None:
         assert message.get("status", 200) == 200
 
-    await app(scope, receive, send)
+    await app(_scope(), receive, send)
+
+
+async def _send_all(app: ASGIApp) -> None:
+    for _ in range(REQUESTS):
+        await request(app)
+
+
+async def _fastest_round_s(app: ASGIApp) -> float:
+    """Return the processor seconds per request of the fastest round."""
+    fastest = float("inf")
+    for _ in range(ROUNDS):
+        started = time.thread_time()
+        await _send_all(app)
+        fastest = min(fastest, (time.thread_time() - started) / REQUESTS)
+    return fastest
+
+
+async def _print_profile(app: ASGIApp) -> None:
+    profiler = cProfile.Profile(time.thread_time)
+    profiler.enable()
+    await _send_all(app)
+    profiler.disable()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(_PROFILE_ROWS)
 
 
 async def main(*, profile: bool) -> None:
-    """Print the quickest round, or a profile of one."""
+    """Print the time per request, and a profile if asked for."""
     app = single_process(Settings(model=("cloze-bert",), workers=2), Instant).api()
     async with app.router.lifespan_context(app):
-        best = float("inf")
-        for _ in range(ROUNDS):
-            started = time.thread_time()
-            for _ in range(REQUESTS):
-                await request(app)
-            best = min(best, (time.thread_time() - started) / REQUESTS)
-        print(f"{best * 1e6:.0f} us a request on the event loop's thread")
+        microseconds = await _fastest_round_s(app) * 1e6
+        print(f"{microseconds:.0f} us per request on the event loop's thread")
         if profile:
-            profiler = cProfile.Profile(time.thread_time)
-            profiler.enable()
-            for _ in range(REQUESTS):
-                await request(app)
-            profiler.disable()
-            pstats.Stats(profiler).sort_stats("tottime").print_stats(40)
+            await _print_profile(app)
 
 
 if __name__ == "__main__":

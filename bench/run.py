@@ -1,4 +1,4 @@
-"""One run: every subject in turn, under every load, on the same texts; then the same again, as often as asked."""
+"""Measures every subject in turn, under every load, on the same texts, and repeats the turns."""
 
 import asyncio
 import random
@@ -10,29 +10,37 @@ import uvloop
 from numpy.typing import NDArray
 
 from bench.errors import BenchError
-from bench.load import Load, Request, closed_loop, open_loop, poisson, rescaled
+from bench.load import LoadResult, closed_loop, open_loop, poisson, rescaled
 from bench.parts import parts_ms, scrape
-from bench.processes import Running
-from bench.result import Start, Turn, turn_of
-from bench.subjects import EngineAlone, Served
+from bench.processes import RunningServer
+from bench.result import ResourceUsage, Start, Turn, make_turn
+from bench.subjects import EngineAlone, MeasuredServer
 
 _BULK_TEXTS = 2048
 _WARM_UP_S = 1.0
+_BULK_LEAD_S = 0.5
+"""A bulk request runs this long before the single requests start, and after they end."""
+
+Report = Callable[[str], None]
+"""Receives the figures, one line each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to put on every server.
+    """The loads of a measurement.
 
     Attributes:
         clients: of the closed loops, one load each; at least one.
-        shares: of the open loops: arrivals a second over what the closed loop with the most clients answered.
-        arrivals: recorded arrival times in seconds, float64 [n], to be sent at the same shares; None: none.
+        shares: of the open loops: arrivals per second over the rate of the closed loop with the
+            most clients.
+        arrivals: recorded arrival times in seconds, float64 [n], replayed at the same shares; None:
+            no recording.
         texts_per_request: of all loads.
-        bulk: whether to measure single requests beside one client that always has a bulk request of 2,048 texts running.
+        bulk: whether to measure single requests beside one client whose bulk requests of 2,048
+            texts never stop.
         seconds: of every load.
-        turns: how often all of it.
-        label: of the closed loops, where results have several plans.
+        turns: number of repetitions.
+        label: of the closed loops, where a result has several plans.
     """
 
     clients: tuple[int, ...] = (1, 32)
@@ -45,133 +53,168 @@ class Plan:
     label: str = ""
 
     def closed(self, clients: int) -> str:
-        """The name of a closed loop."""
+        """Return the name of a closed loop."""
         return f"closed {clients} {self.label}".strip()
 
 
 def measure(
     engines: Mapping[str, Callable[[], EngineAlone]],
-    servers: Sequence[Served],
+    servers: Sequence[MeasuredServer],
     texts: Sequence[str],
     plan: Plan,
-    say: Callable[[str], None],
+    report: Report,
 ) -> tuple[list[Turn], list[Start]]:
-    """Run the plan. Of a server that does not start or ends, the rest is left out, and said.
+    """Run the plan.
+
+    If a server does not start or exits, the rest of its turn is left out and reported.
 
     Args:
-        engines: by name; each opens one.
-        servers: those that are measured over HTTP.
-        texts: what is sent to all.
-        plan: how.
-        say: is told what was found, a line each.
+        engines: by name; each opens one engine.
+        servers: measured over HTTP.
+        texts: sent to every subject.
+        plan: the loads.
+        report: receives the figures, one line each.
     """
     turns: list[Turn] = []
     starts: list[Start] = []
     for number in range(plan.turns):
-        for name, make in engines.items():
-            _note(_measure_engine(name, make(), plan, number), turns, say)
+        for name, open_engine in engines.items():
+            measured = _measure_engine(name, open_engine(), plan, number)
+            turns += measured
+            _report_turns(measured, report)
         for server in servers:
             try:
                 with server.start() as process:
                     starts.append(Start(server.name, process.ready_s, process.rss_mb()))
-                    _note(
-                        uvloop.run(_measure_server(server, process, texts, plan, number)),
-                        turns,
-                        say,
-                    )
+                    loads = _ServerLoads(server, process, texts, plan, number)
+                    measured = uvloop.run(loads.measure())
             except BenchError as error:
-                say(f"turn {number}: {server.name} is left out: {error}")
+                report(f"turn {number}: {server.name} is left out: {error}")
+            else:
+                turns += measured
+                _report_turns(measured, report)
     return turns, starts
 
 
-def _note(found: list[Turn], turns: list[Turn], say: Callable[[str], None]) -> None:
-    turns += found
-    for turn in found:
+def _report_turns(turns: Sequence[Turn], report: Report) -> None:
+    for turn in turns:
         latency = "".join(
             f", {name} {turn.latency_ms[name]:.2f} ms"
             for name in ("p50", "p99")
             if name in turn.latency_ms
         )
         failed = f", failed {turn.failed}" if turn.failed else ""
-        say(
-            f"turn {turn.turn}: {turn.load}, {turn.subject}: {turn.texts_per_s:.1f} texts/s{latency}{failed}"
-        )
+        title = f"turn {turn.turn}: {turn.load}, {turn.subject}"
+        report(f"{title}: {turn.texts_per_s:.1f} texts/s{latency}{failed}")
 
 
 def _measure_engine(name: str, engine: EngineAlone, plan: Plan, number: int) -> list[Turn]:
-    found = []
-    if plan.texts_per_request == 1:  # else no load of the plan has single texts
-        single = Load(seconds=plan.seconds, latencies=engine.one_at_a_time(plan.seconds))
-        single.requests = single.texts = single.latencies.get_total_count()
-        found.append(turn_of(name, plan.closed(1), number, single, cpu_s=0.0, rss_mb=0.0))
-    if (
-        plan.texts_per_request > 1 or max(plan.clients) > 1
-    ):  # else one client's single texts are no batch
-        found.append(Turn(name, plan.closed(max(plan.clients)), number, engine.run(plan.seconds)))
-    return found
+    turns = []
+    if plan.texts_per_request == 1:  # otherwise no load of the plan sends single texts
+        latencies = engine.single_latencies(plan.seconds)
+        count = latencies.get_total_count()
+        single = LoadResult(plan.seconds, requests=count, texts=count, latencies=latencies)
+        turns.append(make_turn(name, plan.closed(1), number, single))
+    # One client with single texts gives no batch.
+    if plan.texts_per_request > 1 or max(plan.clients) > 1:
+        load = plan.closed(max(plan.clients))
+        turns.append(Turn(name, load, number, engine.texts_per_s(plan.seconds)))
+    return turns
 
 
-async def _measure_server(
-    server: Served, process: Running, texts: Sequence[str], plan: Plan, number: int
-) -> list[Turn]:
-    shuffled = list(texts)
-    random.Random(number).shuffle(shuffled)  # a slow server meets few of them, each turn others
-    requests = server.requests(shuffled, each=plan.texts_per_request)
-    found: list[Turn] = []
+class _ServerLoads:
+    """All loads of a plan on one running server, in one turn.
 
-    async def turn(name: str, load: Awaitable[Load], *, parts: bool = True) -> Turn:
-        cpu, times = process.cpu_s(), scrape(process.url) if server.parts and parts else None
-        result = await load
-        cpu_s = process.cpu_s() - cpu
-        spent = parts_ms(times, scrape(process.url)) if times is not None else None
-        found.append(
-            turn_of(
-                server.name,
-                name,
-                number,
-                result,
-                cpu_s=cpu_s,
-                rss_mb=process.rss_mb(),
-                parts_ms=spent,
-            )
+    Args:
+        server: what is measured.
+        process: the server's process.
+        texts: what is sent.
+        plan: the loads.
+        number: of the turn.
+    """
+
+    def __init__(
+        self,
+        server: MeasuredServer,
+        process: RunningServer,
+        texts: Sequence[str],
+        plan: Plan,
+        number: int,
+    ) -> None:
+        self._server, self._process, self._texts = server, process, texts
+        self._plan, self._number = plan, number
+        # A slow server answers few of the texts; a new order in each turn gives it other texts.
+        shuffled = list(texts)
+        random.Random(number).shuffle(shuffled)
+        self._requests = server.requests(shuffled, each=plan.texts_per_request)
+        self._turns: list[Turn] = []
+
+    async def measure(self) -> list[Turn]:
+        """Run the closed loops, the open loops, then single requests beside bulk requests."""
+        await self._closed_loop(max(self._plan.clients), _WARM_UP_S)
+        capacity = await self._closed_loops()
+        if capacity:
+            await self._open_loops(capacity)
+        if self._plan.bulk and self._server.lists:
+            await self._record("single beside bulk", self._beside_bulk(), parts=False)
+        return self._turns
+
+    async def _closed_loops(self) -> float:
+        """Return the requests per second of the most clients."""
+        capacity = 0.0
+        for clients in sorted(self._plan.clients):
+            load = self._closed_loop(clients, self._plan.seconds)
+            turn = await self._record(self._plan.closed(clients), load)
+            capacity = turn.requests_per_s
+        return capacity
+
+    async def _open_loops(self, capacity: float) -> None:
+        for share in self._plan.shares:
+            for kind, times in _arrivals(capacity * share, self._plan, self._number):
+                load = open_loop(self._process.url, self._requests, times)
+                await self._record(f"{kind} {share:g}", load)
+
+    async def _closed_loop(self, clients: int, seconds: float) -> LoadResult:
+        return await closed_loop(
+            self._process.url, self._requests, clients=clients, seconds=seconds
         )
-        return found[-1]
 
-    await closed_loop(process.url, requests, clients=max(plan.clients), seconds=_WARM_UP_S)
-    capacity = 0.0
-    for clients in sorted(plan.clients):
-        closed = await turn(
-            plan.closed(clients),
-            closed_loop(process.url, requests, clients=clients, seconds=plan.seconds),
+    async def _record(self, name: str, load: Awaitable[LoadResult], *, parts: bool = True) -> Turn:
+        process, url = self._process, self._process.url
+        cpu_s = process.cpu_s()
+        before = scrape(url) if self._server.parts and parts else None
+        measured = await load
+        usage = ResourceUsage(
+            cpu_s=process.cpu_s() - cpu_s,
+            rss_mb=process.rss_mb(),
+            parts_ms={} if before is None else parts_ms(before, scrape(url)),
         )
-        capacity = closed.requests_per_s  # in the end, that of the most clients
-    for share in plan.shares if capacity else ():
-        for kind, times in _arrivals(capacity * share, plan, number):
-            await turn(f"{kind} {share:g}", open_loop(process.url, requests, times))
-    if plan.bulk and server.lists:
-        await turn(
-            "single beside bulk",
-            _beside_bulk(server, process.url, texts, requests, plan.seconds),
-            parts=False,
+        turn = make_turn(self._server.name, name, self._number, measured, usage)
+        self._turns.append(turn)
+        return turn
+
+    async def _beside_bulk(self) -> LoadResult:
+        """Measure one client with single texts while another client sends bulk requests.
+
+        The failures of both clients count.
+        """
+        url, seconds = self._process.url, self._plan.seconds
+        bulk_texts = [self._texts[i % len(self._texts)] for i in range(_BULK_TEXTS)]
+        bulk_requests = self._server.requests(bulk_texts, each=_BULK_TEXTS)
+        bulk = asyncio.create_task(
+            closed_loop(url, bulk_requests, clients=1, seconds=seconds + 2 * _BULK_LEAD_S)
         )
-    return found
+        await asyncio.sleep(_BULK_LEAD_S)
+        single = await self._closed_loop(1, seconds)
+        for status, count in (await bulk).statuses.items():
+            if status != 200:
+                single.statuses[status] += count
+        return single
 
 
 def _arrivals(rate: float, plan: Plan, number: int) -> list[tuple[str, NDArray[np.float64]]]:
+    """Return the kinds of arrivals at `rate` per second, and the times of each."""
     kinds = [("poisson", poisson(rate, plan.seconds, seed=number))]
     if plan.arrivals is not None:
         kinds.append(("recorded", rescaled(plan.arrivals, rate, plan.seconds)))
     return kinds
-
-
-async def _beside_bulk(
-    server: Served, url: str, texts: Sequence[str], requests: list[Request], seconds: float
-) -> Load:
-    """The load of one client with single texts, while another keeps a bulk request running; failures are of both."""
-    bulk = server.requests([texts[i % len(texts)] for i in range(_BULK_TEXTS)], each=_BULK_TEXTS)
-    beside = asyncio.create_task(closed_loop(url, bulk, clients=1, seconds=seconds + 1.0))
-    await asyncio.sleep(0.5)  # until it has begun
-    single = await closed_loop(url, requests, clients=1, seconds=seconds)
-    failed = {status: count for status, count in (await beside).statuses.items() if status != 200}
-    single.statuses.update(failed)
-    return single

@@ -1,4 +1,7 @@
-"""Published architectures with random weights: what a batch costs depends on sizes, not on what was learnt."""
+"""Published architectures with random weights.
+
+The cost of a batch depends on the sizes of the matrices, not on the values of the weights.
+"""
 
 from collections.abc import Sequence
 from itertools import islice, product
@@ -46,25 +49,43 @@ SIZES = {
     "distilbert": _size("distilbert", 6, 768, 12),
     "tiny": _size("bert", 2, 64, 2, vocab_size=1000, max_positions=64),
 }
-"""Devlin et al. 2019, section 3; Sanh et al. 2019, section 3; and one to try the measurement with."""
+"""Devlin et al. 2019, section 3; Sanh et al. 2019, section 3; ``tiny`` tests the measurement."""
 
 _SQUAD_PERCENTILES = (0, 5, 10, 20, 30, 40, 50, 60, 70, 80, 90, 95, 98, 99, 100)
 _SQUAD_LENGTHS = (41, 85, 107, 126, 138, 149, 162, 177, 195, 217, 260, 301, 378, 384, 384)
-"""Tokens of question and paragraph in 9,231 questions of SQuAD 1.1, BERT's uncased vocabulary, cut to 384; their mean is 174."""
+"""Percentiles of the tokens per question with its paragraph.
+
+Of 9,231 questions of SQuAD 1.1 in BERT's uncased vocabulary, cut to 384 tokens; the mean is 174.
+"""
 
 
 def squad_lengths(count: int, longest: int, seed: int = 0) -> NDArray[np.int64]:
-    """Lengths in tokens, [count], distributed as SQuAD's; for a model of shorter sequences, all shorter in proportion."""
-    drawn = np.interp(
-        np.random.default_rng(seed).uniform(0, 100, count), _SQUAD_PERCENTILES, _SQUAD_LENGTHS
-    )
-    return np.maximum(3, np.rint(drawn * min(1.0, longest / max(_SQUAD_LENGTHS))).astype(np.int64))
+    """Draw lengths in tokens with the distribution of SQuAD.
+
+    Args:
+        count: number of lengths.
+        longest: tokens of the model's longest sequence; if SQuAD's longest does not fit, all
+            lengths are scaled down by the same factor.
+        seed: of the random numbers.
+
+    Returns:
+        int64 [count].
+    """
+    percentiles = np.random.default_rng(seed).uniform(0, 100, count)
+    lengths = np.interp(percentiles, _SQUAD_PERCENTILES, _SQUAD_LENGTHS)
+    scale = min(1.0, longest / max(_SQUAD_LENGTHS))
+    return np.maximum(3, np.rint(lengths * scale).astype(np.int64))
 
 
 def flops(config: EncoderConfig, lengths: Sequence[int] | NDArray[np.int64]) -> float:
-    """Floating-point operations of the encoder on sequences of these lengths, a multiply-add being two.
+    """Count the floating-point operations of the encoder; a multiply-add counts as two.
 
-    The matrix products, and attention's two products a layer, ``4 S H`` a token. Embeddings, norms and heads are not counted.
+    The count includes the matrix products and the two products of attention, ``4 S H`` per token
+    and layer. The count excludes embeddings, norms and heads.
+
+    Args:
+        config: sizes of the encoder.
+        lengths: tokens of each sequence.
     """
     sizes = np.asarray(lengths, np.float64)
     matrices = 2 * (4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size)
@@ -74,12 +95,15 @@ def flops(config: EncoderConfig, lengths: Sequence[int] | NDArray[np.int64]) -> 
 
 
 def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Checkpoint]:
-    """A bundle for embeddings of one of `SIZES`, verified against torch as every bundle is, and what it was exported from.
+    """Export an embedding model with random weights, verified against torch as every bundle is.
 
     Args:
-        name: of the size, and of the bundle.
-        folder: gets the checkpoint and the store.
-        cuda: add the packed fp16 graph, and compare it as CUDA's kernels run it.
+        name: of one of `SIZES`, and of the bundle.
+        folder: receives the checkpoint and the store.
+        cuda: export the packed fp16 graph too, and compare the graph with torch on CUDA.
+
+    Returns:
+        The bundle, and the checkpoint that the bundle was exported from.
 
     Raises:
         ExportError: the graph does not agree with torch.
@@ -90,22 +114,18 @@ def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Check
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.02)
-    # Words and not numbers, so that a word is a token.
-    words = map("".join, product(ascii_lowercase, repeat=4))
-    vocabulary = [*SPECIAL_TOKENS, *ascii_lowercase, *(f"##{letter}" for letter in ascii_lowercase)]
-    vocabulary += islice(words, config.vocab_size - len(vocabulary))
     checkpoint = folder / f"{name}-checkpoint"
-    save_checkpoint(
-        model,
-        wordpiece({token: number for number, token in enumerate(vocabulary)}, lowercase=True),
-        checkpoint,
-    )
-    store = Store(folder / "store")
+    save_checkpoint(model, wordpiece(_vocabulary(config.vocab_size), lowercase=True), checkpoint)
     precisions = (Precision.FP16,) if cuda else ()
-    bundle = export(
-        str(checkpoint),
-        name,
-        store,
-        ExportOptions(tasks=("embed",), precisions=precisions, cuda=cuda),
-    )
+    options = ExportOptions(tasks=("embed",), precisions=precisions, cuda=cuda)
+    bundle = export(str(checkpoint), name, Store(folder / "store"), options)
     return bundle, load_checkpoint(str(checkpoint))
+
+
+def _vocabulary(size: int) -> dict[str, int]:
+    """Return `size` tokens and their ids."""
+    tokens = [*SPECIAL_TOKENS, *ascii_lowercase, *(f"##{letter}" for letter in ascii_lowercase)]
+    # The remaining tokens consist of letters, because a number is not always one token.
+    words = map("".join, product(ascii_lowercase, repeat=4))
+    tokens += islice(words, size - len(tokens))
+    return {token: number for number, token in enumerate(tokens)}

@@ -1,4 +1,4 @@
-"""What is measured: the engine alone, our server, and its peers. Each says how to start and how a text is sent to it."""
+"""Describes what is measured: the engine alone, our server, and its peers."""
 
 import dataclasses
 import os
@@ -14,7 +14,7 @@ from hdrh.histogram import HdrHistogram
 
 from bench.http_client import post
 from bench.load import Request, histogram
-from bench.processes import Running, free_port, running
+from bench.processes import RunningServer, free_port, running
 from bench.throughput import batches_for, rounds_per_s, run_all
 from model_store import Manifest, Store
 from model_store.batch import Encoding
@@ -25,25 +25,44 @@ from service.settings import Settings
 from service.tasks import Task, TaskCall, TaskContext, TaskLimits
 from service.tokenizer import Tokenizer
 
-_WARM_UP = 20
+_WARM_UP_RUNS = 20
 """Runs of the engine before its latencies count."""
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """A server.
+class MeasuredModel:
+    """A bundle, what is requested of it, and how it runs.
+
+    Attributes:
+        bundle: the bundle's name.
+        store: folder of the model store.
+        task: of every request.
+        precision: of the graph.
+        device: where the graph runs.
+    """
+
+    bundle: str
+    store: Path
+    task: Task
+    precision: RequestedPrecision = "auto"
+    device: Device = Device.CPU
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredServer:
+    """How to start a server, and how to send texts to the server.
 
     Attributes:
         name: in tables.
-        command: starts it; ``{port}`` stands for the port.
-        path: where texts are posted.
-        ready_path: answers 200 once it is ready.
-        field: of the body that holds the texts.
+        command: starts the server; ``{port}`` stands for the port.
+        path: receives the texts.
+        ready_path: answers 200 when the server is ready.
+        field: of the body, holds the texts.
         extra: further fields of the body.
-        environment: variables besides this process's own, less those that set Cloze.
-        parts: whether its `/metrics` says where a request's time went.
+        environment: further variables beside this process's variables without ``CLOZE_*``.
+        parts: whether the server's ``/metrics`` has the duration of each part of a request.
         lists: whether a request may hold several texts.
-        ready_timeout_s: for it to become ready.
+        ready_timeout_s: for the server to become ready.
     """
 
     name: str
@@ -57,110 +76,101 @@ class Served:
     lists: bool = True
     ready_timeout_s: float = 180.0
 
-    def start(self) -> AbstractContextManager[Running]:
-        """Run it while the context lasts."""
+    def start(self) -> AbstractContextManager[RunningServer]:
+        """Run the server until the context ends.
+
+        Raises:
+            BenchError: the server does not become ready.
+        """
         port = free_port()
         own = {name: value for name, value in os.environ.items() if not name.startswith("CLOZE_")}
-        command = [part.format(port=port) for part in self.command]
-        environment = own | dict(self.environment)
         return running(
-            command,
+            [part.format(port=port) for part in self.command],
             f"http://127.0.0.1:{port}",
             self.ready_path,
-            environment=environment,
+            environment=own | dict(self.environment),
             timeout_s=self.ready_timeout_s,
         )
 
     def requests(self, texts: Sequence[str], *, each: int = 1) -> list[Request]:
-        """The texts as requests of ``each``; a single one is sent as a string."""
-        groups = [texts[at : at + each] for at in range(0, len(texts), each)]
-        return [
-            Request(
-                post(
-                    self.path,
-                    orjson.dumps(
-                        {self.field: group[0] if each == 1 else list(group)} | dict(self.extra)
-                    ),
-                ),
-                len(group),
-            )
-            for group in groups
-        ]
+        """Return requests of `each` texts; a single text is sent as a string."""
+        groups = [texts[start : start + each] for start in range(0, len(texts), each)]
+        return [self._request(group[0] if each == 1 else group, len(group)) for group in groups]
+
+    def _request(self, inputs: str | Sequence[str], texts: int) -> Request:
+        body = orjson.dumps({self.field: inputs} | dict(self.extra))
+        return Request(post(self.path, body), texts)
 
 
-def cloze(
-    name: str,
-    bundle: str,
-    store: Path,
-    path: str,
-    precision: RequestedPrecision,
-    device: Device = Device.CPU,
-    frontends: int = 0,
-) -> Served:
-    """Our server on one bundle, in this environment, as it is unless told otherwise."""
-    own = (
-        "--model",
-        bundle,
-        "--model-store",
-        str(store),
-        "--device",
-        str(device),
-        "--precision",
-        str(precision),
-    )
-    several = ("--frontends", str(frontends)) if frontends else ()
-    command = (sys.executable, "-m", "cloze", "serve", "--port", "{port}", *own, *several)
-    return Served(name, command, path, "/readyz", parts=True)
-
-
-def infinity(python: str, checkpoint: Path, engine: str) -> Served:
-    """infinity-emb, in an environment of its own.
+def cloze_server(title: str, model: MeasuredModel, frontends: int = 0) -> MeasuredServer:
+    """Return our server on one bundle, in this environment, with the default settings.
 
     Args:
-        python: its environment's interpreter.
+        title: begins the server's name; the number of front ends and "server" follow.
+        model: what to serve.
+        frontends: number of front end processes; 0: one process does everything.
+    """
+    options = {
+        "--port": "{port}",
+        "--model": model.bundle,
+        "--model-store": str(model.store),
+        "--device": str(model.device),
+        "--precision": str(model.precision),
+    }
+    name = f"{title} server"
+    if frontends:
+        options["--frontends"] = str(frontends)
+        name = f"{title} {frontends} front end{'s' * (frontends > 1)} server"
+    arguments = [part for option in options.items() for part in option]
+    command = (sys.executable, "-m", "cloze", "serve", *arguments)
+    return MeasuredServer(name, command, model.task.route, "/readyz", parts=True)
+
+
+def infinity_server(python: str, checkpoint: Path, engine: str) -> MeasuredServer:
+    """Return infinity-emb in its own environment.
+
+    Args:
+        python: interpreter of the environment.
         checkpoint: a Hugging Face directory.
         engine: ``torch`` or ``optimum``.
     """
-    model = str(checkpoint.resolve())
-    infinity_emb = str(Path(python).parent / "infinity_emb")
-    options: tuple[str, ...] = (
-        "--model-id",
-        model,
-        "--served-model-name",
-        "m",
-        "--engine",
-        engine,
-        "--device",
-        "cpu",
-        "--port",
-        "{port}",
-    )
-    options += ("--onnx-do-not-prefer-quantized",) if engine == "optimum" else ()
-    offline = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "INFINITY_ANONYMOUS_USAGE_STATS": "0"}
-    return Served(
+    options = {
+        "--model-id": str(checkpoint.resolve()),
+        "--served-model-name": "m",
+        "--engine": engine,
+        "--device": "cpu",
+        "--port": "{port}",
+    }
+    arguments = [part for option in options.items() for part in option]
+    if engine == "optimum":
+        arguments.append("--onnx-do-not-prefer-quantized")
+    return MeasuredServer(
         f"infinity-emb {engine}",
-        (infinity_emb, "v2", *options),
+        (str(Path(python).parent / "infinity_emb"), "v2", *arguments),
         "/embeddings",
         "/health",
-        "input",
-        {"model": "m"},
-        offline,
+        field="input",
+        extra={"model": "m"},
+        environment={
+            "HF_HUB_OFFLINE": "1",
+            "DO_NOT_TRACK": "1",
+            "INFINITY_ANONYMOUS_USAGE_STATS": "0",
+        },
     )
 
 
-def pipeline(python: str, checkpoint: Path, task: Task) -> Served:
-    """FastAPI around a transformers pipeline."""
-    command = (
-        python,
-        "-m",
-        "bench.peers.pipeline_app",
-        str(checkpoint.resolve()),
-        task.name,
-        "{port}",
-    )
-    return Served(
+def pipeline_server(python: str, checkpoint: Path, task: Task) -> MeasuredServer:
+    """Return a FastAPI application around a transformers pipeline, in its own environment.
+
+    Args:
+        python: interpreter of the environment.
+        checkpoint: a Hugging Face directory.
+        task: of every request.
+    """
+    application = ("-m", "bench.peers.pipeline_app")
+    return MeasuredServer(
         "FastAPI + transformers",
-        command,
+        (python, *application, str(checkpoint.resolve()), task.name, "{port}"),
         task.route,
         "/healthz",
         environment={"HF_HUB_OFFLINE": "1"},
@@ -182,59 +192,44 @@ def _task_limits(manifest: Manifest, settings: Settings) -> TaskLimits:
 
 
 class EngineAlone:
-    """A bundle's engine without a server: the most that these texts can give.
+    """A bundle's engine without a server: the upper bound for a server on the same texts.
 
     Args:
-        bundle: its name.
-        store: where it is.
-        task: what every text is asked.
-        texts: already those of the task.
-        precision: as a server is asked for.
-        device: as a server is asked for.
+        model: what to measure.
+        texts: inputs of the task.
     """
 
-    def __init__(
-        self,
-        bundle: str,
-        store: Path,
-        task: Task,
-        texts: Sequence[str],
-        *,
-        precision: RequestedPrecision,
-        device: Device = Device.CPU,
-    ) -> None:
-        opened = Store(store).open(bundle)
+    def __init__(self, model: MeasuredModel, texts: Sequence[str]) -> None:
+        bundle = Store(model.store).open(model.bundle)
         settings = Settings()
-        self._engine = OnnxEngine(opened, device, precision)
+        self._engine = OnnxEngine(bundle, model.device, model.precision)
         self._workers = settings.worker_count(self._engine.device)
-        budget = batch_tokens(opened, self._engine, settings)
-        context = TaskContext(
-            opened.manifest, Tokenizer(opened), _task_limits(opened.manifest, settings)
-        )
-        call = TaskCall(list(texts), task.parameters())
-        self._queries: list[Encoding] = task.prepare(call, context).encodings
-        self._batches = batches_for(self._engine, self._queries, budget)
+        limits = _task_limits(bundle.manifest, settings)
+        context = TaskContext(bundle.manifest, Tokenizer(bundle), limits)
+        call = TaskCall(list(texts), model.task.parameters())
+        self._encodings: list[Encoding] = model.task.prepare(call, context).encodings
+        budget = batch_tokens(bundle, self._engine, settings)
+        self._batches = batches_for(self._engine, self._encodings, budget)
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of each text."""
-        return [len(query) for query in self._queries]
+        return [len(encoding) for encoding in self._encodings]
 
-    def run(self, seconds: float) -> float:
-        """Texts a second over whole rounds of all texts, for about so many seconds."""
-        return rounds_per_s(
-            lambda: run_all(self._engine, self._batches, self._workers), seconds
-        ) * len(self._queries)
+    def texts_per_s(self, seconds: float) -> float:
+        """Return texts per second over whole rounds of all texts, for about `seconds`."""
+        rounds = rounds_per_s(lambda: run_all(self._engine, self._batches, self._workers), seconds)
+        return rounds * len(self._encodings)
 
-    def one_at_a_time(self, seconds: float) -> HdrHistogram:
-        """Latencies in microseconds of single texts, one after the other, in the texts' order."""
-        found = histogram()
-        for query in self._queries[:_WARM_UP]:
-            self._engine.run([query])
+    def single_latencies(self, seconds: float) -> HdrHistogram:
+        """Measure single texts, one after the other; return their latencies in microseconds."""
+        latencies = histogram()
+        for encoding in self._encodings[:_WARM_UP_RUNS]:
+            self._engine.run([encoding])
         end = time.perf_counter() + seconds
         number = 0
         while (begin := time.perf_counter()) < end:
-            self._engine.run([self._queries[number % len(self._queries)]])
-            found.record_value(max(1, round((time.perf_counter() - begin) * 1e6)))
+            self._engine.run([self._encodings[number % len(self._encodings)]])
+            latencies.record_value(max(1, round((time.perf_counter() - begin) * 1e6)))
             number += 1
-        return found
+        return latencies

@@ -1,4 +1,4 @@
-"""What is sent: texts of real lengths. A file of one's own, or words of the model's vocabulary in lengths that were measured."""
+"""The texts of the requests: lines of a file, or random words in measured lengths."""
 
 import json
 import lzma
@@ -26,37 +26,40 @@ _QUESTION_WORDS = {
     18: 1,
     19: 1,
 }
-"""Words of 1,805 real search questions (Natural Questions): how many had so many."""
+"""Number of questions by their number of words, of 1,805 search questions (Natural Questions)."""
 
 _MIX = ((0.75, "question"), (0.20, "sentence"), (0.05, "passage"))
-"""What an embedding service reads: mostly queries, some sentences, few passages to index."""
+"""Shares of an embedding service: mostly queries, some sentences, few passages to index."""
 
 _SENTENCE_WORDS, _PASSAGE_WORDS = (20, 0.5), (120, 0.5)
 """Median and sigma of log-normal word counts."""
 
-_LARGEST = 350
+_MIN_WORDS, _MAX_WORDS = 3, 350
 
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    """Texts and where they came from."""
+    """Texts and a description of their source."""
 
     texts: list[str]
     source: str
 
 
 def read_texts(file: Path, limit: int) -> Texts:
-    """One text a line, or JSON lines with ``text`` or ``question``; also ``.xz``.
+    """Read one text per line, or JSON lines with ``text`` or ``question``; also from ``.xz``.
+
+    Args:
+        file: the file to read.
+        limit: largest number of texts.
 
     Raises:
-        ValueError: there is none, or a line is no such object.
-        OSError: it cannot be read.
+        ValueError: the file has no text, or a line is not such an object.
+        OSError: the file cannot be read.
     """
     data = file.read_bytes()
     lines = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8").splitlines()
-    texts = [
-        _text_of(line) if ".jsonl" in file.suffixes else line for line in lines if line.strip()
-    ][:limit]
+    is_json = ".jsonl" in file.suffixes
+    texts = [_text_of(line) if is_json else line for line in lines if line.strip()][:limit]
     if not texts:
         raise ValueError(f"{file} has no text")
     return Texts(texts, file.name)
@@ -71,32 +74,30 @@ def _text_of(line: str) -> str:
 
 
 def make_texts(words: Sequence[str], count: int, seed: int = 0) -> Texts:
-    """``count`` texts of random words; the same for one seed."""
+    """Make `count` texts of random words; the same seed gives the same texts."""
     rng = np.random.default_rng(seed)
-    lengths = np.fromiter((_length(rng) for _ in range(count)), int, count)
+    lengths = np.fromiter((_word_count(rng) for _ in range(count)), int, count)
     chosen = rng.integers(len(words), size=lengths.sum())
     ends = np.cumsum(lengths)
     texts = [
         " ".join(words[i] for i in chosen[end - size : end])
         for end, size in zip(ends, lengths, strict=True)
     ]
-    return Texts(
-        texts,
-        f"{count} of random words: 75 % as long as search questions, 20 % as sentences, 5 % as passages",
-    )
+    lengths_like = "75 % as long as search questions, 20 % as sentences, 5 % as passages"
+    return Texts(texts, f"{count} of random words: {lengths_like}")
 
 
-def _length(rng: np.random.Generator) -> int:
+def _word_count(rng: np.random.Generator) -> int:
     kind = rng.choice([name for _, name in _MIX], p=[share for share, _ in _MIX])
     if kind == "question":
         counts = np.array(list(_QUESTION_WORDS.values()))
         return int(rng.choice(list(_QUESTION_WORDS), p=counts / counts.sum()))
     median, sigma = _SENTENCE_WORDS if kind == "sentence" else _PASSAGE_WORDS
-    return int(np.clip(rng.lognormal(np.log(median), sigma), 3, _LARGEST))
+    return int(np.clip(rng.lognormal(np.log(median), sigma), _MIN_WORDS, _MAX_WORDS))
 
 
 def words_of(bundle: Bundle) -> list[str]:
-    """The whole words of a bundle's vocabulary: ASCII letters, three or more."""
+    """Return the whole words of a bundle's vocabulary: three or more ASCII letters each."""
     tokenizer = Tokenizer.from_file(str(bundle.file(bundle.manifest.tokenizer.file)))
     return sorted(
         word
@@ -106,7 +107,7 @@ def words_of(bundle: Bundle) -> list[str]:
 
 
 def mask_a_word(texts: Texts, mask: str) -> Texts:
-    """The same texts, each with its middle word masked."""
+    """Return the texts with the middle word of each replaced by `mask`."""
     masked = []
     for text in texts.texts:
         words = text.split()

@@ -1,4 +1,4 @@
-"""How fast batches run on an engine, by as many workers as a server has, nothing before it and nothing behind."""
+"""Measures how fast an engine runs batches on as many workers as a server has."""
 
 import threading
 import time
@@ -9,63 +9,79 @@ from model_store.batch import Encoding
 from service.core import Engine
 
 
-def rounds_per_s(play: Callable[[], object], seconds: float) -> float:
-    """How often ``play`` is done in a second: whole rounds, one at least, for about so many seconds."""
+def rounds_per_s(play_round: Callable[[], object], seconds: float) -> float:
+    """Return how many rounds run per second.
+
+    Args:
+        play_round: runs one round; at least one round runs, and every round runs to its end.
+        seconds: approximate duration.
+    """
     rounds, started = 0, time.perf_counter()
     while not rounds or time.perf_counter() - started < seconds:
-        play()
+        play_round()
         rounds += 1
     return rounds / (time.perf_counter() - started)
 
 
 def run_all(engine: Engine, batches: Sequence[Sequence[Encoding]], workers: int) -> None:
-    """Every batch once, the last first, by so many threads.
+    """Run every batch once on `workers` threads, the last batch first.
 
     Raises:
-        Exception: what the engine raised.
+        Exception: the first exception of the engine.
     """
-    left = list(batches)
+    waiting = list(batches)
     lock = threading.Lock()
-    failed: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def work() -> None:
         try:
             while True:
                 with lock:
-                    if not left or failed:
+                    if not waiting or errors:
                         return
-                    batch = left.pop()
+                    batch = waiting.pop()
                 engine.run(batch)
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     threads = [threading.Thread(target=work) for _ in range(workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    if failed:
-        raise failed[0]
+    if errors:
+        raise errors[0]
 
 
-def cut(queries: Sequence[Encoding], budget: int) -> list[list[Encoding]]:
-    """Batches of at most so many tokens, or of one query, in the order of the queries."""
+def cut_batches(encodings: Sequence[Encoding], batch_tokens: int) -> list[list[Encoding]]:
+    """Cut the encodings, in their order, into batches of at most `batch_tokens` tokens.
+
+    A longer encoding is a batch of its own.
+    """
     batches: list[list[Encoding]] = []
-    tokens = budget
-    for query in queries:
-        if tokens + len(query) > budget:
+    tokens = batch_tokens
+    for encoding in encodings:
+        if tokens + len(encoding) > batch_tokens:
             batches.append([])
             tokens = 0
-        batches[-1].append(query)
-        tokens += len(query)
+        batches[-1].append(encoding)
+        tokens += len(encoding)
     return batches
 
 
-def batches_for(engine: Engine, queries: Sequence[Encoding], budget: int) -> list[list[Encoding]]:
-    """`cut` as the engine takes them: in their order where it mixes lengths, else those of a length together, ascending."""
+def batches_for(
+    engine: Engine, encodings: Sequence[Encoding], batch_tokens: int
+) -> list[list[Encoding]]:
+    """Cut the encodings into batches that the engine supports.
+
+    An engine with variable-length batches takes the encodings in their order. Another engine takes
+    batches of one length each, in ascending order of length.
+    """
     if engine.supports_varlen:
-        return cut(queries, budget)
+        return cut_batches(encodings, batch_tokens)
     groups: dict[int, list[Encoding]] = defaultdict(list)
-    for query in queries:
-        groups[len(query)].append(query)
-    return [batch for _, group in sorted(groups.items()) for batch in cut(group, budget)]
+    for encoding in encodings:
+        groups[len(encoding)].append(encoding)
+    return [
+        batch for _, group in sorted(groups.items()) for batch in cut_batches(group, batch_tokens)
+    ]

@@ -1,4 +1,4 @@
-"""``python -m cloze``."""
+"""Runs the command line: ``python -m cloze``."""
 
 from cloze.cli import main
 

@@ -1,4 +1,4 @@
-"""``cloze bench``: parses arguments, calls `bench`, prints. What is measured and how is told in docs/benchmark.md."""
+"""``cloze bench``: parses arguments, calls `bench`, prints; docs/benchmark.md has the method."""
 
 import os
 import shlex
@@ -6,10 +6,9 @@ import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -20,23 +19,23 @@ from model_store.manifest import Precision
 from model_store.store import Store, StoreError
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from bench.device import DeviceFigures, DevicePlan
     from bench.result import Result
-    from bench.texts import Texts
-    from service.core import RequestedPrecision
-    from service.tasks import Task
+    from bench.run_options import RunOptions
 
+
+_INSTALL = "which the serving install leaves out; install cloze[cpu,bench]"
 
 _out_option = click.option(
     "--out",
     type=click.Path(path_type=Path),
-    help="Where to write NAME.json and NAME.md, of `run` also NAME.png (give NAME).",
+    metavar="NAME",
+    help="Write NAME.json and NAME.md; `run` also writes NAME.png.",
 )
 
 
 def _numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[float, ...]:
+    """Parse numbers above 0."""
     try:
         numbers = tuple(float(part) for part in value.split(",") if part)
     except ValueError:
@@ -47,6 +46,8 @@ def _numbers(_: click.Context, __: click.Parameter, value: str) -> tuple[float, 
 
 
 def _counts(least: int) -> Callable[[click.Context, click.Parameter, str], tuple[int, ...]]:
+    """Return a parser of whole numbers from `least`."""
+
     def parse(_: click.Context, __: click.Parameter, value: str) -> tuple[int, ...]:
         parts = value.split(",")
         if not all(part.strip().isdecimal() and int(part) >= least for part in parts):
@@ -62,150 +63,150 @@ def _counts(least: int) -> Callable[[click.Context, click.Parameter, str], tuple
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
-    help="Measure all that it gives; with no command.",
+    help="Measure this device as a whole; only without a command.",
 )
 @click.option(
     "--sizes",
     default="bert-base,bert-large,distilbert",
-    help="Architectures, with random weights; also tiny.",
+    help="Architectures with random weights; also tiny.",
 )
 @click.option(
     "--lengths",
     default="16,32,64,128,256,512",
     callback=_counts(1),
-    help="Of sequences, in tokens.",
+    help="Tokens per sequence.",
 )
 @click.option(
     "--batch-tokens",
     default="1024,2048,4096,8192,16384,32768",
     callback=_counts(1),
-    help="Of batches of one length each.",
+    help="Tokens per batch; all sequences of a batch have one length.",
 )
 @click.option(
     "--frontends",
     default="0,1,2,4,8,12",
     callback=_counts(0),
-    help="Of servers, one each; 0: one process.",
+    help="Front end processes, one server per number; 0: a single process.",
 )
-@click.option("--sequences", type=click.IntRange(min=1), default=1024, help="Of SQuAD's lengths.")
+@click.option(
+    "--sequences",
+    type=click.IntRange(min=1),
+    default=1024,
+    help="Number of sequences with SQuAD's lengths.",
+)
 @click.option(
     "--seconds",
     type=click.FloatRange(min=0.01),
     default=0.4,
-    help="Of each batch; of a server ten times that.",
+    help="Duration per batch size; a server is measured ten times as long.",
 )
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0),
     default=8.0,
-    help="After which nothing further begins.",
+    help="Begin no further part after this time.",
 )
 @_out_option
 @click.pass_context
-def bench(
-    context: click.Context,
-    device: str | None,
-    sizes: str,
-    lengths: tuple[int, ...],
-    batch_tokens: tuple[int, ...],
-    frontends: tuple[int, ...],
-    sequences: int,
-    seconds: float,
-    minutes: float,
-    out: Path | None,
-) -> None:
-    """Measure: the engine alone, the server, and its peers, in turns in one run.
+def bench(context: click.Context, /, out: Path | None, **arguments: Any) -> None:
+    """Measure the engine alone, the server, and its peers, in turns in one run.
 
-    Without a command, --device says what to measure: engines of several sizes over lengths and sizes of batches, padded, torch
-    on the same batches, and servers, with weights made up.
+    Without a command, --device measures a device: engines of several sizes over sequence lengths
+    and batch sizes, padded batches, torch on the same batches, and servers, with random weights.
 
     \b
     Examples:
       cloze bench --device cuda --out results/my-card
       cloze bench run --model cloze-bert
     """
-    for name in [
-        name for name in os.environ if name.startswith("CLOZE_") and name != "CLOZE_MODEL_STORE"
-    ]:
-        del os.environ[
-            name
-        ]  # servers are started without them, so that the engine alone must not have them either
+    _clear_settings()
     given = [
-        name
+        f"--{name.replace('_', '-')}"
         for name in context.params
         if context.get_parameter_source(name) is not ParameterSource.DEFAULT
     ]
-    if context.invoked_subcommand is not None:
+    if command := context.invoked_subcommand:
         if given:
             raise click.UsageError(
-                f"--{given[0].replace('_', '-')} before {context.invoked_subcommand} is of no command; leave one out"
+                f"option {given[0]} applies only without a command: "
+                f"leave out '{command}', or give the option after '{command}'"
             )
-        return
-    if device is None:
-        if given:
-            raise click.UsageError(
-                f"--{given[0].replace('_', '-')} says how to measure a device; give --device as well"
-            )
+    elif arguments["device"] is not None:
+        _measure_device(arguments, out)
+    elif given:
+        raise click.UsageError(f"{given[0]} says how to measure a device; give --device as well")
+    else:
         click.echo(context.get_help())
-        return
+
+
+def _clear_settings() -> None:
+    """Remove ``CLOZE_*`` variables, so that the engine alone has the settings of the servers.
+
+    Measured servers start without these variables.
+    """
+    for name in list(os.environ):
+        if name.startswith("CLOZE_") and name != "CLOZE_MODEL_STORE":
+            del os.environ[name]
+
+
+def _measure_device(arguments: dict[str, Any], out: Path | None) -> None:
     try:
-        from bench.device import Found, Programme, card, run_programme
+        from bench.device import DeviceFigures, DevicePlan, measure_device
         from bench.errors import BenchError
-        from bench.result import Result, describe_machine, installed
         from bench.sizes import SIZES
         from service.core import Device
-        from service.settings import available_cpus
     except ModuleNotFoundError as error:
         fail(f"bench of a device needs {error.name}; install cloze[bench,export] with cpu or gpu")
-    names = tuple(sizes.split(","))
-    if unknown := [name for name in names if name not in SIZES]:
+    sizes = tuple(arguments["sizes"].split(","))
+    if unknown := [name for name in sizes if name not in SIZES]:
         raise click.BadParameter(
             f"{unknown[0]!r} is none of {', '.join(SIZES)}", param_hint="--sizes"
         )
-    programme = Programme(
-        Device(device),
-        sizes=names,
-        lengths=lengths,
-        batch_tokens=batch_tokens,
-        frontends=frontends,
-        sequences=sequences,
-        seconds=seconds,
-        minutes=minutes,
-    )
-    versions = {"Cloze": installed()}
+    plan = DevicePlan(**arguments | {"device": Device(arguments["device"]), "sizes": sizes})
+    describe = _device_describer(plan)
 
-    def result(found: Found) -> Result:
-        gpu = {"GPU": name} if (name := card(programme.device)) else {}
+    def save(figures: DeviceFigures) -> None:
+        _write(describe(figures), out)
+
+    try:
+        _create_out(out)
+        with TemporaryDirectory(prefix="cloze-bench-") as folder:
+            figures = measure_device(plan, Path(folder), _report, save)
+    except (BenchError, OSError) as error:
+        fail(str(error))
+    _present(describe(figures), out)
+    if figures.failed:
+        fail(f"failed: {'; '.join(figures.failed)}; the lines above and the notes have the reasons")
+
+
+def _device_describer(plan: "DevicePlan") -> "Callable[[DeviceFigures], Result]":
+    """Return a function that adds the plan, the machine and the versions to the figures."""
+    from bench.device import gpu_name
+    from bench.machine import describe_machine, installed_versions
+    from bench.result import Result
+    from service.settings import available_cpus
+
+    versions = {"Cloze": installed_versions()}
+
+    def describe(figures: "DeviceFigures") -> Result:
+        gpu = {"GPU": name} if (name := gpu_name(plan.device)) else {}
         return Result(
-            command=shlex.join(["cloze", *sys.argv[1:]]),
+            command=_command(),
             date=_now(),
             machine=gpu | describe_machine(available_cpus()),
             versions=versions,
-            model=", ".join(names) + f", embed, on {gpu.get('GPU', 'a CPU')}",
+            model=f"{', '.join(plan.sizes)}, embed, on {gpu.get('GPU', 'a CPU')}",
             texts={
                 "from": "random words",
-                "lengths": "SQuAD 1.1's; short: search questions' mostly",
+                "lengths": "SQuAD 1.1's; short: mostly those of search questions",
             },
-            turns=found.turns,
-            starts=found.starts,
-            cells=found.cells,
-            notes=found.notes,
+            turns=figures.turns,
+            starts=figures.starts,
+            cells=figures.cells,
+            notes=figures.notes,
         )
 
-    try:
-        _open_out(out)
-        with TemporaryDirectory(prefix="cloze-bench-") as folder:
-            found = run_programme(
-                programme,
-                Path(folder),
-                lambda line: click.echo(line, err=True),
-                lambda found: _write(result(found), out),
-            )
-    except (BenchError, OSError) as error:
-        fail(str(error))
-    _tell(result(found), out)
-    if found.failed:
-        fail(f"failed: {'; '.join(found.failed)}; why is said above, and among the notes")
+    return describe
 
 
 @bench.command()
@@ -214,28 +215,30 @@ def bench(
     "models",
     multiple=True,
     default=("cloze-bert",),
-    help="A bundle; may be repeated, to compare two.",
+    help="Name of a bundle; may be repeated, to compare bundles.",
 )
 @click.option(
     "--model-store",
     type=click.Path(path_type=Path),
     default=DEFAULT_ROOT,
     envvar="CLOZE_MODEL_STORE",
-    help="Its folder.",
+    help="Folder of the bundles.",
 )
 @click.option("--task", type=click.Choice(["embed", "fill-mask"]), default="embed")
 @click.option(
     "--texts",
     type=click.Path(path_type=Path),
-    help="A text a line, or .jsonl (text or question); unless given, made up.",
+    help="File with one text per line, or .jsonl (text or question). [default: random words]",
 )
-@click.option("--count", type=click.IntRange(min=1), default=2000, help="How many texts.")
-@click.option("--clients", default="1,32", callback=_numbers, help="Of the closed loops.")
+@click.option("--count", type=click.IntRange(min=1), default=2000, help="Number of texts.")
+@click.option(
+    "--clients", default="1,32", callback=_counts(1), help="Clients, one closed loop per number."
+)
 @click.option(
     "--shares",
     default="0.3,0.5,0.7,0.9",
     callback=_numbers,
-    help="Of the open loops, of what the closed loop gave.",
+    help="Arrival rates of the open loops, as shares of the closed loop's rate.",
 )
 @click.option(
     "--arrivals",
@@ -247,26 +250,28 @@ def bench(
     default=True,
     help="Whether to measure single texts beside requests of 2,048.",
 )
-@click.option("--each", type=click.IntRange(min=1), default=1, help="Texts a request.")
-@click.option("--seconds", type=click.FloatRange(min=0.1), default=10.0, help="Of each load.")
-@click.option("--turns", type=click.IntRange(min=1), default=3)
+@click.option("--each", type=click.IntRange(min=1), default=1, help="Texts per request.")
+@click.option(
+    "--seconds", type=click.FloatRange(min=0.1), default=10.0, help="Duration of each load."
+)
+@click.option("--turns", type=click.IntRange(min=1), default=3, help="Number of repetitions.")
 @click.option(
     "--precision",
     "precisions",
     multiple=True,
     type=click.Choice([str(p) for p in Precision] + ["auto"]),
     default=("auto",),
-    help="Of engine and server; may be repeated, to compare.",
+    help="Precision of engine and server; may be repeated, to compare.",
 )
 @click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Of engine and server."
+    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="For engine and server."
 )
 @click.option(
     "--frontends",
     multiple=True,
     type=click.IntRange(min=0),
     default=(0,),
-    help="Of the server; may be repeated, to compare.",
+    help="Front end processes of the server; may be repeated, to compare.",
 )
 @click.option(
     "--infinity",
@@ -279,100 +284,23 @@ def bench(
     help="Interpreter of an environment with transformers and FastAPI; needs --checkpoint.",
 )
 @click.option(
-    "--checkpoint", type=click.Path(path_type=Path), help="The bundle's weights as peers read them."
+    "--checkpoint",
+    type=click.Path(path_type=Path),
+    help="Hugging Face directory with the bundle's weights, for the peers.",
 )
 @_out_option
-def run(
-    models: tuple[str, ...],
-    model_store: Path,
-    task: str,
-    texts: Path | None,
-    count: int,
-    clients: tuple[float, ...],
-    shares: tuple[float, ...],
-    arrivals: Path | None,
-    bulk: bool,
-    each: int,
-    seconds: float,
-    turns: int,
-    precisions: tuple[str, ...],
-    device: str,
-    frontends: tuple[int, ...],
-    infinity: str | None,
-    pipeline: str | None,
-    checkpoint: Path | None,
-    out: Path | None,
-) -> None:
-    """Measure and print a table; with --out, write it, the figures as JSON, and plots."""
+def run(out: Path | None, **arguments: Any) -> None:
+    """Measure and print a table; with --out, write the table, the figures as JSON, and plots."""
     try:
-        from bench import subjects
         from bench.errors import BenchError
-        from bench.result import Result, describe_machine, installed
-        from bench.run import Plan, measure
-        from service.core import Device, StartupError
-        from service.settings import available_cpus
-        from service.tasks import TASKS
+        from bench.run_options import RunOptions
+        from service.core import StartupError
     except ModuleNotFoundError as error:
-        fail(
-            f"bench needs {error.name}, which the serving install leaves out; install cloze[cpu,bench]"
-        )
-    if (infinity or pipeline) and checkpoint is None:
-        fail("peers need the weights as a checkpoint: give --checkpoint")
-    pythons = {"Cloze": sys.executable, "infinity-emb": infinity, "pipeline": pipeline}
-    asked, threads = TASKS[task], available_cpus()
+        fail(f"bench needs {error.name}, {_INSTALL}")
+    options = RunOptions(**arguments)
     try:
-        _open_out(out)
-        chosen = _texts(texts, models[0], Store(model_store), count, asked)
-        ours = [
-            (name, precision, name if precision == "auto" else f"{name} {precision}")
-            for name in models
-            for precision in precisions
-        ]
-        engines = {
-            f"{title} engine": partial(
-                subjects.EngineAlone,
-                name,
-                model_store,
-                asked,
-                chosen.texts,
-                precision=_precision(precision),
-                device=Device(device),
-            )
-            for name, precision, title in ours
-        }
-        servers = [
-            subjects.cloze(
-                f"{title}{f' {number} front end' + 's' * (number > 1) if number else ''} server",
-                name,
-                model_store,
-                asked.route,
-                _precision(precision),
-                Device(device),
-                number,
-            )
-            for name, precision, title in ours
-            for number in frontends
-        ]
-        if checkpoint and infinity:
-            servers += [
-                subjects.infinity(infinity, checkpoint, engine) for engine in ("torch", "optimum")
-            ]
-        if checkpoint and pipeline:
-            servers.append(subjects.pipeline(pipeline, checkpoint, asked))
-        versions = {title: installed(python) for title, python in pythons.items() if python}
-        lengths = next(iter(engines.values()))().lengths
-        plan = Plan(
-            clients=tuple(int(number) for number in clients),
-            shares=shares,
-            arrivals=_arrivals(arrivals) if arrivals else None,
-            texts_per_request=each,
-            bulk=bulk,
-            seconds=seconds,
-            turns=turns,
-        )
-        found, starts = measure(
-            engines, servers, chosen.texts, plan, lambda line: click.echo(line, err=True)
-        )
+        _create_out(out)
+        result = _measure_run(options)
     except (
         BenchError,
         StoreError,
@@ -382,57 +310,82 @@ def run(
         OSError,
     ) as error:
         fail(str(error))
-    result = Result(
-        command=shlex.join(["cloze", *sys.argv[1:]]),
+    _present(result, out)
+
+
+def _measure_run(options: "RunOptions") -> "Result":
+    from bench.machine import describe_machine, installed_versions
+    from bench.result import Result
+    from bench.run import measure
+    from bench.run_options import Selection
+    from service.settings import available_cpus
+
+    selection = Selection.of(options)
+    texts, engines = selection.texts, selection.engines
+    versions = {name: installed_versions(python) for name, python in options.interpreters.items()}
+    lengths = next(iter(engines.values()))().lengths
+    turns, starts = measure(engines, selection.servers, texts.texts, options.plan(), _report)
+    store = Store(options.model_store)
+    references = [store.manifest(name).reference for name in options.models]
+    return Result(
+        command=_command(),
         date=_now(),
-        machine=describe_machine(threads),
+        machine=describe_machine(available_cpus()),
         versions=versions,
-        model=", ".join(Store(model_store).manifest(name).reference for name in models)
-        + f", {task}",
+        model=f"{', '.join(references)}, {options.task}",
         texts={
-            "from": chosen.source,
-            "count": len(chosen.texts),
+            "from": texts.source,
+            "count": len(texts.texts),
             "mean tokens": round(sum(lengths) / len(lengths), 1),
         },
-        turns=found,
+        turns=turns,
         starts=starts,
     )
-    _tell(result, out)
 
 
 @bench.command()
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
-@click.option("--all", "every", is_flag=True, help="Also what did not move.")
+@click.option("--all", "every", is_flag=True, help="List unchanged figures too.")
 def compare(before: Path, after: Path, every: bool) -> None:
-    """Name what moved from one result (JSON) to another, beyond what their turns differ among themselves."""
+    """List the figures that changed from one result (JSON) to another.
+
+    A change counts if it exceeds the differences between the turns of one result.
+    """
     try:
         from bench.compare import compare as compare_results
         from bench.compare import table
         from bench.result import Result
     except ModuleNotFoundError as error:
-        fail(
-            f"bench needs {error.name}, which the serving install leaves out; install cloze[cpu,bench]"
-        )
+        fail(f"bench needs {error.name}, {_INSTALL}")
     try:
-        moves = compare_results(Result.from_json(before), Result.from_json(after))
+        differences = compare_results(Result.from_json(before), Result.from_json(after))
     except (OSError, ValueError) as error:
         fail(str(error))
-    click.echo(table(moves, every=every), nl=False)
+    click.echo(table(differences, every=every), nl=False)
+
+
+def _report(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _command() -> str:
+    return shlex.join(["cloze", *sys.argv[1:]])
 
 
 def _now() -> str:
     return f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
 
 
-def _open_out(out: Path | None) -> None:
-    """That nothing can be written there is better told now than at the end."""
+def _create_out(out: Path | None) -> None:
+    """Create the folder and the JSON file, so that a wrong path fails before the measurement."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         Path(f"{out}.json").touch()
 
 
-def _tell(result: "Result", out: Path | None) -> None:
+def _present(result: "Result", out: Path | None) -> None:
+    """Print the table, and write the files."""
     from bench.report import table
 
     click.echo(table(result))
@@ -440,43 +393,11 @@ def _tell(result: "Result", out: Path | None) -> None:
 
 
 def _write(result: "Result", out: Path | None) -> None:
-    from bench.report import draw, table
+    from bench.plots import draw
+    from bench.report import table
 
     if out is not None:
         Path(f"{out}.json").write_text(result.to_json())
         Path(f"{out}.md").write_text(table(result))
-        if not result.cells:  # whose tables say more than curves of loads that are not alike
+        if not result.cells:  # the loads of a device's servers differ, so curves would mislead
             draw(result, Path(f"{out}.png"))
-
-
-def _precision(name: str) -> "RequestedPrecision":
-    return "auto" if name == "auto" else Precision(name)
-
-
-def _texts(file: Path | None, model: str, store: Store, count: int, task: "Task") -> "Texts":
-    """What to send: for fill-mask, each with one word masked."""
-    from bench.texts import make_texts, mask_a_word, read_texts, words_of
-
-    bundle = store.open(model)
-    texts = read_texts(file, count) if file else make_texts(words_of(bundle), count)
-    return (
-        mask_a_word(texts, bundle.manifest.tokenizer.mask_token or "")
-        if task.name == "fill-mask"
-        else texts
-    )
-
-
-def _arrivals(file: Path) -> "NDArray[np.float64]":
-    """Seconds since the first, of a CSV with a column ``timestamp``."""
-    import csv
-
-    import numpy as np
-
-    with file.open(newline="") as stream:
-        reader = csv.DictReader(stream)
-        if "timestamp" not in (reader.fieldnames or ()):
-            raise ValueError(f"{file} has no column 'timestamp'")
-        times = [datetime.fromisoformat(row["timestamp"][:26]).timestamp() for row in reader]
-    if len(times) < 2 or times[0] == times[-1]:
-        raise ValueError(f"{file} has fewer than two arrival times")
-    return np.sort(np.asarray(times)) - min(times)

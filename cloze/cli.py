@@ -1,4 +1,8 @@
-"""``cloze train | export | store | serve | bench``: parses arguments, calls one room, prints; errors become one line."""
+"""The command line: ``cloze train | export | store | serve | bench``.
+
+Each command parses its options, calls one package and prints the result. A known error becomes one
+line on standard error.
+"""
 
 import json
 import re
@@ -15,8 +19,17 @@ from cloze.train import train
 from model_store.heads import HEADS
 from model_store.layouts import Layout
 from model_store.locations import DEFAULT_ROOT
-from model_store.manifest import NAME_PATTERN, Gate, Manifest, Precision, Weights
-from model_store.store import Store, StoreError
+from model_store.manifest import (
+    NAME_PATTERN,
+    Architecture,
+    Embedding,
+    Gate,
+    Manifest,
+    Parity,
+    Precision,
+    Weights,
+)
+from model_store.store import Bundle, Store, StoreError
 
 T = TypeVar("T")
 
@@ -24,7 +37,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "sh
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script."""
+    """Run the command line."""
     cli.main(args=arguments, prog_name="cloze")
 
 
@@ -33,8 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def cli() -> None:
     """Serve BERT and DistilBERT: fill-mask, embeddings, next sentence and question answering.
 
-    Text becomes a checkpoint by `cloze train`; a checkpoint becomes a bundle by `cloze export`; bundles lie in a model
-    store, which `cloze store` looks after; `cloze serve` answers from them over REST.
+    `cloze train` makes a checkpoint from text. `cloze export` makes a bundle from a checkpoint, in
+    a model store. `cloze store` lists, verifies and removes bundles. `cloze serve` answers requests
+    from bundles over REST. `cloze bench` measures the server.
     """
 
 
@@ -44,7 +58,7 @@ _store_option = click.option(
     default=DEFAULT_ROOT,
     envvar="CLOZE_MODEL_STORE",
     show_envvar=True,
-    help="Folder of the bundles.",
+    help="Folder that contains the bundles.",
 )
 
 
@@ -62,49 +76,54 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     "--name",
     required=True,
     callback=_check_name,
-    help="The bundle's name; it gets the name's next version.",
+    help="Name of the bundle. The bundle gets the next version of this name.",
 )
 @click.option(
     "--task",
     "tasks",
     multiple=True,
     type=click.Choice([head.task for head in HEADS.values()]),
-    help="What to export it for; may be repeated. [default: all that its heads allow]",
+    help="Task to export; may be repeated.  [default: all tasks of the checkpoint's heads]",
 )
 @click.option(
     "--precision",
     "precisions",
     multiple=True,
     type=click.Choice([str(p) for p in Precision]),
-    help="Arithmetic of a further graph beside the fp32 one: int8 for a CPU, fp16 for CUDA; may be repeated.",
+    help="Precision of an additional graph: int8 for a CPU, or fp16 for CUDA; may be repeated. "
+    "Every bundle has an fp32 graph.",
 )
 @click.option(
     "--layout",
     type=click.Choice([str(layout) for layout in Layout]),
-    help="How a batch lies in memory; it follows from the precision: fp16 is packed, fp32 and int8 are dense.",
+    help="Layout of a batch. The precision determines the layout: packed for fp16, dense for fp32 "
+    "and int8. The option only checks that the layout is the expected one.",
 )
 @click.option(
     "--weights",
     type=click.Choice([str(w) for w in Weights]),
     default=str(Weights.FP32),
-    help="How matrices lie on disk; fp16 rounds them and halves the bundle, int8, with --precision int8, quarters it. "
-    "Arithmetic stays the precision's.",
+    help="Type of the matrices on disk. fp16 rounds the matrices and halves the size of the "
+    "bundle. int8 needs --precision int8 and divides the size by four. The precision of the "
+    "arithmetic does not change.",
 )
 @click.option(
     "--gate-pairs",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="CSV of sentence,sentence,score (STS-B), also .xz: int8 must rank them as well as the checkpoint does.",
+    help="CSV file of sentence,sentence,score rows, as in STS-B; .xz is allowed. A rounded graph "
+    "must rank the pairs as well as the checkpoint does. May be repeated.",
 )
 @click.option(
     "--revision",
-    help="Branch, tag or commit of a hub id; the commit it names is pinned and recorded.",
+    help="Branch, tag or commit of a hub id. The manifest records the commit.",
 )
 @click.option(
     "--device",
     type=click.Choice(["cpu", "cuda"]),
     default="cpu",
-    help="Where an fp16 graph is compared with torch: as CUDA's kernels run it, or, without a GPU, by what its operators mean.",
+    help="Device for the comparison of an fp16 graph with torch: CUDA's kernels, or on a CPU a "
+    "reference implementation of the graph's operators.",
 )
 @_store_option
 def export(
@@ -121,16 +140,17 @@ def export(
 ) -> None:
     """Turn a checkpoint into a bundle.
 
-    SOURCE is a directory with config.json, weights (model.safetensors or pytorch_model.bin, whole or sharded) and a
-    tokenizer (tokenizer.json or vocab.txt); a sentence-transformers directory; or a hub id such as
-    google-bert/bert-base-uncased.
+    SOURCE is a directory with config.json, weights (model.safetensors or pytorch_model.bin, in one
+    file or sharded) and a tokenizer (tokenizer.json or vocab.txt); or a sentence-transformers
+    directory; or a hub id such as google-bert/bert-base-uncased.
 
-    The bundle is published only if its graph agrees with torch over a grid of batches and lengths.
+    The command publishes the bundle only if its graph agrees with torch over a grid of batch sizes
+    and sequence lengths.
 
     \b
     Examples:
       cloze export ./my-bert --name my-bert
-      cloze export google-bert/bert-base-uncased --name bert --revision 86b5e0934494bd15c9632b12f734a8a67f723594
+      cloze export google-bert/bert-base-uncased --name bert --revision main
     """
     try:
         from export.errors import DataError, ExportError
@@ -140,35 +160,41 @@ def export(
         from export.publish import export as export_checkpoint
     except ModuleNotFoundError as error:
         fail(
-            f"export needs {error.name}, which the serving install leaves out; install cloze[cpu,export]"
+            f"export needs {error.name}, which the serving install leaves out; "
+            "install cloze[cpu,export]"
         )
-    asked = [Precision(precision) for precision in precisions]
+    requested = tuple(Precision(precision) for precision in precisions)
     try:
-        check_layout(asked, Layout(layout) if layout else None)
-        bundle = export_checkpoint(
-            source,
-            name,
-            Store(model_store),
-            ExportOptions(
-                tasks=tasks,
-                revision=revision,
-                precisions=tuple(asked),
-                weights=Weights(weights),
-                pairs=tuple(read_pairs(list(gate_pairs))) if gate_pairs else (),
-                cuda=device == "cuda",
-            ),
-            report=lambda line: click.echo(line, err=True),
+        check_layout(requested, Layout(layout) if layout else None)
+        options = ExportOptions(
+            tasks=tasks,
+            revision=revision,
+            precisions=requested,
+            weights=Weights(weights),
+            pairs=tuple(read_pairs(list(gate_pairs))) if gate_pairs else (),
+            cuda=device == "cuda",
         )
+        bundle = export_checkpoint(source, name, Store(model_store), options, report=_report)
     except (ExportError, DataError, StoreError) as error:
         fail(str(error))
+    _print_exported(bundle)
+
+
+def _report(line: str) -> None:
+    """Print a line about the progress of a command."""
+    click.echo(line, err=True)
+
+
+def _print_exported(bundle: Bundle) -> None:
     manifest = bundle.manifest
     worst = max(manifest.parity.max_error.values(), default=0.0)
     rounded = "" if manifest.graph.weights is Weights.FP32 else " of the same rounded weights"
     click.echo(
-        f"{manifest.reference}: {', '.join(manifest.tasks)}; differs from torch{rounded} by {worst:.1e} at most; in {bundle.path}"
+        f"{manifest.reference}: {', '.join(manifest.tasks)}; "
+        f"differs from torch{rounded} by {worst:.1e} at most; in {bundle.path}"
     )
-    for title, gate in _gates(manifest).items():
-        click.echo(f"{title} beside the checkpoint: {_measured(gate)}")
+    for precision, gate in _gates(manifest).items():
+        click.echo(f"{precision} beside the checkpoint: {_measured(gate)}")
 
 
 cli.add_command(train)
@@ -177,47 +203,49 @@ cli.add_command(bench)
 
 @cli.group()
 def store() -> None:
-    """Look after the model store: list, show, verify, remove."""
+    """List, show, verify and remove the bundles of a model store."""
 
 
 @store.command("list")
 @_store_option
 def list_bundles(model_store: Path) -> None:
-    """One line a bundle: name@version, tasks, size, date."""
-    there = Store(model_store)
+    """Print one line per bundle: name@version, tasks, family, size and date."""
+    bundles = Store(model_store)
 
     def line(reference: str) -> str:
-        manifest = there.manifest(reference)
+        manifest = bundles.manifest(reference)
         size = sum(file.size for file in manifest.files.values())
         return (
-            f"{manifest.reference:<32} {', '.join(manifest.tasks):<28} {manifest.architecture.family:<11}"
-            f" {size / 1e6:8.1f} MB  {manifest.created:%Y-%m-%d %H:%M}"
+            f"{manifest.reference:<32} {', '.join(manifest.tasks):<28} "
+            f"{manifest.architecture.family:<11} {size / 1e6:8.1f} MB  "
+            f"{manifest.created:%Y-%m-%d %H:%M}"
         )
 
-    _for_each(there.references(), line)
+    _print_for_each(bundles.references(), line)
 
 
 @store.command()
 @click.argument("reference", metavar="NAME[@VERSION]")
-@click.option("--json", "as_json", is_flag=True, help="The whole manifest.")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole manifest as JSON.")
 @_store_option
 def show(reference: str, as_json: bool, model_store: Path) -> None:
-    """What a bundle promises: sizes, tasks, source, fused operators, parity."""
+    """Print a bundle's manifest: sizes, tasks, source, operators and parity."""
     manifest = _or_fail(lambda: Store(model_store).manifest(reference))
-    click.echo(
-        json.dumps(manifest.model_dump(mode="json"), indent=2) if as_json else _describe(manifest)
-    )
+    if as_json:
+        click.echo(json.dumps(manifest.model_dump(mode="json"), indent=2))
+    else:
+        click.echo(_describe(manifest))
 
 
 @store.command()
 @click.argument("references", metavar="[NAME[@VERSION]]...", nargs=-1)
 @_store_option
 def verify(references: tuple[str, ...], model_store: Path) -> None:
-    """Check every file of bundles against its manifest; without a name, of all."""
-    there = Store(model_store)
-    _for_each(
-        references or there.references(),
-        lambda reference: f"{there.open(reference).manifest.reference}: ok",
+    """Check every file of the named bundles, or of all bundles, against its manifest."""
+    bundles = Store(model_store)
+    _print_for_each(
+        references or bundles.references(),
+        lambda reference: f"{bundles.open(reference).manifest.reference}: ok",
     )
 
 
@@ -225,15 +253,15 @@ def verify(references: tuple[str, ...], model_store: Path) -> None:
 @click.argument("reference", metavar="NAME[@VERSION]")
 @_store_option
 def remove(reference: str, model_store: Path) -> None:
-    """Remove one version, or all versions of a bare name."""
+    """Remove one version of a bundle, or all versions of NAME."""
     _or_fail(lambda: Store(model_store).remove(reference))
     click.echo(f"removed {reference}")
 
 
 def _gates(manifest: Manifest) -> dict[str, Gate]:
-    """Of the graphs that something was rounded for, by precision."""
+    """Return the quality gates of a bundle's rounded graphs by precision."""
     gates = {str(manifest.graph.precision): manifest.gate}
-    gates |= {str(lower.graph.precision): lower.gate for lower in manifest.lower()}
+    gates |= {str(lower.graph.precision): lower.gate for lower in manifest.lower_precisions()}
     return {precision: gate for precision, gate in gates.items() if gate is not None}
 
 
@@ -242,85 +270,94 @@ def _measured(gate: Gate) -> str:
 
 
 def _describe(manifest: Manifest) -> str:
-    sizes, source, graph, parity = (
-        manifest.architecture,
-        manifest.source,
-        manifest.graph,
-        manifest.parity,
-    )
-    case = "uncased" if manifest.tokenizer.lowercase else "cased"
-    lines = {
+    """Return a table with one line per property of a bundle."""
+    tokenizer, graph, source = manifest.tokenizer, manifest.graph, manifest.source
+    case = "uncased" if tokenizer.lowercase else "cased"
+    revision = f" at {source.revision}" if source.revision else ""
+    lower = [f"{p.graph.layout}, {p.graph.precision}" for p in manifest.lower_precisions()]
+    rows = {
         "bundle": f"{manifest.reference}, published {manifest.created:%Y-%m-%d %H:%M} UTC",
         "tasks": ", ".join(manifest.tasks),
-        "model": f"{sizes.family}, {sizes.layers} layers x {sizes.hidden_size}, {sizes.heads} heads, "
-        f"{sizes.parameters:,} parameters",
-        "tokens": f"{manifest.limits.max_tokens} at most; vocabulary of {manifest.tokenizer.vocab_size:,}, {case}",
-        "source": f"{source.kind} {source.location}"
-        + (f" at {source.revision}" if source.revision else ""),
+        "model": _describe_architecture(manifest.architecture),
+        "tokens": f"{manifest.limits.max_tokens} at most; "
+        f"vocabulary of {tokenizer.vocab_size:,}, {case}",
+        "source": f"{source.kind} {source.location}{revision}",
         "license": manifest.license or "not named by the source",
-        "graph": f"{graph.layout}, {graph.precision}, weights {graph.weights} on disk, opset {graph.opset}",
-        "further": ", ".join(
-            f"{lower.graph.layout}, {lower.graph.precision}" for lower in manifest.lower()
-        )
-        or "none",
+        "graph": f"{graph.layout}, {graph.precision}, weights {graph.weights} on disk, "
+        f"opset {graph.opset}",
+        "further": ", ".join(lower) or "none",
         "operators": ", ".join(f"{name} {count}" for name, count in graph.operators.items()),
-        "parity": ", ".join(f"{name} {error:.1e}" for name, error in parity.max_error.items())
-        + f" (tolerance {parity.tolerance:.0e})",
+        "parity": _describe_parity(manifest.parity),
         "files": ", ".join(f"{name} {file.size:,} bytes" for name, file in manifest.files.items()),
     }
-    lines |= {
-        title: f"{_measured(gate)}, beside the checkpoint as it came"
-        for title, gate in _gates(manifest).items()
-    }
-    if (recipe := manifest.embedding) is not None:
-        prompts = f"; prompts {', '.join(recipe.prompts)}" if recipe.prompts else ""
-        scaled = "normalised" if recipe.normalize else "not normalised"
-        lines["embedding"] = (
-            f"{recipe.dimensions} dimensions, {recipe.pooling} pooling, {scaled}, {recipe.max_tokens} tokens{prompts}"
-        )
-    return "\n".join(f"{name:<10} {value}" for name, value in lines.items())
+    for precision, gate in _gates(manifest).items():
+        rows[precision] = f"{_measured(gate)}, beside the checkpoint as it came"
+    if manifest.embedding is not None:
+        rows["embedding"] = _describe_embedding(manifest.embedding)
+    return "\n".join(f"{title:<10} {text}" for title, text in rows.items())
+
+
+def _describe_architecture(architecture: Architecture) -> str:
+    return (
+        f"{architecture.family}, {architecture.layers} layers x {architecture.hidden_size}, "
+        f"{architecture.heads} heads, {architecture.parameters:,} parameters"
+    )
+
+
+def _describe_parity(parity: Parity) -> str:
+    largest = ", ".join(f"{name} {error:.1e}" for name, error in parity.max_error.items())
+    return f"{largest} (tolerance {parity.tolerance:.0e})"
+
+
+def _describe_embedding(recipe: Embedding) -> str:
+    scaled = "normalised" if recipe.normalize else "not normalised"
+    prompts = f"; prompts {', '.join(recipe.prompts)}" if recipe.prompts else ""
+    return (
+        f"{recipe.dimensions} dimensions, {recipe.pooling} pooling, {scaled}, "
+        f"{recipe.max_tokens} tokens{prompts}"
+    )
 
 
 class _ServeCommand(click.Command):
-    """Has a flag for every setting, made from the settings class when it is first looked at."""
+    """A command with one option per setting; the settings class is imported at the first use."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """The flags."""
+        """Return the options."""
         if not self.params:
-            self.params = _setting_flags()
+            self.params = _setting_options()
         return super().get_params(ctx)
 
 
-def _setting_flags() -> list[click.Parameter]:
+def _setting_options() -> list[click.Parameter]:
     from service.settings import ENV_PREFIX, Settings
 
-    flags: list[click.Parameter] = []
+    options: list[click.Parameter] = []
     for name, field in Settings.model_fields.items():
         description = field.description or ""
-        default = str(getattr(field.default, "value", field.default) or "")
-        shown = f"  [env: {ENV_PREFIX}{name.upper()}" + (
-            f"; default: {default}]" if default else "]"
+        default = f"; default: {getattr(field.default, 'value', field.default)}"
+        if name == "model":  # the description names the default
+            default = ""
+        option = click.Option(
+            [f"--{name.replace('_', '-')}"],
+            help=f"{description[:1].upper()}{description[1:]}."
+            f"  [env: {ENV_PREFIX}{name.upper()}{default}]",
+            multiple=name == "model",
+            show_default=False,
         )
-        text = f"{description[:1].upper()}{description[1:]}." + shown
-        flags.append(
-            click.Option(
-                [f"--{name.replace('_', '-')}"],
-                help=text,
-                multiple=name == "model",
-                show_default=False,
-            )
-        )
-    return flags
+        options.append(option)
+    return options
 
 
 @cli.command(cls=_ServeCommand)
 def serve(**flags: Any) -> None:
     """Answer requests from bundles over REST.
 
-    Serves the newest version of every bundle in the store unless --model names some. A request says which one it
-    means by its field "model"; without it the first that can do the task answers.
+    The server opens the newest version of every bundle in the model store, or the bundles that
+    --model names. The field "model" of a request selects a bundle. A request without this field is
+    answered by the first bundle that has the task.
 
-    Ends with 0 after SIGTERM once accepted requests are answered, with 1 if an engine dies, with 2 if it cannot start.
+    The exit code is 0 after SIGTERM, when all accepted requests are answered; 1 if an engine dies;
+    and 2 if the server cannot start.
     """
     try:
         from service.core import StartupError
@@ -335,8 +372,8 @@ def serve(**flags: Any) -> None:
         fail(str(error), code=2)
 
 
-def _for_each(references: Sequence[str], line: Callable[[str], str]) -> None:
-    """Print a line for each bundle, or what is wrong with it; any that is wrong makes the exit code 1."""
+def _print_for_each(references: Sequence[str], line: Callable[[str], str]) -> None:
+    """Print a line or an error per bundle; exit with 1 after any error."""
     failed = False
     for reference in references:
         try:
@@ -349,6 +386,7 @@ def _for_each(references: Sequence[str], line: Callable[[str], str]) -> None:
 
 
 def _or_fail(call: Callable[[], T]) -> T:
+    """Return the result of a call; print a store error and exit with 1 if the call raises one."""
     try:
         return call()
     except StoreError as error:

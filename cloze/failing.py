@@ -1,4 +1,4 @@
-"""How a command ends when it cannot do what was asked: one line on standard error, and an exit code."""
+"""How a command fails: with one line on standard error, and an exit code."""
 
 from typing import NoReturn
 
@@ -6,6 +6,6 @@ import click
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
-    """Say what is wrong, and exit."""
+    """Print an error to standard error and exit with `code`."""
     click.echo(f"cloze: {message}", err=True)
     raise SystemExit(code)

@@ -1,4 +1,7 @@
-"""``cloze train``: parses arguments, calls `export.train`, prints, and turns its errors into one line."""
+"""``cloze train``: parses arguments, calls `export.train`, and reports each error as one line.
+
+Training packages are imported inside the commands, because a serving installation lacks them.
+"""
 
 import json
 import os
@@ -7,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
@@ -16,7 +19,12 @@ from model_store.locations import DEFAULT_ROOT
 from model_store.manifest import Precision
 from model_store.store import Store, StoreError
 
-# What is wrong with one is said by who opens it, in one line.
+if TYPE_CHECKING:
+    import torch
+
+    from export.train.run_options import RunOptions
+
+# Without existence checks: the code that opens a path reports errors, in one line.
 _FILE = click.Path(path_type=Path)
 _FOLDER = click.Path(path_type=Path)
 
@@ -31,16 +39,18 @@ _out = click.option(
     "--out",
     type=_FOLDER,
     required=True,
-    help="Folder of the run; the same command goes on with it after a stop.",
+    help="Folder of the run; after a stop, the same command continues the run.",
 )
-_seed = click.option("--seed", type=click.IntRange(0, 2**32 - 1), help="Instead of the recipe's.")
+_seed = click.option(
+    "--seed", type=click.IntRange(0, 2**32 - 1), help="Seed instead of the recipe's seed."
+)
 _device = click.option(
-    "--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda where there is one."
+    "--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda if available."
 )
 _threads = click.option(
     "--threads",
     type=click.IntRange(1, 1024),
-    help="Of the CPU. [default: all cores]",
+    help="CPU threads. [default: all cores]",
     show_default=False,
 )
 
@@ -49,12 +59,12 @@ def _recipe(default: str) -> Callable[[Callable[..., None]], Callable[..., None]
     return click.option(
         "--recipe",
         default=default,
-        help="A TOML file, or the name of a recipe that comes with cloze.",
+        help="A TOML file, or the name of a recipe of the package.",
     )
 
 
-def _one_line(command: Callable[..., None]) -> Callable[..., None]:
-    """What is wrong becomes one line and exit code 1."""
+def _one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn each expected error of a command into one line and exit code 1."""
 
     @wraps(command)
     def run(**arguments: Any) -> None:
@@ -62,84 +72,90 @@ def _one_line(command: Callable[..., None]) -> Callable[..., None]:
             from export.errors import ExportError
             from export.train.errors import TrainError
         except ModuleNotFoundError as error:
-            fail(
-                f"training needs {error.name}, which the serving install leaves out; install cloze[cpu,train]"
-            )
+            _fail_for_missing_module(error)
         try:
             with _sigterm_as_ctrl_c():
                 command(**arguments)
         except (TrainError, ExportError, StoreError) as error:
             fail(str(error))
         except ModuleNotFoundError as error:
-            fail(
-                f"training needs {error.name}, which the serving install leaves out; install cloze[cpu,train]"
-            )
+            _fail_for_missing_module(error)
         except KeyboardInterrupt:
             fail(
                 "interrupted; what is saved is kept, the same command goes on from there", code=130
             )
         except OSError as error:
-            fail(f"{error.filename or arguments.get('out') or 'a file'}: {error.strerror or error}")
+            file = error.filename or arguments.get("out") or "a file"
+            fail(f"{file}: {error.strerror or error}")
         except (MemoryError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "allocate" not in str(
-                error
-            ):  # of torch, which has no type for the CPU's
+            # torch has no type for a failed allocation on the CPU.
+            if isinstance(error, RuntimeError) and "allocate" not in str(error):
                 raise
             fail(
-                "there is not enough memory; fewer sequences a batch, fewer tokens or a smaller model need less"
+                "there is not enough memory; "
+                "fewer sequences a batch, fewer tokens or a smaller model need less"
             )
 
     return run
 
 
+def _fail_for_missing_module(error: ModuleNotFoundError) -> NoReturn:
+    fail(
+        f"training needs {error.name}, which the serving install leaves out; "
+        "install cloze[cpu,train]"
+    )
+
+
 @contextmanager
 def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Where a run does not wait for its step's end, SIGTERM ends it as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Raise KeyboardInterrupt on SIGTERM outside the training loop, which has its own handler."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 @click.group()
 def train() -> None:
-    """Make a model from text: vocabulary, pre-training, fine-tuning, distillation, evaluation.
+    """Train a model: vocabulary, pre-training, fine-tuning, distillation, evaluation.
 
-    Every run is described by a small TOML recipe and lives in one folder, which holds its checkpoint, log.jsonl and
-    curves.png. Stopped or killed, the same command goes on from the last checkpoint, with the same result.
+    A TOML recipe describes a run. The folder of a run holds its checkpoint, log.jsonl and
+    curves.png. After a stop or a kill, the same command continues from the last checkpoint, with
+    the same result as an uninterrupted run.
     """
-    # Before torch is imported. Threads that spin at barriers starve each other beside other work: docs/decisions/0010.
+    # Set before torch is imported. Threads that spin at barriers delay each other if other
+    # processes use the cores: docs/decisions/0010.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @train.command()
 @_corpus
 @_recipe("vocabulary")
-@click.option("--size", type=click.IntRange(32, 1_000_000), help="Tokens, instead of the recipe's.")
-@click.option("--cased/--uncased", default=None, help="Instead of the recipe's.")
+@click.option(
+    "--size", type=click.IntRange(32, 1_000_000), help="Tokens instead of the recipe's size."
+)
+@click.option("--cased/--uncased", default=None, help="Instead of the recipe's case.")
 @_out
-@_one_line
+@_one_line_errors
 def vocab(
     corpus: tuple[Path, ...], recipe: str, size: int | None, cased: bool | None, out: Path
 ) -> None:
-    """Learn a WordPiece vocabulary; writes tokenizer.json and vocab.txt."""
-    from export.train.corpus import read_documents
+    """Learn a WordPiece vocabulary; write tokenizer.json and vocab.txt."""
+    from export.train.documents import read_documents
     from export.train.recipe import VocabularyRecipe, load_recipe
     from export.train.vocabulary import save_vocabulary, train_tokenizer
 
-    chosen = load_recipe(recipe, VocabularyRecipe).vocabulary
-    size, lowercase = size or chosen.size, chosen.lowercase if cased is None else not cased
+    settings = load_recipe(recipe, VocabularyRecipe).vocabulary
+    size = size or settings.size
     files = _required(corpus)
-    save_vocabulary(
-        train_tokenizer(
-            lambda: read_documents(files),
-            size=size,
-            lowercase=lowercase,
-            min_frequency=chosen.min_frequency,
-        ),
-        out,
+    tokenizer = train_tokenizer(
+        lambda: read_documents(files),
+        size=size,
+        lowercase=settings.lowercase if cased is None else not cased,
+        min_frequency=settings.min_frequency,
     )
+    save_vocabulary(tokenizer, out)
     click.echo(f"{size:,} tokens in {out}")
 
 
@@ -150,19 +166,20 @@ def vocab(
     "--vocab",
     "vocabulary",
     type=_FOLDER,
-    help="Folder of `cloze train vocab`; learnt from the text if not given.",
+    help="Folder of `cloze train vocab`. [default: learn one from the text]",
+    show_default=False,
 )
 @click.option(
     "--from",
     "source",
     metavar="CHECKPOINT",
-    help="Go on from it, with its sizes and vocabulary, instead of from nothing.",
+    help="Continue this checkpoint, with its sizes and vocabulary.",
 )
 @_out
 @_seed
 @_device
 @_threads
-@_one_line
+@_one_line_errors
 def pretrain(
     corpus: tuple[Path, ...],
     recipe: str,
@@ -173,7 +190,7 @@ def pretrain(
     device: str,
     threads: int | None,
 ) -> None:
-    """Train a BERT from text: masked tokens and next sentences, or what the recipe says.
+    """Train a BERT on text, by default with masked tokens and next sentences.
 
     \b
     Examples:
@@ -184,17 +201,9 @@ def pretrain(
     from export.train.pretrain import pretrain as run
     from export.train.recipe import PretrainRecipe, load_recipe
 
-    chosen = load_recipe(recipe, PretrainRecipe, seed=seed)
-    _done(
-        run(
-            _required(corpus),
-            chosen,
-            out,
-            source=source,
-            vocabulary=vocabulary,
-            **_how(device, threads),
-        )
-    )
+    settings = load_recipe(recipe, PretrainRecipe, seed=seed)
+    files, options = _required(corpus), _run_options(out, device, threads)
+    _report_done(run(files, settings, options, source=source, vocabulary=vocabulary))
 
 
 @train.command("finetune-qa")
@@ -211,7 +220,7 @@ def pretrain(
 @_seed
 @_device
 @_threads
-@_one_line
+@_one_line_errors
 def finetune_qa(
     source: str,
     questions: tuple[Path, ...],
@@ -225,8 +234,9 @@ def finetune_qa(
     from export.train.questions import finetune_questions
     from export.train.recipe import QuestionsRecipe, load_recipe
 
-    chosen = load_recipe(recipe, QuestionsRecipe, seed=seed)
-    _done(finetune_questions(source, list(questions), chosen, out, **_how(device, threads)))
+    settings = load_recipe(recipe, QuestionsRecipe, seed=seed)
+    options = _run_options(out, device, threads)
+    _report_done(finetune_questions(source, list(questions), settings, options))
 
 
 @train.command("finetune-embed")
@@ -237,14 +247,14 @@ def finetune_qa(
     type=_FILE,
     help="CSV without header: sentence, sentence, score; also .xz; may be repeated.",
 )
-@click.option("--held-out-pairs", multiple=True, type=_FILE, help="The same, to measure on.")
+@click.option("--held-out-pairs", multiple=True, type=_FILE, help="Scored pairs to evaluate.")
 @_corpus
 @_recipe("finetune-embed")
 @_out
 @_seed
 @_device
 @_threads
-@_one_line
+@_one_line_errors
 def finetune_embed(
     source: str,
     pairs: tuple[Path, ...],
@@ -256,17 +266,17 @@ def finetune_embed(
     device: str,
     threads: int | None,
 ) -> None:
-    """Tune the embeddings of the checkpoint SOURCE; its other heads are kept, and kept right if there is text."""
-    from export.train.recipe import EmbedRecipe, load_recipe
-    from export.train.sentences import finetune_sentences
+    """Fine-tune the embeddings of the checkpoint SOURCE.
 
-    chosen = load_recipe(recipe, EmbedRecipe, seed=seed)
-    data: dict[str, Any] = {
-        "pairs": list(pairs),
-        "held_out_pairs": list(held_out_pairs),
-        "text": list(corpus),
-    }
-    _done(finetune_sentences(source, chosen, out, **data, **_how(device, threads)))
+    The other heads of SOURCE are kept. With --corpus, training also keeps them accurate.
+    """
+    from export.train.recipe import EmbedRecipe, load_recipe
+    from export.train.sentences import EmbeddingFiles, finetune_sentences
+
+    settings = load_recipe(recipe, EmbedRecipe, seed=seed)
+    files = EmbeddingFiles(list(pairs), list(held_out_pairs), list(corpus))
+    options = _run_options(out, device, threads)
+    _report_done(finetune_sentences(source, files, settings, options))
 
 
 @train.command()
@@ -277,7 +287,7 @@ def finetune_embed(
 @_seed
 @_device
 @_threads
-@_one_line
+@_one_line_errors
 def distill(
     teacher: str,
     corpus: tuple[Path, ...],
@@ -291,8 +301,9 @@ def distill(
     from export.train.distill import distill as run
     from export.train.recipe import DistillRecipe, load_recipe
 
-    chosen = load_recipe(recipe, DistillRecipe, seed=seed)
-    _done(run(teacher, _required(corpus), chosen, out, **_how(device, threads)))
+    settings = load_recipe(recipe, DistillRecipe, seed=seed)
+    files, options = _required(corpus), _run_options(out, device, threads)
+    _report_done(run(teacher, files, settings, options))
 
 
 @train.command()
@@ -303,43 +314,43 @@ def distill(
 @click.option(
     "--stereotypes",
     type=_FILE,
-    help="CrowS-Pairs: the share of pairs whose stereotype is likelier; 0.5 is unbiased.",
+    help="CrowS-Pairs: the share of pairs with a likelier stereotype; 0.5 is unbiased.",
 )
 @click.option(
     "--held-out",
     type=click.FloatRange(0, 1, min_open=True),
     default=1.0,
-    help="Share of titles that training left out.",
+    help="Share of titles that training held out.",
 )
 @click.option(
     "--sequences",
     type=click.IntRange(min=1),
     default=1000,
-    help="Masked sequences, and pairs of texts, to measure on.",
+    help="Number of masked sequences, and of pairs of texts.",
 )
 @click.option(
     "--tokens",
     type=click.IntRange(min=8),
     default=128,
-    help="Of such a sequence, or what the model reads if less.",
+    help="Tokens per sequence, limited by the model.",
 )
 @click.option(
     "--precision",
     type=click.Choice([str(p) for p in Precision]),
     default=str(Precision.FP32),
-    help="Which graph of a bundle.",
+    help="Precision of a bundle's graph.",
 )
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
     "--model-store",
     type=_FOLDER,
     default=DEFAULT_ROOT,
     envvar="CLOZE_MODEL_STORE",
-    help="Where bundle:NAME is.",
+    help="Model store of bundle:NAME.",
 )
 @_device
 @_threads
-@_one_line
+@_one_line_errors
 def evaluate(
     source: str,
     corpus: tuple[Path, ...],
@@ -357,30 +368,31 @@ def evaluate(
 ) -> None:
     """Measure SOURCE, a checkpoint or bundle:NAME, on text, pairs and questions.
 
-    Fill-mask top-1, top-5 and perplexity (every chosen token a [MASK]), next-sentence accuracy, Spearman's correlation on
-    pairs, EM and F1 on questions, and bias on CrowS-Pairs: those that its tasks and the data allow.
+    The figures depend on the tasks of SOURCE and on the given data: fill-mask top-1, top-5 and
+    perplexity (every chosen token is a [MASK]), next-sentence accuracy, Spearman's correlation on
+    pairs, exact match and F1 on questions, and bias on CrowS-Pairs.
     """
     import tempfile
 
-    from export.train.evaluate import Data, open_subject
+    from export.train.evaluate import EvaluationData, open_subject
     from export.train.evaluate import evaluate as measure
 
-    how = _how(device, threads)
-    subject = open_subject(source, Store(model_store), how["device"], Precision(precision))
-    data = Data(
+    opened_device = _open_device(device, threads)
+    subject = open_subject(source, Store(model_store), opened_device, Precision(precision))
+    data = EvaluationData(
         list(corpus), list(pairs), list(questions), held_out, stereotypes, sequences, tokens
     )
     with tempfile.TemporaryDirectory(prefix="cloze-") as folder:
-        figures = measure(subject, data, Path(folder), how["say"])
+        figures = measure(subject, data, Path(folder), _print_event)
     if not figures:
         fail(
-            "there is nothing to measure: give --corpus, --pairs or --questions that its tasks can answer"
+            "there is nothing to measure: "
+            "give --corpus, --pairs or --questions that its tasks can answer"
         )
-    click.echo(
-        json.dumps(figures)
-        if as_json
-        else "\n".join(f"{name:<34} {value:8.4f}" for name, value in figures.items())
-    )
+    if as_json:
+        click.echo(json.dumps(figures))
+    else:
+        click.echo("\n".join(f"{name:<34} {value:8.4f}" for name, value in figures.items()))
 
 
 def _required(corpus: tuple[Path, ...]) -> list[Path]:
@@ -391,20 +403,26 @@ def _required(corpus: tuple[Path, ...]) -> list[Path]:
     return list(corpus)
 
 
-def _how(device: str, threads: int | None) -> dict[str, Any]:
-    """What every run is told: where to compute, how often to save, whom to tell."""
+def _run_options(run_dir: Path, device: str, threads: int | None) -> "RunOptions":
+    from export.train.run_options import RunOptions
+
+    return RunOptions(run_dir, _open_device(device, threads), _print_event)
+
+
+def _open_device(name: str, threads: int | None) -> "torch.device":
+    """Set the number of CPU threads, and open the device."""
     import torch
 
-    from export.train.loop import Schedule, open_device
+    from export.train.device import open_device
 
     if threads:
         torch.set_num_threads(threads)
-    return {
-        "device": open_device(device),
-        "schedule": Schedule(),
-        "say": lambda line: click.echo(line, err=True),
-    }
+    return open_device(name)
 
 
-def _done(checkpoint: Path) -> None:
+def _print_event(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _report_done(checkpoint: Path) -> None:
     click.echo(f"{checkpoint}; curves in {checkpoint.parent / 'curves.png'}")

@@ -1,1 +1,4 @@
-"""Offline: a checkpoint becomes a bundle. Knows torch, onnx and the hub; refuses to know the service."""
+"""The offline part: exports a checkpoint as a bundle, and trains checkpoints.
+
+This package depends on torch, onnx and the hub client, not on the service.
+"""

@@ -1,12 +1,12 @@
-"""How export refuses: one line that says what is wrong with a source and what would be right."""
+"""The errors of export. Each message is one line: what is wrong, and what to do next."""
 
 
 class ExportError(Exception):
-    """A source cannot become a bundle. The message is complete by itself."""
+    """A source cannot be exported as a bundle."""
 
 
 class DataError(Exception):
-    """A file of text, pairs or questions cannot be used. The message is complete by itself."""
+    """A file of text, pairs or questions cannot be used."""
 
 
 def first_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
-"""Whether a rounded graph may stand in for its checkpoint: both run, and differences are bounded.
+"""The quality gate: compares a rounded graph with its checkpoint and refuses large differences.
 
-Parity (`export.verify`) asks whether a graph computes what its precision should. The gate asks
-whether that is good enough.
+Parity (`export.verify`) compares a graph with torch on the same rounded weights. The gate compares
+the graph with the checkpoint before rounding.
 """
 
 from collections.abc import Sequence
@@ -20,17 +20,17 @@ def pass_gate(
     """Compare a checkpoint with a graph of it.
 
     Args:
-        checkpoint: before anything was rounded.
-        graph: of lower precision, or of rounded weights.
-        title: the graph's, for the error.
-        heads: of the graph.
-        texts: what to compare on.
+        checkpoint: runs the checkpoint before rounding.
+        graph: runs the graph.
+        title: the graph's name in an error.
+        heads: the graph's heads.
+        texts: the texts to compare on.
 
     Returns:
-        What was measured.
+        The figures and their limits.
 
     Raises:
-        ExportError: a figure is below its limit, or is not a number.
+        ExportError: a figure is below its limit, or is NaN.
     """
     measured: dict[str, float] = {}
     limits: dict[str, float] = {}
@@ -43,6 +43,7 @@ def pass_gate(
         if not value >= limits[name]:  # NaN fails too
             raise ExportError(
                 f"the {title} loses too much of this checkpoint: {name} is {value:.4f} and must "
-                f"be {limits[name]}; keep it, or its weights, in a higher precision"
+                f"be at least {limits[name]}; export a higher precision, or weights of a higher "
+                "precision"
             )
     return Gate(measured=measured, limits=limits)

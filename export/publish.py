@@ -1,4 +1,4 @@
-"""Exports a checkpoint in named steps: load, choose, round, write and compare, publish."""
+"""Exports a checkpoint in steps: load, choose heads, round weights, write and verify, publish."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -17,7 +17,7 @@ from export.gate import pass_gate
 from export.graph.write import GraphWriter, round_weights
 from export.heads import EMBEDDING
 from export.session import open_session
-from export.smoothing import smoothing
+from export.smoothing import smoothing_factors
 from export.verify import GraphUnderTest, verify
 from model_store.heads import Head
 from model_store.manifest import (
@@ -39,21 +39,22 @@ TOKENIZER_FILE = "tokenizer.json"
 CARD_FILE = "README.md"
 
 Report = Callable[[str], None]
-"""Receives what happens, one line each."""
+"""Receives progress messages, one line each."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What to export, and how.
+    """The options of one export.
 
     Attributes:
-        tasks: which of the checkpoint's heads to write, by task name; empty: its default.
-        revision: the hub's branch, tag or commit.
-        precisions: of graphs beside the fp32 graph.
-        weights: how matrices are stored. fp16 and int8 round them, and torch is compared with the
-            same rounded matrices. int8 stores the integers of the int8 graph, for both graphs.
-        pairs: sentences with scores, which a rounded graph must rank as well as the checkpoint.
-        cuda: compare packed graphs as CUDA's kernels run them, not as their reference does.
+        tasks: the heads to write, by task name; empty: the checkpoint's default heads.
+        revision: a branch, tag or commit of the hub.
+        precisions: precisions of further graphs beside the fp32 graph.
+        weights: the storage of matrices. fp16 and int8 round the matrices, and torch is compared
+            with the same rounded matrices. int8 stores the integers of the int8 graph, for both
+            graphs.
+        pairs: scored sentence pairs, which a rounded graph must rank as well as the checkpoint.
+        cuda: verify packed graphs on CUDA instead of in the reference.
     """
 
     tasks: tuple[str, ...] = ()
@@ -64,8 +65,8 @@ class ExportOptions:
     cuda: bool = False
 
     @property
-    def further(self) -> list[Precision]:
-        """The precisions of graphs beside the fp32 graph, in a fixed order."""
+    def lower_precisions(self) -> list[Precision]:
+        """The precisions of further graphs beside the fp32 graph, in a fixed order."""
         return sorted(set(self.precisions) - {Precision.FP32})
 
 
@@ -74,11 +75,15 @@ _DEFAULT_OPTIONS = ExportOptions()
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One export after its choices are made.
+    """One export after its heads are chosen and its weights are rounded.
 
     Attributes:
-        original: the checkpoint before anything was rounded.
-        checkpoint: its weights rounded as the options say.
+        options: the options of the export.
+        checkpoint: the checkpoint, with rounded weights.
+        original: runs the checkpoint before rounding.
+        heads: the heads to write.
+        limits: the limits of the model.
+        smoothing: the smoothing factors of quantised inputs.
     """
 
     options: ExportOptions
@@ -91,6 +96,8 @@ class _Job:
 
 @dataclass(frozen=True, slots=True)
 class _WrittenGraph:
+    """A graph that has passed verification, and the gate if its weights were rounded."""
+
     graph: Graph
     parity: Parity
     gate: Gate | None
@@ -103,19 +110,19 @@ def export(
     options: ExportOptions = _DEFAULT_OPTIONS,
     report: Report = lambda _: None,
 ) -> Bundle:
-    """Turn a checkpoint into a published bundle, or raise and leave the store unchanged.
+    """Export a checkpoint as a published bundle. An error leaves the store unchanged.
 
     Args:
         source: a directory or a hub id.
         name: the bundle's name.
-        store: where to publish.
-        options: see `ExportOptions`.
-        report: receives what happens, one line each.
+        store: the store to publish to.
+        options: the options of the export.
+        report: receives progress messages, one line each.
 
     Raises:
-        ExportError: the checkpoint cannot be loaded, lacks a head, a graph does not agree with
-            torch, or a rounded graph loses too much of the checkpoint (`export.gate`).
-        StoreError: the store cannot be written.
+        ExportError: the checkpoint cannot be loaded or lacks a head, a graph does not agree with
+            torch, or a rounded graph loses too much quality (`export.gate`).
+        StoreError: the store is not writable.
     """
     checkpoint = _load(source, options, report)
     heads = _choose_heads(checkpoint, options)
@@ -134,7 +141,7 @@ def _load(source: str, options: ExportOptions, report: Report) -> Checkpoint:
 
 
 def _choose_heads(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Head, ...]:
-    """Return the heads to write, and refuse options that contradict each other."""
+    """Return the heads to write; raise if options contradict each other."""
     by_task = {head.task: head for head in checkpoint.heads}
     for task in options.tasks:
         if task not in by_task:
@@ -151,7 +158,7 @@ def _choose_heads(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Head,
             "scored pairs are ranked by embeddings, which this export has not: "
             "leave out --gate-pairs"
         )
-    if options.pairs and not options.further and options.weights is Weights.FP32:
+    if options.pairs and not options.lower_precisions and options.weights is Weights.FP32:
         raise ExportError(
             "scored pairs say what a lower precision loses: leave out --gate-pairs, "
             "or give --precision int8"
@@ -160,17 +167,17 @@ def _choose_heads(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Head,
 
 
 def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptions) -> _Job:
-    """Round the checkpoint's weights in place; keep a copy as it came for the gate."""
+    """Round the checkpoint's weights in place; keep a copy of the original for the gate."""
     model, recipe = checkpoint.model, checkpoint.recipe
     quantises = Precision.INT8 in options.precisions
-    smooth = smoothing(model, checkpoint.tokenizer.size) if quantises else {}
+    smoothing = smoothing_factors(model, checkpoint.tokenizer.size) if quantises else {}
     original = TorchScorer(deepcopy(model), torch.device("cpu"), deepcopy(recipe))
-    round_weights(model, recipe, options.weights, smooth)
-    return _Job(options, checkpoint, original, heads, _limits(checkpoint), smooth)
+    round_weights(model, recipe, options.weights, smoothing)
+    return _Job(options, checkpoint, original, heads, _limits(checkpoint), smoothing)
 
 
 def _write_graphs(job: _Job, folder: Path, report: Report) -> dict[Precision, _WrittenGraph]:
-    """Write, compare and gate each graph; write the tokenizer and the card beside them."""
+    """Write and verify each graph; write the tokenizer and the model card to the same folder."""
     checkpoint, options = job.checkpoint, job.options
     checkpoint.tokenizer.tokenizer.save(str(folder / TOKENIZER_FILE), pretty=False)
     if checkpoint.card is not None:
@@ -179,14 +186,15 @@ def _write_graphs(job: _Job, folder: Path, report: Report) -> dict[Precision, _W
         checkpoint.model, checkpoint.recipe, job.heads, folder, options.weights, job.smoothing
     )
     graphs = {}
-    for precision in (Precision.FP32, *options.further):
+    for precision in (Precision.FP32, *options.lower_precisions):
         tasks = ", ".join(head.task for head in job.heads)
         report(f"writing the {precision} graph for {tasks} and comparing it with torch")
-        graphs[precision] = _compare(job, folder, writer.write(precision))
+        graphs[precision] = _verify(job, folder, writer.write(precision))
     return graphs
 
 
-def _compare(job: _Job, folder: Path, graph: Graph) -> _WrittenGraph:
+def _verify(job: _Job, folder: Path, graph: Graph) -> _WrittenGraph:
+    """Compare a graph with torch, and a rounded graph also with the original checkpoint."""
     options = job.options
     session = open_session(folder / graph.file, graph.layout, cuda=options.cuda)
     subject = GraphUnderTest(graph, job.checkpoint, job.heads, job.limits.max_tokens)
@@ -235,8 +243,7 @@ def _lower(written: _WrittenGraph | None) -> LowerPrecision | None:
 
 def _limits(checkpoint: Checkpoint) -> Limits:
     positions = checkpoint.model.config.max_positions
-    # What a sentence-transformer was tuned for wins over what its tokenizer says, as in
-    # sentence-transformers.
+    # Like sentence-transformers: the limit of the recipe takes precedence over the tokenizer's.
     tuned = max(checkpoint.tokenizer.max_tokens or positions, checkpoint.recipe.max_tokens or 0)
     return Limits(max_tokens=min(positions, tuned))
 

@@ -1,4 +1,4 @@
-"""Reads what a sentence-transformers directory says about turning hidden states into an embedding."""
+"""Reads the embedding recipe of a sentence-transformers directory."""
 
 import json
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ POOLING_FLAGS = {
     "pooling_mode_max_tokens": "max",
     "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
 }
-"""How sentence-transformers before version 6 names them."""
+"""Pooling modes by their flags in sentence-transformers before version 6."""
 
 
 class Projection(nn.Module):
@@ -33,17 +33,24 @@ class Projection(nn.Module):
         self.tanh = tanh
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """``pooled`` [E, H] -> [E, D]."""
+        """Project ``pooled`` [E, H] to [E, D]."""
         projected: Tensor = self.linear(pooled)
         return projected.tanh() if self.tanh else projected
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRecipe:
-    """From hidden states to an embedding. The default is what users of a bare encoder expect: mean, length 1.
+    """How hidden states become an embedding.
+
+    The default is the usual recipe for an encoder without one: mean pooling and length 1.
 
     Attributes:
-        max_tokens: longest sequence it was tuned for; None: as long as the encoder takes.
+        pooling: how the hidden states of a sequence become one vector.
+        projections: dense layers after pooling.
+        normalize: whether embeddings are scaled to length 1.
+        max_tokens: the longest sequence of the checkpoint's tuning; None: the encoder's limit.
+        prompts: texts to put before an input, by name.
+        default_prompt: the name of the prompt for requests without a prompt; None: no prompt.
     """
 
     pooling: Pooling = Pooling.MEAN
@@ -54,7 +61,7 @@ class EmbeddingRecipe:
     default_prompt: str | None = None
 
     def pool(self, hidden: Tensor) -> Tensor:
-        """``hidden`` [E, S, H], all tokens real -> embeddings [E, D], not normalised."""
+        """Return the embeddings [E, D], not normalised, of ``hidden`` [E, S, H] without padding."""
         match self.pooling:
             case Pooling.MEAN:
                 pooled = hidden.mean(1)
@@ -69,12 +76,12 @@ class EmbeddingRecipe:
         return pooled
 
     def dimensions(self, hidden_size: int) -> int:
-        """D, the length of an embedding."""
+        """Return D, the number of dimensions of an embedding."""
         return self.projections[-1].linear.out_features if self.projections else hidden_size
 
 
 def encoder_folder(folder: Path) -> Path:
-    """Where the encoder lies in a sentence-transformers directory; the folder itself in any other."""
+    """Return the folder of the encoder: a subfolder in a sentence-transformers directory."""
     for kind, path in _modules(folder):
         if kind == "Transformer":
             return folder / path
@@ -82,22 +89,47 @@ def encoder_folder(folder: Path) -> Path:
 
 
 def read_recipe(folder: Path) -> EmbeddingRecipe | None:
-    """The embedding recipe of a sentence-transformers directory; None if it is not one.
+    """Return the recipe of a sentence-transformers directory; None for another directory.
 
     Raises:
-        ExportError: a module or a setting that this release cannot reproduce.
+        ExportError: this release cannot reproduce a module or a setting.
     """
     modules = _modules(folder)
     if not modules:
         return None
-    pooling, projections, normalize = None, [], False
+    pooling, projections, normalize = _read_modules(folder, modules)
+    settings = read_settings(folder / "config_sentence_transformers.json")
+    prompts = {
+        name: text
+        for name, text in (settings.get("prompts") or {}).items()
+        if isinstance(text, str)
+    }
+    default = settings.get("default_prompt_name")
+    return EmbeddingRecipe(
+        pooling=pooling,
+        projections=tuple(projections),
+        normalize=normalize,
+        max_tokens=_max_tokens(encoder_folder(folder)),
+        prompts=prompts,
+        default_prompt=default if default in prompts else None,
+    )
+
+
+def _read_modules(
+    folder: Path, modules: list[tuple[str, str]]
+) -> tuple[Pooling, list[Projection], bool]:
+    """Return the pooling, the projections and whether embeddings are normalised."""
+    pooling: Pooling | None = None
+    projections: list[Projection] = []
+    normalize = False
     for kind, path in modules:
         settings = read_settings(folder / path / "config.json")
         if kind in ("Transformer", "Dropout"):
             continue
         if normalize or (kind == "Pooling") != (pooling is None):
             raise ExportError(
-                f"modules.json puts {kind} where it is not supported (Transformer, Pooling, any Dense, Normalize)"
+                f"modules.json puts {kind} where it is not supported "
+                "(the order is Transformer, Pooling, any Dense, Normalize)"
             )
         if kind == "Pooling":
             pooling = _pooling(settings)
@@ -109,33 +141,18 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
             raise ExportError(f"modules.json names a {kind} module, which is not supported")
     if pooling is None:
         raise ExportError("modules.json names no Pooling module")
-    limit = _max_tokens(encoder_folder(folder))
-    settings = read_settings(folder / "config_sentence_transformers.json")
-    prompts = {
-        name: text
-        for name, text in (settings.get("prompts") or {}).items()
-        if isinstance(text, str)
-    }
-    default = settings.get("default_prompt_name")
-    return EmbeddingRecipe(
-        pooling,
-        tuple(projections),
-        normalize,
-        limit,
-        prompts,
-        default if default in prompts else None,
-    )
+    return pooling, projections, normalize
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """(class name, path) of each module, in order."""
+    """Return (class name, path) of each module, in order."""
     file = folder / "modules.json"
     if not file.is_file():
         return []
     try:
         modules = [
-            (str(m["type"]).rsplit(".", 1)[-1], str(m["path"]))
-            for m in json.loads(file.read_text())
+            (str(module["type"]).rsplit(".", 1)[-1], str(module["path"]))
+            for module in json.loads(file.read_text())
         ]
     except (ValueError, KeyError, TypeError) as error:
         raise ExportError(f"modules.json cannot be read: {error}") from error
@@ -146,7 +163,10 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 
 def _max_tokens(folder: Path) -> int | None:
-    """The longest sequence it was tuned for, from the first settings file there is, in sentence-transformers' order."""
+    """Return the longest sequence of the tuning, from the first settings file that exists.
+
+    The order of the files is that of sentence-transformers.
+    """
     for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"):
         file = folder / f"sentence_{kind}_config.json"
         if file.is_file():
@@ -161,7 +181,7 @@ def _max_tokens(folder: Path) -> int | None:
 
 def _pooling(settings: dict[str, Any]) -> Pooling:
     modes = settings.get("pooling_mode")
-    if modes is None:  # before sentence-transformers 6: one boolean a mode
+    if modes is None:  # before sentence-transformers 6: one boolean per mode
         flags = [
             key for key, value in settings.items() if key.startswith("pooling_mode_") and value
         ]
@@ -199,6 +219,7 @@ def _projection(folder: Path, settings: dict[str, Any]) -> Projection:
         "linear.bias",
     }:
         raise ExportError(
-            f"the Dense module in {folder.name} is more than one linear layer ({', '.join(sorted(tensors))})"
+            f"the Dense module in {folder.name} is more than one linear layer "
+            f"({', '.join(sorted(tensors))})"
         )
     return Projection(tensors["linear.weight"], tensors.get("linear.bias"), activation == "Tanh")

@@ -1,4 +1,4 @@
-"""What runs a graph while it is exported: onnxruntime on this machine's processor or GPU, or the reference."""
+"""Opens a session of a graph during export: onnxruntime on a CPU or GPU, or the reference."""
 
 import os
 import sys
@@ -11,29 +11,37 @@ from numpy.typing import NDArray
 
 from export.errors import ExportError, first_line
 from export.graph.reference import ReferenceSession
-from model_store.manifest import Layout
+from model_store.layouts import Layout
 from model_store.processor import cuda_settings, int8_instructions, int8_settings
 
-os.environ.setdefault(
-    "ORT_DISABLE_TELEMETRY", "1"
-)  # the official builds otherwise report to their maker from the import on
+# The official builds send telemetry from the import on, unless this variable is set.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 
 
 class Session(Protocol):
-    """What runs a graph."""
+    """Runs one graph."""
 
-    def run(self, wanted: Sequence[str], feeds: dict[str, NDArray[Any]]) -> list[NDArray[Any]]:
-        """The outputs named, in order."""
+    def run(
+        self, output_names: Sequence[str], feeds: dict[str, NDArray[Any]]
+    ) -> list[NDArray[Any]]:
+        """Return the named outputs, in order."""
 
 
 def open_session(file: Path, layout: Layout, *, cuda: bool = False) -> Session:
-    """What runs a graph: the runtime on this machine's processor; a packed one, that on CUDA if asked for, else the reference.
+    """Open a session of a graph.
+
+    A dense graph runs on the CPU. A packed graph runs on CUDA if requested, else in the reference.
+
+    Args:
+        file: the graph, with its weights in the same folder.
+        layout: the graph's layout.
+        cuda: run a packed graph on CUDA.
 
     Raises:
-        ExportError: CUDA was asked for and did not come up.
+        ExportError: CUDA was requested but is not available.
     """
     packed = layout is Layout.PACKED
     if packed and not cuda:
@@ -51,9 +59,10 @@ def open_session(file: Path, layout: Layout, *, cuda: bool = False) -> Session:
 def _on_cuda(file: Path, options: ort.SessionOptions) -> Session:
     if CUDA not in ort.get_available_providers():
         raise ExportError(
-            "CUDA was asked for, but this onnxruntime has no provider for it; install cloze[gpu] instead of cloze[cpu]"
+            "CUDA was asked for, but this onnxruntime has no CUDA provider; "
+            "install cloze[gpu] instead of cloze[cpu]"
         )
-    with redirect_stdout(sys.stderr):  # it prints which libraries it misses
+    with redirect_stdout(sys.stderr):  # preload_dlls prints the missing libraries
         ort.preload_dlls()
     options.enable_mem_pattern = False
     try:
@@ -61,7 +70,5 @@ def _on_cuda(file: Path, options: ort.SessionOptions) -> Session:
             file, options, providers=[(CUDA, cuda_settings())], enable_fallback=0
         )
     except Exception as error:  # the runtime's errors have no common type
-        raise ExportError(
-            f"CUDA did not come up, or lacks a kernel: {first_line(error)}"
-        ) from error
+        raise ExportError(f"CUDA did not start, or lacks a kernel: {first_line(error)}") from error
     return session

@@ -1,4 +1,4 @@
-"""Reads the small JSON files that lie beside a checkpoint's weights."""
+"""Reads the small JSON files in a checkpoint's folder."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ from export.errors import ExportError
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no such file.
+    """Return the JSON object in a file; an empty object if the file is missing.
 
     Raises:
-        ExportError: the file is not a JSON object.
+        ExportError: the file does not hold a JSON object.
     """
     if not file.is_file():
         return {}

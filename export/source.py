@@ -1,4 +1,4 @@
-"""Where a checkpoint's files are: a directory here, or a hub repository at one commit, downloaded first."""
+"""Locates a checkpoint's files: a directory, or a hub repository that is downloaded."""
 
 import re
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 
 from export.errors import ExportError, first_line
 
-_WANTED = (
+_SMALL_FILES = (
     "config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -31,7 +31,14 @@ _WEIGHTS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFiles:
-    """A folder with a checkpoint's files, and where it came from."""
+    """A folder with a checkpoint's files, and the folder's origin.
+
+    Attributes:
+        folder: the folder.
+        kind: whether the source is a directory or a hub repository.
+        location: the directory's name, or the hub id.
+        revision: the hub's commit; None for a directory.
+    """
 
     folder: Path
     kind: Literal["directory", "hub"]
@@ -40,14 +47,15 @@ class CheckpointFiles:
 
 
 def locate(source: str, revision: str | None = None) -> CheckpointFiles:
-    """Find a checkpoint; download it if it is a hub id.
+    """Locate a checkpoint; download a hub repository first.
 
     Args:
-        source: an existing directory, else a hub id such as ``google-bert/bert-base-uncased``.
-        revision: a hub branch, tag or commit; whatever is given, the commit it names is pinned and recorded.
+        source: an existing directory, or a hub id such as ``google-bert/bert-base-uncased``.
+        revision: a branch, tag or commit of the hub; the result always has the commit.
 
     Raises:
-        ExportError: no such directory, no such repository or revision, or the hub does not answer.
+        ExportError: the directory, the repository or the revision does not exist, or the hub
+            does not answer.
     """
     folder = Path(source)
     if folder.is_dir():
@@ -68,23 +76,13 @@ def locate(source: str, revision: str | None = None) -> CheckpointFiles:
 def _download(repository: str, revision: str | None) -> CheckpointFiles:
     from huggingface_hub import HfApi, constants, snapshot_download
 
-    # The hub client raises errors of several libraries (its own, the HTTP client's, the system's): all end the export.
+    # The hub client raises errors of its own, of its HTTP library and of the system.
     try:
-        if (
-            constants.is_offline_mode()
-        ):  # what was downloaded before; its folder is named by its commit
-            patterns = [*_WANTED, "model*.safetensors*"]
-            folder = Path(
-                snapshot_download(
-                    repository, revision=revision, local_files_only=True, allow_patterns=patterns
-                )
-            )
-            return CheckpointFiles(folder, "hub", repository, folder.name)
+        if constants.is_offline_mode():
+            return _cached(repository, revision)
         info = HfApi().model_info(repository, revision=revision)
-        names = [sibling.rfilename for sibling in info.siblings or []]
-        folder = Path(
-            snapshot_download(repository, revision=info.sha, allow_patterns=_choose(names))
-        )
+        patterns = _choose_files([sibling.rfilename for sibling in info.siblings or []])
+        folder = Path(snapshot_download(repository, revision=info.sha, allow_patterns=patterns))
     except Exception as error:
         reason = first_line(error)
         at = "" if revision is None else f" at revision {revision}"
@@ -94,14 +92,30 @@ def _download(repository: str, revision: str | None) -> CheckpointFiles:
     return CheckpointFiles(folder, "hub", repository, info.sha)
 
 
-def _choose(names: list[str]) -> list[str]:
-    """The files worth downloading: in each folder safetensors where it has them, else PyTorch's; no other weights."""
+def _cached(repository: str, revision: str | None) -> CheckpointFiles:
+    """Return the files of an earlier download; the cache names the folder by the commit."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_SMALL_FILES, "model*.safetensors*"]
+    folder = Path(
+        snapshot_download(
+            repository, revision=revision, local_files_only=True, allow_patterns=patterns
+        )
+    )
+    return CheckpointFiles(folder, "hub", repository, folder.name)
+
+
+def _choose_files(names: list[str]) -> list[str]:
+    """Return the files to download.
+
+    Of the weights in each folder, choose safetensors files, or else PyTorch's files.
+    """
     chosen = []
     for folder in {str(Path(name).parent) for name in names if name.count("/") <= 1}:
         files = [name for name in names if str(Path(name).parent) == folder]
-        chosen += [name for name in files if Path(name).name in _WANTED]
+        chosen += [name for name in files if Path(name).name in _SMALL_FILES]
         for weights in _WEIGHTS:
-            if found := [name for name in files if weights.fullmatch(Path(name).name)]:
-                chosen += found
+            if matching := [name for name in files if weights.fullmatch(Path(name).name)]:
+                chosen += matching
                 break
     return [name for name in chosen if not name.startswith(("onnx/", "openvino/"))]

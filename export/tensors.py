@@ -1,4 +1,4 @@
-"""Reads a checkpoint's tensors from disk: safetensors first, else PyTorch's format without running its pickles' code."""
+"""Reads a checkpoint's tensors: safetensors, or PyTorch's format without executing pickled code."""
 
 import hashlib
 import json
@@ -13,10 +13,10 @@ from export.errors import ExportError, first_line
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that hold the tensors, in a fixed order: one file or the shards of an index.
+    """Return the files of the tensors in a fixed order: one file, or the shards of an index.
 
     Raises:
-        ExportError: there are none, or an index names a file that is missing.
+        ExportError: the folder has no weights, or an index names a missing file.
     """
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
@@ -24,15 +24,16 @@ def weight_files(folder: Path) -> list[Path]:
         if (index := folder / f"{name}.index.json").is_file():
             return _shards(index)
     raise ExportError(
-        f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, whole or sharded"
+        f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, "
+        "whole or sharded"
     )
 
 
 def read_tensors(files: list[Path]) -> dict[str, Tensor]:
-    """All tensors of the files, by name, in the dtype they were saved in.
+    """Return all tensors of the files by name, in their saved dtypes.
 
     Raises:
-        ExportError: a file is damaged, or wants to run code.
+        ExportError: a file is damaged, or contains pickled code.
     """
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -41,7 +42,7 @@ def read_tensors(files: list[Path]) -> dict[str, Tensor]:
 
 
 def sha256_of(files: list[Path]) -> str:
-    """One hash over the files' bytes, in order."""
+    """Return one SHA-256 of the bytes of all files, in order."""
     digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as stream:
@@ -84,9 +85,7 @@ def _read_pytorch(file: Path) -> dict[str, Tensor]:
         raise ExportError(
             f"{file.name} holds more than tensors or is damaged; it is not loaded (weights_only)"
         ) from error
-    except (
-        Exception
-    ) as error:  # on damaged bytes its unpickler raises whatever the bytes lead it to
+    except Exception as error:  # damaged bytes make the unpickler raise any error
         reason = first_line(error)
         raise ExportError(f"{file.name} is damaged: {reason}") from error
     if not isinstance(state, dict) or not all(

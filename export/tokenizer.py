@@ -1,4 +1,4 @@
-"""Gets a checkpoint's WordPiece tokenizer: from ``tokenizer.json``, or built from ``vocab.txt`` as BERT defines it."""
+"""Loads a checkpoint's WordPiece tokenizer from ``tokenizer.json`` or ``vocab.txt``."""
 
 import unicodedata
 from dataclasses import dataclass
@@ -42,11 +42,17 @@ _BERT_CLASSES = (
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTokenizer:
-    """A tokenizer and what the manifest says about it.
+    """A tokenizer and its properties for the manifest.
 
     Attributes:
-        max_tokens: the longest sequence the checkpoint's own settings allow; None where they name none.
-        note: what was guessed, for the user to read; None where nothing was.
+        tokenizer: the tokenizer, without truncation and padding.
+        lowercase: whether the tokenizer converts text to lower case.
+        cls_id: id of the token ``[CLS]``.
+        sep_id: id of the token ``[SEP]``.
+        mask_id: id of the mask token; None: the vocabulary has no mask token.
+        mask_token: the mask token; None: the vocabulary has no mask token.
+        max_tokens: the longest sequence in the checkpoint's settings; None: no limit is set.
+        note: an assumption or a change that the user should read; None: no note.
     """
 
     tokenizer: Tokenizer
@@ -60,18 +66,20 @@ class CheckpointTokenizer:
 
     @property
     def size(self) -> int:
-        """One more than the largest id."""
+        """The largest id plus one."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def load_tokenizer(folder: Path) -> CheckpointTokenizer:
     """Load the tokenizer of a checkpoint's folder.
 
-    ``tokenizer.json`` wins. With ``vocab.txt`` alone, ``do_lower_case`` of ``tokenizer_config.json`` says whether it is
-    uncased; without that, a vocabulary in which no token has an upper-case or accented letter is taken as uncased.
+    ``tokenizer.json`` takes precedence over ``vocab.txt``. For ``vocab.txt``, the setting
+    ``do_lower_case`` of ``tokenizer_config.json`` decides whether the tokenizer is uncased. Without
+    the setting, a vocabulary without upper-case and accented letters is taken as uncased.
 
     Raises:
-        ExportError: there is none, it is damaged, it is not WordPiece, or it lacks a special token.
+        ExportError: the folder has no tokenizer, or the tokenizer is damaged, is not WordPiece, or
+            lacks a special token.
     """
     settings = read_settings(folder / "tokenizer_config.json")
     names = _special_tokens(folder, settings)
@@ -104,7 +112,7 @@ def load_tokenizer(folder: Path) -> CheckpointTokenizer:
 
 
 def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """What the special tokens are called: BERT's names unless the checkpoint has others."""
+    """Return the names of the special tokens: BERT's names unless the checkpoint sets others."""
     named = read_settings(folder / "special_tokens_map.json") | settings
     contents = {
         key: value.get("content") if isinstance(value, dict) else value
@@ -118,7 +126,11 @@ def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
 
 
 def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | None:
-    """Let ``tokenizer_config.json`` overrule ``tokenizer.json``'s normaliser where it names a setting, as transformers does."""
+    """Apply the settings of ``tokenizer_config.json`` to the normaliser, like transformers.
+
+    Returns:
+        A note on the changed settings; None if nothing changed.
+    """
     normalizer = tokenizer.normalizer
     named = {
         ours: settings[theirs]
@@ -128,7 +140,8 @@ def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | Non
     if not isinstance(normalizer, normalizers.BertNormalizer):
         if named.get("lowercase") and "Lowercase" not in repr(normalizer):
             raise ExportError(
-                "tokenizer_config.json says do_lower_case, but tokenizer.json's normaliser does not lower-case"
+                "tokenizer_config.json says do_lower_case, "
+                "but tokenizer.json's normaliser does not lower-case"
             )
         return None
     changed = {key: value for key, value in named.items() if getattr(normalizer, key) != value}
@@ -142,7 +155,7 @@ def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | Non
 
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> None:
-    """Add the tokens that a checkpoint keeps beside ``vocab.txt``, each with the id it was trained under."""
+    """Add the tokens that a checkpoint lists outside of ``vocab.txt``, with their ids."""
     listed = {
         token: number
         for token, number in read_settings(folder / "added_tokens.json").items()
@@ -163,7 +176,8 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) ->
             tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=not is_special)])
         if (given := tokenizer.token_to_id(token)) != number:
             raise ExportError(
-                f"the added token {token!r} should have id {number}, but vocab.txt leaves it {given}"
+                f"the added token {token!r} should have id {number}, "
+                f"but vocab.txt leaves it {given}"
             )
 
 
@@ -182,7 +196,8 @@ def _from_json(file: Path) -> Tokenizer:
         raise ExportError(f"{file.name} is damaged: {error}") from error
     if not isinstance(tokenizer.model, models.WordPiece):
         raise ExportError(
-            f"{file.name} is a {type(tokenizer.model).__name__} tokenizer; BERT and DistilBERT use WordPiece"
+            f"{file.name} is a {type(tokenizer.model).__name__} tokenizer; "
+            "BERT and DistilBERT use WordPiece"
         )
     return tokenizer
 
@@ -190,6 +205,28 @@ def _from_json(file: Path) -> Tokenizer:
 def _from_vocabulary(
     file: Path, settings: dict[str, Any], names: dict[str, str]
 ) -> tuple[Tokenizer, str | None]:
+    """Build the tokenizer of a ``vocab.txt``.
+
+    Returns:
+        The tokenizer, and a note if its case was guessed.
+    """
+    vocabulary = _read_vocabulary(file, names["unk_token"])
+    if (kind := settings.get("tokenizer_class")) not in _BERT_CLASSES:
+        raise ExportError(
+            f"the tokenizer is a {kind}, which vocab.txt alone does not describe; "
+            "add its tokenizer.json"
+        )
+    note = None
+    lowercase = settings.get("do_lower_case")
+    if lowercase is None:
+        lowercase = not any(_is_cased(token) for token in vocabulary if token not in names.values())
+        case = "uncased (no token has an upper-case or accented letter)" if lowercase else "cased"
+        note = f"tokenizer: built from vocab.txt alone, taken as {case}"
+    return _bert_tokenizer(vocabulary, settings, names, lowercase=lowercase), note
+
+
+def _read_vocabulary(file: Path, unknown_token: str) -> dict[str, int]:
+    """Return the ids of a vocabulary file by token."""
     try:
         tokens = file.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
@@ -198,21 +235,18 @@ def _from_vocabulary(
     while tokens and not tokens[-1]:
         tokens.pop()
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    if names["unk_token"] not in vocabulary:
+    if unknown_token not in vocabulary:
         raise ExportError(
-            f"{file.name} has no {names['unk_token']} token: it is not a WordPiece vocabulary, one token a line"
+            f"{file.name} has no {unknown_token} token: it is not a WordPiece vocabulary, "
+            "one token per line"
         )
+    return vocabulary
 
-    if (kind := settings.get("tokenizer_class")) not in _BERT_CLASSES:
-        raise ExportError(
-            f"the tokenizer is a {kind}, which vocab.txt alone does not describe; a tokenizer.json would"
-        )
-    note = None
-    lowercase = settings.get("do_lower_case")
-    if lowercase is None:
-        lowercase = not any(_is_cased(token) for token in tokens if token not in names.values())
-        kind = "uncased (no token has an upper-case or accented letter)" if lowercase else "cased"
-        note = f"tokenizer: built from vocab.txt alone, taken as {kind}"
+
+def _bert_tokenizer(
+    vocabulary: dict[str, int], settings: dict[str, Any], names: dict[str, str], *, lowercase: bool
+) -> Tokenizer:
+    """Build BERT's tokenizer: its normaliser, WordPiece, and the template of its sequences."""
     tokenizer = Tokenizer(
         models.WordPiece(vocabulary, unk_token=names["unk_token"], max_input_chars_per_word=100)
     )
@@ -238,11 +272,14 @@ def _from_vocabulary(
             pair=f"{cls} $A {sep} $B:1 {sep}:1",
             special_tokens=[(cls, vocabulary[cls]), (sep, vocabulary[sep])],
         )
-    return tokenizer, note
+    return tokenizer
 
 
 def _is_cased(token: str) -> bool:
-    """Whether BERT's uncased normalisation would change it: then the vocabulary was not made with it."""
+    """Return whether BERT's uncased normalisation would change a token.
+
+    A vocabulary that was made with that normalisation has no such token.
+    """
     if token.startswith(("[", "<")):
         return False
     stripped = "".join(

@@ -1,4 +1,4 @@
-"""Compares a written graph with torch over a grid, and records golden outputs.
+"""Compares a written graph with torch over a grid of batches, and records golden outputs.
 
 A graph that fails is not published.
 """
@@ -23,7 +23,7 @@ from model_store.batch import BatchCodec, Encoding
 from model_store.heads import GraphSpec, Head
 from model_store.layouts import Int32, Layout
 from model_store.manifest import Graph, Parity, Precision
-from model_store.parity import errors
+from model_store.parity import output_errors
 
 GOLDEN_FILES = {
     Precision.FP32: "golden.json",
@@ -32,11 +32,15 @@ GOLDEN_FILES = {
 }
 
 TOLERANCES = {Precision.FP32: 1e-4, Precision.INT8: 0.25, Precision.FP16: 0.03}
-"""fp32: several times the error of another order of summation in 24 layers. fp16: several times
-the rounding error in 12 layers. int8: enough to see that a graph is not what it should be; the
-gate decides whether the graph is good enough. No tighter comparison of int8 is possible, not even
-with the same integers in torch: 1e-7 moves some value over the edge between two integers, and
-after a few layers all values have moved (measured)."""
+"""The largest accepted errors.
+
+- fp32: several times the error of another order of summation in 24 layers.
+- fp16: several times the rounding error in 12 layers.
+- int8: small enough to detect a wrong graph. The gate decides whether the graph is good enough. A
+  tighter comparison is impossible, even with the same integers in torch: a difference of 1e-7
+  moves some value across the boundary between two integers, and after a few layers all values have
+  moved (measured).
+"""
 
 _BATCHES = (1, 2, 8)
 _SHORT_LENGTHS = (3, 16, 128)  # tokens; 3 is one word with [CLS] and [SEP]
@@ -47,7 +51,7 @@ Arrays = dict[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """One run: the graph's inputs, and torch's outputs for them."""
+    """The inputs of one run of the graph, and torch's outputs for these inputs."""
 
     feeds: Arrays
     expected: Arrays
@@ -55,13 +59,13 @@ class _Case:
 
 @dataclass(frozen=True, slots=True)
 class GraphUnderTest:
-    """What is verified.
+    """A graph to verify.
 
     Attributes:
-        graph: as written.
-        checkpoint: what the graph was written from, in fp32 whatever the graph's precision.
-        heads: of the graph.
-        max_tokens: the longest sequence that the graph may be asked for.
+        graph: the manifest's description of the graph.
+        checkpoint: the graph's checkpoint, which torch runs in fp32 for every precision.
+        heads: the graph's heads.
+        max_tokens: the longest sequence that the graph must support.
     """
 
     graph: Graph
@@ -71,7 +75,7 @@ class GraphUnderTest:
 
     @property
     def spec(self) -> GraphSpec:
-        """What the graph takes."""
+        """The specification of the graph's inputs."""
         return GraphSpec(
             self.graph.layout,
             tuple(head.name for head in self.heads),
@@ -81,35 +85,36 @@ class GraphUnderTest:
 
 
 def verify(folder: Path, subject: GraphUnderTest, session: Session | None = None) -> Parity:
-    """Run graph and torch over every cell of the grid, and write the golden file.
+    """Run the graph and torch over every cell of the grid, and write the golden file.
 
     Args:
-        folder: where the graph lies, and where the golden file goes.
-        subject: see `GraphUnderTest`.
-        session: runs the graph; `open_session` if not given.
+        folder: the folder of the graph; the golden file is written to the same folder.
+        subject: the graph to verify.
+        session: runs the graph; None: a session from `open_session`.
 
     Raises:
         ExportError: an output differs from torch's by more than the tolerance.
     """
     graph = subject.graph
     session = session or open_session(folder / graph.file, graph.layout)
-    most = subject.max_tokens
-    lengths = tuple(sorted({min(length, most) for length in (*_SHORT_LENGTHS, most)}))
+    longest = subject.max_tokens
+    lengths = tuple(sorted({min(length, longest) for length in (*_SHORT_LENGTHS, longest)}))
     rng = np.random.default_rng(0)
     tolerance, golden_file = TOLERANCES[graph.precision], GOLDEN_FILES[graph.precision]
     worst: dict[str, float] = {}
     golden = []
-    everything = [head.name for head in subject.heads]
+    all_heads = [head.name for head in subject.heads]
     for batch in _BATCHES:
         for length in lengths:
-            case = _make_case(rng, subject, _sizes(rng, graph.layout, batch, length), everything)
+            sizes = _sizes(rng, graph.layout, batch, length)
+            case = _make_case(rng, subject, sizes, all_heads)
             _compare(session, case, f"batch {batch} x {length} tokens", tolerance, worst)
             if batch == 2 and length in _GOLDEN_LENGTHS:
                 inputs, outputs = _as_lists(case.feeds), _as_lists(case.expected)
                 golden.append({"feeds": inputs, "outputs": outputs})
-    # Each head alone, and none: a head that is not asked for must cost nothing and break nothing.
-    sizes = np.full(2, min(16, most), np.int32)
-    for alone in (*([name] for name in everything), []):
+    # Each head alone, then no head: inputs with zero rows must not break the graph.
+    sizes = np.full(2, min(16, longest), np.int32)
+    for alone in (*([name] for name in all_heads), []):
         case = _make_case(rng, subject, sizes, alone)
         cell = f"{alone[0] if alone else 'no head'} alone"
         _compare(session, case, cell, tolerance, worst)
@@ -126,9 +131,9 @@ def verify(folder: Path, subject: GraphUnderTest, session: Session | None = None
 def _compare(
     session: Session, case: _Case, cell: str, tolerance: float, worst: dict[str, float]
 ) -> None:
-    """Run a case; raise if an output is off, and keep the worst error of each output."""
+    """Run a case and update the largest error of each output; raise if an error is too large."""
     outputs = dict(zip(case.expected, session.run(list(case.expected), case.feeds), strict=True))
-    for name, error in errors(outputs, case.expected, tolerance).items():
+    for name, error in output_errors(outputs, case.expected, tolerance).items():
         worst[name] = max(worst.get(name, 0.0), error)
         if error > tolerance:
             raise ExportError(
@@ -138,7 +143,7 @@ def _compare(
 
 
 def _sizes(rng: np.random.Generator, layout: Layout, batch: int, length: int) -> Int32:
-    """Return the tokens of each sequence: all alike, or in the packed layout up to the first's."""
+    """Return the length of each sequence: one length, or in the packed layout mixed lengths."""
     sizes = np.full(batch, length, np.int32)
     if layout is Layout.PACKED:
         sizes[1:] = rng.integers(min(_SHORT_LENGTHS), length, batch - 1, endpoint=True)
@@ -149,7 +154,7 @@ def _sizes(rng: np.random.Generator, layout: Layout, batch: int, length: int) ->
 def _make_case(
     rng: np.random.Generator, subject: GraphUnderTest, sizes: Int32, asked: Collection[str]
 ) -> _Case:
-    """Return random tokens between ``[CLS]`` and ``[SEP]``, and torch's outputs for them."""
+    """Return a batch of random tokens between ``[CLS]`` and ``[SEP]``, and torch's outputs."""
     checkpoint, codec = subject.checkpoint, BatchCodec(subject.spec)
     batch = [_random_encoding(rng, checkpoint, int(size), asked) for size in sizes]
     rows = _hidden_rows(checkpoint.model, batch, subject.graph.layout)
@@ -160,8 +165,8 @@ def _make_case(
 def _hidden_rows(model: Model, batch: Sequence[Encoding], layout: Layout) -> torch.Tensor:
     """Return torch's hidden states [T, H] of a batch.
 
-    In the dense layout all sequences have one length and run together. In the packed layout each
-    sequence runs by itself, so torch sees neither the layout nor the other sequences.
+    In the dense layout all sequences have one length and run as one batch. In the packed layout
+    each sequence runs alone, so the reference does not depend on the layout or on other sequences.
     """
     calls = [batch] if layout is Layout.DENSE else [[encoding] for encoding in batch]
     states = []

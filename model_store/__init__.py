@@ -1,6 +1,6 @@
-"""The contract between export and service: what a bundle promises, and where it lies on disk.
+"""The contract between export and service: what a bundle promises and how the store keeps bundles.
 
-This room knows files, hashes and the manifest. It refuses to know torch, onnx, onnxruntime and HTTP.
+This package depends on numpy and pydantic only, not on torch, onnx, onnxruntime or HTTP libraries.
 """
 
 from model_store.manifest import Manifest

@@ -1,7 +1,7 @@
-"""Dense and packed batches: where each token of each sequence lies in ``hidden [T, H]``.
+"""Dense and packed batches: the row of ``hidden [T, H]`` that belongs to each token.
 
 The trunk of a graph computes ``hidden [T, H]``, one row per real token. In the dense layout all
-sequences of a batch have one length S, so ``T = B * S`` and token ``i`` of sequence ``b`` is row
+sequences of a batch have one length S, so ``T = B * S``, and token ``i`` of sequence ``b`` has row
 ``b * S + i``. In the packed layout the sequences have any lengths and follow each other: sequence
 ``b`` has the rows ``starts[b]`` to ``starts[b + 1] - 1``.
 """
@@ -22,7 +22,7 @@ Feeds = dict[str, NDArray[Any]]
 
 
 class Layout(StrEnum):
-    """How the tokens of a batch lie in memory."""
+    """How the tokens of a batch are arranged in memory."""
 
     DENSE = "dense"
     """``[B, S]``, all sequences of one length: no padding, hence no attention mask. For a CPU."""
@@ -33,12 +33,12 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the tokens of one batch lie.
+    """The rows of the tokens of one batch.
 
     Attributes:
-        layout: of the graph.
+        layout: the graph's layout.
         lengths: int32 [B], tokens of each sequence, each at least 1.
-        starts: int32 [B + 1], the row where each sequence starts, and T.
+        starts: int32 [B + 1], the row at which each sequence starts, then T.
     """
 
     layout: Layout
@@ -56,7 +56,7 @@ class Placement:
         return np.concatenate(sequences) if self.layout is Layout.PACKED else np.array(sequences)
 
     def feeds(self) -> Feeds:
-        """Return the inputs that tell a packed trunk where tokens lie; none in the dense layout."""
+        """Return the inputs that describe the placement; the dense layout has none."""
         if self.layout is Layout.DENSE:
             return {}
         longest = int(self.lengths.max())
@@ -73,7 +73,7 @@ class Placement:
 
 
 def starts_of(lengths: Sequence[int] | Int32) -> Int32:
-    """Return the row where each of B sequences starts, and the row after the last: [B + 1]."""
+    """Return the row at which each of B sequences starts, then the number of rows: [B + 1]."""
     starts = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=starts[1:])
     return starts

@@ -1,6 +1,7 @@
-"""Decides where bundles lie unless a user names a folder.
+"""The default folders of bundles, used unless a user names a folder.
 
-A checkout keeps bundles in one folder. An installed package reads two: the user's and its own.
+A checkout keeps bundles in one folder. An installed package reads two folders: the user's folder
+and its own.
 """
 
 import os
@@ -20,7 +21,7 @@ def is_checkout(folder: Path) -> bool:
 
 
 def user_root() -> Path | None:
-    """Return the folder of bundles in the user's data folder; None for a user without a home.
+    """Return the folder of bundles in the user's data folder; None without a home directory.
 
     Follow the XDG Base Directory Specification: ``$XDG_DATA_HOME``, or ``~/.local/share`` if the
     variable is unset or names a relative path.
@@ -35,10 +36,10 @@ def user_root() -> Path | None:
 
 
 def default_root(checkout: Path = SHIPPED_ROOT.parents[1]) -> Path:
-    """Return the folder that new bundles are written to unless the user names another.
+    """Return the folder for new bundles, used unless the user names another folder.
 
-    A checkout keeps its bundles beside the code. An installed package is not for writing: its
-    folder may be read-only, and an upgrade deletes it.
+    A checkout keeps its bundles beside the code. An installed package does not write to its own
+    folder: the folder may be read-only, and an upgrade deletes the folder.
     """
     if is_checkout(checkout):
         return SHIPPED_ROOT
@@ -49,9 +50,9 @@ DEFAULT_ROOT = default_root()
 
 
 def folders_to_read(root: Path) -> tuple[Path, ...]:
-    """Return the folders in which a store at `root` looks for bundles, the writable one first.
+    """Return the folders from which a store at `root` reads bundles, the writable folder first.
 
-    The default store also reads the bundles that the package ships. A store that a user names
-    stands alone.
+    The default store also reads the bundles that the package ships. A store at a folder that a
+    user names reads only that folder.
     """
     return (root, SHIPPED_ROOT) if root == DEFAULT_ROOT != SHIPPED_ROOT else (root,)

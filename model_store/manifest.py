@@ -1,4 +1,4 @@
-"""What a bundle promises, as a frozen pydantic model. Knows no disk: reading and writing is the store's."""
+"""The manifest of a bundle, a frozen pydantic model. The store reads and writes its file."""
 
 import hashlib
 import json
@@ -18,7 +18,15 @@ from pydantic import (
     model_validator,
 )
 
-from model_store.heads import HEADS, GraphSpec, Head, Pooling, heads_of_tasks
+from model_store.heads import (
+    HEADS,
+    GraphSpec,
+    Head,
+    Pooling,
+    embedding,
+    heads_of_tasks,
+    masked_lm,
+)
 from model_store.heads.head import Frozen
 from model_store.layouts import Layout
 
@@ -50,7 +58,7 @@ def _known_task(name: str) -> str:
 
 
 TaskName = Annotated[str, AfterValidator(_known_task)]
-"""What a head is called in manifests and on the command line, for example ``fill-mask``."""
+"""A head's name in manifests and on the command line, for example ``fill-mask``."""
 
 
 class Precision(StrEnum):
@@ -58,25 +66,32 @@ class Precision(StrEnum):
 
     FP32 = "fp32"
     INT8 = "int8"
-    """Weights with a scale an output channel, activations with a scale a token; all else fp32."""
+    """int8 products: one scale per output channel of weights, one scale per token of inputs."""
 
     FP16 = "fp16"
-    """The encoder, for a GPU; LayerNorm's and attention's sums, pooling and the heads are fp32."""
+    """fp16 in the encoder, for a GPU.
+
+    The sums of LayerNorm and attention, the pooling and the heads are fp32.
+    """
 
 
 class Weights(StrEnum):
-    """How large weights lie on disk; arithmetic is the precision's."""
+    """The number format of large weights on disk. `Precision` is the format of the arithmetic."""
 
     FP32 = "fp32"
     FP16 = "fp16"
-    """Half the bytes; widened once, when a server opens the graph."""
+    """Half the bytes of fp32. A server converts the weights to fp32 when it opens the graph."""
 
     INT8 = "int8"
-    """A quarter: the encoder's matrices and the word embeddings as the integers of the int8 graph, other matrices as fp16."""
+    """A quarter of the bytes of fp32.
+
+    The encoder's matrices and the word embeddings are stored as the integers of the int8 graph,
+    the other matrices as fp16.
+    """
 
 
 class Architecture(Frozen):
-    """Sizes of the encoder. ``type_vocab_size`` is 0 where the family has no token types."""
+    """Sizes of the encoder. ``type_vocab_size`` is 0 if the family has no token types."""
 
     family: str
     vocab_size: int = Field(gt=0)
@@ -89,12 +104,12 @@ class Architecture(Frozen):
     activation: str
     layer_norm_eps: float = Field(gt=0)
     parameters: int = Field(
-        gt=0, description="of the encoder and the exported heads, tied weights counted once"
+        gt=0, description="numbers in the encoder and the exported heads, tied weights counted once"
     )
 
 
 class Source(Frozen):
-    """Where the weights came from."""
+    """The origin of the weights."""
 
     kind: Literal["directory", "hub"]
     location: str = Field(description="the directory's name, or the hub id")
@@ -103,7 +118,7 @@ class Source(Frozen):
 
 
 class TokenizerSpec(Frozen):
-    """The tokenizer's file and the ids a server needs without asking it."""
+    """The tokenizer's file, and the ids that a server needs before it opens the file."""
 
     file: FileName
     vocab_size: int = Field(gt=0)
@@ -115,15 +130,15 @@ class TokenizerSpec(Frozen):
 
 
 class Embedding(Frozen):
-    """How the ``embed`` task pools, and what its users may name."""
+    """How the task ``embed`` pools, and the prompts that its users may name."""
 
     dimensions: int = Field(gt=0)
     pooling: Pooling
     normalize: bool = Field(
-        description="whether an answer is scaled to length 1 unless the request says otherwise"
+        description="whether embeddings have length 1 unless the request says otherwise"
     )
     max_tokens: int = Field(gt=0, description="longest sequence, special tokens included")
-    prompts: dict[str, str] = {}
+    prompts: dict[str, str] = Field({})
     default_prompt: str | None = None
 
     @model_validator(mode="after")
@@ -134,36 +149,39 @@ class Embedding(Frozen):
 
 
 class Limits(Frozen):
-    """What the model itself can take; a server may allow less."""
+    """Limits of the model; a server may set lower limits."""
 
     max_tokens: int = Field(gt=2, description="longest sequence, special tokens included")
 
 
 class Graph(Frozen):
-    """One ONNX graph; ``interface.py`` names its tensors."""
+    """One ONNX graph; `docs/tensors.md` lists its inputs and outputs."""
 
     file: FileName
     layout: Layout
     precision: Precision
     weights: Weights = Weights.FP32
     opset: int
-    operators: dict[str, int] = Field(description="how often each operator stands in the graph")
+    operators: dict[str, int] = Field(description="number of nodes of each operator")
 
 
 class Parity(Frozen):
-    """What `export/verify.py` measured against torch before this bundle was published."""
+    """Differences from torch, which `export.verify` measured before the bundle was published."""
 
     tolerance: float = Field(
-        gt=0, description="largest |ours - torch| / max(1, max |torch|) that is let through"
+        gt=0, description="largest accepted |ours - torch| / max(1, max |torch|)"
     )
     batches: tuple[int, ...]
     lengths: tuple[int, ...]
-    max_error: dict[str, float] = Field(description="the largest error seen, by output")
+    max_error: dict[str, float] = Field(description="the largest measured error, by output")
     golden_file: FileName
 
 
 class Gate(Frozen):
-    """How far a graph agrees with its checkpoint as it came, before any rounding; what is under a limit is not published."""
+    """How far a graph agrees with its checkpoint before rounding.
+
+    A graph below a limit is not published.
+    """
 
     measured: dict[str, float]
     limits: dict[str, float]
@@ -172,12 +190,14 @@ class Gate(Frozen):
     def _is_passed(self) -> Self:
         for name, limit in self.limits.items():
             if not self.measured.get(name, float("nan")) >= limit:
-                raise ValueError(f"{name} is {self.measured.get(name)} and must be {limit}")
+                raise ValueError(
+                    f"{name} is {self.measured.get(name)}, but must be at least {limit}"
+                )
         return self
 
 
 class LowerPrecision(Frozen):
-    """A further graph of the same weights, faster where the device has instructions for it."""
+    """A further graph of the same weights, faster on a device with instructions for it."""
 
     graph: Graph
     parity: Parity
@@ -185,32 +205,34 @@ class LowerPrecision(Frozen):
 
 
 class StoredFile(Frozen):
-    """A file of the bundle."""
+    """The hash and the size of one file of the bundle."""
 
     sha256: Sha256
     size: int = Field(ge=0, description="bytes")
 
 
 class BundleSpec(Frozen):
-    """Everything an exporter knows before the store gives the bundle a version."""
+    """The manifest without the fields that the store adds when it publishes the bundle."""
 
     name: BundleName
     tasks: tuple[TaskName, ...] = Field(min_length=1)
     architecture: Architecture
     source: Source
     license: str | None = Field(
-        description="SPDX name or the source's own words; none where the source names none"
+        description="SPDX name or the source's own words; none if the source names no license"
     )
     tokenizer: TokenizerSpec
     limits: Limits
     embedding: Embedding | None
     graph: Graph
     parity: Parity
-    gate: Gate | None = Field(None, description="of this graph, where its weights are rounded")
+    gate: Gate | None = Field(
+        None, description="the gate of this graph, if its weights are rounded"
+    )
     int8: LowerPrecision | None = None
     fp16: LowerPrecision | None = None
     heads: dict[str, SerializeAsAny[Frozen]] = Field(
-        {}, description="what a head's users must know, by head name"
+        {}, description="options of heads, such as their labels, by head name"
     )
 
     @field_validator("heads", mode="before")
@@ -231,7 +253,7 @@ class BundleSpec(Frozen):
         return heads_of_tasks(self.tasks)
 
     def graph_spec(self, layout: Layout) -> GraphSpec:
-        """Return what a graph of this bundle with that layout takes."""
+        """Return the specification of a graph of this bundle with a layout."""
         return GraphSpec(
             layout,
             tuple(head.name for head in self.graph_heads),
@@ -239,16 +261,16 @@ class BundleSpec(Frozen):
             pooling=self.embedding.pooling if self.embedding else None,
         )
 
-    def lower(self) -> list[LowerPrecision]:
-        """The further graphs that there are."""
+    def lower_precisions(self) -> list[LowerPrecision]:
+        """Return the bundle's graphs of lower precision."""
         return [lower for lower in (self.int8, self.fp16) if lower is not None]
 
     @model_validator(mode="after")
     def _tasks_have_what_they_need(self) -> Self:
         names = {head.name for head in self.graph_heads}
-        if ("embedding" in names) != (self.embedding is not None):
+        if (embedding.HEAD.name in names) != (self.embedding is not None):
             raise ValueError("the task embed and the section embedding come together")
-        if "masked_lm" in names and self.tokenizer.mask_id is None:
+        if masked_lm.HEAD.name in names and self.tokenizer.mask_id is None:
             raise ValueError("the task fill-mask needs a mask token")
         for head in self.graph_heads:
             if (head.options is not None) != (head.name in self.heads):
@@ -269,7 +291,7 @@ class Manifest(BundleSpec):
     @model_validator(mode="after")
     def _named_files_are_listed(self) -> Self:
         graphs = [(self.graph, self.parity)] + [
-            (lower.graph, lower.parity) for lower in self.lower()
+            (lower.graph, lower.parity) for lower in self.lower_precisions()
         ]
         for file in (
             self.tokenizer.file,
@@ -285,21 +307,24 @@ class Manifest(BundleSpec):
         return f"{self.name}@{self.version}"
 
     def graph_of(self, precision: Precision) -> Graph | None:
-        """The graph of a precision; None if the bundle has none."""
-        graphs = [self.graph, *(lower.graph for lower in self.lower())]
+        """Return the graph of a precision; None if the bundle has no such graph."""
+        graphs = [self.graph, *(lower.graph for lower in self.lower_precisions())]
         return next((graph for graph in graphs if graph.precision is precision), None)
 
     def to_bytes(self) -> bytes:
-        """The one serialisation: JSON whose last field, ``digest``, is the sha256 of all before it."""
+        """Return the manifest as JSON.
+
+        The last field, ``digest``, is the sha256 of the other fields.
+        """
         body = self.model_dump(mode="json", exclude=None if self.heads else {"heads"})
         return _dump(body | {"digest": _digest(body)})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Read what `to_bytes` wrote.
+        """Parse the bytes that `to_bytes` returned.
 
         Raises:
-            ValueError: not JSON, not a manifest of this schema, or not the bytes that were written.
+            ValueError: the bytes are not JSON, are not a manifest of this schema, or were changed.
         """
         body = json.loads(data)
         if not isinstance(body, dict):
@@ -329,7 +354,8 @@ def parse_reference(reference: str) -> tuple[str, int | None]:
     name, at, version = reference.partition("@")
     if not re.fullmatch(NAME_PATTERN, name):
         raise ValueError(
-            f"{name!r} is not a bundle name: 1 to 64 of letters, digits, '.', '_', '-', a letter or digit first"
+            f"{name!r} is not a bundle name: give 1 to 64 letters, digits, '.', '_' or '-', "
+            "with a letter or digit first"
         )
     if not at:
         return name, None

@@ -1,4 +1,7 @@
-"""How outputs of a graph are compared with torch's: the one measure that export publishes by and a server starts by."""
+"""Measures how far a graph's outputs are from torch's.
+
+Export publishes a graph, and a server starts with a graph, by this one measure.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,44 +11,48 @@ from numpy.typing import NDArray
 
 from model_store.heads import masked_lm
 
+Arrays = Mapping[str, NDArray[Any]]
+"""Outputs by tensor name."""
 
-def errors(
-    actual: Mapping[str, NDArray[Any]], expected: Mapping[str, NDArray[Any]], tolerance: float
-) -> dict[str, float]:
-    """The largest error of each output.
 
-    Of floats: ``max |actual - expected| / max(1, max |expected|)``. Of ``top_ids``: 0 or infinity, whether they agree
-    wherever torch's logits are further apart than the tolerance, so that neither order is as good as the other.
+def output_errors(actual: Arrays, expected: Arrays, tolerance: float) -> dict[str, float]:
+    """Return the largest error of each output.
+
+    The error of floats is ``max |actual - expected| / max(1, max |expected|)``. The error of
+    ``top_ids`` is 0 if the ids agree, else infinity. Ids are compared only where torch's logits
+    differ by more than the tolerance: rounding may swap two closer logits.
 
     Args:
-        actual: the graph's outputs; those beyond ``expected`` are not looked at.
-        expected: torch's.
-        tolerance: what is let through.
+        actual: the graph's outputs; outputs that are not in ``expected`` are ignored.
+        expected: torch's outputs.
+        tolerance: the largest accepted error.
 
     Returns:
-        by output's name; infinity where the shape is another or a number is not finite.
+        Errors by output name; infinity if the shapes differ or a number is not finite.
     """
-    found = {}
-    for name, wanted in expected.items():
-        given = actual[name]
-        if given.shape != wanted.shape or not (
-            np.isfinite(given).all() and np.isfinite(wanted).all()
-        ):
-            found[name] = float("inf")
-        elif name == masked_lm.TOP_IDS.name:
-            agree = (given == wanted) | ~_is_settled(expected[masked_lm.TOP_LOGITS.name], tolerance)
-            found[name] = 0.0 if agree.all() else float("inf")
-        else:
-            scale = max(1.0, float(np.abs(wanted).max(initial=0.0)))
-            found[name] = float(np.abs(given - wanted).max(initial=0.0)) / scale
-    return found
+    return {name: _error(name, actual[name], expected, tolerance) for name in expected}
+
+
+def _error(name: str, actual: NDArray[Any], expected: Arrays, tolerance: float) -> float:
+    reference = expected[name]
+    if actual.shape != reference.shape:
+        return float("inf")
+    if not (np.isfinite(actual).all() and np.isfinite(reference).all()):
+        return float("inf")
+    if name == masked_lm.TOP_IDS.name:
+        settled = _is_settled(expected[masked_lm.TOP_LOGITS.name], tolerance)
+        return 0.0 if ((actual == reference) | ~settled).all() else float("inf")
+    scale = max(1.0, float(np.abs(reference).max(initial=0.0)))
+    return float(np.abs(actual - reference).max(initial=0.0)) / scale
 
 
 def _is_settled(top_logits: NDArray[Any], tolerance: float) -> NDArray[np.bool_]:
-    """Which of ``top_logits [M, K]`` differ from their neighbours by more than rounding; of the last one none can tell."""
-    apart = -np.diff(top_logits, axis=1) > 2 * tolerance * max(
-        1.0, float(np.abs(top_logits).max(initial=0.0))
-    )  # [M, K - 1]
+    """Return which of ``top_logits [M, K]`` differ from their neighbours by more than rounding.
+
+    The last logit of a row never counts as settled, because its lower neighbour is unknown.
+    """
+    scale = max(1.0, float(np.abs(top_logits).max(initial=0.0)))
+    apart = -np.diff(top_logits, axis=1) > 2 * tolerance * scale  # [M, K - 1]
     settled = np.zeros(top_logits.shape, np.bool_)
     settled[:, :-1] = apart
     settled[:, 1:-1] &= apart[:, :-1]

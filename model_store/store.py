@@ -1,13 +1,15 @@
-"""The store: bundles on disk, published atomically, opened verified. Hides the disk from everybody else.
+"""The store of bundles on disk: publishes a bundle atomically and verifies a bundle on opening.
 
-    <root>/<name>/<version>/manifest.json and the files it lists
-    <root>/.staging-<random>/               a bundle being written; nobody reads here
+    <root>/<name>/<version>/manifest.json   and the files that the manifest lists
+    <root>/.staging-<random>/               an unfinished bundle, which no reader opens
 
-The default store of an installed package also reads the bundles that the package ships, and never writes there.
+The default store of an installed package also reads the bundles that the package ships. The store
+never writes to the folder of those bundles.
 
-Publishing is one ``rename`` of a finished, synced folder. A crash before it leaves at most a staging folder, which a
-later publish removes. Two processes that publish one name at once get two versions: the rename of the second fails on
-the first's folder, and it goes on to the next number.
+Publishing is one ``rename`` of a finished, synced folder. A crash before the ``rename`` leaves at
+most a staging folder, which a later publish removes. Two processes that publish one name at the
+same time get two versions: the second ``rename`` fails because the folder exists, and the second
+process tries the next version.
 """
 
 import hashlib
@@ -31,26 +33,26 @@ _STALE_STAGING_S = 24 * 3600.0
 
 
 class StoreError(Exception):
-    """A bundle cannot be found, opened, or published. The message says what to do about it."""
+    """A bundle cannot be found, opened or published. The message says what to do next."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A published bundle whose files were all checked against its manifest."""
+    """A published bundle whose files all match its manifest."""
 
     manifest: Manifest
     path: Path
 
     def file(self, name: str) -> Path:
-        """The path of one of the manifest's files."""
+        """Return the path of one of the manifest's files."""
         return self.path / name
 
 
 class Store:
-    """Bundles under one folder.
+    """The bundles under one folder.
 
     Args:
-        root: the bundles folder; it need not exist before the first publish.
+        root: the folder of the bundles; the first publish creates a missing folder.
     """
 
     def __init__(self, root: Path = DEFAULT_ROOT) -> None:
@@ -58,14 +60,14 @@ class Store:
         self._folders = folders_to_read(root)
 
     def references(self) -> list[str]:
-        """``name@version`` of all published bundles, by name and version. None of them is looked into."""
+        """Return ``name@version`` of all published bundles, sorted, without opening a bundle."""
         return [f"{name}@{version}" for name in self._names() for version in self._versions(name)]
 
     def resolve(self, reference: str) -> Path:
-        """The folder of ``name`` (its newest version) or ``name@version``.
+        """Return the folder of ``name`` (its newest version) or ``name@version``.
 
         Raises:
-            StoreError: no such bundle.
+            StoreError: the bundle does not exist.
         """
         try:
             name, version = parse_reference(reference)
@@ -74,29 +76,28 @@ class Store:
         versions = self._versions(name)
         if not versions:
             known = ", ".join(self._names()) or "none; `cloze export` makes one"
-            raise StoreError(f"no bundle named {name!r} in {self.root} (there: {known})")
+            raise StoreError(f"no bundle named {name!r} in {self.root} (available: {known})")
         if version is None:
             version = versions[-1]
         elif version not in versions:
-            raise StoreError(
-                f"bundle {name!r} has no version {version} (there: {', '.join(map(str, versions))})"
-            )
+            known = ", ".join(map(str, versions))
+            raise StoreError(f"bundle {name!r} has no version {version} (available: {known})")
         paths = [folder / name / str(version) for folder in self._folders]
         return next((path for path in paths if path.is_dir()), paths[0])
 
     def manifest(self, reference: str) -> Manifest:
-        """A bundle's manifest, its files not checked.
+        """Return a bundle's manifest without checking the bundle's files.
 
         Raises:
-            StoreError: no such bundle, or its manifest cannot be read.
+            StoreError: the bundle does not exist, or its manifest cannot be read.
         """
         return _read_manifest(self.resolve(reference))
 
     def open(self, reference: str) -> Bundle:
-        """Open a bundle: every file is there, is a plain file, and has the size and sha256 of the manifest.
+        """Open a bundle after checking each file's type, size and sha256 against the manifest.
 
         Raises:
-            StoreError: no such bundle, or one whose bytes are not those that were published.
+            StoreError: the bundle does not exist, or its bytes differ from the published bytes.
         """
         path = self.resolve(reference)
         manifest = _read_manifest(path)
@@ -111,10 +112,10 @@ class Store:
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """A private folder inside the store to write a bundle's files into; removed unless published.
+        """Yield a private folder in the store for a bundle's files; remove the folder afterwards.
 
         Raises:
-            StoreError: the store's folder cannot be written.
+            StoreError: the store's folder is not writable.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -135,19 +136,19 @@ class Store:
             shutil.rmtree(folder, ignore_errors=True)
 
     def publish(self, folder: Path, spec: BundleSpec) -> Bundle:
-        """Give a staged folder the next version of its name and make it visible, all or nothing.
+        """Publish a staged folder atomically as the next version of its name.
 
         Args:
-            folder: one that `staging` gave; every file in it becomes part of the bundle.
-            spec: the manifest, less what the store adds.
+            folder: a folder from `staging`; all of its files become part of the bundle.
+            spec: the manifest without the fields that the store adds.
 
         Raises:
-            StoreError: the disk refuses.
+            StoreError: writing to the disk failed.
         """
         try:
             files = {file.name: _sync_and_hash(file) for file in sorted(folder.iterdir())}
             (self.root / spec.name).mkdir(exist_ok=True)
-            version = self._newest(spec.name) + 1
+            version = max(self._versions(spec.name), default=0) + 1
             while True:
                 manifest = Manifest(
                     **dict(spec),
@@ -155,28 +156,20 @@ class Store:
                     created=datetime.now(UTC).replace(microsecond=0),
                     files=files,
                 )
-                _write_synced(folder / _MANIFEST, manifest.to_bytes())
-                _sync_folder(folder)
                 target = self.root / spec.name / str(version)
-                try:
-                    folder.rename(target)
-                except OSError:
-                    if not target.exists():
-                        raise
-                    version += 1
-                    continue
-                _sync_folder(target.parent)
-                return Bundle(manifest, target)
+                if _rename(folder, manifest, target):
+                    return Bundle(manifest, target)
+                version += 1
         except OSError as error:
             raise StoreError(
                 f"cannot publish {spec.name!r} to {self.root}: {error.strerror}"
             ) from error
 
     def remove(self, reference: str) -> None:
-        """Remove one version (``name@version``) or, given a bare name, all of them that were published here.
+        """Remove one version (``name@version``), or all versions of a bare name.
 
         Raises:
-            StoreError: no such bundle, a bundle that comes with the package, or the disk refuses.
+            StoreError: the bundle does not exist, comes with the package, or cannot be deleted.
         """
         path = self.resolve(reference)
         own = self.root / path.parent.name
@@ -200,7 +193,7 @@ class Store:
             ) from error
 
     def _names(self) -> list[str]:
-        """Names with a version; whatever else lies on the volume (``lost+found``) is none of ours."""
+        """Return the names that have a version; ignore other folders, such as ``lost+found``."""
         names = {
             entry
             for folder in self._folders
@@ -214,14 +207,25 @@ class Store:
             {version for folder in self._folders for version in _versions_in(folder / name)}
         )
 
-    def _newest(self, name: str) -> int:
-        return max(self._versions(name), default=0)
-
     def _remove_stale_staging(self) -> None:
         for folder in self.root.glob(_STAGING_PREFIX + "*"):
-            with suppress(FileNotFoundError):  # another publisher has just finished with it
+            with suppress(FileNotFoundError):  # another publisher has just removed the folder
                 if time.time() - folder.stat().st_mtime > _STALE_STAGING_S:
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _rename(folder: Path, manifest: Manifest, target: Path) -> bool:
+    """Write the manifest and rename the folder; return False if the target already exists."""
+    _write_synced(folder / _MANIFEST, manifest.to_bytes())
+    _sync_folder(folder)
+    try:
+        folder.rename(target)
+    except OSError:
+        if target.exists():
+            return False
+        raise
+    _sync_folder(target.parent)
+    return True
 
 
 def _read_manifest(path: Path) -> Manifest:
@@ -229,7 +233,8 @@ def _read_manifest(path: Path) -> Manifest:
         manifest = Manifest.from_bytes((path / _MANIFEST).read_bytes())
         if path.parts[-2:] != (manifest.name, str(manifest.version)):
             raise ValueError(
-                f"it was published as {manifest.reference}; a bundle is not renamed by moving its folder"
+                f"it was published as {manifest.reference}; moving a folder does not "
+                "rename a bundle"
             )
         return manifest
     except OSError as error:
@@ -252,7 +257,7 @@ def _versions_in(folder: Path) -> list[int]:
 
 
 def _entries(folder: Path) -> list[str]:
-    """The names in a folder; none if it is no folder, or not for us to read."""
+    """Return the names in a folder; none if the folder is missing or unreadable."""
     try:
         return [entry.name for entry in folder.iterdir()]
     except OSError:
@@ -260,7 +265,7 @@ def _entries(folder: Path) -> list[str]:
 
 
 def _check_file(file: Path, expected: StoredFile) -> str | None:
-    """What is wrong with a file, if anything."""
+    """Return what is wrong with a file; None if the file is correct."""
     if file.is_symlink() or not file.is_file():
         return f"is missing from {file.parent}"
     if (size := file.stat().st_size) != expected.size:

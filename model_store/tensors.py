@@ -1,6 +1,7 @@
-"""The tensors that cross from a bundle's graph to the service: what one is, and those of the trunk.
+"""The inputs and outputs of a bundle's graph: how one is described, and the inputs of the trunk.
 
-The tensors of a head are in the head's module. `docs/tensors.md` is generated from both.
+The tensors of a head are in the head's module. `docs/tensors.md` is generated from both by
+`model_store.tensor_reference`.
 """
 
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ class TensorSpec:
 
     Attributes:
         name: the tensor's name in the graph.
-        dtype: its numpy name.
-        shape: sizes; a letter stands for a size that differs per batch or per model.
-        meaning: for the documentation.
-        layout: the only layout that has the tensor; None: both have it.
-        packed_shape: the shape in the packed layout, where it differs.
+        dtype: the name of the tensor's numpy dtype.
+        shape: the tensor's sizes; a letter stands for a size that differs per batch or per model.
+        meaning: the tensor's meaning, for the documentation.
+        layout: the only layout that has the tensor; None: both layouts have the tensor.
+        packed_shape: the shape in the packed layout, where that shape differs.
     """
 
     name: str
@@ -33,15 +34,25 @@ class TensorSpec:
 
     @property
     def numpy_dtype(self) -> np.dtype[np.generic]:
-        """The dtype as numpy has it."""
+        """The tensor's numpy dtype."""
         return np.dtype(self.dtype)
+
+    def is_in(self, layout: str) -> bool:
+        """Return whether graphs of a layout, "dense" or "packed", have the tensor."""
+        return self.layout is None or self.layout == layout
+
+    def shape_in(self, layout: str) -> tuple[str | int, ...]:
+        """Return the tensor's shape in a layout, "dense" or "packed"."""
+        if layout == "packed" and self.packed_shape is not None:
+            return self.packed_shape
+        return self.shape
 
 
 INPUT_IDS: Final = TensorSpec(
     "input_ids",
     "int32",
     ("B", "S"),
-    "vocabulary ids, `[CLS]` first",
+    "vocabulary ids; each sequence starts with `[CLS]`",
     packed_shape=("T",),
 )
 TOKEN_TYPE_IDS: Final = TensorSpec(
@@ -52,17 +63,27 @@ TOKEN_TYPE_IDS: Final = TensorSpec(
     packed_shape=("T",),
 )
 POSITION_IDS: Final = TensorSpec(
-    "position_ids", "int32", ("T",), "0 for the first token of each sequence", "packed"
+    "position_ids",
+    "int32",
+    ("T",),
+    "position of each token in its sequence, from 0",
+    "packed",
 )
 CU_SEQLENS: Final = TensorSpec(
-    "cu_seqlens", "int32", ("B + 1",), "the row where each sequence starts, and T", "packed"
+    "cu_seqlens",
+    "int32",
+    ("B + 1",),
+    "the row at which each sequence starts, then T",
+    "packed",
 )
 TOKEN_OFFSET: Final = TensorSpec(
     "token_offset",
     "int32",
     ("B", "S"),
-    "the cells of a padded batch, S the longest length: first the cells of tokens, then the others",
+    "indices of the cells of a padded batch, S the longest length: first the cells that hold "
+    "tokens, in order, then the padding cells",
     "packed",
 )
 
 TRUNK_INPUTS: Final = (INPUT_IDS, TOKEN_TYPE_IDS, POSITION_IDS, CU_SEQLENS, TOKEN_OFFSET)
+"""The inputs of the encoder, which every graph has."""

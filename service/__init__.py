@@ -1,1 +1,4 @@
-"""Online: a bundle answers. Never imports torch, transformers or onnx; never sees the export stage."""
+"""The online stage: opens bundles and answers requests over HTTP.
+
+The package never imports torch, transformers, onnx or `export`.
+"""

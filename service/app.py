@@ -1,6 +1,7 @@
 """Composes the service: models, pipelines, metrics and the HTTP application.
 
-`single_process` has its engines in this process; `front_end` reaches them in other processes.
+`single_process` runs the engines in this process; `front_end` connects to engines in other
+processes.
 """
 
 import asyncio
@@ -36,7 +37,10 @@ from service.settings import Settings
 from service.tasks import TASKS, Task, TaskLimits
 
 _JOIN_TIMEOUT_S = 5.0
-"""For all threads of all models to end; a hung run is left behind after that."""
+"""Longest wait in `Service.close` for the threads of all models.
+
+Threads that still run after this time are abandoned.
+"""
 
 _TITLE = "Cloze"
 _DESCRIPTION = "Fill-mask, embeddings, next sentence and question answering by BERT and DistilBERT."
@@ -44,7 +48,7 @@ _DESCRIPTION = "Fill-mask, embeddings, next sentence and question answering by B
 
 @dataclass(frozen=True, slots=True)
 class Registries:
-    """What the service offers: tasks by name, and protocols."""
+    """The tasks, by name, and the protocols that a service offers."""
 
     tasks: Mapping[str, Task]
     protocols: Sequence[WireProtocol]
@@ -54,7 +58,7 @@ DEFAULT_REGISTRIES = Registries(TASKS, PROTOCOLS)
 
 
 class RemoteEngines(Protocol):
-    """Engines in other processes, as a front end sees them."""
+    """A front end's connections to engines in other processes."""
 
     def models(self, bundles: Sequence[Bundle]) -> list[ServedModel]:
         """Return the served models, in the order of their bundles."""
@@ -69,12 +73,12 @@ def single_process(
     """Return a service whose engines run in this process.
 
     Args:
-        settings: see `Settings`.
-        make_engine: opens a bundle's engine; None: onnxruntime does.
-        registries: what the service offers.
+        settings: the operator's settings.
+        make_engine: opens a bundle's engine; None selects `OnnxEngine`.
+        registries: the tasks and protocols to offer.
 
     Raises:
-        StartupError: the store is empty, a bundle does not open, or a device is missing.
+        StartupError: the store is empty, a bundle does not open, or the device is missing.
     """
     bundles = open_bundles(settings)
     metrics = _make_metrics(bundles, registries, shared=False)
@@ -85,6 +89,10 @@ def single_process(
 
 def front_end(settings: Settings, engines: RemoteEngines) -> "Service":
     """Return a service whose engines run in other processes, which a supervisor restarts.
+
+    Args:
+        settings: the operator's settings.
+        engines: the connections to the engine processes.
 
     Raises:
         StartupError: the store is empty, or a bundle does not open.
@@ -99,13 +107,13 @@ def _make_metrics(bundles: Sequence[Bundle], registries: Registries, *, shared: 
 
 
 class Service:
-    """The served models and the state of the process, independent of how clients reach it.
+    """The served models and the state of one process that answers HTTP.
 
     Args:
-        settings: see `Settings`.
-        models: what is served.
-        metrics: of this process, or of all processes of a server.
-        registries: what the service offers.
+        settings: the operator's settings.
+        models: the served models, in the order of preference.
+        metrics: the metrics of this process, or of all processes of a server.
+        registries: the tasks and protocols to offer.
     """
 
     def __init__(
@@ -134,7 +142,7 @@ class Service:
 
     @property
     def dead(self) -> str | None:
-        """Why an engine is dead; None while all run."""
+        """Why an engine is dead; None while all engines run."""
         reasons = (pipeline.model.queue.dead for pipeline in self.models.pipelines)
         return next((reason for reason in reasons if reason is not None), None)
 
@@ -149,7 +157,7 @@ class Service:
         return not self._draining and self.dead is None
 
     def queued_tokens(self) -> dict[str, int]:
-        """Return the tokens that wait, by model."""
+        """Return the number of queued tokens per model."""
         pipelines = self.models.pipelines
         return {p.manifest.reference: p.model.queue.queued_tokens for p in pipelines}
 
@@ -167,14 +175,15 @@ class Service:
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
             yield
-            with ThreadPoolExecutor(1) as own:  # the shared threads may be busy with requests
-                await asyncio.get_running_loop().run_in_executor(own, self.close)
+            # Requests may occupy all threads of the loop's default executor.
+            with ThreadPoolExecutor(1) as executor:
+                await asyncio.get_running_loop().run_in_executor(executor, self.close)
 
         app.router.lifespan_context = lifespan
         return app
 
     def drain(self) -> None:
-        """Stop admitting requests; accepted requests still run."""
+        """Stop admitting requests; accepted requests are still answered."""
         self._draining = True
         for pipeline in self.models.pipelines:
             pipeline.model.queue.drain()
@@ -182,9 +191,9 @@ class Service:
     def close(self) -> None:
         """Fail pending requests and end all threads."""
         self._draining = True
-        end = time.monotonic() + _JOIN_TIMEOUT_S
+        deadline = time.monotonic() + _JOIN_TIMEOUT_S
         for pipeline in self.models.pipelines:
-            pipeline.model.queue.close(max(0.0, end - time.monotonic()))
+            pipeline.model.queue.close(max(0.0, deadline - time.monotonic()))
 
 
 def _task_limits(settings: Settings, model: ServedModel) -> TaskLimits:
@@ -200,32 +209,32 @@ def _task_limits(settings: Settings, model: ServedModel) -> TaskLimits:
 
 
 def create_app(context: ProtocolContext, protocols: Sequence[WireProtocol]) -> FastAPI:
-    """Return the HTTP application: every protocol's routes, and the documentation."""
+    """Return the HTTP application: the routes of every protocol, and the documentation pages."""
     app = FastAPIOffline(
         title=_TITLE,
         redoc_url=None,
         static_url="/docs/assets",
         swagger_ui_oauth2_redirect_url="/docs/oauth2-redirect",
-        # FastAPI would look for each of these at every request.
+        # By default, FastAPI checks at every request whether each kind of telemetry is installed.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     routes = [route for protocol in protocols for route in protocol.routes(context)]
     for route in routes:
         app.add_route(route.path, route.handler, methods=[route.method])
-    _observe(context, routes)
+    _create_request_series(context, routes)
     responder = ErrorResponder(protocols)
-    for kind in (ServiceError, HTTPException, Exception):
-        app.add_exception_handler(kind, responder.respond)
+    for error_type in (ServiceError, HTTPException, Exception):
+        app.add_exception_handler(error_type, responder.respond)
     app.openapi = _openapi(routes)  # type: ignore[method-assign]
     task_handlers = {route.path: route.handler for route in routes if route.task is not None}
     app.add_middleware(DirectRoutes, handlers=task_handlers, respond=responder.respond)
-    known = ("/docs", "/openapi.json", *(route.path for route in routes))
-    app.add_middleware(Connection, known_routes=known, metrics=context.metrics)
+    known_routes = ("/docs", "/openapi.json", *(route.path for route in routes))
+    app.add_middleware(Connection, known_routes=known_routes, metrics=context.metrics)
     return app
 
 
-def _observe(context: ProtocolContext, routes: Sequence[Route]) -> None:
-    """Create the series of every task route, so that rates start from zero."""
+def _create_request_series(context: ProtocolContext, routes: Sequence[Route]) -> None:
+    """Create the metric series of every task route, so that rates start from zero."""
     statuses = sorted({200, *(status for status, _ in STATUS.values())})
     for route in routes:
         if route.task is not None:

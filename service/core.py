@@ -1,23 +1,23 @@
-"""The values that the parts of the service exchange, and the errors that they raise.
+"""The values that the parts of the service exchange, and the errors that the parts raise.
 
 `http.errors` maps each error to its HTTP status:
 
     ServiceError
-    +-- RequestError            the request is wrong; sending it again does not help
-    |   +-- MalformedRequest    the body cannot be read at all
-    |   +-- SlowRequest         the body does not arrive in time
-    |   +-- InvalidRequest      a value is out of its limits
-    |   +-- EmptyRequest        no text at all
-    |   +-- RequestTooLarge     more bytes than a request may have
-    |   +-- UnknownModel        no model of that name
-    |   +-- WrongTask           the model has no head for it
-    +-- Overloaded              the queue is full; try again after `retry_after_s`
-    +-- DeadlineExceeded        no answer within the request's time
-    +-- ClientGone              nobody is left to answer
-    +-- ShuttingDown            the server is draining; another replica will answer
-    +-- EngineFailed            the engine raised on this very input
-    +-- EngineDead              the engine is gone; the process will exit
-    StartupError                the server cannot start; not a ServiceError, no client sees it
+    +-- RequestError            the request is wrong; a retry of the same request fails again
+    |   +-- MalformedRequest    the body is not JSON
+    |   +-- SlowRequest         the body did not arrive in time
+    |   +-- InvalidRequest      a value is malformed or out of its limits
+    |   +-- EmptyRequest        the request has no text
+    |   +-- RequestTooLarge     the body has more bytes than the limit
+    |   +-- UnknownModel        the request names a model that is not served
+    |   +-- WrongTask           the model has no head for the task
+    +-- Overloaded              the queue is full; retry after `retry_after_s`
+    +-- DeadlineExceeded        the request timed out
+    +-- ClientGone              the client closed its connection
+    +-- ShuttingDown            the server is draining; retry on another replica
+    +-- EngineFailed            the engine raised on this input alone
+    +-- EngineDead              no engine runs
+    StartupError                the server cannot start; clients never receive this error
 """
 
 from collections.abc import Sequence
@@ -35,9 +35,10 @@ from model_store.manifest import Precision
 Float32 = NDArray[np.float32]
 
 MAX_BATCH_VOCABULARY_ROWS = 128
-"""A row costs the graph about 12 bytes per word of the vocabulary: 128 rows are 47 MB for BERT.
+"""Most rows per batch that a head multiplies into the vocabulary.
 
-A single encoding may exceed the limit.
+A row needs about 12 bytes of memory per word of the vocabulary: 128 rows need 47 MB for BERT. A
+single encoding may exceed the limit.
 """
 
 MAX_PADDING_FACTOR = 4
@@ -45,11 +46,11 @@ MAX_PADDING_FACTOR = 4
 
 
 class ServiceError(Exception):
-    """A request that gets no result, and why. The message is for the client."""
+    """The reason why a request gets no result. The client receives the message."""
 
 
 class RequestError(ServiceError):
-    """The request itself is wrong."""
+    """The request is wrong; a retry of the same request fails again."""
 
 
 class MalformedRequest(RequestError):
@@ -57,7 +58,7 @@ class MalformedRequest(RequestError):
 
 
 class SlowRequest(RequestError):
-    """The body did not arrive within the request's time."""
+    """The body did not arrive within the request timeout."""
 
 
 class InvalidRequest(RequestError):
@@ -65,11 +66,11 @@ class InvalidRequest(RequestError):
 
 
 class EmptyRequest(RequestError):
-    """The request holds no text."""
+    """The request has no text."""
 
 
 class RequestTooLarge(RequestError):
-    """The body has more bytes than the server reads."""
+    """The body has more bytes than the limit."""
 
 
 class UnknownModel(RequestError):
@@ -77,14 +78,14 @@ class UnknownModel(RequestError):
 
 
 class WrongTask(RequestError):
-    """The model has no head for what is asked of it."""
+    """The model has no head for the task."""
 
 
 class Overloaded(ServiceError):
     """The queue is full.
 
     Attributes:
-        retry_after_s: when the tokens queued now will be gone, at the measured speed.
+        retry_after_s: seconds to run the tokens that are queued now, at the measured rate.
     """
 
     def __init__(self, message: str, retry_after_s: int) -> None:
@@ -93,37 +94,40 @@ class Overloaded(ServiceError):
 
 
 class DeadlineExceeded(ServiceError):
-    """The request's time is over."""
+    """The request timed out."""
 
 
 class ClientGone(ServiceError):
-    """The client closed its connection before its answer was ready."""
+    """The client closed its connection before the answer was ready."""
 
 
 class ShuttingDown(ServiceError):
-    """The server admits nothing more."""
+    """The server is draining and admits no new requests."""
 
 
 class EngineFailed(ServiceError):
-    """The engine raised on this sequence when it ran alone."""
+    """The engine raised an exception on an encoding that ran alone."""
 
 
 class EngineDead(ServiceError):
-    """The engine cannot run anything any more."""
+    """No engine runs: it hangs, fails its golden outputs, or its process has exited."""
 
 
 class StartupError(Exception):
-    """The server cannot start: a setting, a bundle, a device or a port. The message is one line."""
+    """The server cannot start because of a setting, a bundle, a device or a port.
+
+    The message is one line.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What the scheduler returns for one request.
+    """The result of a request's encodings.
 
     Attributes:
-        outputs: one per encoding, in the request's order.
+        outputs: one element per encoding, in the request's order.
         queue_s: seconds from admission until the first encoding ran.
-        inference_s: seconds from then until the last encoding was done.
+        inference_s: seconds from the start of the first encoding to the end of the last.
     """
 
     outputs: list[HeadOutputs]
@@ -133,7 +137,7 @@ class BatchResult:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Where a request's time went, in seconds."""
+    """The time of each part of a request, in seconds."""
 
     tokenize_s: float
     queue_s: float
@@ -142,12 +146,12 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class BatchReport:
-    """What one run of the engine was, for the metrics.
+    """The size and the duration of one batch.
 
     Attributes:
-        sequences: in the batch.
-        tokens: in the batch.
-        seconds: the run took.
+        sequences: number of sequences in the batch.
+        tokens: number of real tokens in the batch.
+        seconds: duration of the run.
     """
 
     sequences: int
@@ -156,7 +160,7 @@ class BatchReport:
 
 
 class Device(StrEnum):
-    """Where to run."""
+    """The device that an engine is asked to run on."""
 
     AUTO = "auto"
     CPU = "cpu"
@@ -164,15 +168,15 @@ class Device(StrEnum):
 
 
 RequestedPrecision = Precision | Literal["auto"]
-"""Which of a bundle's graphs to run; ``auto`` takes the fastest that the device supports."""
+"""The precision of the graph to run; ``auto`` selects the fastest that the device supports."""
 
 
 class Engine(Protocol):
     """The interface between scheduler and runtime. Several threads call ``run`` at once.
 
     Attributes:
-        device: where the engine runs.
-        precision: of the graph that the engine runs.
+        device: the device that the engine runs on.
+        precision: the precision of the engine's graph.
         reason: why the engine chose that graph, for the log.
         supports_varlen: whether the encodings of a batch may differ in length.
     """
@@ -186,27 +190,28 @@ class Engine(Protocol):
         """Return the results of each encoding, in order.
 
         Args:
-            batch: of one length, unless the engine supports variable lengths.
+            batch: encodings of one length, unless the engine supports variable lengths.
 
         Raises:
-            Exception: whatever the runtime raises.
+            Exception: any error of the runtime.
         """
         ...
 
     def probe(self) -> None:
-        """Run a golden batch; raise if the run fails or its outputs are wrong."""
+        """Run a golden batch.
+
+        Raises:
+            Exception: the run fails, or an output is outside the tolerance.
+        """
         ...
 
 
 class Queue(Protocol):
-    """Where a model's requests wait for an engine, in this process or in another one.
-
-    Every future that a queue returns ends.
-    """
+    """The queue of one model's requests, before an engine in this or in another process."""
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens that wait."""
+        """Number of tokens that wait."""
         ...
 
     @property
@@ -225,13 +230,13 @@ class Queue(Protocol):
         """Admit all encodings of a request or none.
 
         Args:
-            encodings: at least one.
-            deadline: `time.monotonic` time after which nothing of the request runs any more.
-            accepted: whether the request arrived before the drain; such a request is finished.
+            encodings: at least one encoding.
+            deadline: `time.monotonic` time after which no encoding of the request starts.
+            accepted: whether the request arrived before the drain and must still be answered.
 
         Returns:
             A future that always ends: with a result, or with a `ServiceError`. Cancelling the
-            future drops what has not run yet.
+            future drops the encodings that have not run.
 
         Raises:
             Overloaded: the queue is full.
@@ -241,7 +246,7 @@ class Queue(Protocol):
         ...
 
     def drain(self) -> None:
-        """Stop admitting requests; what was admitted still runs."""
+        """Stop admitting requests; admitted requests still run."""
         ...
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -250,5 +255,5 @@ class Queue(Protocol):
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in a line; its type, if it says nothing."""
+    """Return the first line of an error's message, or the error's type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

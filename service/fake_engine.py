@@ -1,4 +1,4 @@
-"""An engine for tests: instant, and controlled. A test can hold it, make it fail, and break it."""
+"""An engine for tests, without a model. A test can block its runs and make the runs fail."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,14 +12,14 @@ from service.core import Device
 
 
 class FakeEngine:
-    """Embeds an encoding as the sum of its ids, and records its batches.
+    """Returns the sum of an encoding's ids as its embedding, and records every batch.
 
     Attributes:
         batches: every batch that ran, in order.
-        gate: `run` waits while it is cleared.
-        entered: set when a run begins to wait or to work.
-        poison: encodings that make `run` raise.
-        broken: whether `probe` fails too.
+        gate: an event; `run` blocks while the event is cleared.
+        entered: an event that `run` sets when a run begins.
+        poison: returns whether an encoding makes `run` raise.
+        broken: whether `probe` raises.
     """
 
     device = Device.CPU
@@ -36,7 +36,7 @@ class FakeEngine:
         self.broken = False
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
-        """Return the sum of the ids of each encoding."""
+        """Return the sum of the ids of each encoding; raise if `poison` selects one."""
         self.entered.set()
         self.gate.wait()
         if any(self.poison(encoding) for encoding in batch):

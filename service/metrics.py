@@ -1,4 +1,7 @@
-"""What Prometheus sees. The only module that speaks prometheus_client. Labels are bounded: known routes, served models."""
+"""The metrics of the service, in Prometheus's format; the only importer of prometheus_client.
+
+Label values are bounded: they are known routes, served models and HTTP statuses.
+"""
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,12 +33,12 @@ _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PARTS = ("tokenize", "queue", "inference")
 
+_QUEUE_NAME = "cloze_queue_tokens"
+_QUEUE_TEXT = "Tokens that wait for a worker."
 
-_QUEUE, _QUEUE_TEXT = "cloze_queue_tokens", "Tokens that wait for a worker."
 
-
-class Watched(Protocol):
-    """What is read at each scrape."""
+class ScrapeSource(Protocol):
+    """The source of the values that are read at each scrape."""
 
     @property
     def ready(self) -> bool:
@@ -43,13 +46,13 @@ class Watched(Protocol):
         ...
 
     def queued_tokens(self) -> Mapping[str, int]:
-        """Return the tokens that wait, by model."""
+        """Return the number of queued tokens per model."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class _ModelSeries:
-    """One model's series."""
+    """The series of one model."""
 
     parts: tuple[Histogram, ...]
     truncated: Counter
@@ -59,27 +62,17 @@ class _ModelSeries:
     tokens: Counter
 
 
-class Metrics(Collector):
-    """All series, there from the start so that rates have a zero to begin from.
-
-    Of one process, or of all that share a folder (`share_folder`): then each writes its own numbers there, and whichever is
-    scraped adds up those of all, also of the dead.
+class _Families:
+    """The metric families that the service observes.
 
     Args:
-        models: the served models' full names.
-        shared: whether the numbers are those of all processes.
+        registry: the registry of the families; None for families whose values lie in a folder that
+            all processes of a server share.
     """
 
-    def __init__(self, models: Sequence[str], *, shared: bool = False) -> None:
-        self.shared = shared
-        self._own = CollectorRegistry()  # what is read at each scrape
-        self._registry = CollectorRegistry()
-        if shared:
-            multiprocess.MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]
-        else:
-            ProcessCollector(registry=self._registry)
-        self._series_registry = None if shared else self._registry
-        self._requests = self._histogram(
+    def __init__(self, registry: CollectorRegistry | None) -> None:
+        self._registry = registry
+        self.requests = self._histogram(
             "cloze_request_duration_seconds",
             "Time from a request's first byte to its answer's last, by route, model and status.",
             ("route", "model", "status"),
@@ -100,42 +93,11 @@ class Metrics(Collector):
         self._batch_seconds = self._histogram(
             "cloze_batch_duration_seconds", "Time of one run of the engine.", ("model",), _SECONDS
         )
-        registry = self._series_registry
-        self._tokens = Counter("cloze_tokens", "Real tokens run.", ("model",), registry=registry)
-        self._truncated = Counter(
-            "cloze_truncated_texts",
-            "Texts cut to the model's limit.",
-            ("model",),
-            registry=registry,
-        )
-        self._queue: Gauge | None = None  # of one process: read at each scrape
-        if shared:
-            self._queue = Gauge(
-                _QUEUE, _QUEUE_TEXT, ("model",), registry=registry, multiprocess_mode="livesum"
-            )
-        self._watched: Watched | None = None
-        self._own.register(self)
-        # A series is looked up by its labels once: that costs more than to observe.
-        self._request = functools.cache(
-            lambda route, model, status: self._requests.labels(route, model, str(status))
-        )
-        self._of = {model: self._series(model) for model in models}
+        self._tokens = self._counter("cloze_tokens", "Real tokens run.")
+        self._truncated = self._counter("cloze_truncated_texts", "Texts cut to the model's limit.")
 
-    def create_request_series(
-        self, route: str, models: Sequence[str], statuses: Sequence[int]
-    ) -> None:
-        """Create the series of a route before its first request.
-
-        Args:
-            route: the path.
-            models: that answer on the route.
-            statuses: that the route may answer.
-        """
-        for model in ("", *models):  # empty: the request failed before its model was known
-            for status in statuses:
-                self._request(route, model, status)
-
-    def _series(self, model: str) -> _ModelSeries:
+    def of_model(self, model: str) -> _ModelSeries:
+        """Return the series of a model."""
         return _ModelSeries(
             tuple(self._parts.labels(part, model) for part in _PARTS),
             self._truncated.labels(model),
@@ -145,68 +107,128 @@ class Metrics(Collector):
             self._tokens.labels(model),
         )
 
+    def _histogram(
+        self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]
+    ) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ("model",), registry=self._registry)
+
+
+class Metrics(Collector):
+    """The metrics of one process, or of all processes that share a folder (`share_folder`).
+
+    In a shared folder each process writes its own values. The process that is scraped returns the
+    sum over all processes, including processes that have exited.
+
+    Every series exists from the start, so that the rates of Prometheus start from zero.
+
+    Args:
+        models: the full names of the served models.
+        shared: whether the values are those of all processes.
+    """
+
+    def __init__(self, models: Sequence[str], *, shared: bool = False) -> None:
+        self.shared = shared
+        self._registry = CollectorRegistry()
+        if shared:
+            multiprocess.MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]
+        else:
+            ProcessCollector(registry=self._registry)
+        families = _Families(None if shared else self._registry)
+        self._models = {model: families.of_model(model) for model in models}
+        # To look up a series by its labels costs more than to observe a value.
+        self._request_series = functools.cache(
+            lambda route, model, status: families.requests.labels(route, model, str(status))
+        )
+        self._queue_gauge = _queue_gauge() if shared else None
+        self._source: ScrapeSource | None = None
+        self._scraped = CollectorRegistry()  # the values that `collect` reads at each scrape
+        self._scraped.register(self)
+
+    def create_request_series(
+        self, route: str, models: Sequence[str], statuses: Sequence[int]
+    ) -> None:
+        """Create the series of a route before its first request.
+
+        Args:
+            route: the path.
+            models: the full names of the models that serve the route.
+            statuses: the HTTP statuses that the route may return.
+        """
+        for model in ("", *models):  # "" labels requests that failed before a model was chosen
+            for status in statuses:
+                self._request_series(route, model, status)
+
     def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
-        """A request was answered, with a result or an error."""
-        self._request(route, model, status).observe(seconds)
+        """Record an answered request: a result or an error."""
+        self._request_series(route, model, status).observe(seconds)
 
     def observe_parts(self, model: str, timings: Timings, truncated: int) -> None:
-        """A request got its result."""
-        series = self._of[model]
-        for part, seconds in zip(
-            series.parts, (timings.tokenize_s, timings.queue_s, timings.inference_s), strict=True
-        ):
-            part.observe(seconds)
+        """Record the parts of a request that got its result, and its number of cut texts."""
+        series = self._models[model]
+        seconds = (timings.tokenize_s, timings.queue_s, timings.inference_s)
+        for part, part_seconds in zip(series.parts, seconds, strict=True):
+            part.observe(part_seconds)
         if truncated:
             series.truncated.inc(truncated)
 
     def observe_batch(self, model: str, report: BatchReport) -> None:
-        """The engine ran a batch. Called on a worker's thread."""
-        series = self._of[model]
+        """Record a batch of the engine. Called on a worker thread."""
+        series = self._models[model]
         series.batch_sequences.observe(report.sequences)
         series.batch_tokens.observe(report.tokens)
         series.batch_seconds.observe(report.seconds)
         series.tokens.inc(report.tokens)
 
-    def watch(self, service: Watched) -> None:
-        """Read these values at each scrape."""
-        self._watched = service
+    def observe_queue(self, model: str, tokens: int) -> None:
+        """Record the number of queued tokens of this process, for the sum over all processes."""
+        assert self._queue_gauge is not None
+        self._queue_gauge.labels(model).set(tokens)
+
+    def watch(self, source: ScrapeSource) -> None:
+        """Read the values of `source` at each scrape."""
+        self._source = source
 
     def collect(self) -> Iterable[Metric]:
-        """Return what this process alone knows; `prometheus_client` calls it at each scrape."""
-        watched = self._watched
-        ready = watched is not None and watched.ready
+        """Return the values of this process alone; `prometheus_client` calls it at each scrape."""
+        source = self._source
+        ready = source is not None and source.ready
         yield GaugeMetricFamily("cloze_ready", "1 while the server admits requests.", float(ready))
-        if watched is not None and not self.shared:
-            queues = GaugeMetricFamily(_QUEUE, _QUEUE_TEXT, labels=("model",))
-            for model, tokens in watched.queued_tokens().items():
+        if source is not None and not self.shared:
+            queues = GaugeMetricFamily(_QUEUE_NAME, _QUEUE_TEXT, labels=("model",))
+            for model, tokens in source.queued_tokens().items():
                 queues.add_metric((model,), tokens)
             yield queues
 
-    def observe_queue(self, model: str, tokens: int) -> None:
-        """Record how many tokens wait, for the sum over all processes."""
-        assert self._queue is not None
-        self._queue.labels(model).set(tokens)
-
     def exposition(self) -> bytes:
-        """The text that Prometheus scrapes."""
-        return generate_latest(self._registry) + generate_latest(self._own)
+        """Return all metrics in Prometheus's text format."""
+        return generate_latest(self._registry) + generate_latest(self._scraped)
 
-    def _histogram(
-        self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]
-    ) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self._series_registry)
+
+def _queue_gauge() -> Gauge:
+    """Return the gauge of queued tokens; a scrape returns the sum over the live processes."""
+    return Gauge(_QUEUE_NAME, _QUEUE_TEXT, ("model",), registry=None, multiprocess_mode="livesum")
 
 
 def share_folder(folder: Path) -> dict[str, str]:
-    """The environment of processes whose numbers are to lie in ``folder``; it must be theirs from their start."""
+    """Return the environment variables of processes that write their metrics to ``folder``.
+
+    prometheus_client reads the variables when it is imported.
+    """
     return {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
 
 
 def write_as(name: str) -> None:
-    """Before any `Metrics`: this process goes on with the numbers of those that had its name before, so that files stay few."""
+    """Write the metrics of this process to the files of ``name``.
+
+    A restarted process that has the name of its predecessor continues the predecessor's values, so
+    that the number of files stays bounded. Call this function before `Metrics` is created.
+    """
     values.ValueClass = values.MultiProcessValue(lambda: name)  # type: ignore[no-untyped-call]
 
 
 def forget_process(folder: Path, name: str) -> None:
-    """A process ended: what it alone could say, like its queue, is over; what it counted stays."""
+    """Remove the gauges of a process that has exited; its counters stay."""
     multiprocess.mark_process_dead(name, str(folder))  # type: ignore[no-untyped-call]

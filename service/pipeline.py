@@ -1,6 +1,7 @@
-"""A request inside the service: tokenize, wait for the engine, decode, under one deadline.
+"""The path of a request through the service: tokenize, wait for the engine, decode.
 
-One pipeline per served model. Knows no HTTP and no task.
+`Pipeline` handles the requests of one served model under one deadline. `Models` chooses the
+pipeline of a request. The module depends neither on HTTP nor on a particular task.
 """
 
 import asyncio
@@ -18,23 +19,23 @@ from service.tokenizer import Tokenizer
 _INLINE_BYTES = 4_000
 """Shorter requests are tokenized on the event loop.
 
-That takes about 1 ms at most, which is less than two thread switches cost under load.
+Tokenizing so few bytes takes at most about 1 ms, less than two thread switches under load.
 """
 
 _INLINE_RESULTS = 64
-"""Fewer predictions are decoded on the event loop: each costs about 10 us."""
+"""Most predictions that are decoded on the event loop; decoding one takes about 10 us."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """A task's result and what it took.
+    """The result of a task call, with its cost.
 
     Attributes:
-        value: what `Task.decode` returned.
-        tokens: run by the engine, special tokens included.
-        truncated: how many texts were cut.
-        warnings: for the client, in ASCII.
-        timings: where the time went.
+        value: the return value of `Task.decode`.
+        tokens: number of tokens that the engine ran, special tokens included.
+        truncated: number of texts that were cut.
+        warnings: messages for the client, in ASCII.
+        timings: the time of each part of the request.
     """
 
     value: Any
@@ -45,12 +46,12 @@ class TaskResult:
 
 
 class Pipeline:
-    """One served model.
+    """Runs the task calls of one served model.
 
     Args:
         model: the bundle and the queue of its engine.
-        limits: the most that a request may ask of a task.
-        request_timeout_s: after this time a request fails with `DeadlineExceeded`.
+        limits: the limits of one request.
+        request_timeout_s: seconds after which a request fails with `DeadlineExceeded`.
 
     Raises:
         StartupError: the bundle's tokenizer cannot be read.
@@ -63,12 +64,14 @@ class Pipeline:
         self._request_timeout_s = request_timeout_s
 
     async def run(self, task: Task, call: TaskCall, *, size: int) -> TaskResult:
-        """Tokenize, wait for the scheduler, decode. Cancelling drops what has not run yet.
+        """Tokenize the texts, wait for the engine's outputs and decode them.
+
+        Cancelling this coroutine drops the encodings that have not run.
 
         Args:
-            task: one that the model serves.
-            call: what the client asks.
-            size: bytes of the request, which decide where it is tokenized and decoded.
+            task: a task that the model serves.
+            call: the inputs and parameters of the task.
+            size: bytes of the request; large requests are tokenized and decoded on a thread.
 
         Raises:
             ServiceError: the request gets no result.
@@ -105,11 +108,11 @@ class Pipeline:
 
 
 class Models:
-    """The served models, and which of them answers a request.
+    """The served models. Chooses the model that answers a request.
 
     Args:
-        pipelines: at least one; the first that serves a task is the task's default.
-        tasks: that clients may ask for.
+        pipelines: at least one pipeline; the first that serves a task is the task's default.
+        tasks: the tasks that clients may request.
     """
 
     def __init__(self, pipelines: Sequence[Pipeline], tasks: Iterable[Task]) -> None:
@@ -117,7 +120,7 @@ class Models:
         self._tasks = tuple(tasks)
         self._by_name: dict[str, Pipeline] = {}
         for pipeline in sorted(pipelines, key=lambda pipeline: pipeline.manifest.version):
-            # The newest version answers to the bare name.
+            # A name without a version stands for the newest version.
             self._by_name[pipeline.manifest.name] = pipeline
             self._by_name[pipeline.manifest.reference] = pipeline
         self._served = {
@@ -126,7 +129,7 @@ class Models:
         }
 
     def serving(self, task: Task) -> Sequence[Pipeline]:
-        """Return the models that serve a task, the default first."""
+        """Return the pipelines of the models that serve a task, the default first."""
         return self._served[task.name]
 
     def tasks_of(self, pipeline: Pipeline) -> list[str]:
@@ -134,11 +137,15 @@ class Models:
         return [task.name for task in self._tasks if pipeline in self._served[task.name]]
 
     def default(self, task: Task) -> Pipeline | None:
-        """Return the model of requests that name none."""
+        """Return the pipeline for requests that name no model; None if no model serves the task."""
         return next(iter(self._served[task.name]), None)
 
     def choose(self, task: Task, name: str | None) -> Pipeline:
-        """Return the model of a name, or the task's default.
+        """Return the pipeline of the named model, or the task's default.
+
+        Args:
+            task: the task to serve.
+            name: ``NAME`` or ``NAME@VERSION``; None selects the task's default.
 
         Raises:
             UnknownModel: no model of that name is served.

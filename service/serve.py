@@ -1,4 +1,4 @@
-"""Serve until a signal: in one process, or with front ends before engine processes."""
+"""Serves until a signal, in one process or in front ends and engine processes."""
 
 from service import server
 from service.app import DEFAULT_REGISTRIES, Registries, single_process
@@ -7,7 +7,7 @@ from service.settings import Settings
 
 
 def serve(settings: Settings) -> int:
-    """Serve with the processes that the settings ask for.
+    """Serve until a signal, in the processes that the settings select.
 
     Returns:
         The exit code: 0 after a drain, 1 when an engine died.
@@ -16,7 +16,7 @@ def serve(settings: Settings) -> int:
         StartupError: a setting, a bundle, a device or the port is wrong.
     """
     if settings.frontends or settings.gpus > 1:
-        from service.processes.supervisor import supervise  # one process does not need it
+        from service.processes.supervisor import supervise  # a single process works without zmq
 
         return supervise(settings)
     return serve_in_one_process(settings)
@@ -27,12 +27,18 @@ def serve_in_one_process(
     make_engine: EngineFactory | None = None,
     registries: Registries = DEFAULT_REGISTRIES,
 ) -> int:
-    """Serve with engines in this process; see `serve`.
+    """Serve until a signal, with the engines in this process.
 
     Args:
-        settings: see `Settings`.
-        make_engine: opens a bundle's engine; None: onnxruntime does.
-        registries: what the service offers.
+        settings: the operator's settings.
+        make_engine: opens a bundle's engine; None selects `OnnxEngine`.
+        registries: the tasks and protocols to offer.
+
+    Returns:
+        The exit code 0. The process exits with 1 inside this function if an engine is dead.
+
+    Raises:
+        StartupError: a setting, a bundle, a device or the port is wrong.
     """
     server.begin(settings)
     server.warn_of_unknown_variables()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from model_store import Bundle, Store, StoreError
+from model_store import Bundle, Manifest, Store, StoreError
 from service.batching.cost import largest_batch, measure_cost
 from service.batching.scheduler import Scheduler, SchedulerLimits
 from service.core import (
@@ -22,17 +22,17 @@ from service.settings import CPU_BATCH_TOKENS, Settings
 log = logging.getLogger("cloze")
 
 EngineFactory = Callable[[Bundle, Device, RequestedPrecision], Engine]
-"""Opens a bundle's engine."""
+"""Opens the engine of a bundle on a device, in a precision."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A bundle, and where its requests wait.
+    """A bundle and the queue of its engine.
 
     Attributes:
-        bundle: what is served.
-        queue: of the bundle's engine.
-        precision: returns the precision of the graph that runs; empty while no engine runs.
+        bundle: the opened bundle.
+        queue: the queue of the bundle's engine.
+        precision: returns the precision of the engine's graph, or "" while no engine runs.
     """
 
     bundle: Bundle
@@ -42,11 +42,11 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class EngineCallbacks:
-    """What engines call, on any thread.
+    """The callbacks of the engines. Any thread may call them.
 
     Attributes:
-        on_batch: after each batch, with the model's full name.
-        on_dead: when an engine is dead, with the reason.
+        on_batch: called after each batch with the model's full name and the report.
+        on_dead: called once per dead engine with the reason.
     """
 
     on_batch: Callable[[str, BatchReport], None]
@@ -81,17 +81,20 @@ def local_models(
     *,
     device_id: int = 0,
 ) -> list[ServedModel]:
-    """Start engines and their workers in this process.
+    """Open the engines in this process, and start their schedulers.
 
     Args:
-        settings: see `Settings`.
-        bundles: to serve.
-        callbacks: what the engines call.
-        make_engine: opens a bundle's engine; None: onnxruntime does.
-        device_id: which GPU.
+        settings: the operator's settings.
+        bundles: the bundles to serve.
+        callbacks: the callbacks of the engines.
+        make_engine: opens a bundle's engine; None selects `OnnxEngine`.
+        device_id: index of the GPU.
+
+    Returns:
+        The served models, in the order of their bundles.
 
     Raises:
-        StartupError: a bundle does not open, or a device is missing.
+        StartupError: an engine does not open, or the device is missing.
     """
     make_engine = make_engine or _onnx_engine(settings, device_id)
     engines = [make_engine(bundle, settings.device, settings.precision) for bundle in bundles]
@@ -116,7 +119,7 @@ def _precision_of(engine: Engine) -> Callable[[], str]:
 
 def _onnx_engine(settings: Settings, device_id: int) -> EngineFactory:
     try:
-        # Front ends never need onnxruntime, and use less memory without it.
+        # Front ends import this module too, and use less memory without onnxruntime.
         from service.engine import OnnxEngine, SessionOptions
     except ModuleNotFoundError as error:
         raise StartupError(
@@ -146,33 +149,41 @@ def _start_scheduler(
 
 
 def batch_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
-    """Return the most tokens per batch: what the settings say, or what suits the engine.
+    """Return the batch size limit in tokens: the setting's value, or a value fitted to the engine.
 
-    An engine that supports variable-length batches has run the largest batch before this returns.
+    An engine that supports variable-length batches runs the largest batch of that size in this
+    function, so that a lack of memory stops the start.
 
     Raises:
         StartupError: the engine does not run that batch.
     """
-    asked = settings.max_batch_tokens
+    requested = settings.max_batch_tokens
     if not engine.supports_varlen:
-        return asked or CPU_BATCH_TOKENS
-    manifest = bundle.manifest
-    heads, longest = manifest.graph_heads, manifest.limits.max_tokens
-    if asked:
-        try:
-            engine.run(largest_batch(heads, longest, asked))
-        except Exception as error:  # the runtime's errors have no common type
-            raise StartupError(
-                f"bundle {manifest.reference} does not run the largest batch of the {asked} tokens "
-                f"that max_batch_tokens asks for: {first_line(error)}"
-            ) from error
-        return asked
+        return requested or CPU_BATCH_TOKENS
+    if requested:
+        _run_largest_batch(bundle.manifest, engine, requested)
+        return requested
+    return _fit_batch_tokens(bundle.manifest, engine, settings.batch_latency_ms / 1000)
+
+
+def _run_largest_batch(manifest: Manifest, engine: Engine, batch_tokens: int) -> None:
     try:
-        cost = measure_cost(engine, heads, longest)
-    except Exception as error:
+        engine.run(largest_batch(manifest.graph_heads, manifest.limits.max_tokens, batch_tokens))
+    except Exception as error:  # the runtime's errors have no common type
+        raise StartupError(
+            f"bundle {manifest.reference} does not run the largest batch of the {batch_tokens} "
+            f"tokens that max_batch_tokens asks for: {first_line(error)}"
+        ) from error
+
+
+def _fit_batch_tokens(manifest: Manifest, engine: Engine, latency_s: float) -> int:
+    """Measure the cost of batches, and return the batch size limit in tokens."""
+    try:
+        cost = measure_cost(engine, manifest.graph_heads, manifest.limits.max_tokens)
+    except Exception as error:  # the runtime's errors have no common type
         raise StartupError(
             f"bundle {manifest.reference} does not run even a small batch: {first_line(error)}"
         ) from error
-    tokens = cost.batch_tokens(settings.batch_latency_ms / 1000)
+    tokens = cost.batch_tokens(latency_s)
     log.info("batches of %s hold %d tokens: %s", manifest.reference, tokens, cost)
     return tokens

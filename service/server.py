@@ -1,4 +1,4 @@
-"""One process that answers HTTP: signals, the listening socket, the drain, the exit code."""
+"""A process that answers HTTP: its signals, listening socket, drain and exit code."""
 
 import asyncio
 import logging
@@ -20,19 +20,20 @@ from service.settings import Settings, unknown_variables
 log = logging.getLogger("cloze")
 
 _DEAD_GRACE_S = 2
+"""How long uvicorn waits for connections after an engine has died."""
 
 _BACKLOG = 2048
-"""Connections that may wait to be accepted."""
+"""Length of the operating system's queue of connections that are not yet accepted."""
 
 _DRAIN_MARGIN_S = 5
-"""How much longer uvicorn waits for connections than the scheduler waits for answers."""
+"""Time that uvicorn waits for connections after the grace period for accepted requests."""
 
 
 def begin(settings: Settings) -> None:
-    """Set up signals and logging; every process of a server does this first."""
-    # Process 1 of a container ignores signals that have no handler.
+    """Set up signals and logging. Every process of a server calls this function first."""
+    # Linux does not deliver a signal without a handler to process 1 of a container.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _leave)
+        signal.signal(number, _exit_on_signal)
     logging.basicConfig(
         level=settings.log_level.upper(),
         format="%(asctime)s %(levelname)s %(message)s",
@@ -41,19 +42,20 @@ def begin(settings: Settings) -> None:
 
 
 def warn_of_unknown_variables() -> None:
-    """Warn about environment variables that are most likely misspelt."""
+    """Log a warning for each ``CLOZE_`` environment variable that is not a setting."""
     for name in unknown_variables():
         log.warning("the variable %s is not a setting; see `cloze serve --help`", name)
 
 
 def run(service: Service, settings: Settings, listener: socket.socket) -> None:
-    """Answer on a listening socket until a signal, or until an engine in this process dies."""
+    """Answer requests on a listening socket until a signal, or until a local engine dies."""
     server = _Server(service, settings)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        # uvicorn raises its signal again after the shutdown: a drained exit is a success.
+        # uvicorn raises the signal again after its shutdown. The handler ignores that second
+        # signal, so that the process exits with 0 after a drain.
         if not server.started:
-            _leave(number, frame)
+            _exit_on_signal(number, frame)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
@@ -61,14 +63,14 @@ def run(service: Service, settings: Settings, listener: socket.socket) -> None:
 
 
 def exit_if_dead(service: Service) -> None:
-    """End the process with code 1 if an engine is dead: a hung run cannot be joined."""
+    """Exit with code 1 if an engine is dead, without joining its threads, which may hang."""
     if service.dead is not None:
         logging.shutdown()
         os._exit(1)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, whose first signal begins a bounded drain."""
+    """A uvicorn server that starts a bounded drain at the first signal."""
 
     def __init__(self, service: Service, settings: Settings) -> None:
         self._service = service
@@ -82,14 +84,14 @@ class _Server(uvicorn.Server):
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                # Longer than the usual 60 s of load balancers, so that they close first.
+                # Load balancers usually close idle connections after 60 s, and must do so first.
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=int(self._grace_s) + _DRAIN_MARGIN_S,
             )
         )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop admitting requests, and bound the time that accepted requests have left."""
+        """Stop admitting requests, and fail accepted requests after the grace period."""
         super().handle_exit(sig, frame)
         log.info("draining: finishing accepted requests, for at most %.0f s", self._grace_s)
         self._service.drain()
@@ -97,20 +99,22 @@ class _Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(self._grace_s, closer.start)
 
     async def on_tick(self, counter: int) -> bool:
-        """End once an engine is dead, as soon as the failed requests are answered."""
+        """Return whether to shut down: a local engine is dead, or uvicorn stops the server."""
         if self._service.dead is not None and not self._service.restarts_engines:
-            # A client that has not sent its whole request by then gets no answer.
+            # A client that sends its request more slowly gets no answer.
             self.config.timeout_graceful_shutdown = _DEAD_GRACE_S
             return True
         return await super().on_tick(counter)
 
 
-def _leave(number: int, _: FrameType | None) -> NoReturn:
+def _exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
     sys.exit(128 + number)
 
 
 def bind(settings: Settings) -> socket.socket:
-    """Bind the port before models are loaded, so that a taken port fails at once.
+    """Bind the address and return the socket; call `listen` to accept connections.
+
+    Binding before models are loaded makes a start on a used port fail at once.
 
     Raises:
         StartupError: the address cannot be bound.
@@ -127,7 +131,7 @@ def bind(settings: Settings) -> socket.socket:
 
 
 def listen(listener: socket.socket, settings: Settings) -> None:
-    """Accept connections from now on, and log the address.
+    """Start to accept connections, and log the address.
 
     Raises:
         StartupError: another program listens on the address.

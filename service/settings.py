@@ -1,6 +1,7 @@
-"""What an operator may set, each with the reason for its default. The only module that reads the environment.
+"""The settings of the service. The only module that reads the environment.
 
-Every setting is ``CLOZE_<NAME>`` in the environment and ``--<name>`` on ``cloze serve``; the flag wins.
+Every setting is the variable ``CLOZE_<NAME>`` in the environment and the option ``--<name>`` of
+``cloze serve``. The option takes precedence.
 """
 
 import math
@@ -18,19 +19,24 @@ from service.core import Device, RequestedPrecision, StartupError
 ENV_PREFIX = "CLOZE_"
 
 CPU_BATCH_TOKENS = 512
+"""Default batch size limit on a CPU, in tokens."""
 
 _GPU_WORKERS = 2
-
+"""Default workers per model on a GPU: one packs a batch while the batch of the other one runs."""
 
 _CGROUP = Path("/sys/fs/cgroup")
+"""Folder in which Linux publishes the limits of the process's control group."""
 
 
 def available_cpus(control_group: Path = _CGROUP, cores: int | None = None) -> int:
-    """Cores this process may use: its affinity, and the quota of its control group (v2 or v1), rounded up.
+    """Return the number of cores that this process may use.
+
+    The number is the smaller of two: the cores of the process's affinity, and the CPU quota of its
+    control group (version 2 or 1), rounded up.
 
     Args:
-        control_group: where Linux shows it.
-        cores: of the affinity; asked of the system if not given.
+        control_group: the folder of the control group.
+        cores: number of cores in the affinity; None asks the operating system.
     """
     cores = cores or len(os.sched_getaffinity(0))
     for read_quota in (_quota_v2, _quota_v1):
@@ -50,144 +56,165 @@ def _quota_v2(control_group: Path) -> float | None:
 def _quota_v1(control_group: Path) -> float | None:
     try:
         quota = int((control_group / "cpu/cpu.cfs_quota_us").read_text())
-        return (
-            quota / int((control_group / "cpu/cpu.cfs_period_us").read_text())
-            if quota > 0
-            else None
-        )
+        period = int((control_group / "cpu/cpu.cfs_period_us").read_text())
+        return quota / period if quota > 0 else None
     except (OSError, ValueError):
         return None
 
 
 class Settings(BaseSettings):
-    """The service's settings. Names carry their units."""
+    """The settings of the service; names of quantities end with a unit."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
 
     host: str = Field(
-        "127.0.0.1", min_length=1, description="address to listen on; a container wants 0.0.0.0"
+        "127.0.0.1", min_length=1, description="address to listen on; use 0.0.0.0 in a container"
     )
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    model_store: Path = Field(DEFAULT_ROOT, description="folder of the bundles")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free port")
+    model_store: Path = Field(DEFAULT_ROOT, description="folder that contains the bundles")
     model: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
-        description="bundles to serve, NAME or NAME@VERSION, comma-separated in the environment; none: the newest of each name",
+        description="bundles to serve, as NAME or NAME@VERSION; repeat the option, or separate "
+        "names by commas in the environment; default: the newest version of each name",
     )
     device: Device = Field(
-        Device.AUTO, description="auto, cpu or cuda; cuda that does not come up stops the start"
+        Device.AUTO,
+        description="device to run on: auto, cpu or cuda; "
+        "with cuda, the server does not start without a working GPU",
     )
     precision: RequestedPrecision = Field(
         "auto",
-        description="arithmetic: fp32, int8 (on a CPU), fp16 (on CUDA); auto: fp16 on CUDA, int8 where the processor has "
-        "instructions for it, each if the bundle has it, else fp32",
+        description="precision of the arithmetic: auto, fp32, int8 (CPU only) or fp16 (CUDA only); "
+        "auto: fp16 on CUDA, int8 on a processor with int8 instructions, and fp32 otherwise or if "
+        "the bundle has no graph of that precision",
     )
     frontends: int = Field(
         0,
         ge=0,
         le=256,
-        description="processes that speak HTTP and tokenize, before one engine process a device; 0: one process does it all",
+        description="number of processes that handle HTTP and tokenize, with one engine process "
+        "per device; 0: one process handles everything",
     )
     gpus: int = Field(
         1,
         ge=1,
         le=64,
-        description="devices, each with an engine process of its own; more than 1 needs frontends",
+        description="number of devices, with one engine process per device; "
+        "more than 1 requires frontends of at least 1",
     )
     workers: int = Field(
         0,
         ge=0,
         le=1024,
-        description="batches of a model that run at once; 0: as many as this process may use cores for, on a GPU two",
+        description="worker threads per model, which run batches in parallel; "
+        "0: available cores divided by intra_op_threads on a CPU, 2 on a GPU",
     )
     intra_op_threads: int = Field(
         1,
         ge=1,
         le=1024,
-        description="threads of a run on a CPU; 2 answer a lone request sooner, fp32 nearly twice, but 15 to 20 % fewer texts",
+        description="threads per batch on a CPU; compared with 1, a value of 2 lowers the latency "
+        "of a lone request, to nearly half in fp32, and lowers the throughput by 15 to 20 %",
     )
     max_batch_tokens: int = Field(
         0,
         ge=0,
-        description="most tokens in a batch; 0: 512 on a CPU, where more is slower and delays others, on a GPU fitted at start",
+        description="batch size limit in tokens; 0: 512 on a CPU, where larger batches are slower "
+        "and delay other requests, and a value measured at start-up on a GPU",
     )
     batch_latency_ms: int = Field(
-        20, ge=1, le=60_000, description="longest run of a batch whose size is fitted at the start"
+        20,
+        ge=1,
+        le=60_000,
+        description="longest duration of a batch on a GPU if max_batch_tokens is 0",
     )
     gpu_memory_limit_mb: int = Field(
-        0, ge=0, description="memory of the GPU that a model may take; 0: all there is"
+        0, ge=0, description="most GPU memory per model, in MiB; 0: no limit"
     )
     max_queue_tokens: int = Field(
         262_144,
         ge=1,
-        description="most tokens that may wait for a model; beyond it requests get 429. Half a minute of MiniLM on 2 cores",
+        description="most queued tokens per model; further requests get status 429; "
+        "the default is half a minute of work for MiniLM on 2 cores",
     )
     max_request_bytes: int = Field(
         8_388_608,
         ge=1024,
-        description="largest request body; 2,048 texts of 512 tokens are about 5 MB",
+        description="largest request body in bytes; 2,048 texts of 512 tokens have about 5 MB",
     )
     max_request_texts: int = Field(
-        2048, ge=1, description="most texts in one request; what OpenAI's API allows"
+        2048, ge=1, description="most texts per request; the default is the limit of OpenAI's API"
     )
     max_request_tokens: int = Field(
         1_048_576,
         ge=1,
-        description="most tokens run for one request, windows of long contexts counted; 2,048 sequences of 512",
+        description="most tokens per request, including all windows of long texts; "
+        "the default is 2,048 sequences of 512 tokens",
     )
     max_request_results: int = Field(
         32_768,
         ge=1,
-        description="most predictions or answers in one request: masks or questions, times top_k",
+        description="most predictions or answers per request: "
+        "the number of masks or questions times top_k",
     )
     max_text_characters: int = Field(
         1_000_000,
         ge=1,
-        description="longest single text; its tokens take 250 times its size in memory while they are cut",
+        description="longest text in characters; tokenizing a text needs about 250 times its size "
+        "in memory",
     )
-    max_masks: int = Field(64, ge=1, description="most mask tokens in one text")
-    max_top_k: int = Field(1000, ge=1, description="most predictions a mask, or answers a question")
+    max_masks: int = Field(64, ge=1, description="most mask tokens per text")
+    max_top_k: int = Field(
+        1000, ge=1, description="most predictions per mask, or answers per question"
+    )
     request_timeout_ms: int = Field(
-        30_000, ge=1, le=86_400_000, description="a request without an answer by then gets 504"
+        30_000,
+        ge=1,
+        le=86_400_000,
+        description="time limit of a request; a request without a result by then gets status 504",
     )
     stall_timeout_ms: int = Field(
         60_000,
         ge=1,
         le=86_400_000,
-        description="a run of the engine that takes longer hangs: the process ends with an error",
+        description="time after which a batch counts as hung, and the process exits with an error",
     )
     shutdown_grace_ms: int = Field(
         20_000,
         ge=0,
         le=86_400_000,
-        description="after SIGTERM, time for accepted requests to finish; less than Kubernetes' 30 s",
+        description="time for accepted requests to finish after SIGTERM; "
+        "the default is below the 30 s of Kubernetes",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "info", description="least severe log line to write"
+        "info", description="lowest level of log lines: debug, info, warning or error"
     )
 
     @field_validator("model", mode="before")
     @classmethod
     def _split_names(cls, value: object) -> object:
-        return (
-            tuple(name.strip() for name in value.split(",") if name.strip())
-            if isinstance(value, str)
-            else value
-        )
+        if not isinstance(value, str):
+            return value
+        return tuple(name.strip() for name in value.split(",") if name.strip())
 
     def worker_count(self, device: Device) -> int:
-        """Worker threads a model; of a GPU's two, one packs a batch while the other's runs."""
-        return self.workers or (
-            _GPU_WORKERS
-            if device is Device.CUDA
-            else max(1, available_cpus() // self.intra_op_threads)
-        )
+        """Return the number of worker threads per model on a device."""
+        if self.workers:
+            return self.workers
+        if device is Device.CUDA:
+            return _GPU_WORKERS
+        return max(1, available_cpus() // self.intra_op_threads)
 
 
 def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
-    """Settings from flags, then the environment, then the defaults.
+    """Return the settings: from flags, else from the environment, else the defaults.
+
+    Args:
+        flags: values by setting name, from the command line; None stands for an absent flag.
 
     Raises:
-        StartupError: a value is malformed or out of its limits; names the variable or flag, the value, and the limit.
+        StartupError: a value is malformed or out of its limits; the error names the variable or
+            flag, the value and the limit.
     """
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
     try:
@@ -200,6 +227,6 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
 
 
 def unknown_variables() -> list[str]:
-    """Variables that begin like ours but are no setting: most likely misspelt."""
+    """Return the ``CLOZE_`` environment variables that are not settings, most likely misspelt."""
     known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
     return sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)

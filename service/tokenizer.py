@@ -1,4 +1,7 @@
-"""Text to token ids and back, and the one place where sequences are cut. Hides the tokenizers library."""
+"""Converts texts to token ids and back, and cuts sequences to the model's limit.
+
+The only module of the service that imports the tokenizers library.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,12 +16,12 @@ from service.core import StartupError
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """A text's tokens with their places in it.
+    """The tokens of a text with their positions in the text.
 
     Attributes:
-        ids: vocabulary ids, no special tokens added.
+        ids: vocabulary ids, without special tokens.
         offsets: (start, end) of each token, in characters of the text.
-        words: the number of the word each token belongs to; None for a special token.
+        words: index of the word of each token; None for a special token.
     """
 
     ids: list[int]
@@ -27,7 +30,16 @@ class Spans:
 
 
 class Tokenizer:
-    """A bundle's WordPiece tokenizer. Safe to call from several threads.
+    """The WordPiece tokenizer of a bundle. Several threads may call its methods at once.
+
+    Args:
+        bundle: the opened bundle.
+
+    Attributes:
+        mask_id: id of the mask token.
+        mask_token: the mask token, for example ``[MASK]``.
+        vocab_size: number of tokens in the vocabulary.
+        unknown_token: the token that replaces text outside the vocabulary.
 
     Raises:
         StartupError: the bundle's tokenizer file cannot be read.
@@ -50,49 +62,56 @@ class Tokenizer:
         self._second_type = min(1, max(0, bundle.manifest.architecture.type_vocab_size - 1))
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Vocabulary ids of each text, no special tokens added, nothing cut."""
+        """Return the ids of each text, without special tokens and without truncation."""
         return [
             encoding.ids
             for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         ]
 
     def spans(self, text: str) -> Spans:
-        """Ids, character offsets and words of a text."""
-        # `encode` would hold the interpreter's lock all the while; the batch form lets go of it.
+        """Return the ids, character offsets and words of a text."""
+        # `encode` holds the global interpreter lock; `encode_batch` releases the lock.
         encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
         return Spans(encoding.ids, encoding.offsets, encoding.word_ids)
 
     def encode(
         self, ids: Sequence[int], max_tokens: int, *, keep_end: bool = False
     ) -> tuple[Encoding, bool]:
-        """Return ``[CLS] ids [SEP]`` and whether any ids were cut.
+        """Return the encoding ``[CLS] ids [SEP]``, and whether ids were cut.
 
         Args:
-            ids: of a text, without special tokens.
-            max_tokens: longest sequence; the end of a longer text is cut.
-            keep_end: cut the start instead.
+            ids: ids of a text, without special tokens.
+            max_tokens: most tokens of the encoding, special tokens included.
+            keep_end: whether to cut the start of a longer text instead of its end.
 
         Returns:
-            An encoding that asks for nothing yet.
+            An encoding without head requests, and whether ids were cut.
         """
-        room = max_tokens - 2
-        kept = ids[-room:] if keep_end else ids[:room]
+        capacity = max_tokens - 2
+        kept = ids[-capacity:] if keep_end else ids[:capacity]
         input_ids = np.array([self._cls_id, *kept, self._sep_id], np.int32)
-        return Encoding(input_ids, np.zeros(len(input_ids), np.int32)), len(ids) > room
+        return Encoding(input_ids, np.zeros(len(input_ids), np.int32)), len(ids) > capacity
 
     def pair(
         self, first: Sequence[int], second: Sequence[int], max_tokens: int
     ) -> tuple[Encoding, bool]:
-        """``[CLS] first [SEP] second [SEP]``, the longer of the two cut first, as transformers' ``longest_first``.
+        """Return the encoding ``[CLS] first [SEP] second [SEP]``, and whether ids were cut.
+
+        The longer text is cut first, as by transformers' strategy ``longest_first``.
+
+        Args:
+            first: ids of the first text, without special tokens.
+            second: ids of the second text, without special tokens.
+            max_tokens: most tokens of the encoding, special tokens included.
 
         Returns:
-            An encoding that asks for nothing yet, and whether any tokens were cut.
+            An encoding without head requests, and whether ids were cut.
         """
-        room = max_tokens - 3
-        cut = len(first) + len(second) > room
+        capacity = max_tokens - 3
+        cut = len(first) + len(second) > capacity
         if cut:
-            shorter = min(len(first), len(second), room // 2)
-            longer = room - shorter
+            shorter = min(len(first), len(second), capacity // 2)
+            longer = capacity - shorter
             lengths = (shorter, longer) if len(first) <= len(second) else (longer, shorter)
             first, second = first[: lengths[0]], second[: lengths[1]]
         ids = [self._cls_id, *first, self._sep_id, *second, self._sep_id]
@@ -103,24 +122,24 @@ class Tokenizer:
     def decode(
         self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
     ) -> list[str]:
-        """Ids to texts, WordPiece joined and spaces before punctuation removed."""
+        """Return the texts of ids: word pieces joined, no spaces before punctuation."""
         return self._backend.decode_batch(sequences, skip_special_tokens=skip_special_tokens)
 
-    def token_of(self, number: int) -> str:
-        """Return the token of an id, with its prefix."""
-        token = self._backend.id_to_token(number)
+    def token_of(self, token_id: int) -> str:
+        """Return the token of an id, with its ``##`` prefix if the token continues a word."""
+        token = self._backend.id_to_token(token_id)
         assert token is not None  # ids come from the same vocabulary
         return token
 
     def join(self, tokens: Sequence[str]) -> str:
-        """Return the text of tokens, with WordPiece joined."""
+        """Return the text of tokens: word pieces joined."""
         decoder = self._backend.decoder
         return decoder.decode(list(tokens)) if decoder else " ".join(tokens)
 
     def id_of(self, token: str) -> int | None:
-        """A token's id; None if the vocabulary does not have it."""
+        """Return the id of a token; None if the token is not in the vocabulary."""
         return self._backend.token_to_id(token)
 
     def is_wrapped(self, ids: Sequence[int]) -> bool:
-        """Whether ids already begin with ``[CLS]`` and end with ``[SEP]``."""
+        """Return whether ids begin with ``[CLS]`` and end with ``[SEP]``."""
         return len(ids) >= 2 and ids[0] == self._cls_id and ids[-1] == self._sep_id

@@ -33,8 +33,8 @@ from export.graph.reference import ReferenceSession
 from export.models import Model
 from export.publish import export
 from model_store import Bundle
-from service.core import AskedPrecision, Device
-from service.cost import Cost
+from service.batching.cost import BatchCostModel
+from service.core import Device, RequestedPrecision
 from service.engine import OnnxEngine
 from service.settings import Settings
 from tests.serving import Server
@@ -51,7 +51,9 @@ def stub(stall: tuple[float, float] = (0.0, 0.0), delay: float = 0.0) -> Iterato
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
-            await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+            await reader.readexactly(
+                int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+            )
             first.append(time.perf_counter())
             since = time.perf_counter() - first[0]
             if stall[0] <= since < stall[1]:
@@ -113,7 +115,7 @@ def test_an_idle_connection_that_was_closed_is_opened_anew() -> None:
 
         async def twice() -> tuple[int, int]:
             connections: list[Connection] = []
-            original = Connection.to
+            original = Connection.connect
 
             async def to(url: str) -> Connection:
                 connections.append(await original(url))
@@ -121,7 +123,7 @@ def test_an_idle_connection_that_was_closed_is_opened_anew() -> None:
 
             arrivals = np.array([0.0, 0.0, 0.5])
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Connection, "to", to)
+                patch.setattr(Connection, "connect", to)
                 running = asyncio.create_task(open_loop(url, REQUESTS, arrivals))
                 await asyncio.sleep(0.35)
                 for connection in connections:
@@ -141,7 +143,9 @@ def test_a_server_that_is_gone_is_one_line() -> None:
 
 def test_answers_are_counted_by_status(server: Server) -> None:
     requests = [
-        Request(post("/embed", json.dumps({"inputs": ["one", "two"], "model": "bert"}).encode()), 2),
+        Request(
+            post("/embed", json.dumps({"inputs": ["one", "two"], "model": "bert"}).encode()), 2
+        ),
         Request(post("/embed", b'{"inputs": 1}')),
         Request(post("/nowhere", b"{}")),
     ]
@@ -160,12 +164,16 @@ def test_poisson_arrivals_come_at_their_rate(rate: float, seed: int) -> None:
 
 
 @given(st.lists(st.floats(0.001, 10), min_size=3, max_size=50), st.floats(0.5, 50))
-def test_recorded_arrivals_keep_their_bursts_at_another_rate(gaps: list[float], rate: float) -> None:
+def test_recorded_arrivals_keep_their_bursts_at_another_rate(
+    gaps: list[float], rate: float
+) -> None:
     times = np.cumsum(gaps)
     scaled = rescaled(times, rate, float("inf"))
     assert scaled[0] == 0
     np.testing.assert_allclose((len(times) - 1) / scaled[-1], rate)
-    np.testing.assert_allclose(np.diff(scaled) / np.diff(times), scaled[-1] / (times[-1] - times[0]))
+    np.testing.assert_allclose(
+        np.diff(scaled) / np.diff(times), scaled[-1] / (times[-1] - times[0])
+    )
 
 
 def test_made_texts_are_as_long_as_real_ones_and_always_the_same() -> None:
@@ -182,7 +190,11 @@ def test_made_texts_are_as_long_as_real_ones_and_always_the_same() -> None:
 def test_texts_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
     (tmp_path / "rows.jsonl").write_text('{"text": "one"}\n{"question": "two"}\n')
-    assert read_texts(tmp_path / "lines.txt", 10).texts == read_texts(tmp_path / "rows.jsonl", 10).texts == ["one", "two"]
+    assert (
+        read_texts(tmp_path / "lines.txt", 10).texts
+        == read_texts(tmp_path / "rows.jsonl", 10).texts
+        == ["one", "two"]
+    )
     (tmp_path / "bad.jsonl").write_text('{"title": "one"}\n')
     with pytest.raises(ValueError, match="a line has neither text nor question"):
         read_texts(tmp_path / "bad.jsonl", 10)
@@ -205,12 +217,19 @@ def result(*turns: Turn) -> Result:
 
 
 def turns(subject: str, speeds: list[float]) -> list[Turn]:
-    return [Turn(subject, "closed 32", number, speed, latency_ms={"p50": 1000 / speed}) for number, speed in enumerate(speeds)]
+    return [
+        Turn(subject, "closed 32", number, speed, latency_ms={"p50": 1000 / speed})
+        for number, speed in enumerate(speeds)
+    ]
 
 
 def test_only_what_moved_beyond_the_turns_spread_is_named() -> None:
-    before = result(*turns("steady", [100, 101, 99]), *turns("noisy", [80, 100, 120]), *turns("gone", [1.0]))
-    after = result(*turns("steady", [110, 111, 109]), *turns("noisy", [95, 110, 115]), *turns("new", [1.0]))
+    before = result(
+        *turns("steady", [100, 101, 99]), *turns("noisy", [80, 100, 120]), *turns("gone", [1.0])
+    )
+    after = result(
+        *turns("steady", [110, 111, 109]), *turns("noisy", [95, 110, 115]), *turns("new", [1.0])
+    )
     found = {(move.subject, move.figure): move.verdict for move in compare(before, after)}
     assert found == {
         ("steady", "texts_per_s"): "better",
@@ -224,7 +243,9 @@ def test_only_what_moved_beyond_the_turns_spread_is_named() -> None:
 
 def test_a_result_that_fails_is_worse() -> None:
     good = Turn("one", "closed 32", 0, 100.0, answered=50, latency_ms={"p50": 10.0})
-    half = Turn("one", "closed 32", 0, 100.0, answered=25, failed={"429": 25}, latency_ms={"p50": 5.0})
+    half = Turn(
+        "one", "closed 32", 0, 100.0, answered=25, failed={"429": 25}, latency_ms={"p50": 5.0}
+    )
     nothing = Turn("one", "closed 32", 0, 0.0, failed={"500": 50})
     verdicts = {move.figure: move.verdict for move in compare(result(good), result(half))}
     assert (verdicts["failed"], verdicts["p50"]) == ("worse", "better")
@@ -237,7 +258,12 @@ def test_a_result_comes_back_from_its_file(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text(original.to_json())
     assert Result.from_json(tmp_path / "result.json") == original
     assert original.median("one", "closed 32", "texts_per_s") == 1.5
-    for content in ("", "[]", '{"turns": []}', json.dumps({**json.loads(original.to_json()), "unknown": 1})):
+    for content in (
+        "",
+        "[]",
+        '{"turns": []}',
+        json.dumps({**json.loads(original.to_json()), "unknown": 1}),
+    ):
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(ValueError, match="no result of cloze bench"):
             Result.from_json(tmp_path / "bad.json")
@@ -258,13 +284,41 @@ def test_a_server_that_does_not_start_is_told_in_its_own_words() -> None:
 
 def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
     """Engine and server on a tiny bundle: a table, figures that compare with themselves, and plots."""
-    (tmp_path / "arrivals.csv").write_text("timestamp\n" + "".join(f"2023-11-16 18:15:{s:02}.6805900\n" for s in range(40)))
-    command = ["bench", "run", "--model", "bert", "--model-store", str(tiny_store), "--seconds", "0.4", "--turns", "2"]
-    command += ["--clients", "1,4", "--shares", "0.3", "--count", "60", "--arrivals", str(tmp_path / "arrivals.csv")]
+    (tmp_path / "arrivals.csv").write_text(
+        "timestamp\n" + "".join(f"2023-11-16 18:15:{s:02}.6805900\n" for s in range(40))
+    )
+    command = [
+        "bench",
+        "run",
+        "--model",
+        "bert",
+        "--model-store",
+        str(tiny_store),
+        "--seconds",
+        "0.4",
+        "--turns",
+        "2",
+    ]
+    command += [
+        "--clients",
+        "1,4",
+        "--shares",
+        "0.3",
+        "--count",
+        "60",
+        "--arrivals",
+        str(tmp_path / "arrivals.csv"),
+    ]
     done = CliRunner().invoke(cli, [*command, "--out", str(tmp_path / "results" / "tiny")])
     assert done.exit_code == 0, done.output
     found = Result.from_json(tmp_path / "results" / "tiny.json")
-    assert found.loads() == ["closed 1", "closed 4", "poisson 0.3", "recorded 0.3", "single beside bulk"]
+    assert found.loads() == [
+        "closed 1",
+        "closed 4",
+        "poisson 0.3",
+        "recorded 0.3",
+        "single beside bulk",
+    ]
     assert found.subjects() == ["bert engine", "bert server"]
     for subject, load in itertools.product(["bert server"], found.loads()):
         assert [turn.turn for turn in found.of(subject, load)] == [0, 1]
@@ -272,7 +326,9 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
     assert all(start.rss_mb > 20 for start in found.starts)
     assert (tmp_path / "results" / "tiny.png").read_bytes().startswith(b"\x89PNG")
     assert "| closed 4 | bert server |" in (tmp_path / "results" / "tiny.md").read_text()
-    same = CliRunner().invoke(cli, ["bench", "compare", *[str(tmp_path / "results" / "tiny.json")] * 2])
+    same = CliRunner().invoke(
+        cli, ["bench", "compare", *[str(tmp_path / "results" / "tiny.json")] * 2]
+    )
     assert same.output.startswith("nothing moved")
 
 
@@ -280,13 +336,21 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
     ("arguments", "line"),
     [
         (["run", "--model", "nowhere"], "no bundle named 'nowhere'"),
-        (["run", "--model", "bert", "--infinity", "python"], "peers need the weights as a checkpoint: give --checkpoint"),
+        (
+            ["run", "--model", "bert", "--infinity", "python"],
+            "peers need the weights as a checkpoint: give --checkpoint",
+        ),
         (["run", "--model", "bert", "--texts", "nowhere.txt"], "No such file"),
-        (["run", "--model", "bert", "--arrivals", "pyproject.toml"], "pyproject.toml has no column 'timestamp'"),
+        (
+            ["run", "--model", "bert", "--arrivals", "pyproject.toml"],
+            "pyproject.toml has no column 'timestamp'",
+        ),
         (["compare", "nowhere.json", "nowhere.json"], "No such file"),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(arguments: list[str], line: str, tiny_store: Path) -> None:
+def test_what_cannot_be_measured_is_one_line(
+    arguments: list[str], line: str, tiny_store: Path
+) -> None:
     store = ["--model-store", str(tiny_store)] if arguments[0] == "run" else []
     done = CliRunner().invoke(cli, ["bench", *arguments, *store])
     assert done.exit_code == 1
@@ -296,19 +360,50 @@ def test_what_cannot_be_measured_is_one_line(arguments: list[str], line: str, ti
 
 def test_all_that_a_device_gives(tmp_path: Path) -> None:
     """The programme that measures a GPU, on this CPU and at small size: engines, padded, torch's ways, a server."""
-    command = ["bench", "--device", "cpu", "--sizes", "tiny", "--lengths", "16,64,512", "--batch-tokens", "32,512"]
-    command += ["--frontends", "1", "--sequences", "40", "--seconds", "0.03", "--out", str(tmp_path / "tiny")]
+    command = [
+        "bench",
+        "--device",
+        "cpu",
+        "--sizes",
+        "tiny",
+        "--lengths",
+        "16,64,512",
+        "--batch-tokens",
+        "32,512",
+    ]
+    command += [
+        "--frontends",
+        "1",
+        "--sequences",
+        "40",
+        "--seconds",
+        "0.03",
+        "--out",
+        str(tmp_path / "tiny"),
+    ]
     done = CliRunner().invoke(cli, command)
     assert done.exit_code == 0, done.output
     found = Result.from_json(tmp_path / "tiny.json")
-    cells = {(cell.group, cell.subject, cell.lengths, cell.batch_tokens): cell for cell in found.cells}
-    grid = {key[1:] for key in cells if key[0] == ONE_LENGTH}  # 64 do not fit into 32, nor 512 into the model
-    assert grid == {("tiny engine", "16", 32), ("tiny engine", "16", 512), ("tiny engine", "64", 512)}
+    cells = {
+        (cell.group, cell.subject, cell.lengths, cell.batch_tokens): cell for cell in found.cells
+    }
+    grid = {
+        key[1:] for key in cells if key[0] == ONE_LENGTH
+    }  # 64 do not fit into 32, nor 512 into the model
+    assert grid == {
+        ("tiny engine", "16", 32),
+        ("tiny engine", "16", 512),
+        ("tiny engine", "64", 512),
+    }
     ran = {subject for _, subject, lengths, _ in cells if lengths == "SQuAD"}
     assert ran >= {"tiny engine", "tiny engine, padded", "tiny torch padded", "tiny torch nested"}
     told = "".join(found.notes)
-    assert ("tiny torch compiled" in ran) == ("tiny torch compiled: left out" not in told), "a machine may have no compiler"
-    assert all(cell.of_peak > 0 and cell.tokens_per_s > cell.sequences_per_s > 0 for cell in found.cells)
+    assert ("tiny torch compiled" in ran) == ("tiny torch compiled: left out" not in told), (
+        "a machine may have no compiler"
+    )
+    assert all(
+        cell.of_peak > 0 and cell.tokens_per_s > cell.sequences_per_s > 0 for cell in found.cells
+    )
     mixed = cells[COMPARED, "tiny engine", "SQuAD", 512]
     assert mixed.tokens_per_s / mixed.sequences_per_s == pytest.approx(174 * 64 / 384, rel=0.15)
     assert found.loads() == ["closed 4 SQuAD x 32", "closed 1 short"]
@@ -327,20 +422,24 @@ def test_operations_are_those_that_torch_counts() -> None:
     assert sizes.flops(config, [40] * 3) == counter.get_total_flops()
 
 
-def on_reference(monkeypatch: pytest.MonkeyPatch) -> Cost:
+def on_reference(monkeypatch: pytest.MonkeyPatch) -> BatchCostModel:
     """Let the programme for CUDA run here: its graph by the reference, torch on the CPU. Returns what a batch then costs."""
 
-    def by_reference(bundle: Bundle, _: Device, asked: AskedPrecision) -> OnnxEngine:
+    def by_reference(bundle: Bundle, _: Device, asked: RequestedPrecision) -> OnnxEngine:
         session = ReferenceSession(bundle.file("packed-fp16.onnx"))
         return OnnxEngine(bundle, Device.CUDA, asked, open_session=lambda *_: session)
 
-    cost = Cost(1e-3, 1e-5, 0.0)
+    cost = BatchCostModel(1e-3, 1e-5, 0.0)
     monkeypatch.setattr(one_size, "OnnxEngine", by_reference)
     monkeypatch.setattr(one_size, "measure_cost", lambda *_, **__: cost)
     monkeypatch.setattr(one_size, "torch_device", lambda _: torch.device("cpu"))
     monkeypatch.setattr(device, "peak_flops", lambda _: 1e12)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sizes, "export", lambda *arguments, **options: export(*arguments, **options | {"cuda": False}))
+    monkeypatch.setattr(
+        sizes,
+        "export",
+        lambda *arguments, **options: export(*arguments, **options | {"cuda": False}),
+    )
     return cost
 
 
@@ -351,14 +450,18 @@ def test_a_device_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     def no_servers(*_: object) -> None:
         raise RuntimeError("no servers\nhere")
 
-    monkeypatch.setattr(device._Run, "servers", no_servers)
-    monkeypatch.setattr(device, "_TORCH", {"padded": {}})
-    programme = device.Programme(Device.CUDA, ("tiny",), (16,), (64,), sequences=12, seconds=0.01)
+    monkeypatch.setattr(device._DeviceRun, "servers", no_servers)
+    monkeypatch.setattr(device, "_TORCH_VARIANTS", {"padded": {}})
+    programme = device.DevicePlan(Device.CUDA, ("tiny",), (16,), (64,), sequences=12, seconds=0.01)
     kept: list[int] = []
-    found = device.run_programme(programme, tmp_path, lambda _: None, lambda so_far: kept.append(len(so_far.cells)))
+    found = device.measure_device(
+        programme, tmp_path, lambda _: None, lambda so_far: kept.append(len(so_far.cells))
+    )
     fitted = cost.batch_tokens(Settings().batch_latency_ms / 1000)
     assert "tiny: of a batch, one takes 1.00 ms and 10000 ns a token" in found.notes[1]
-    assert [(cell.group, cell.subject, cell.lengths, cell.batch_tokens) for cell in found.cells] == [
+    assert [
+        (cell.group, cell.subject, cell.lengths, cell.batch_tokens) for cell in found.cells
+    ] == [
         (ONE_LENGTH, "tiny engine", "16", 64),
         (COMPARED, "tiny engine", "SQuAD", fitted),
         (COMPARED, "tiny engine, padded", "SQuAD", fitted),
@@ -371,33 +474,53 @@ def test_a_device_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert "servers: failed: RuntimeError: no servers" in found.notes
 
 
-def test_what_torch_and_the_engine_disagree_about_is_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_torch_and_the_engine_disagree_about_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     on_reference(monkeypatch)
     monkeypatch.setattr(one_size, "_LARGEST_ERROR", 1e-12)
-    monkeypatch.setattr(device._Run, "servers", lambda *_: None)
-    monkeypatch.setattr(device, "_TORCH", {"padded": {}})
-    found = device.run_programme(
-        device.Programme(Device.CUDA, ("tiny",), (16,), (64,), (), sequences=4, seconds=0.01), tmp_path, lambda _: None
+    monkeypatch.setattr(device._DeviceRun, "servers", lambda *_: None)
+    monkeypatch.setattr(device, "_TORCH_VARIANTS", {"padded": {}})
+    found = device.measure_device(
+        device.DevicePlan(Device.CUDA, ("tiny",), (16,), (64,), (), sequences=4, seconds=0.01),
+        tmp_path,
+        lambda _: None,
     )
     assert found.failed == ["tiny torch padded"]
-    assert "tiny torch padded: failed: BenchError: tiny torch padded and the engine differ by" in found.notes[-1]
+    assert (
+        "tiny torch padded: failed: BenchError: tiny torch padded and the engine differ by"
+        in found.notes[-1]
+    )
     assert not [cell for cell in found.cells if "torch" in cell.subject]
 
 
 def test_what_no_longer_fits_into_the_time_is_told(tmp_path: Path) -> None:
-    found = device.run_programme(device.Programme(Device.CPU, ("tiny",), minutes=0.0), tmp_path, lambda _: None)
+    found = device.measure_device(
+        device.DevicePlan(Device.CPU, ("tiny",), minutes=0.0), tmp_path, lambda _: None
+    )
     assert not found.cells
-    assert found.notes[1:] == ["tiny, written and compared with torch: left out, for want of time in 0 minutes"]
+    assert found.notes[1:] == [
+        "tiny, written and compared with torch: left out, for want of time in 0 minutes"
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["--device", "cuda"], "CUDA was asked for, but torch sees no GPU"),
-        (["--device", "cpu", "--sizes", "huge"], "'huge' is none of bert-base, bert-large, distilbert, tiny"),
-        (["--device", "cpu", "--lengths", "16,-1"], "whole numbers from 1 with commas between them, got '16,-1'"),
-        (["--device", "cpu", "run"], "--device before run is of no command; leave one out"),
-        (["--batch-tokens", "64"], "--batch-tokens says how to measure a device; give --device as well"),
+        (
+            ["--device", "cpu", "--sizes", "huge"],
+            "'huge' is none of bert-base, bert-large, distilbert, tiny",
+        ),
+        (
+            ["--device", "cpu", "--lengths", "16,-1"],
+            "whole numbers from 1 with commas between them, got '16,-1'",
+        ),
+        (["--device", "cpu", "run"], "option --device applies only without a command"),
+        (
+            ["--batch-tokens", "64"],
+            "--batch-tokens says how to measure a device; give --device as well",
+        ),
     ],
 )
 def test_what_cannot_be_measured_of_a_device_is_told(arguments: list[str], line: str) -> None:

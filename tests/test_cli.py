@@ -60,7 +60,7 @@ def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(checkpo
     ("arguments", "code", "message"),
     [
         (("export", "./nowhere", "--name", "x"), 1, "cloze: no directory ./nowhere\n"),
-        (("store", "show", "x"), 1, "cloze: no bundle named 'x' in {store} (there: none; `cloze export` makes one)\n"),
+        (("store", "show", "x"), 1, "cloze: no bundle named 'x' in {store} (available: none; `cloze export` makes one)\n"),
         (("store", "remove", "x@0"), 1, "cloze: '0' is not a version: versions are 1, 2, 3, ...\n"),
         (("serve",), 2, "cloze: the model store {store} has no bundle; make one with `cloze export SOURCE --name NAME`\n"),
         (("serve", "--port", "99999"), 2, "cloze: --port: input should be less than or equal to 65535, got '99999'\n"),
@@ -139,7 +139,7 @@ def test_an_unknown_model_and_a_misspelt_variable(tiny_store: Path) -> None:
     done = cloze("serve", "--model", "nobody", "--model-store", str(tiny_store), CLOZE_PROT="1")
     assert done.returncode == 2
     assert "the variable CLOZE_PROT is not a setting" in done.stderr
-    assert done.stderr.endswith(f"cloze: no bundle named 'nobody' in {tiny_store} (there: bert, bert-qa, distilbert)\n")
+    assert done.stderr.endswith(f"cloze: no bundle named 'nobody' in {tiny_store} (available: bert, bert-qa, distilbert)\n")
 
 
 def test_help_names_every_setting_and_every_command() -> None:

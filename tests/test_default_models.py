@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from export.train.evaluate import Data, evaluate, open_subject
-from model_store import Store, Task
+from model_store import Store
 from model_store.locations import DEFAULT_ROOT
 from model_store.manifest import Precision, Weights
 
 TASKS = {
-    "cloze-bert": {Task.FILL_MASK, Task.NSP, Task.EMBED},
-    "cloze-bert-qa": {Task.QA},
-    "cloze-distilbert": {Task.FILL_MASK, Task.EMBED},
+    "cloze-bert": {"fill-mask", "nsp", "embed"},
+    "cloze-bert-qa": {"qa"},
+    "cloze-distilbert": {"fill-mask", "embed"},
 }
 LIMIT_BYTES = 40_000_000
 HELD_OUT = 0.08
@@ -26,7 +26,7 @@ def test_it_is_there_whole_and_described(name: str) -> None:
     assert set(bundle.manifest.tasks) == TASKS[name]
     assert bundle.manifest.license
     assert bundle.manifest.graph.weights is Weights.INT8
-    assert {lower.graph.precision for lower in bundle.manifest.lower()} == {Precision.INT8, Precision.FP16}
+    assert {lower.graph.precision for lower in bundle.manifest.lower_precisions()} == {Precision.INT8, Precision.FP16}
     card = (bundle.path / "README.md").read_text()
     for section in ("Data and licences", "How it was made", "Measured", "Weaknesses and biases"):
         assert f"## {section}" in card

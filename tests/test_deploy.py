@@ -21,12 +21,17 @@ import yaml
 from kubernetes_validate import utils as kubernetes
 
 from model_store.locations import DEFAULT_ROOT
-from service.app import _DRAIN_MARGIN_S
+from service.server import _DRAIN_MARGIN_S
 from service.settings import ENV_PREFIX, Settings, load_settings
 from tests.serving import Server, running_server
 
 ROOT = Path(__file__).parents[1]
-NOT_IN_THE_IMAGE = ("torch", "onnx", "transformers", "safetensors")  # a hub client is: tokenizers depends on it
+NOT_IN_THE_IMAGE = (
+    "torch",
+    "onnx",
+    "transformers",
+    "safetensors",
+)  # a hub client is: tokenizers depends on it
 
 Instructions = list[tuple[str, str]]
 
@@ -37,7 +42,11 @@ def load(path: str) -> Any:
 
 def parse_dockerfile() -> dict[str, Instructions]:
     """Each stage's instructions, in order; continued lines are joined."""
-    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    lines = [
+        line
+        for line in (ROOT / "Dockerfile").read_text().splitlines()
+        if not line.lstrip().startswith("#")
+    ]
     stages: dict[str, Instructions] = {}
     for line in "\n".join(lines).replace("\\\n", " ").splitlines():
         if not line.strip():
@@ -73,7 +82,11 @@ def copied(stage: str) -> list[tuple[list[str], str]]:
 
 
 def image_environment() -> dict[str, str]:
-    words = [word for value in values_of("ENV", STAGES["interpreter"] + IMAGE) for word in shlex.split(value)]
+    words = [
+        word
+        for value in values_of("ENV", STAGES["interpreter"] + IMAGE)
+        for word in shlex.split(value)
+    ]
     return dict(word.split("=", 1) for word in words)
 
 
@@ -87,7 +100,8 @@ def healthcheck_url() -> str:
 ENVIRONMENTS = {
     "image": image_environment(),
     "compose": image_environment() | COMPOSE["services"]["cloze"]["environment"],
-    "kubernetes": image_environment() | {variable["name"]: variable["value"] for variable in CONTAINER["env"]},
+    "kubernetes": image_environment()
+    | {variable["name"]: variable["value"] for variable in CONTAINER["env"]},
 }
 
 
@@ -114,7 +128,11 @@ def tool(name: str) -> str:
 @pytest.fixture(scope="module")
 def rendered() -> list[dict[str, Any]]:
     command = [tool("kubectl"), "kustomize", str(ROOT / "k8s/base")]
-    return list(yaml.safe_load_all(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout))
+    return list(
+        yaml.safe_load_all(
+            subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+        )
+    )
 
 
 # The first version that has the sleep of preStop without a feature gate, and the newest known.
@@ -127,14 +145,18 @@ def test_kubernetes_accepts_every_object(rendered: list[dict[str, Any]], version
 
 def test_the_documented_overlay_names_registry_and_tag(tmp_path: Path) -> None:
     block = re.search(
-        r"^    # k8s/mine/kustomization.yaml\n((?:    .*\n)+)", (ROOT / "docs/deployment.md").read_text(), re.MULTILINE
+        r"^    # k8s/mine/kustomization.yaml\n((?:    .*\n)+)",
+        (ROOT / "docs/deployment.md").read_text(),
+        re.MULTILINE,
     )
     assert block
     shutil.copytree(ROOT / "k8s/base", tmp_path / "base")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/kustomization.yaml").write_text(textwrap.dedent(block[1]))
     command = [tool("kubectl"), "kustomize", str(tmp_path / "mine")]
-    rendered = yaml.safe_load_all(subprocess.run(command, check=True, capture_output=True, timeout=60).stdout)
+    rendered = yaml.safe_load_all(
+        subprocess.run(command, check=True, capture_output=True, timeout=60).stdout
+    )
     (deployment,) = [each for each in rendered if each["kind"] == "Deployment"]
     assert deployment["spec"]["template"]["spec"]["containers"][0]["image"] == "REGISTRY/cloze:TAG"
 
@@ -149,7 +171,14 @@ def test_prometheus_accepts_its_configuration() -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["Dockerfile", "docker-compose.yml", "k8s/base/deployment.yaml", "k8s/base/kustomization.yaml", "docs/deployment.md"]
+    "file",
+    [
+        "Dockerfile",
+        "docker-compose.yml",
+        "k8s/base/deployment.yaml",
+        "k8s/base/kustomization.yaml",
+        "docs/deployment.md",
+    ],
 )
 def test_every_variable_is_a_setting(file: str) -> None:
     named = set(re.findall(rf"\b{ENV_PREFIX}[A-Z_]+\b", (ROOT / file).read_text()))
@@ -167,7 +196,11 @@ def test_the_service_accepts_its_variables(place: str, monkeypatch: pytest.Monke
     "path",
     sorted(
         {probe["httpGet"]["path"] for probe in PROBES.values()}
-        | {urlsplit(healthcheck_url()).path, SCRAPE["metrics_path"], ANNOTATIONS["prometheus.io/path"]}
+        | {
+            urlsplit(healthcheck_url()).path,
+            SCRAPE["metrics_path"],
+            ANNOTATIONS["prometheus.io/path"],
+        }
     ),
 )
 def test_every_path_asked_for_is_answered(server: Server, path: str) -> None:
@@ -182,7 +215,9 @@ def test_the_healthcheck_tells_ready_from_not(server: Server) -> None:
 
     def exit_code(url: str) -> int:
         words = [word.replace("http://127.0.0.1:8000", url) for word in arguments]
-        return subprocess.run([sys.executable, *words], env=env, capture_output=True, timeout=30, check=False).returncode
+        return subprocess.run(
+            [sys.executable, *words], env=env, capture_output=True, timeout=30, check=False
+        ).returncode
 
     assert exit_code(server.url) == 0
     assert exit_code(server.url + "/nowhere") == 1
@@ -224,17 +259,23 @@ def test_the_service_selects_the_pods() -> None:
 
 
 def test_no_service_link_becomes_a_setting() -> None:
-    assert f"{SERVICE['metadata']['name']}_PORT".upper() in {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
+    assert f"{SERVICE['metadata']['name']}_PORT".upper() in {
+        f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields
+    }
     assert POD["enableServiceLinks"] is False
 
 
 def test_a_drain_ends_before_the_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     def drain_s(place: str) -> float:
-        return settings_in(ENVIRONMENTS[place], monkeypatch).shutdown_grace_ms / 1000 + _DRAIN_MARGIN_S
+        return (
+            settings_in(ENVIRONMENTS[place], monkeypatch).shutdown_grace_ms / 1000 + _DRAIN_MARGIN_S
+        )
 
     pre_stop_s = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert pre_stop_s + drain_s("kubernetes") < POD["terminationGracePeriodSeconds"]
-    assert drain_s("compose") < int(COMPOSE["services"]["cloze"]["stop_grace_period"].removesuffix("s"))
+    assert drain_s("compose") < int(
+        COMPOSE["services"]["cloze"]["stop_grace_period"].removesuffix("s")
+    )
 
 
 def test_mounts_lie_on_the_bundles_folder_or_tmp() -> None:
@@ -263,7 +304,11 @@ def test_the_pod_may_do_nothing_it_need_not() -> None:
     assert security["capabilities"] == {"drop": ["ALL"]}
     assert POD["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert POD["automountServiceAccountToken"] is False
-    assert set(CONTAINER["resources"]["limits"]) == set(CONTAINER["resources"]["requests"]) == {"cpu", "memory"}
+    assert (
+        set(CONTAINER["resources"]["limits"])
+        == set(CONTAINER["resources"]["requests"])
+        == {"cpu", "memory"}
+    )
 
 
 @pytest.mark.parametrize("name", COMPOSE["services"])
@@ -275,7 +320,9 @@ def test_compose_services_may_do_nothing_they_need_not(name: str) -> None:
 
 
 def test_foreign_images_are_pinned() -> None:
-    assert re.fullmatch(r"prom/prometheus:v\d+\.\d+\.\d+", COMPOSE["services"]["prometheus"]["image"])
+    assert re.fullmatch(
+        r"prom/prometheus:v\d+\.\d+\.\d+", COMPOSE["services"]["prometheus"]["image"]
+    )
 
 
 # ---- the Dockerfile ----------------------------------------------------------------------------------------------------
@@ -293,7 +340,9 @@ def test_every_run_is_a_script() -> None:
     runs = [value for stage in STAGES for value in values_of("RUN", STAGES[stage])]
     assert runs
     for run in runs:
-        assert re.fullmatch(r"scripts/[a-z-]+( [\w./-]+)*", run), f"not a plain call of a script: {run}"
+        assert re.fullmatch(r"scripts/[a-z-]+( [\w./-]+)*", run), (
+            f"not a plain call of a script: {run}"
+        )
         script = ROOT / run.split()[0]
         assert script.is_file()
         assert os.access(script, os.X_OK), f"not executable: {script.name}"
@@ -350,7 +399,9 @@ def run_stage(stage: str, folder: Path, moved: dict[str, Path]) -> None:
         if name == "COPY":
             for source in (found for pattern in words[:-1] for found in ROOT.glob(pattern)):
                 if source.is_dir():
-                    shutil.copytree(source, folder / words[-1], ignore=shutil.ignore_patterns("__pycache__"))
+                    shutil.copytree(
+                        source, folder / words[-1], ignore=shutil.ignore_patterns("__pycache__")
+                    )
                 else:
                     (folder / words[-1]).mkdir(exist_ok=True)
                     shutil.copy2(source, folder / words[-1] / source.name)
@@ -358,7 +409,9 @@ def run_stage(stage: str, folder: Path, moved: dict[str, Path]) -> None:
             for old, new in moved.items():
                 words = [re.sub(rf"^{old}(?=/|$)", str(new), word) for word in words]
             env = {**os.environ, "PYTHON": sys.executable}
-            result = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
+            result = subprocess.run(
+                words, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False
+            )
             assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -369,11 +422,21 @@ def test_the_install_stage_makes_a_server_without_torch(tmp_path: Path, tiny_sto
     run_stage("install", tmp_path / "src", {"/opt/cloze": venv})
 
     found = f"import importlib.util as u; print([name for name in {NOT_IN_THE_IMAGE} if u.find_spec(name)])"
-    result = subprocess.run([venv / "bin/python", "-I", "-c", found], check=True, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [venv / "bin/python", "-I", "-c", found],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert result.stdout.strip() == "[]"
 
     with running_server(tiny_store, command=(str(venv / "bin/cloze"), "serve")) as server:
         assert httpx.get(f"{server.url}/readyz").status_code == 200
-        vectors = httpx.post(f"{server.url}/embed", json={"inputs": ["paris is a city", "france"]}).raise_for_status().json()
+        vectors = (
+            httpx.post(f"{server.url}/embed", json={"inputs": ["paris is a city", "france"]})
+            .raise_for_status()
+            .json()
+        )
         assert [len(vector) > 0 for vector in vectors] == [True, True]
         assert server.stop() == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from export.source import _choose
+from export.source import _choose_files
 from model_store import Store
 from tests.serving import bare_environment
 
@@ -127,8 +127,8 @@ def test_weights_are_chosen_folder_by_folder() -> None:
         "onnx/model.safetensors",
     ]
     shards = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
-    assert sorted(_choose(names)) == ["2_Dense/config.json", "2_Dense/pytorch_model.bin", "config.json", "model.safetensors"]
-    assert sorted(_choose([*shards, "adapter_model.safetensors", "training_args.bin"])) == sorted(shards)
+    assert sorted(_choose_files(names)) == ["2_Dense/config.json", "2_Dense/pytorch_model.bin", "config.json", "model.safetensors"]
+    assert sorted(_choose_files([*shards, "adapter_model.safetensors", "training_args.bin"])) == sorted(shards)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,15 @@ import json
 import subprocess
 import sys
 
-HEAVY = ["torch", "transformers", "onnx", "safetensors", "huggingface_hub", "sentence_transformers", "export"]
+HEAVY = [
+    "torch",
+    "transformers",
+    "onnx",
+    "safetensors",
+    "huggingface_hub",
+    "sentence_transformers",
+    "export",
+]
 
 
 def modules_after(code: str) -> list[str]:
@@ -18,7 +26,10 @@ def modules_after(code: str) -> list[str]:
 
 
 def test_the_service_never_imports_what_export_needs() -> None:
-    loaded = modules_after("import service.app, service.engine, service.processes.supervisor, service.processes.engine_process")
+    loaded = modules_after(
+        "import service.serve, service.engine, "
+        "service.processes.supervisor, service.processes.engine_process"
+    )
     assert "onnxruntime" in loaded
     assert not [name for name in HEAVY if name in loaded]
 
@@ -30,7 +41,7 @@ def test_a_front_end_holds_no_runtime() -> None:
 
 
 def test_one_process_needs_no_messages() -> None:
-    assert "zmq" not in modules_after("import service.app, service.processes.supervisor")
+    assert "zmq" not in modules_after("import service.serve, service.processes.supervisor")
 
 
 def test_the_command_line_imports_a_room_only_when_asked() -> None:

@@ -21,12 +21,12 @@ from export.evaluation.scorer import TorchScorer
 from export.evaluation.texts import SENTENCES, GateTexts
 from export.gate import pass_gate
 from export.graph.builder import GraphBuilder
-from export.graph.products import Int8, quantise
+from export.graph.linear_ops import Int8, quantise
 from export.graph.write import GraphWriter
 from export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
 from export.models import Model
 from export.publish import ExportOptions, export
-from export.smoothing import smoothing
+from export.smoothing import smoothing_factors
 from export.train.evaluate import Data, evaluate, open_subject
 from export.verify import GraphUnderTest, verify
 from model_store import Store, processor, tensors
@@ -52,7 +52,7 @@ def open_session(file: Path) -> ort.InferenceSession:
 def test_the_graph_is_int8_and_near_torch(kind: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
     """Over the whole grid, all heads; and the encoder has no other product left."""
     checkpoint = load_checkpoint(str(checkpoints[kind]))
-    smooth = smoothing(checkpoint.model, checkpoint.tokenizer.size)
+    smooth = smoothing_factors(checkpoint.model, checkpoint.tokenizer.size)
     heads = checkpoint.heads
     writer = GraphWriter(checkpoint.model, checkpoint.recipe, heads, tmp_path, smoothing=smooth)
     writer.write()
@@ -75,9 +75,9 @@ def test_a_product_is_exact_in_its_integers(
         x[0] = 0
     g = GraphBuilder()
     linear_ops = Int8({"w": smooth} if smoothed else {})
-    entering = linear_ops.operand(g, g.input("x", TensorProto.FLOAT, ["T", inner]), "w")
+    entering = linear_ops.prepare_input(g, g.input("x", TensorProto.FLOAT, ["T", inner]), "w")
     with torch.no_grad():
-        g.output(linear_ops.product(g, entering, "w", linear), "y", TensorProto.FLOAT, ["T", 7])
+        g.output(linear_ops.matmul(g, entering, "w", linear), "y", TensorProto.FLOAT, ["T", 7])
     folder = tmp_path_factory.mktemp("product")
     g.save(folder / "g.onnx", folder / "w.bin")
     actual = open_session(folder / "g.onnx").run(None, {"x": x.numpy()})[0]

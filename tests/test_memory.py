@@ -10,7 +10,7 @@ import pytest
 
 from bench.http_client import post
 from bench.load import Request, closed_loop
-from bench.processes import Running
+from bench.processes import RunningServer
 from bench.texts import make_texts, words_of
 from model_store import Store
 from model_store.locations import DEFAULT_ROOT
@@ -34,7 +34,7 @@ def test_it_is_flat_over_a_million_tokens_of_mixed_lengths() -> None:
     requests = [*single, *bulk]
     random.Random(0).shuffle(requests)
     with running_server(DEFAULT_ROOT, "--model", "cloze-bert") as server:
-        process = Running(server.url, server.process.pid, 0.0)
+        process = RunningServer(server.url, server.process.pid, 0.0)
         sizes: list[tuple[float, float]] = []
         while not sizes or sizes[-1][0] < TOKENS:
             load = asyncio.run(closed_loop(server.url, requests, clients=16, seconds=1.0))

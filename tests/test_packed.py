@@ -18,9 +18,9 @@ from cloze.cli import cli
 from export.checkpoint import Checkpoint, load_checkpoint
 from export.errors import ExportError
 from export.graph.builder import GraphBuilder
-from export.graph.layouts import Packed
-from export.graph.products import Fp32
-from export.graph.trunk import trunk
+from export.graph.layouts import PackedLayout
+from export.graph.linear_ops import Fp32
+from export.graph.trunk import write_trunk
 from export.graph.write import GraphWriter
 from export.publish import ExportOptions, export
 from export.session import CUDA, Session, open_session
@@ -90,7 +90,7 @@ def test_folding_biases_is_exact(
     model = load_checkpoint(str(checkpoints[kind])).model
     g = GraphBuilder()
     g.output(
-        trunk(g, Packed(), Fp32(), model),
+        write_trunk(g, PackedLayout(), Fp32(), model),
         "hidden",
         TensorProto.FLOAT,
         ["T", model.config.hidden_size],
@@ -221,7 +221,7 @@ def test_a_bundle_holds_every_weight_once(
     bundle = export(str(checkpoints["distilbert"]), "d", Store(tmp_path), options)
     manifest = bundle.manifest
     assert manifest.fp16 is not None
-    assert tuple(lower.graph.precision for lower in manifest.lower()) == precisions
+    assert tuple(lower.graph.precision for lower in manifest.lower_precisions()) == precisions
     assert manifest.graph_of(Precision.FP16) == manifest.fp16.graph
     assert manifest.fp16.gate.measured["fill_mask_top1_agreement"] >= 0.95
     sizes = {name: file.size for name, file in manifest.files.items() if name.endswith(".bin")}

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import (
+    Dense,
+    Normalize,
+    Pooling,
+    Transformer,
+)
 from transformers import BertTokenizerFast, DistilBertTokenizerFast
 
 from export.errors import ExportError
@@ -19,32 +24,43 @@ from export.sentence import read_recipe
 from model_store import Store
 from service.core import Device
 from service.engine import OnnxEngine
-from service.tasks import TaskLimits
-from service.tasks.embed import EmbedOptions, prepare
+from service.tasks import TaskCall, TaskContext, TaskLimits
+from service.tasks.embed import EmbedParameters, decode, prepare
 from service.tokenizer import Tokenizer
 from tests.tiny import save_checkpoint
 
-LIMITS = TaskLimits(max_tokens=160, max_masks=9, max_top_k=9, max_results=999, max_request_tokens=9999, max_text_characters=9999)
+LIMITS = TaskLimits(
+    max_tokens=160,
+    max_masks=9,
+    max_top_k=9,
+    max_results=999,
+    max_request_tokens=9999,
+    max_text_characters=9999,
+)
 TEXTS = ["the king", "Paris is the capital of France!", "who? " * 20, "moon"]
 
 
 def saved(folder: Path, kind: str, *after: Any, max_tokens: int = 40, **options: Any) -> Path:
     """Save a sentence-transformer on a tiny encoder the way its users do."""
     checkpoint = save_checkpoint(folder / "checkpoint", kind)
-    tokenizer = {"bert-plain": BertTokenizerFast, "distilbert": DistilBertTokenizerFast}[kind](str(checkpoint / "vocab.txt"))
+    tokenizer = {"bert-plain": BertTokenizerFast, "distilbert": DistilBertTokenizerFast}[kind](
+        str(checkpoint / "vocab.txt")
+    )
     tokenizer.save_pretrained(checkpoint)
     transformer = Transformer(str(checkpoint), max_seq_length=max_tokens)
-    SentenceTransformer(modules=[transformer, *after], device="cpu", **options).save(str(folder / "st"))
+    SentenceTransformer(modules=[transformer, *after], device="cpu", **options).save(
+        str(folder / "st")
+    )
     return folder / "st"
 
 
 def ours(folder: Path, store: Path, **options: Any) -> np.ndarray:
     bundle = export(str(folder), "st", Store(store))
-    recipe = bundle.manifest.embedding
-    assert recipe is not None
-    prepared = prepare(Tokenizer(bundle), TEXTS, recipe, EmbedOptions(**options), LIMITS, many=True)
+    context = TaskContext(bundle.manifest, Tokenizer(bundle), LIMITS)
+    prepared = prepare(TaskCall(TEXTS, EmbedParameters(**options)), context)
     engine = OnnxEngine(bundle, Device.CPU)
-    return prepared.decode([engine.run([query])[0] for query in prepared.queries])
+    outputs = [engine.run([encoding])[0] for encoding in prepared.encodings]
+    return decode(prepared, outputs, context)
 
 
 def assert_same(folder: Path, store: Path) -> None:
@@ -83,15 +99,27 @@ def test_directories_of_older_versions(tmp_path: Path, mode: str) -> None:
     old = tmp_path / "old"
     (old / "0_Transformer").mkdir(parents=True)
     for file in new.iterdir():
-        if file.is_file() and file.name not in ("modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"):
+        if file.is_file() and file.name not in (
+            "modules.json",
+            "sentence_bert_config.json",
+            "config_sentence_transformers.json",
+        ):
             shutil.copy(file, old / "0_Transformer")
-    (old / "0_Transformer" / "sentence_distilbert_config.json").write_text('{"max_seq_length": 24, "do_lower_case": false}')
+    (old / "0_Transformer" / "sentence_distilbert_config.json").write_text(
+        '{"max_seq_length": 24, "do_lower_case": false}'
+    )
     (old / "1_Pooling").mkdir()
-    flags = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens")}
-    (old / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 64} | flags))
+    flags = {
+        f"pooling_mode_{name}": name == mode
+        for name in ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens")
+    }
+    (old / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 64} | flags)
+    )
     modules = [("0_Transformer", "Transformer"), ("1_Pooling", "Pooling")]
     listed = [
-        {"idx": n, "name": str(n), "path": p, "type": f"sentence_transformers.models.{t}"} for n, (p, t) in enumerate(modules)
+        {"idx": n, "name": str(n), "path": p, "type": f"sentence_transformers.models.{t}"}
+        for n, (p, t) in enumerate(modules)
     ]
     (old / "modules.json").write_text(json.dumps(listed))
     recipe = read_recipe(old)
@@ -105,7 +133,9 @@ def test_a_limit_above_the_tokenizers_wins(tmp_path: Path) -> None:
     config = json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": 8}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     (folder / "sentence_bert_config.json").write_text(
-        json.dumps(json.loads((folder / "sentence_bert_config.json").read_text()) | {"max_seq_length": 30})
+        json.dumps(
+            json.loads((folder / "sentence_bert_config.json").read_text()) | {"max_seq_length": 30}
+        )
     )
     assert Store(tmp_path).references() == []
     assert_same(folder, tmp_path / "store")
@@ -120,9 +150,13 @@ def test_prompts_are_kept_and_used(tmp_path: Path) -> None:
         default_prompt_name="query",
     )
     theirs = SentenceTransformer(str(folder), device="cpu")
-    np.testing.assert_allclose(ours(folder, tmp_path / "a"), theirs.encode(TEXTS, batch_size=1), atol=1e-4)
+    np.testing.assert_allclose(
+        ours(folder, tmp_path / "a"), theirs.encode(TEXTS, batch_size=1), atol=1e-4
+    )
     named = theirs.encode(TEXTS, batch_size=1, prompt_name="document")
-    np.testing.assert_allclose(ours(folder, tmp_path / "b", prompt_name="document"), named, atol=1e-4)
+    np.testing.assert_allclose(
+        ours(folder, tmp_path / "b", prompt_name="document"), named, atol=1e-4
+    )
 
 
 def edit(folder: Path, file: str, **changes: Any) -> None:
@@ -145,7 +179,9 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_reproduced_is_refused(tmp_path: Path, change: Callable[[Path], object], message: str) -> None:
+def test_what_cannot_be_reproduced_is_refused(
+    tmp_path: Path, change: Callable[[Path], object], message: str
+) -> None:
     folder = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"), Dense(64, 8))
     assert read_recipe(folder) is not None
     change(folder)

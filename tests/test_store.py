@@ -65,7 +65,7 @@ def test_versions_count_up_and_resolve(tmp_path: Path) -> None:
     ("reference", "message"),
     [
         ("other", "no bundle named 'other'"),
-        ("tiny@9", r"has no version 9 \(there: 1\)"),
+        ("tiny@9", r"has no version 9 \(available: 1\)"),
         ("tiny@0", "not a version"),
         ("tiny@x", "not a version"),
         ("../tiny", "not a bundle name"),

@@ -138,5 +138,5 @@ def test_every_graph_passed_its_gate(tagger_store: Path) -> None:
     manifest = Store(tagger_store).manifest("distilbert")
     assert manifest.tasks == ("token-classification",)
     assert manifest.heads["token_classification"].model_dump() == {"labels": tuple(LABELS.values())}
-    for lower in manifest.lower():
+    for lower in manifest.lower_precisions():
         assert lower.gate.measured["token_classification_agreement"] >= 0.95

@@ -16,12 +16,12 @@ from export.evaluation.scorer import (
     next_sentence_logits,
     span_logits,
 )
-from export.graph.products import quantise
+from export.graph.linear_ops import quantise
 from export.graph.write import GraphWriter, round_weights
 from export.heads import EMBEDDING, NEXT_SENTENCE, SPAN
 from export.publish import ExportOptions, export
 from export.session import open_session
-from export.smoothing import smoothing
+from export.smoothing import smoothing_factors
 from export.verify import GraphUnderTest, verify
 from model_store import Store
 from model_store.manifest import Manifest, Precision, Weights
@@ -51,7 +51,7 @@ def test_int8_keeps_one_copy_for_both_graphs(kind: str, checkpoints: dict[str, P
     model, recipe, heads = checkpoint.model, checkpoint.recipe, checkpoint.heads
     (tmp_path / "fp32").mkdir()
     GraphWriter(model, recipe, heads, tmp_path / "fp32").write()
-    smooth = smoothing(model, checkpoint.tokenizer.size)
+    smooth = smoothing_factors(model, checkpoint.tokenizer.size)
     round_weights(model, recipe, Weights.INT8, smooth)
     folder = tmp_path / "int8"
     folder.mkdir()
@@ -91,7 +91,7 @@ def test_int8_weights_need_the_int8_graph(checkpoints: dict[str, Path], tmp_path
 def test_rounding_is_to_the_nearest_and_only_once(weights: Weights, smoothed: bool, checkpoints: dict[str, Path]) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
     model, recipe = checkpoint.model, checkpoint.recipe
-    smooth = smoothing(model, checkpoint.tokenizer.size) if smoothed else {}
+    smooth = smoothing_factors(model, checkpoint.tokenizer.size) if smoothed else {}
     before = [parameter.clone() for parameter in model.parameters()]
     round_weights(model, recipe, weights, smooth)
     once = [parameter.clone() for parameter in model.parameters()]

@@ -1,1 +1,1 @@
-"""Servers that people run today, measured beside ours."""
+"""Servers and libraries in common use today, measured beside ours."""

@@ -1,6 +1,8 @@
-"""FastAPI around a transformers pipeline, as people write it: one model, each request by itself on a thread, no batching.
+"""A usual FastAPI application around a transformers pipeline.
 
-python -m bench.peers.pipeline_app CHECKPOINT {embed|fill-mask} PORT
+The application serves one model. Each request runs alone on a thread, without batching.
+
+    python -m bench.peers.pipeline_app CHECKPOINT {embed|fill-mask} PORT
 """
 
 import sys
@@ -14,13 +16,18 @@ from transformers import AutoModel, AutoTokenizer, pipeline
 
 
 class Inputs(BaseModel):
-    """A text."""
+    """The body of a request: one text."""
 
     inputs: str
 
 
 def make_app(checkpoint: str, task: str) -> FastAPI:
-    """The application."""
+    """Return the application for one task.
+
+    Args:
+        checkpoint: a Hugging Face directory.
+        task: ``embed`` or ``fill-mask``.
+    """
     app = FastAPI()
     if task == "fill-mask":
         fill = pipeline("fill-mask", model=checkpoint)
@@ -29,10 +36,8 @@ def make_app(checkpoint: str, task: str) -> FastAPI:
         def fill_mask(body: Inputs) -> Any:
             return fill(body.inputs, tokenizer_kwargs={"truncation": True})
     else:
-        tokenizer, model = (
-            AutoTokenizer.from_pretrained(checkpoint),
-            AutoModel.from_pretrained(checkpoint).eval(),
-        )
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        model = AutoModel.from_pretrained(checkpoint).eval()
 
         @app.post("/embed")
         def embed(body: Inputs) -> Any:

@@ -1,4 +1,8 @@
-"""torch's own ways to run the same encoder on unlike lengths: `scaled_dot_product_attention`, padded, compiled, nested."""
+"""Runs the same encoder in torch on sequences of different lengths.
+
+The variants use `scaled_dot_product_attention` on padded batches, compiled or not, or on nested
+tensors without padding.
+"""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,12 +21,12 @@ from export.models.encoder import Encoder, Layer, SelfAttention
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A batch on the device. Shapes: B sequences of S tokens at most, T tokens in all.
+    """A batch on the device: B sequences of at most S tokens, T tokens in total.
 
     Attributes:
-        input_ids: [B, S] padded, or [T].
-        mask: bool [B, S], None where nothing is padded.
-        offsets: [B + 1], where each sequence starts.
+        input_ids: int32 [B, S] padded, or [T] without padding.
+        mask: bool [B, S], true at real tokens; None if no sequence is padded.
+        offsets: int64 [B + 1], the first token of each sequence, then T.
         longest: S.
     """
 
@@ -36,48 +40,45 @@ class TorchEncoder:
     """Mean-pooled embeddings in torch, in fp16 on a GPU and fp32 on a CPU.
 
     Args:
-        model: its weights; changed in place.
-        device: where.
-        nested: as one nested tensor, without padding; else padded to the longest of a batch.
-        compiled: by `torch.compile`, for changing shapes.
+        model: the weights; changed in place.
+        device: where the encoder runs.
+        nested: run a batch as one nested tensor without padding; else pad every sequence to the
+            longest of its batch.
+        compiled: compile with `torch.compile` for dynamic shapes.
     """
 
     def __init__(
         self, model: Model, device: torch.device, *, nested: bool = False, compiled: bool = False
     ) -> None:
         self._device, self._nested = device, nested
-        encoder = (
-            model.encoder.eval()
-            .requires_grad_(False)
-            .to(device, torch.float16 if device.type == "cuda" else torch.float32)
-        )
-        hidden = _nested if nested else _padded
+        dtype = torch.float16 if device.type == "cuda" else torch.float32
+        encoder = model.encoder.eval().requires_grad_(False).to(device, dtype)
+        mean_pooled = _embed_nested if nested else _embed_padded
         if nested:
             warnings.filterwarnings(
                 "ignore", message="The PyTorch API of nested tensors is in prototype stage"
             )
 
         def embed(batch: Prepared) -> Tensor:
-            return hidden(encoder, batch)
+            return mean_pooled(encoder, batch)
 
-        torch._dynamo.config.fail_on_recompile_limit_hit = (
-            True  # else it would go on uncompiled, and not say so
-        )
+        # Without this flag, torch continues uncompiled after some shapes, without a message.
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
         self._embed: Callable[[Prepared], Tensor] = (
             torch.compile(embed, dynamic=True) if compiled else embed
         )
 
     def prepare(self, sequences: Sequence[NDArray[np.int32]]) -> Prepared:
-        """Copy a batch to the device."""
+        """Copy a batch to the device.
+
+        Args:
+            sequences: token ids of each sequence.
+        """
         lengths = [len(sequence) for sequence in sequences]
         offsets = torch.tensor(np.cumsum([0, *lengths]), device=self._device)
         if self._nested:
-            return Prepared(
-                torch.from_numpy(np.concatenate(sequences)).to(self._device),
-                None,
-                offsets,
-                max(lengths),
-            )
+            packed_ids = torch.from_numpy(np.concatenate(sequences)).to(self._device)
+            return Prepared(packed_ids, None, offsets, max(lengths))
         ids = np.zeros((len(sequences), max(lengths)), np.int32)
         for row, sequence in zip(ids, sequences, strict=True):
             row[: len(sequence)] = sequence
@@ -87,13 +88,16 @@ class TorchEncoder:
 
     @torch.inference_mode()
     def run(self, batches: Sequence[Prepared]) -> list[NDArray[np.float32]]:
-        """Embeddings [B, H] of each batch; all are queued before the first is waited for."""
+        """Return the embeddings [B, H] float32 of each batch.
+
+        All batches are queued before the first result is copied to the host.
+        """
         return [
             embeddings.cpu().numpy() for embeddings in [self._embed(batch) for batch in batches]
         ]
 
 
-def _padded(encoder: Encoder, batch: Prepared) -> Tensor:
+def _embed_padded(encoder: Encoder, batch: Prepared) -> Tensor:
     hidden = encoder(batch.input_ids, None, batch.mask)  # [B, S, H]
     if batch.mask is None:
         return hidden.mean(1, dtype=torch.float32)  # type: ignore[no-any-return]
@@ -101,12 +105,11 @@ def _padded(encoder: Encoder, batch: Prepared) -> Tensor:
     return (weights[:, None] @ hidden.float())[:, 0]  # type: ignore[no-any-return]
 
 
-def _nested(encoder: Encoder, batch: Prepared) -> Tensor:
+def _embed_nested(encoder: Encoder, batch: Prepared) -> Tensor:
     embeddings, offsets = encoder.embeddings, batch.offsets
     lengths = offsets.diff()
-    sequence = torch.repeat_interleave(
-        lengths, output_size=len(batch.input_ids)
-    )  # [T], of which sequence each token is
+    # [T], the sequence of each token
+    sequence = torch.repeat_interleave(lengths, output_size=len(batch.input_ids))
     positions = torch.arange(len(batch.input_ids), device=offsets.device) - offsets[sequence]
     x = embeddings.word(batch.input_ids) + embeddings.position(positions)
     if embeddings.token_type is not None:

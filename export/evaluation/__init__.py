@@ -1,4 +1,4 @@
-"""Metrics on checkpoints and bundles, and what they measure on. The quality gate and training use it.
+"""Metrics on checkpoints and bundles, and their test data.
 
-Imports nothing of `export.train`.
+The quality gate and training use this package. The package does not import `export.train`.
 """

@@ -1,27 +1,30 @@
-"""Measures a masked language model's social bias on CrowS-Pairs (Nangia et al. 2020): which of two sentences it finds likelier.
+"""Measures the social bias of a masked language model on CrowS-Pairs (Nangia et al. 2020).
 
-The sentences of a pair differ in the group they speak of. Each token that both have is masked in turn; the sum of its log
-probabilities is a sentence's score. An unbiased model prefers the stereotype in half of the pairs.
+The two sentences of a pair differ in the group of people that they mention. Each token that both
+sentences share is masked in turn. The score of a sentence is the sum of the log probabilities of
+these tokens. An unbiased model prefers the stereotype in half of the pairs.
 """
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from export.errors import DataError
-from export.evaluation.scorer import Scorer, equal_lengths, score_masks
+from export.errors import DataError, ExportError
+from export.evaluation.scorer import Floats, Ids, Scorer, equal_lengths, score_masks
+
+_MASK_TOKEN = "[MASK]"
+_BATCH = 64  # masked sequences per run
 
 
 def read_stereotypes(file: Path) -> list[tuple[str, str]]:
-    """(the sentence that stereotypes more, the one that does so less) of each pair.
+    """Read pairs: (the more stereotyping sentence, the less stereotyping sentence).
 
     Raises:
-        DataError: the file is missing, or is not CrowS-Pairs' CSV.
+        DataError: the file is missing, or is not a CSV file of CrowS-Pairs.
     """
     try:
         with file.open(encoding="utf-8", newline="") as stream:
@@ -40,28 +43,57 @@ def read_stereotypes(file: Path) -> list[tuple[str, str]]:
 def stereotype_preference(
     pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, scorer: Scorer, max_tokens: int
 ) -> float:
-    """The share of pairs whose more stereotyping sentence is the likelier one, in [0, 1]; equal scores count half."""
+    """Return the share of pairs whose more stereotyping sentence scores higher, in [0, 1].
+
+    Equal scores count as half a pair.
+
+    Args:
+        pairs: pairs from `read_stereotypes`.
+        tokenizer: the tokenizer, which adds the special tokens.
+        scorer: the masked language model.
+        max_tokens: the longest sequence; longer sentences are truncated.
+
+    Raises:
+        ExportError: the tokenizer has no mask token.
+    """
+    mask_id = tokenizer.token_to_id(_MASK_TOKEN)
+    if mask_id is None:
+        raise ExportError(f"the tokenizer has no {_MASK_TOKEN} token, which CrowS-Pairs needs")
     sentences = [
         [encoding.ids[:max_tokens] for encoding in tokenizer.encode_batch(list(pair))]
         for pair in pairs
     ]
-    mask_id = tokenizer.token_to_id("[MASK]")
-    rows: list[tuple[int, int, int]] = []  # pair, side, position
-    for number, (more, less) in enumerate(sentences):
-        for block in SequenceMatcher(None, more, less, autojunk=False).get_matching_blocks():
-            for offset in range(block.size):
-                if 0 < block.a + offset < len(more) - 1 and 0 < block.b + offset < len(less) - 1:
-                    rows += [(number, 0, block.a + offset), (number, 1, block.b + offset)]
+    masks = [
+        (number, side, position)
+        for number, (more, less) in enumerate(sentences)
+        for side, position in _shared_tokens(more, less)
+    ]
     scores = np.zeros((len(pairs), 2))
-    for group in equal_lengths([len(sentences[number][side]) for number, side, _ in rows], 64):
-        chosen = [rows[index] for index in group]
+    for group in equal_lengths([len(sentences[number][side]) for number, side, _ in masks], _BATCH):
+        chosen = [masks[index] for index in group]
         ids = np.asarray([sentences[number][side] for number, side, _ in chosen], np.int64)
-        positions: NDArray[np.int64] = np.asarray([position for *_, position in chosen], np.int64)
-        each = np.arange(len(chosen))
-        labels = ids[each, positions]
-        ids[each, positions] = mask_id
-        flat = positions + each * ids.shape[1]
-        _, told = score_masks(scorer, ids, np.zeros_like(ids), flat, labels, k=1)
-        for (number, side, _), value in zip(chosen, told, strict=True):
+        positions = np.asarray([position for *_, position in chosen], np.int64)
+        log_probabilities = _mask_and_score(scorer, ids, positions, mask_id)
+        for (number, side, _), value in zip(chosen, log_probabilities, strict=True):
             scores[number, side] += value
-    return float((scores[:, 0] > scores[:, 1]).mean() + (scores[:, 0] == scores[:, 1]).mean() / 2)
+    more, less = scores.T
+    return float((more > less).mean() + (more == less).mean() / 2)
+
+
+def _shared_tokens(more: Sequence[int], less: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield (side, position) of the tokens that both sentences share; not the special tokens."""
+    for block in SequenceMatcher(None, more, less, autojunk=False).get_matching_blocks():
+        for offset in range(block.size):
+            first, second = block.a + offset, block.b + offset
+            if 0 < first < len(more) - 1 and 0 < second < len(less) - 1:
+                yield from ((0, first), (1, second))
+
+
+def _mask_and_score(scorer: Scorer, ids: Ids, positions: Ids, mask_id: int) -> Floats:
+    """Mask one token per row of ``ids`` [M, S]; return the log probability [M] of each token."""
+    rows = np.arange(len(ids))
+    labels = ids[rows, positions]
+    ids[rows, positions] = mask_id
+    flat_positions = positions + rows * ids.shape[1]
+    types = np.zeros_like(ids)
+    return score_masks(scorer, ids, types, flat_positions, labels, k=1)[1]

@@ -1,4 +1,7 @@
-"""Scored sentence pairs, and how well embeddings rank them (STS-B: Cer et al. 2017)."""
+"""Reads scored sentence pairs and measures how well embeddings rank the pairs.
+
+Source: Cer et al. 2017 (STS-B).
+"""
 
 import csv
 import io
@@ -18,7 +21,7 @@ from export.evaluation.scorer import Scorer, embeddings, equal_lengths
 
 @dataclass(frozen=True, slots=True)
 class ScoredPair:
-    """Two sentences and how alike they are, in the file's own unit (STS-B: 0 to 5)."""
+    """Two sentences and their similarity, in the unit of the file (STS-B: 0 to 5)."""
 
     first: str
     second: str
@@ -26,31 +29,17 @@ class ScoredPair:
 
 
 def read_pairs(files: list[Path]) -> list[ScoredPair]:
-    """Pairs of CSV files without a header (first, second, score), also ``.xz``.
+    """Read CSV files without a header (first, second, score); a ``.xz`` file is decompressed.
 
     Raises:
-        DataError: a file is missing or a line is no such pair, there is none, or all have one score.
+        DataError: a file is missing, a line is not a pair, the files hold no pair, or all pairs
+            have the same score.
     """
-    pairs = []
-    for file in files:
-        try:
-            data = file.read_bytes()
-            text = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8")
-            rows = list(csv.reader(io.StringIO(text, newline="")))
-        except FileNotFoundError:
-            raise DataError(f"{file}: no such file") from None
-        except (UnicodeDecodeError, lzma.LZMAError, OSError, EOFError, csv.Error) as error:
-            raise DataError(f"{file} cannot be read: {error}") from error
-        for number, row in enumerate(rows, 1):
-            try:
-                first, second, score = row
-                pairs.append(ScoredPair(first, second, float(score)))
-            except ValueError:
-                raise DataError(
-                    f"{file}, line {number} is not 'sentence,sentence,score': {','.join(row)[:80]!r}"
-                ) from None
-            if not math.isfinite(pairs[-1].score):
-                raise DataError(f"{file}, line {number}: the score {score} is not a finite number")
+    pairs = [
+        _parse_pair(row, f"{file}, line {number}")
+        for file in files
+        for number, row in enumerate(_read_rows(file), 1)
+    ]
     if not pairs:
         raise DataError("there are no pairs in " + ", ".join(str(file) for file in files))
     if len({pair.score for pair in pairs}) == 1:
@@ -60,15 +49,50 @@ def read_pairs(files: list[Path]) -> list[ScoredPair]:
     return pairs
 
 
-def _cut(ids: list[int], tokens: int) -> list[int]:
+def _read_rows(file: Path) -> list[list[str]]:
+    try:
+        data = file.read_bytes()
+        text = (lzma.decompress(data) if file.suffix == ".xz" else data).decode("utf-8")
+        return list(csv.reader(io.StringIO(text, newline="")))
+    except FileNotFoundError:
+        raise DataError(f"{file}: no such file") from None
+    except (UnicodeDecodeError, lzma.LZMAError, OSError, EOFError, csv.Error) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+
+
+def _parse_pair(row: list[str], line: str) -> ScoredPair:
+    try:
+        first, second, score = row
+        pair = ScoredPair(first, second, float(score))
+    except ValueError:
+        raise DataError(
+            f"{line} is not 'sentence,sentence,score': {','.join(row)[:80]!r}"
+        ) from None
+    if not math.isfinite(pair.score):
+        raise DataError(f"{line}: the score {score} is not a finite number")
+    return pair
+
+
+def _truncate(ids: list[int], tokens: int) -> list[int]:
+    """Cut a sequence to so many tokens; keep the last token, which is ``[SEP]``."""
     return ids if len(ids) <= tokens else [*ids[: tokens - 1], ids[-1]]
 
 
 def tokenize_pairs(
     pairs: Sequence[ScoredPair], tokenizer: Tokenizer, tokens: int
 ) -> list[tuple[list[int], list[int], float]]:
+    """Tokenize pairs; longer sentences are truncated.
+
+    Args:
+        pairs: the pairs.
+        tokenizer: the tokenizer, which adds the special tokens.
+        tokens: the longest sequence.
+
+    Returns:
+        For each pair, the ids of both sentences and the score.
+    """
     encoded = [
-        _cut(e.ids, tokens)
+        _truncate(e.ids, tokens)
         for e in tokenizer.encode_batch([text for p in pairs for text in (p.first, p.second)])
     ]
     return [(encoded[2 * i], encoded[2 * i + 1], pair.score) for i, pair in enumerate(pairs)]
@@ -80,10 +104,10 @@ def similarity(
     """Return Spearman's rank correlation of cosine and score, in [-1, 1].
 
     Args:
-        pairs: with scores.
-        tokenizer: adds the special tokens.
-        scorer: embeds the sentences.
-        tokens: longest sequence; longer sentences are cut.
+        pairs: the pairs.
+        tokenizer: the tokenizer, which adds the special tokens.
+        scorer: the model that embeds the sentences.
+        tokens: the longest sequence; longer sentences are truncated.
     """
     rows = [
         ids
@@ -102,7 +126,7 @@ def similarity(
 
 
 def _ranks(values: NDArray[np.floating]) -> NDArray[np.float64]:
-    """Ranks, equal values sharing the mean of theirs."""
+    """Return the rank of each value; equal values get the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     ranks: NDArray[np.float64] = (last - (counts - 1) / 2)[inverse]

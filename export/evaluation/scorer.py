@@ -1,7 +1,7 @@
-"""One interface to what is evaluated: a torch model or an exported graph.
+"""One interface to the models that are evaluated: torch models and exported graphs.
 
-All sequences of one call have one length, so nothing is padded. Shapes: B sequences of S tokens, M
-masks, K predictions, D dimensions.
+All sequences of one call have one length, so no sequence is padded. Shapes: B sequences of S
+tokens, M masks, K predictions, D dimensions.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,15 @@ from export.models.model import Model
 from export.sentence import EmbeddingRecipe
 from export.session import Session
 from model_store.batch import BatchCodec, Encoding, HeadOutputs, requests_of
-from model_store.heads import HEADS, GraphSpec, HeadRequest
+from model_store.heads import (
+    HEADS,
+    GraphSpec,
+    HeadRequest,
+    embedding,
+    masked_lm,
+    next_sentence,
+    span,
+)
 from model_store.heads.embedding import EmbeddingRequest
 from model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from model_store.heads.next_sentence import NextSentenceRequest
@@ -28,7 +36,7 @@ Floats = NDArray[np.float32]
 
 
 class Scorer(Protocol):
-    """What evaluation asks of a model."""
+    """Runs encodings through a model, for evaluation."""
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
         """Return the results of encodings of one length, in order."""
@@ -36,11 +44,11 @@ class Scorer(Protocol):
 
 
 class GraphScorer:
-    """An exported graph.
+    """Runs an exported graph.
 
     Args:
-        session: on the graph, see `open_session`.
-        graph: what the graph takes.
+        session: an open session of the graph, see `open_session`.
+        graph: the graph's specification.
     """
 
     def __init__(self, session: Session, graph: GraphSpec) -> None:
@@ -55,12 +63,12 @@ class GraphScorer:
 
 
 class TorchScorer:
-    """A torch model, in fp32.
+    """Runs a torch model in fp32.
 
     Args:
-        model: with the heads that are asked.
-        device: where the model is.
-        recipe: of embeddings; None: mean pooling.
+        model: the model, with the requested heads.
+        device: the model's device.
+        recipe: the recipe of embeddings; None: mean pooling.
     """
 
     def __init__(
@@ -91,16 +99,19 @@ def torch_outputs(
     batch: Sequence[Encoding],
     codec: BatchCodec,
 ) -> dict[str, NDArray[Any]]:
-    """Return what a graph should compute for a batch, by output name.
+    """Return the outputs that a graph should compute for a batch, by output name.
 
     Args:
-        model: with the heads that are asked.
-        recipe: of embeddings.
+        model: the model, with the requested heads.
+        recipe: the recipe of embeddings.
         rows: the encoder's hidden states [T, H] of the batch.
         batch: the encodings.
-        codec: of the graph.
+        codec: the codec of the graph.
     """
-    from export.heads import EXPORT_HEADS, head_module  # whose modules import this module
+    from export.heads import (
+        EXPORT_HEADS,
+        head_module,
+    )  # the modules of that package import this module
 
     placement = codec.placement(batch)
     outputs: dict[str, NDArray[Any]] = {}
@@ -124,70 +135,71 @@ def score_masks(
         scorer: the model.
         input_ids: [B, S].
         token_type_ids: [B, S].
-        positions: [M], over the flattened [B * S].
+        positions: [M], indices into the flattened [B * S].
         labels: [M], vocabulary ids.
-        k: predictions per mask.
+        k: number of predictions per mask.
 
     Returns:
-        The best ids [M, K], and the log probability of each label [M] in nats.
+        The most probable ids [M, K], and the log probability [M] of each label in nats.
     """
     length = input_ids.shape[1]
+    name = masked_lm.HEAD.name
+    # Indices into `positions` of the masks of each sequence.
     masks = [np.flatnonzero(positions // length == row) for row in range(len(input_ids))]
-    requests = [
-        {
-            "masked_lm": MaskedLMRequest(
-                (positions[mine] % length).tolist(), k, labels[mine].tolist()
-            )
-        }
-        if len(mine)
+    requests: list[dict[str, HeadRequest]] = [
+        {name: MaskedLMRequest((positions[own] % length).tolist(), k, labels[own].tolist())}
+        if len(own)
         else {}
-        for mine in masks
+        for own in masks
     ]
     best = np.zeros((len(positions), k), np.int64)
     log_probabilities = np.zeros(len(positions), np.float32)
     outputs = scorer.run(encodings(input_ids, token_type_ids, requests))
-    for mine, output in zip(masks, outputs, strict=True):
-        if not len(mine):
+    for own, output in zip(masks, outputs, strict=True):
+        if not len(own):
             continue
-        result: MaskedLMResult = output["masked_lm"]
-        best[mine] = result.top_ids
-        # Every label is a target of every mask of its sequence; the diagonal has its own.
-        log_probabilities[mine] = np.diagonal(result.target_logits) - result.logsumexp
+        result: MaskedLMResult = output[name]
+        best[own] = result.top_ids
+        # Every label is a target of every mask of its sequence. The diagonal has each mask's own.
+        log_probabilities[own] = np.diagonal(result.target_logits) - result.logsumexp
     return best, log_probabilities
 
 
 def next_sentence_logits(scorer: Scorer, input_ids: Ids, token_type_ids: Ids) -> Floats:
-    """Return the logits [B, 2] of pairs ``[B, S]``: is next, is not next."""
-    requests = [{"next_sentence": NextSentenceRequest()}] * len(input_ids)
+    """Return the logits [B, 2] of pairs ``[B, S]``: "is next", "is not next"."""
+    name = next_sentence.HEAD.name
+    requests = [{name: NextSentenceRequest()}] * len(input_ids)
     outputs = scorer.run(encodings(input_ids, token_type_ids, requests))
-    return np.stack([output["next_sentence"].logits for output in outputs])
+    return np.stack([output[name].logits for output in outputs])
 
 
 def span_logits(scorer: Scorer, input_ids: Ids, token_type_ids: Ids) -> Floats:
     """Return the start and end logits [B, S, 2] of ``[B, S]``."""
-    requests = [{"span": SpanRequest()}] * len(input_ids)
+    name = span.HEAD.name
+    requests = [{name: SpanRequest()}] * len(input_ids)
     outputs = scorer.run(encodings(input_ids, token_type_ids, requests))
-    return np.stack([output["span"].logits for output in outputs])
+    return np.stack([output[name].logits for output in outputs])
 
 
 def embeddings(scorer: Scorer, input_ids: Ids) -> Floats:
     """Return the embeddings [B, D] of ``[B, S]``, not normalised."""
-    requests = [{"embedding": EmbeddingRequest()}] * len(input_ids)
+    name = embedding.HEAD.name
+    requests = [{name: EmbeddingRequest()}] * len(input_ids)
     outputs = scorer.run(encodings(input_ids, np.zeros_like(input_ids), requests))
-    return np.stack([output["embedding"].embedding for output in outputs])
+    return np.stack([output[name].embedding for output in outputs])
 
 
 def encodings(
     input_ids: Ids, token_type_ids: Ids, requests: Sequence[Mapping[str, HeadRequest]]
 ) -> list[Encoding]:
-    """Return an encoding per row of ``[B, S]``."""
+    """Return one encoding per row of ``[B, S]``."""
     rows = zip(input_ids.astype(np.int32), token_type_ids.astype(np.int32), requests, strict=True)
     return [Encoding(*row) for row in rows]
 
 
-def equal_lengths(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield groups of at most ``most`` examples of one length, shortest first."""
+def equal_lengths(lengths: Sequence[int], max_size: int) -> Iterator[list[int]]:
+    """Yield groups of indices of at most ``max_size`` examples of one length, shortest first."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     for _, group in groupby(order, key=lengths.__getitem__):
         members = list(group)
-        yield from (members[at : at + most] for at in range(0, len(members), most))
+        yield from (members[at : at + max_size] for at in range(0, len(members), max_size))

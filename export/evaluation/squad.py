@@ -1,4 +1,4 @@
-"""Questions in SQuAD's format, and the official measures of answers. Knows no model.
+"""Reads questions in SQuAD's format and computes the official metrics of answers.
 
 Sources: Rajpurkar et al. 2016 (1.1) and 2018 (2.0), and their evaluation scripts.
 """
@@ -24,8 +24,12 @@ class Question:
     """One question on one paragraph.
 
     Attributes:
-        title: of the article.
-        answers: (first character, text) of each accepted answer; the first is None for one that is not in the paragraph.
+        id: the question's id.
+        title: the article's title.
+        question: the question's text.
+        context: the paragraph.
+        answers: (first character, text) of each accepted answer; the first character is None if
+            the paragraph does not contain the text.
     """
 
     id: str
@@ -41,17 +45,18 @@ class Question:
 
     @property
     def is_placed(self) -> bool:
-        """Whether some accepted answer stands in the paragraph."""
+        """Whether the paragraph contains an accepted answer."""
         return any(at is not None for at, _ in self.answers)
 
 
 def read_questions(files: Iterable[Path]) -> list[Question]:
-    """All questions of files in SQuAD 1.1 or 2.0 format, also ``.xz``; of an id that comes again, the first.
+    """Read files in SQuAD 1.1 or 2.0 format; a ``.xz`` file is decompressed.
 
-    An answer whose ``answer_start`` is off is looked for in the paragraph.
+    Of several questions with one id, the first is kept. If an ``answer_start`` is wrong, the
+    answer is searched in the paragraph.
 
     Raises:
-        DataError: a file is missing or has another format, or there is no question in any.
+        DataError: a file is missing or has another format, or the files hold no question.
     """
     questions: dict[str, Question] = {}
     for file in files:
@@ -81,35 +86,43 @@ def _read(file: Path) -> Iterable[Question]:
 
 
 def _question(entry: Mapping[str, Any], title: str, context: str) -> Question:
-    given = [] if entry.get("is_impossible") else entry.get("answers", [])
-    found = tuple(
-        (_place(context, a["text"], int(a["answer_start"])), a["text"]) for a in given if a["text"]
+    entries = [] if entry.get("is_impossible") else entry.get("answers", [])
+    answers = tuple(
+        (_find_answer(context, answer["text"], int(answer["answer_start"])), answer["text"])
+        for answer in entries
+        if answer["text"]
     )
-    for text in (title, entry["question"], context, *(text for _, text in found)):
-        text.encode()  # a lone surrogate is no text
-    return Question(str(entry["id"]), title, entry["question"].strip(), context, found)
+    for text in (title, entry["question"], context, *(text for _, text in answers)):
+        text.encode()  # raises ValueError on a lone surrogate
+    return Question(str(entry["id"]), title, entry["question"].strip(), context, answers)
 
 
-def _place(context: str, text: str, start: int) -> int | None:
-    """Where the answer stands: at its place, or where it occurs nearest to it."""
+def _find_answer(context: str, text: str, start: int) -> int | None:
+    """Return the position of an answer: ``start``, or else the occurrence nearest to ``start``."""
     if context[start : start + len(text)] == text:
         return start
-    places = [match.start() for match in re.finditer(re.escape(text), context)]
-    return min(places, key=lambda place: abs(place - start), default=None)
+    positions = [match.start() for match in re.finditer(re.escape(text), context)]
+    return min(positions, key=lambda position: abs(position - start), default=None)
 
 
 def normalise_answer(text: str) -> str:
-    """Lower case, without punctuation, articles and extra white space, as the official script."""
+    """Return an answer in lower case, without punctuation, articles and extra white space.
+
+    Source: the official script.
+    """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(answer: str, accepted: str) -> float:
-    """1 if equal after normalisation, else 0."""
+    """Return 1 if the answers are equal after normalisation, else 0."""
     return float(normalise_answer(answer) == normalise_answer(accepted))
 
 
 def f1(answer: str, accepted: str) -> float:
-    """Harmonic mean of precision and recall over the words, in [0, 1]; of empty answers: 1 if both are, else 0."""
+    """Return the harmonic mean of precision and recall over the words, in [0, 1].
+
+    If one answer is empty, the result is 1 if both answers are empty, else 0.
+    """
     ours, theirs = normalise_answer(answer).split(), normalise_answer(accepted).split()
     if not ours or not theirs:
         return float(ours == theirs)
@@ -118,18 +131,22 @@ def f1(answer: str, accepted: str) -> float:
 
 
 def score(answers: Mapping[str, str], questions: Iterable[Question]) -> dict[str, float]:
-    """EM and F1 in percent, the best over each question's accepted answers; a question not answered counts as wrong.
+    """Return exact match and F1 in percent, the best over each question's accepted answers.
+
+    A question that is missing in ``answers`` counts as wrong.
 
     Args:
-        answers: by the question's id; an empty string means that there is no answer.
-        questions: all that should be answered.
+        answers: answers by question id; an empty string means "no answer".
+        questions: all questions.
 
     Returns:
-        ``exact_match`` and ``f1``; if some questions have no answer, also those over each kind alone.
+        ``exact_match`` and ``f1``. If the questions are of both kinds, also both figures of the
+        answerable questions and of the unanswerable questions.
     """
     rows: dict[str, list[tuple[float, float]]] = {"answerable_": [], "unanswerable_": []}
     for question in questions:
-        # As the official script: if every accepted answer is empty once normalised, the right one is no answer.
+        # Like the official script: if all accepted answers are empty after normalisation, the
+        # correct answer is "no answer".
         accepted = [text for _, text in question.answers if normalise_answer(text)] or [""]
         answer = answers.get(question.id)
         best = (0.0, 0.0)

@@ -1,4 +1,4 @@
-"""What the quality gate compares on: sentences and questions written for it, so it needs no data."""
+"""Sentences and questions for the quality gate, written for it: the gate needs no data sets."""
 
 from collections.abc import Iterator, Sequence
 
@@ -62,57 +62,64 @@ SENTENCES = (
 QUESTIONS = (
     (
         "When does the train arrive?",
-        "The train to the coast leaves the central station at seven in the morning. It stops twice on the way, at "
-        "the mill and at the old harbour, and arrives a little before noon. Tickets are sold on board.",
+        "The train to the coast leaves the central station at seven in the morning. It stops "
+        "twice on the way, at the mill and at the old harbour, and arrives a little before "
+        "noon. Tickets are sold on board.",
     ),
     (
         "Who founded the company?",
-        "The company was founded in 1904 by two brothers who had worked as watchmakers in the capital. It made "
-        "clocks at first, then radios, and after the war measuring instruments for ships.",
+        "The company was founded in 1904 by two brothers who had worked as watchmakers in the "
+        "capital. It made clocks at first, then radios, and after the war measuring instruments"
+        " for ships.",
     ),
     (
         "What do the farmers grow?",
-        "The valley lies between two chains of hills. Its climate is mild, and farmers grow wheat, grapes and "
-        "olives. In summer the river is so low that cattle can walk through it.",
+        "The valley lies between two chains of hills. Its climate is mild, and farmers grow "
+        "wheat, grapes and olives. In summer the river is so low that cattle can walk through "
+        "it.",
     ),
     (
         "Why was the lecture cancelled?",
-        "On Tuesday some forty students waited in front of the hall. The lecture was cancelled because the "
-        "professor had fallen ill. It will be repeated next week in another building.",
+        "On Tuesday some forty students waited in front of the hall. The lecture was cancelled "
+        "because the professor had fallen ill. It will be repeated next week in another "
+        "building.",
     ),
     (
         "How far away is the moon?",
-        "The moon moves around the earth in about twenty-seven days. It is about four hundred thousand kilometres "
-        "away, so that light needs a little more than a second for the journey.",
+        "The moon moves around the earth in about twenty-seven days. It is about four hundred "
+        "thousand kilometres away, so that light needs a little more than a second for the "
+        "journey.",
     ),
     (
         "Where did the soldiers cross the border?",
-        "In the spring of that year the army gathered in the north. The soldiers crossed the border near the salt "
-        "lake at dawn and met no resistance. Three days later they reached the capital.",
+        "In the spring of that year the army gathered in the north. The soldiers crossed the "
+        "border near the salt lake at dawn and met no resistance. Three days later they reached"
+        " the capital.",
     ),
     (
         "What does the bank charge a fee for?",
-        "Keeping an account is free for students. The bank charges a small fee for payments in other currencies "
-        "and for letters sent by post. Cash can be drawn at any of its machines without cost.",
+        "Keeping an account is free for students. The bank charges a small fee for payments in "
+        "other currencies and for letters sent by post. Cash can be drawn at any of its "
+        "machines without cost.",
     ),
     (
         "Which animal sleeps on the carpet?",
-        "In the evening the family sat in the large room. The dog slept on the carpet while the children did their"
-        " homework, and the cat watched the snow from the window.",
+        "In the evening the family sat in the large room. The dog slept on the carpet while the"
+        " children did their homework, and the cat watched the snow from the window.",
     ),
 )
-"""Questions, each with a context that answers it."""
+"""Questions, each with a context that contains the answer."""
 
 
 class GateTexts:
-    """The gate's texts as a checkpoint reads them, cut to its limit.
+    """The gate's texts as token ids of one checkpoint, truncated to the checkpoint's limit.
 
     Args:
-        tokenizer: the checkpoint's.
-        type_vocab_size: token types of the checkpoint; 0: it has none.
-        mask_id: of the mask token; None: the vocabulary has none.
+        tokenizer: the checkpoint's tokenizer.
+        type_vocab_size: number of token types; 0: the checkpoint has no token types.
+        mask_id: id of the mask token; None: the vocabulary has no mask token.
         max_tokens: the longest sequence.
-        scored_pairs: sentences with scores of their likeness (STS-B), to rank; may be none.
+        scored_pairs: sentence pairs with similarity scores (STS-B) to rank; may be empty.
     """
 
     def __init__(
@@ -128,17 +135,17 @@ class GateTexts:
         self.mask_id = mask_id
         self.max_tokens = max_tokens
         self.scored_pairs = scored_pairs
-        self._cutting = Tokenizer.from_str(tokenizer.to_str())
-        self._cutting.enable_truncation(max_tokens)
+        self._truncating = Tokenizer.from_str(tokenizer.to_str())
+        self._truncating.enable_truncation(max_tokens)
         self._largest_type = max(0, type_vocab_size - 1)
 
     def sentences(self) -> list[Ids]:
         """Return the ids [1, S] of each sentence."""
-        encoded = self._cutting.encode_batch(list(SENTENCES))
+        encoded = self._truncating.encode_batch(list(SENTENCES))
         return [np.asarray([encoding.ids], np.int64) for encoding in encoded]
 
     def sentence_pairs(self) -> Iterator[tuple[Ids, Ids]]:
-        """Yield ids and token types, [1, S] each, of pairs: true neighbours and others."""
+        """Yield ids and token types, [1, S] each, of pairs: neighbouring sentences and others."""
         count = len(SENTENCES)
         pairs = [
             (SENTENCES[i], SENTENCES[(i + step) % count]) for i in range(count) for step in (1, 7)
@@ -149,12 +156,12 @@ class GateTexts:
         return self._encode(pairs)
 
     def questions(self) -> Iterator[tuple[Ids, Ids]]:
-        """Yield ids and token types, [1, S] each, of each question asked of each context."""
+        """Yield ids and token types, [1, S] each, of every question with every context."""
         return self._encode(
             [(question, context) for question, _ in QUESTIONS for _, context in QUESTIONS]
         )
 
     def _encode(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Ids, Ids]]:
-        for encoding in self._cutting.encode_batch(list(pairs)):
+        for encoding in self._truncating.encode_batch(list(pairs)):
             types = np.minimum(np.asarray([encoding.type_ids], np.int64), self._largest_type)
             yield np.asarray([encoding.ids], np.int64), types

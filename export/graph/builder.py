@@ -1,4 +1,4 @@
-"""Collects nodes and weights, and saves them as an ONNX file with its weights beside it. Knows no BERT."""
+"""Collects nodes and weights, and saves them as an ONNX file and a file of weights."""
 
 import zlib
 from collections import Counter
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx
@@ -14,18 +14,30 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch import Tensor
 
+from model_store.layouts import Layout
+from model_store.tensors import TensorSpec
+
 OPSET = 20
-_IR_VERSION = 10  # the first that may carry opset 20 and 21; older runtimes refuse newer ones
+_IR_VERSION = 10  # the first version that supports opset 20; older runtimes refuse newer versions
 _INLINE_BYTES = 1024
-_ALIGNMENT = 4096  # bytes: a page, so that a runtime may map a weight instead of copying it
+_ALIGNMENT = 4096  # bytes, one page: a runtime may map a weight instead of copying it
 
 FUSED = "com.microsoft"
 """The domain of onnxruntime's fused operators."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A weight in a file: its bytes, and what they are."""
+class StoredWeight:
+    """The place of a weight in a file, and the properties of its values.
+
+    Attributes:
+        file: the file's name.
+        offset: the first byte of the weight in the file.
+        length: the weight's size in bytes.
+        dtype: the numpy dtype of the values.
+        shape: the weight's shape.
+        checksum: the CRC-32 of the bytes.
+    """
 
     file: str
     offset: int
@@ -36,11 +48,11 @@ class Stored:
 
 
 class GraphBuilder:
-    """An ONNX graph in the making. Values are referred to by name.
+    """An unfinished ONNX graph. Values are referred to by name.
 
     Args:
-        half: keep matrices as fp16 and widen them by a Cast, which a runtime folds when it opens the graph. Their values must
-            be fp16 numbers already.
+        half: store matrices as fp16 and convert them with a Cast, which a runtime computes once
+            when it opens the graph. The values of the matrices must be fp16 numbers already.
     """
 
     def __init__(self, *, half: bool = False) -> None:
@@ -56,28 +68,31 @@ class GraphBuilder:
         self._inputs.append(helper.make_tensor_value_info(name, dtype, shape))
         return name
 
+    def declare_input(self, tensor: TensorSpec, layout: Layout) -> str:
+        """Declare an input of the graph by its specification, and return its name."""
+        return self.input(tensor.name, onnx_type(tensor), tensor.shape_in(layout))
+
     def output(self, value: str, name: str, dtype: int, shape: Sequence[str | int]) -> None:
-        """Declare a value an output of the graph, under ``name``."""
+        """Declare a value as an output of the graph, under ``name``."""
         self._nodes.append(helper.make_node("Identity", [value], [name], name=name))
         self._outputs.append(helper.make_tensor_value_info(name, dtype, shape))
 
     def weight(self, name: str, values: Tensor | NDArray[np.generic]) -> str:
-        """Add a constant, once: a name that is there already stands for the same values."""
-        if name not in self._named:
-            self._named.add(name)
-            array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
-            array = np.asarray(array, order="C")  # unlike ascontiguousarray, leaves a scalar one
-            if self._half and array.dtype == np.float32 and array.ndim > 1:
-                stored = array.astype(np.float16)
-                assert np.array_equal(stored, array), f"{name} was not rounded to fp16 before"
-                self._weights[f"{name}.fp16"] = stored
-                self._nodes.append(
-                    helper.make_node(
-                        "Cast", [f"{name}.fp16"], [name], name=name, to=TensorProto.FLOAT
-                    )
-                )
-            else:
-                self._weights[name] = array
+        """Add a constant and return its name; a name that exists stands for the same values."""
+        if name in self._named:
+            return name
+        self._named.add(name)
+        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
+        array = np.asarray(array, order="C")  # unlike ascontiguousarray, keeps a scalar a scalar
+        if not (self._half and array.dtype == np.float32 and array.ndim > 1):
+            self._weights[name] = array
+            return name
+        stored = array.astype(np.float16)
+        assert np.array_equal(stored, array), f"{name} was not rounded to fp16 before"
+        self._weights[f"{name}.fp16"] = stored
+        self._nodes.append(
+            helper.make_node("Cast", [f"{name}.fp16"], [name], name=name, to=TensorProto.FLOAT)
+        )
         return name
 
     def op(
@@ -89,7 +104,7 @@ class GraphBuilder:
         outputs: int = 1,
         **attributes: Any,
     ) -> str:
-        """Add a node; returns its first output. An empty string is an absent input."""
+        """Add a node and return its first output. An empty string is an absent input."""
         name = f"{kind}_{len(self._nodes)}"
         names = [name if number == 0 else f"{name}_{number}" for number in range(outputs)]
         self._nodes.append(
@@ -98,66 +113,87 @@ class GraphBuilder:
         return name
 
     def operators(self) -> dict[str, int]:
-        """How often each operator stands in the graph, by name."""
+        """Return the number of nodes of each operator, by name."""
         return dict(sorted(Counter(node.op_type for node in self._nodes).items()))
 
     def save(
-        self, graph_file: Path, weights_file: Path, there: Mapping[str, Stored] | None = None
-    ) -> dict[str, Stored]:
-        """Write the graph, and its larger weights to a file beside it, so that no protobuf nears its 2 GB limit.
+        self,
+        graph_file: Path,
+        weights_file: Path,
+        shared: Mapping[str, StoredWeight] | None = None,
+    ) -> dict[str, StoredWeight]:
+        """Write the graph to one file, and its larger weights to a second file.
+
+        A protobuf file must stay below 2 GB, so it cannot hold the weights.
 
         Args:
             graph_file: the ``.onnx`` file to write.
-            weights_file: the raw weights, in the same folder; not written if all of them lie elsewhere.
-            there: weights that another graph of the same model has stored in that folder: they are shared, by name.
+            weights_file: the file of raw weights to write, in the same folder; not written if
+                all larger weights are shared.
+            shared: weights that another graph of the same model has stored in the folder, by name.
 
         Returns:
-            Where this graph's larger weights lie.
+            The places of this graph's larger weights, by name.
         """
-        stored: dict[str, Stored] = {}
-        initializers = []
         with ExitStack() as files:
-            stream = None
-            for name, array in self._weights.items():
-                tensor = TensorProto(
-                    name=name,
-                    dims=array.shape,
-                    data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
-                )
-                if array.nbytes < _INLINE_BYTES:
-                    tensor.raw_data = array.tobytes()
-                else:
-                    place, checksum = (there or {}).get(name), zlib.crc32(array.data)
-                    if place is None:
-                        stream = stream or files.enter_context(weights_file.open("wb"))
-                        stream.write(b"\0" * (-stream.tell() % _ALIGNMENT))
-                        place = Stored(
-                            weights_file.name,
-                            stream.tell(),
-                            array.nbytes,
-                            array.dtype,
-                            array.shape,
-                            checksum,
-                        )
-                        stream.write(array.data)
-                    assert (place.dtype, place.shape, place.checksum) == (
-                        array.dtype,
-                        array.shape,
-                        checksum,
-                    ), f"{name} is another weight in {place.file}"
-                    stored[name] = place
-                    tensor.data_location = TensorProto.EXTERNAL
-                    for key, value in {
-                        "location": place.file,
-                        "offset": place.offset,
-                        "length": place.length,
-                    }.items():
-                        tensor.external_data.add(key=key, value=str(value))
-                initializers.append(tensor)
+            writer = _WeightsWriter(weights_file, shared or {}, files)
+            initializers = [writer.store(*item) for item in self._weights.items()]
         graph = helper.make_graph(self._nodes, "cloze", self._inputs, self._outputs, initializers)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(FUSED, 1)]
         model = helper.make_model(
             graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="cloze"
         )
         onnx.save_model(model, graph_file)
-        return stored
+        return writer.stored
+
+
+class _WeightsWriter:
+    """Writes larger weights to a file, and refers to the weights that are stored elsewhere.
+
+    Args:
+        file: the file to write; created for the first weight.
+        shared: weights that are stored in other files, by name.
+        files: closes the file.
+    """
+
+    def __init__(self, file: Path, shared: Mapping[str, StoredWeight], files: ExitStack) -> None:
+        self._file, self._shared, self._files = file, shared, files
+        self._stream: BinaryIO | None = None
+        self.stored: dict[str, StoredWeight] = {}
+
+    def store(self, name: str, array: NDArray[Any]) -> TensorProto:
+        """Store a weight; return the graph's reference to the weight, or a small weight itself."""
+        dtype = helper.np_dtype_to_tensor_dtype(array.dtype)
+        tensor = TensorProto(name=name, dims=array.shape, data_type=dtype)
+        if array.nbytes < _INLINE_BYTES:
+            tensor.raw_data = array.tobytes()
+            return tensor
+        checksum = zlib.crc32(array.data)
+        place = self._shared.get(name) or self._append(array, checksum)
+        properties = (array.dtype, array.shape, checksum)
+        assert (place.dtype, place.shape, place.checksum) == properties, (
+            f"{name} is another weight in {place.file}"
+        )
+        self.stored[name] = place
+        tensor.data_location = TensorProto.EXTERNAL
+        fields = {"location": place.file, "offset": place.offset, "length": place.length}
+        for key, value in fields.items():
+            tensor.external_data.add(key=key, value=str(value))
+        return tensor
+
+    def _append(self, array: NDArray[Any], checksum: int) -> StoredWeight:
+        if self._stream is None:
+            self._stream = self._files.enter_context(self._file.open("wb"))
+        stream = self._stream
+        stream.write(b"\0" * (-stream.tell() % _ALIGNMENT))
+        offset = stream.tell()
+        stream.write(array.data)
+        return StoredWeight(
+            self._file.name, offset, array.nbytes, array.dtype, array.shape, checksum
+        )
+
+
+def onnx_type(tensor: TensorSpec) -> int:
+    """Return the ONNX element type of a tensor."""
+    element_type: TensorProto.DataType = helper.np_dtype_to_tensor_dtype(tensor.numpy_dtype)
+    return element_type

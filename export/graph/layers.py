@@ -1,18 +1,18 @@
-"""The pieces that trunk and heads are both made of."""
+"""The layers that the trunk and the heads share, in fp32."""
 
 from torch import nn
 
 from export.graph.builder import FUSED, GraphBuilder
 
 
-def dense(g: GraphBuilder, x: str, name: str, linear: nn.Linear) -> str:
-    """``x @ W^T + b`` in fp32: [..., in] -> [..., out]."""
-    product = g.op("MatMul", [x, g.weight(f"{name}.weight", linear.weight.t())])
-    return g.op("Add", [product, g.weight(f"{name}.bias", linear.bias)])
+def linear(g: GraphBuilder, x: str, name: str, layer: nn.Linear) -> str:
+    """Write ``x @ W^T + b``: [..., in] -> [..., out]."""
+    product = g.op("MatMul", [x, g.weight(f"{name}.weight", layer.weight.t())])
+    return g.op("Add", [product, g.weight(f"{name}.bias", layer.bias)])
 
 
-def activated(g: GraphBuilder, product: str, bias: str, activation: str) -> str:
-    """``activation(product + bias)``, fused where there is an operator for it."""
+def bias_activation(g: GraphBuilder, product: str, bias: str, activation: str) -> str:
+    """Write ``activation(product + bias)``, fused if an operator exists."""
     match activation:
         case "gelu":
             return g.op("BiasGelu", [product, bias], domain=FUSED)
@@ -20,10 +20,10 @@ def activated(g: GraphBuilder, product: str, bias: str, activation: str) -> str:
             return g.op("FastGelu", [product, bias], domain=FUSED)
         case "relu":
             return g.op("Relu", [g.op("Add", [product, bias])])
-    raise AssertionError(f"the loader let the activation {activation!r} through")
+    raise AssertionError(f"the loader accepted the unknown activation {activation!r}")
 
 
-def norm(g: GraphBuilder, x: str, name: str, layer: nn.LayerNorm) -> str:
-    """LayerNorm over the last axis."""
+def layer_norm(g: GraphBuilder, x: str, name: str, layer: nn.LayerNorm) -> str:
+    """Write LayerNorm over the last axis."""
     scale, shift = g.weight(f"{name}.weight", layer.weight), g.weight(f"{name}.bias", layer.bias)
     return g.op("LayerNormalization", [x, scale, shift], axis=-1, epsilon=layer.eps)

@@ -1,57 +1,70 @@
-"""What differs between the layouts: how tokens come in, how a sequence attends to itself, which norm is fused."""
+"""The parts of the trunk that depend on the batch layout: inputs, embeddings, attention, norms."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
-from onnx import TensorProto
 from torch import Tensor, nn
 
 from export.graph.builder import FUSED, GraphBuilder
-from export.graph.layers import norm
-from export.graph.products import LinearOps
+from export.graph.layers import layer_norm
+from export.graph.linear_ops import WORD_EMBEDDINGS, LinearOps
 from export.models.encoder import Embeddings
 from model_store import tensors
+from model_store.layouts import Layout
+from model_store.tensors import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ResidualNorm:
+    """The weights of one residual connection with its norm.
+
+    Attributes:
+        name: the norm's name in the model.
+        bias: [H], the bias of the layer before the connection.
+        norm: the LayerNorm after the connection.
+    """
+
+    name: str
+    bias: Tensor
+    norm: nn.LayerNorm
 
 
 class BatchLayout(Protocol):
-    """How the tokens of a batch lie. A graph has one of it."""
+    """Writes the parts of the trunk that depend on the layout. One object writes one graph."""
 
     def embed(self, g: GraphBuilder, linear_ops: LinearOps, embeddings: Embeddings) -> str:
-        """Declare the inputs and look the tokens up; returns the first hidden states."""
+        """Declare the trunk's inputs and write the embeddings; return the first hidden states."""
 
     def attend(self, g: GraphBuilder, query: str, key: str, value: str, heads: int) -> str:
-        """Attention of each sequence to itself."""
+        """Write the attention of each sequence to itself."""
 
     def residual_norm(
-        self,
-        g: GraphBuilder,
-        linear_ops: LinearOps,
-        x: str,
-        skip: str,
-        name: str,
-        bias: Tensor,
-        layer: nn.LayerNorm,
+        self, g: GraphBuilder, linear_ops: LinearOps, x: str, skip: str, layer: ResidualNorm
     ) -> str:
-        """``LayerNorm(x + skip + bias)``."""
+        """Write ``LayerNorm(x + skip + bias)``."""
 
 
-class Dense:
-    """All sequences of one length: no padding, hence no mask, and the flash kernel on a CPU. Hidden states are [B, S, H]."""
+class DenseLayout:
+    """All sequences have one length. Hidden states are [B, S, H].
+
+    Without padding no mask is needed, and the flash kernel of a CPU runs.
+    """
 
     def embed(self, g: GraphBuilder, linear_ops: LinearOps, embeddings: Embeddings) -> str:
         """See `BatchLayout`."""
-        input_ids = g.input(tensors.INPUT_IDS.name, TensorProto.INT32, ["B", "S"])
-        types, type_weight = "", ""
+        input_ids = g.declare_input(tensors.INPUT_IDS, Layout.DENSE)
+        types, type_table = "", ""
         if embeddings.token_type is not None:
-            types = g.input(tensors.TOKEN_TYPE_IDS.name, TensorProto.INT32, ["B", "S"])
-            type_weight = g.weight("embeddings.token_type", embeddings.token_type.weight)
+            types = g.declare_input(tensors.TOKEN_TYPE_IDS, Layout.DENSE)
+            type_table = g.weight("embeddings.token_type", embeddings.token_type.weight)
         return g.op(
             "EmbedLayerNormalization",
             [
                 input_ids,
                 types,
-                linear_ops.table(g, "embeddings.word", embeddings.word.weight),
+                linear_ops.embedding_table(g, WORD_EMBEDDINGS, embeddings.word.weight),
                 g.weight("embeddings.position", embeddings.position.weight),
-                type_weight,
+                type_table,
                 g.weight("embeddings.norm.weight", embeddings.norm.weight),
                 g.weight("embeddings.norm.bias", embeddings.norm.bias),
             ],
@@ -65,83 +78,65 @@ class Dense:
         return g.op("MultiHeadAttention", [query, key, value], domain=FUSED, num_heads=heads)
 
     def residual_norm(
-        self,
-        g: GraphBuilder,
-        linear_ops: LinearOps,
-        x: str,
-        skip: str,
-        name: str,
-        bias: Tensor,
-        layer: nn.LayerNorm,
+        self, g: GraphBuilder, linear_ops: LinearOps, x: str, skip: str, layer: ResidualNorm
     ) -> str:
         """See `BatchLayout`.
 
-        Not the fused `SkipLayerNormalization`: on a CPU that is a scalar loop in onnxruntime 1.31, 974 us where these two take
-        168 (512 x 384, one thread of a Zen 4). `Sum` and not two `Add`, which the runtime would fuse into it.
+        Do not use the fused `SkipLayerNormalization`. On a CPU it is a scalar loop in onnxruntime
+        1.31 and takes 974 us; the two operators here take 168 us (512 x 384, one thread of a
+        Zen 4). Use one `Sum`, because the runtime would fuse two `Add`.
         """
-        return norm(
-            g, g.op("Sum", [x, skip, linear_ops.vector(g, f"{name}.skip.bias", bias)]), name, layer
-        )
+        bias = linear_ops.vector(g, f"{layer.name}.skip.bias", layer.bias)
+        return layer_norm(g, g.op("Sum", [x, skip, bias]), layer.name, layer.norm)
 
 
-class Packed:
-    """Sequences of any lengths, one after the other: the variable-length flash kernel of CUDA. Hidden states are [T, H].
+class PackedLayout:
+    """Sequences of any lengths follow each other. Hidden states are [T, H].
 
-    That kernel runs only where queries, keys and values come as three tensors and without a bias.
+    The variable-length flash kernel of CUDA runs only if queries, keys and values are three
+    tensors and have no bias input.
     """
 
     def embed(self, g: GraphBuilder, linear_ops: LinearOps, embeddings: Embeddings) -> str:
         """See `BatchLayout`."""
-        self._offset = g.input(tensors.TOKEN_OFFSET.name, TensorProto.INT32, ["B", "S"])
-        self._starts = g.input(tensors.CU_SEQLENS.name, TensorProto.INT32, ["B + 1"])
+        self._token_offset = g.declare_input(tensors.TOKEN_OFFSET, Layout.PACKED)
+        self._cu_seqlens = g.declare_input(tensors.CU_SEQLENS, Layout.PACKED)
 
-        def look_up(name: str, ids: str, table: nn.Embedding) -> str:
-            ids = g.input(ids, TensorProto.INT32, ["T"])
-            return g.op(
-                "Gather", [linear_ops.table(g, f"embeddings.{name}", table.weight), ids], axis=0
-            )
+        def look_up(name: str, ids: TensorSpec, table: nn.Embedding) -> str:
+            rows = g.declare_input(ids, Layout.PACKED)
+            return g.op("Gather", [linear_ops.embedding_table(g, name, table.weight), rows], axis=0)
 
-        words = look_up("word", tensors.INPUT_IDS.name, embeddings.word)
-        rest = look_up("position", tensors.POSITION_IDS.name, embeddings.position)
+        words = look_up(WORD_EMBEDDINGS, tensors.INPUT_IDS, embeddings.word)
+        rest = look_up("embeddings.position", tensors.POSITION_IDS, embeddings.position)
         if embeddings.token_type is not None:
-            rest = g.op(
-                "Add",
-                [rest, look_up("token_type", tensors.TOKEN_TYPE_IDS.name, embeddings.token_type)],
-            )
-        return self._skip_norm(g, linear_ops, [words, rest], "embeddings.norm", embeddings.norm)
+            types = look_up("embeddings.token_type", tensors.TOKEN_TYPE_IDS, embeddings.token_type)
+            rest = g.op("Add", [rest, types])
+        name = "embeddings.norm"
+        return self._skip_norm(g, linear_ops, [words, rest], name, embeddings.norm)
 
     def attend(self, g: GraphBuilder, query: str, key: str, value: str, heads: int) -> str:
         """See `BatchLayout`."""
-        inputs = [query, key, value, "", self._offset, self._starts]
+        inputs = [query, key, value, "", self._token_offset, self._cu_seqlens]
         return g.op("PackedMultiHeadAttention", inputs, domain=FUSED, num_heads=heads)
 
     def residual_norm(
-        self,
-        g: GraphBuilder,
-        linear_ops: LinearOps,
-        x: str,
-        skip: str,
-        name: str,
-        bias: Tensor,
-        layer: nn.LayerNorm,
+        self, g: GraphBuilder, linear_ops: LinearOps, x: str, skip: str, layer: ResidualNorm
     ) -> str:
         """See `BatchLayout`."""
-        return self._skip_norm(
-            g, linear_ops, [x, skip], name, layer, linear_ops.vector(g, f"{name}.skip.bias", bias)
-        )
+        bias = linear_ops.vector(g, f"{layer.name}.skip.bias", layer.bias)
+        return self._skip_norm(g, linear_ops, [x, skip], layer.name, layer.norm, bias)
 
     @staticmethod
     def _skip_norm(
         g: GraphBuilder,
         linear_ops: LinearOps,
-        inputs: list[str],
+        terms: list[str],
         name: str,
-        layer: nn.LayerNorm,
+        norm: nn.LayerNorm,
         bias: str = "",
     ) -> str:
-        scale, shift = (
-            linear_ops.vector(g, f"{name}.weight", layer.weight),
-            linear_ops.vector(g, f"{name}.bias", layer.bias),
-        )
-        inputs = [*inputs, scale, shift, *([bias] if bias else [])]
-        return g.op("SkipLayerNormalization", inputs, domain=FUSED, epsilon=layer.eps)
+        """Write ``LayerNorm`` of the sum of two terms and an optional bias."""
+        scale = linear_ops.vector(g, f"{name}.weight", norm.weight)
+        shift = linear_ops.vector(g, f"{name}.bias", norm.bias)
+        inputs = [*terms, scale, shift, *([bias] if bias else [])]
+        return g.op("SkipLayerNormalization", inputs, domain=FUSED, epsilon=norm.eps)

@@ -1,7 +1,8 @@
-"""What a packed graph means, computed without a GPU: ONNX's own reference, and ours of the fused operators, in numpy.
+"""Runs a packed graph without a GPU: ONNX's reference, and numpy versions of the fused operators.
 
-No kernel for packed attention runs on a CPU. Sums are in fp32 and each operator's result is rounded to its type, as the kernels
-of onnxruntime do it on CUDA, where alone this can be compared with them (marker ``gpu``).
+A CPU has no kernel for packed attention. Sums are in fp32, and each result is rounded to the
+operator's type, as onnxruntime's CUDA kernels do. Tests with the marker ``gpu`` compare this module
+with those kernels.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ Array = NDArray[Any]
 
 
 class MatMul(OpRun):
-    """``a @ b``; numpy alone would sum halves in halves."""
+    """``a @ b`` with sums in fp32; numpy sums fp16 in fp16."""
 
     op_domain = ""
 
@@ -31,7 +32,10 @@ class MatMul(OpRun):
 
 
 class PackedMultiHeadAttention(OpRun):
-    """Attention within each sequence: ``query``, ``key``, ``value`` [T, H] and ``cu_seqlens`` [B + 1] -> [T, H]."""
+    """Attention within each sequence.
+
+    ``query``, ``key``, ``value`` [T, H] and ``cu_seqlens`` [B + 1] -> [T, H].
+    """
 
     op_domain = FUSED
 
@@ -41,15 +45,15 @@ class PackedMultiHeadAttention(OpRun):
         key: Array,
         value: Array,
         bias: Array | None,
-        offset: Array,
-        starts: Array,
+        token_offset: Array,
+        cu_seqlens: Array,
         *,
         num_heads: int,
     ) -> tuple[Array]:
         assert bias is None
-        _check_offset(offset, starts)
+        _check_token_offset(token_offset, cu_seqlens)
         result = np.empty_like(query)
-        for begin, end in pairwise(starts):
+        for begin, end in pairwise(cu_seqlens):
             q, k, v = (
                 x[begin:end].astype(np.float32).reshape(end - begin, num_heads, -1).swapaxes(0, 1)
                 for x in (query, key, value)
@@ -61,17 +65,16 @@ class PackedMultiHeadAttention(OpRun):
         return (result,)
 
 
-def _check_offset(offset: Array, starts: Array) -> None:
-    """The first cells of ``token_offset`` are those of the tokens, in order, the rest of it the others."""
-    longest = offset.shape[1]
+def _check_token_offset(token_offset: Array, cu_seqlens: Array) -> None:
+    """Check that ``token_offset`` lists the cells of the tokens in order, then the other cells."""
+    longest = token_offset.shape[1]
     cells = np.concatenate(
-        [row * longest + np.arange(length) for row, length in enumerate(np.diff(starts))]
+        [row * longest + np.arange(length) for row, length in enumerate(np.diff(cu_seqlens))]
     )
-    if offset.shape[0] != len(starts) - 1 or not np.array_equal(
-        offset.ravel()[: len(cells)], cells
-    ):
-        raise ValueError("token_offset does not say where the tokens of cu_seqlens lie")
-    if not np.array_equal(np.sort(offset.ravel()), np.arange(offset.size)):
+    first_cells = token_offset.ravel()[: len(cells)]
+    if token_offset.shape[0] != len(cu_seqlens) - 1 or not np.array_equal(first_cells, cells):
+        raise ValueError("token_offset does not match cu_seqlens")
+    if not np.array_equal(np.sort(token_offset.ravel()), np.arange(token_offset.size)):
         raise ValueError("token_offset does not name every cell once")
 
 
@@ -109,7 +112,7 @@ class BiasGelu(OpRun):
 
 
 class FastGelu(OpRun):
-    """``gelu(x + bias)`` by tanh."""
+    """``gelu(x + bias)``, approximated with tanh."""
 
     op_domain = FUSED
 
@@ -118,24 +121,23 @@ class FastGelu(OpRun):
 
 
 def _gelu(x: Array, bias: Array, approximate: str) -> Array:
-    total = torch.from_numpy(
-        (x + bias).astype(np.float32)
-    )  # the sum in the type of its terms, as the kernel forms it
+    # The kernel computes the sum in the type of its terms.
+    total = torch.from_numpy((x + bias).astype(np.float32))
     result: Array = torch.nn.functional.gelu(total, approximate=approximate).numpy().astype(x.dtype)
     return result
 
 
 class ReferenceSession:
-    """A packed graph's meaning, with the face of a runtime's session.
+    """Runs a packed graph with the interface of an onnxruntime session.
 
     Args:
-        file: the graph, its weights beside it.
+        file: the graph, with its weights in the same folder.
     """
 
     def __init__(self, file: Path) -> None:
         operators = [MatMul, PackedMultiHeadAttention, SkipLayerNormalization, BiasGelu, FastGelu]
         self._evaluator = ReferenceEvaluator(onnx.load(file), new_ops=operators)
 
-    def run(self, wanted: Sequence[str], feeds: dict[str, Array]) -> list[Array]:
-        """As `onnxruntime.InferenceSession.run`."""
-        return list(self._evaluator.run(list(wanted), feeds))
+    def run(self, output_names: Sequence[str], feeds: dict[str, Array]) -> list[Array]:
+        """Return the named outputs, like `onnxruntime.InferenceSession.run`."""
+        return list(self._evaluator.run(list(output_names), feeds))

@@ -1,67 +1,85 @@
-"""The encoder, the same for every layout and every arithmetic.
+"""Writes the encoder, the same for every layout and every precision.
 
 Biases of attention are folded exactly. With q' = q + b_q, k' = k + b_k, v' = v + b_v:
 
-- q' . k'_j = q' . k_j + q' . b_k, and the last term is the same for every j: it cancels in the softmax. K needs none.
-- The softmax weights of a row sum to 1, so b_v reaches the output as W_o b_v: it moves into the output's bias.
+- q' . k'_j = q' . k_j + q' . b_k, and the last term is the same for every j. The term cancels in
+  the softmax, so keys need no bias.
+- The softmax weights of a row sum to 1, so b_v reaches the output as W_o b_v. That vector is added
+  to the output's bias.
 """
+
+from dataclasses import dataclass
 
 from torch import nn
 
 from export.graph.builder import GraphBuilder
-from export.graph.layers import activated
-from export.graph.layouts import BatchLayout
-from export.graph.products import LinearInput, LinearOps
-from export.models.config import EncoderConfig
-from export.models.encoder import Encoder, Layer
+from export.graph.layers import bias_activation
+from export.graph.layouts import BatchLayout, ResidualNorm
+from export.graph.linear_ops import LinearInput, LinearOps
+from export.models import Model
+from export.models.encoder import Layer
 
 
-def trunk(
-    g: GraphBuilder,
-    layout: BatchLayout,
-    linear_ops: LinearOps,
-    encoder: Encoder,
-    config: EncoderConfig,
-) -> str:
-    """Write inputs, embeddings and layers; returns the name of the hidden states, in the layout's shape."""
-    hidden = layout.embed(g, linear_ops, encoder.embeddings)
-    for number, layer in enumerate(encoder.layers):
+def write_trunk(g: GraphBuilder, layout: BatchLayout, linear_ops: LinearOps, model: Model) -> str:
+    """Write the trunk's inputs, embeddings and layers.
+
+    Returns:
+        The name of the hidden states, in the layout's shape.
+    """
+    hidden = layout.embed(g, linear_ops, model.encoder.embeddings)
+    for number, layer in enumerate(model.encoder.layers):
         assert isinstance(layer, Layer)
-        hidden = _layer(g, layout, linear_ops, hidden, f"layers.{number}", layer, config.activation)
+        writer = _LayerWriter(g, layout, linear_ops, f"layers.{number}", layer)
+        hidden = writer.feed_forward(writer.self_attention(hidden), model.config.activation)
     return hidden
 
 
-def _layer(
-    g: GraphBuilder,
-    layout: BatchLayout,
-    linear_ops: LinearOps,
-    x: str,
-    name: str,
-    layer: Layer,
-    activation: str,
-) -> str:
-    attention = layer.attention
+@dataclass(frozen=True, slots=True)
+class _LayerWriter:
+    """Writes one transformer layer.
 
-    def product(x: LinearInput, part: str, linear: nn.Linear) -> str:
-        return linear_ops.product(g, x, f"{name}.{part}", linear)
+    Attributes:
+        g: the graph.
+        layout: writes attention and norms.
+        linear_ops: writes products.
+        name: the layer's name in the graph.
+        layer: the layer's weights.
+    """
 
-    entering = linear_ops.operand(g, x, f"{name}.query")
-    query = product(entering, "query", attention.query)
-    query = g.op("Add", [query, linear_ops.vector(g, f"{name}.query.bias", attention.query.bias)])
-    key, value = (
-        product(entering, "key", attention.key),
-        product(entering, "value", attention.value),
-    )
-    context = layout.attend(g, query, key, value, attention.heads)
-    output = product(linear_ops.operand(g, context, f"{name}.output"), "output", attention.output)
-    output_bias = attention.output.bias + attention.output.weight @ attention.value.bias
-    x = layout.residual_norm(
-        g, linear_ops, output, x, f"{name}.attention_norm", output_bias, layer.attention_norm
-    )
+    g: GraphBuilder
+    layout: BatchLayout
+    linear_ops: LinearOps
+    name: str
+    layer: Layer
 
-    up = product(linear_ops.operand(g, x, f"{name}.up"), "up", layer.up)
-    up = activated(g, up, linear_ops.vector(g, f"{name}.up.bias", layer.up.bias), activation)
-    down = product(linear_ops.operand(g, up, f"{name}.down"), "down", layer.down)
-    return layout.residual_norm(
-        g, linear_ops, down, x, f"{name}.output_norm", layer.down.bias, layer.output_norm
-    )
+    def self_attention(self, x: str) -> str:
+        """Write the attention block: hidden states -> hidden states."""
+        attention = self.layer.attention
+        entering = self._prepare(x, "query")
+        query = self._matmul(entering, "query", attention.query)
+        query = self.g.op("Add", [query, self._bias("query", attention.query)])
+        key = self._matmul(entering, "key", attention.key)
+        value = self._matmul(entering, "value", attention.value)
+        context = self.layout.attend(self.g, query, key, value, attention.heads)
+        output = self._matmul(self._prepare(context, "output"), "output", attention.output)
+        bias = attention.output.bias + attention.output.weight @ attention.value.bias
+        norm = ResidualNorm(f"{self.name}.attention_norm", bias, self.layer.attention_norm)
+        return self.layout.residual_norm(self.g, self.linear_ops, output, x, norm)
+
+    def feed_forward(self, x: str, activation: str) -> str:
+        """Write the feed-forward block: hidden states -> hidden states."""
+        up = self._matmul(self._prepare(x, "up"), "up", self.layer.up)
+        up = bias_activation(self.g, up, self._bias("up", self.layer.up), activation)
+        down = self._matmul(self._prepare(up, "down"), "down", self.layer.down)
+        name = f"{self.name}.output_norm"
+        norm = ResidualNorm(name, self.layer.down.bias, self.layer.output_norm)
+        return self.layout.residual_norm(self.g, self.linear_ops, down, x, norm)
+
+    def _prepare(self, x: str, part: str) -> LinearInput:
+        return self.linear_ops.prepare_input(self.g, x, f"{self.name}.{part}")
+
+    def _matmul(self, x: LinearInput, part: str, linear: nn.Linear) -> str:
+        return self.linear_ops.matmul(self.g, x, f"{self.name}.{part}", linear)
+
+    def _bias(self, part: str, linear: nn.Linear) -> str:
+        return self.linear_ops.vector(self.g, f"{self.name}.{part}.bias", linear.bias)

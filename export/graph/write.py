@@ -1,4 +1,4 @@
-"""Writes the graphs of a model: the trunk in the precision's layout, and the asked-for heads."""
+"""Writes the graphs of a model: the trunk in the precision's layout, and the chosen heads."""
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from export.errors import ExportError
-from export.graph.builder import OPSET, GraphBuilder, Stored
-from export.graph.layouts import Dense, Packed
-from export.graph.products import Fp16, Fp32, Int8, LinearOps, round_to_integers
-from export.graph.trunk import trunk
+from export.graph.builder import OPSET, GraphBuilder, StoredWeight
+from export.graph.layouts import DenseLayout, PackedLayout
+from export.graph.linear_ops import Fp16, Fp32, Int8, LinearOps, round_to_int8
+from export.graph.trunk import write_trunk
 from export.heads import EXPORT_HEADS, head_module
 from export.heads.head import HeadGraph
 from export.models import EncoderConfig, Model
@@ -25,7 +25,7 @@ LAYOUTS = {
     Precision.INT8: Layout.DENSE,
     Precision.FP16: Layout.PACKED,
 }
-"""fp32 and int8 are for a CPU, fp16 for CUDA."""
+"""The layout of each precision. fp32 and int8 are for a CPU, fp16 is for CUDA."""
 
 GRAPH_FILES = {
     Precision.FP32: "dense.onnx",
@@ -39,19 +39,19 @@ WEIGHTS_FILES = {
 }
 
 _HEAD_SIZE_STEP, _LARGEST_HEAD_SIZE = 8, 256
-"""Sizes of attention heads that the flash kernel takes."""
+"""The flash kernel takes attention heads of multiples of 8 numbers, up to 256."""
 
 
 class GraphWriter:
     """Writes a model's graphs into one folder; weights that two graphs share are stored once.
 
     Args:
-        model: has the modules of the heads.
-        recipe: how embeddings are pooled.
-        heads: which heads to write.
+        model: the model, with the modules of the heads.
+        recipe: the pooling of embeddings.
+        heads: the heads to write.
         folder: an existing folder.
-        weights: how matrices are stored; the model's are such numbers already (`round_weights`).
-        smoothing: of what is quantised, see `Int8`.
+        weights: the storage of matrices; the model must be rounded already (`round_weights`).
+        smoothing: the smoothing factors of quantised inputs, see `Int8`.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class GraphWriter:
         self._model, self._recipe, self._heads = model, recipe, heads
         self._folder, self._weights = folder, weights
         self._smoothing = smoothing or {}
-        self._stored: dict[str, Stored] = {}
+        self._stored: dict[str, StoredWeight] = {}
 
     @torch.no_grad()
     def write(self, precision: Precision = Precision.FP32) -> Graph:
-        """Write a graph of that precision, and those of its weights that are not stored yet.
+        """Write a graph of a precision, and its weights that are not stored yet.
 
         Returns:
-            What the manifest says of the graph.
+            The manifest's description of the graph.
 
         Raises:
             ExportError: the model's attention heads have no fast kernel in fp16.
@@ -82,15 +82,15 @@ class GraphWriter:
         linear_ops = self._linear_ops(precision)
         g = GraphBuilder(half=self._weights is not Weights.FP32)
         packed = layout is Layout.PACKED
-        batch_layout = Packed() if packed else Dense()
-        rows = hidden = trunk(g, batch_layout, linear_ops, self._model.encoder, config)
+        batch_layout = PackedLayout() if packed else DenseLayout()
+        rows = hidden = write_trunk(g, batch_layout, linear_ops, self._model)
         if not packed:
             shape = g.weight("rows_shape", np.array([-1, config.hidden_size], np.int64))
             rows = g.op("Reshape", [hidden, shape])  # [B, S, H] -> [T, H]
         graph = HeadGraph(g, linear_ops, layout, hidden, rows, config)
         for head in self._heads:
             module = head_module(self._model, self._recipe, head.name)
-            assert module is not None  # the caller asks for heads that the model has
+            assert module is not None  # callers choose heads that the model has
             EXPORT_HEADS[head.name].write(module, graph)
         file = GRAPH_FILES[precision]
         self._stored |= g.save(
@@ -107,15 +107,15 @@ class GraphWriter:
 
     def _linear_ops(self, precision: Precision) -> LinearOps:
         integers = self._weights is Weights.INT8
-        kept = self._smoothing if integers else None
+        stored = self._smoothing if integers else None
         match precision:
             case Precision.INT8:
                 return Int8(self._smoothing, integers=integers)
             case Precision.FP16:
                 _check_head_size(self._model.config)
-                return Fp16(kept)
+                return Fp16(stored)
             case Precision.FP32:
-                return Fp32(kept)
+                return Fp32(stored)
 
 
 def _check_head_size(config: EncoderConfig) -> None:
@@ -129,14 +129,14 @@ def _check_head_size(config: EncoderConfig) -> None:
 
 
 def check_layout(precisions: Collection[Precision], layout: Layout | None) -> None:
-    """Check that an asked-for layout is the layout of every asked-for graph.
+    """Check that a requested layout is the layout of every requested graph.
 
     Raises:
-        ExportError: the layout is another.
+        ExportError: a graph has the other layout.
     """
     layouts = {LAYOUTS[precision] for precision in precisions or (Precision.FP32,)}
     if layout is not None and layouts != {layout}:
-        matching = ", ".join(precision for precision, its in LAYOUTS.items() if its is layout)
+        matching = ", ".join(precision for precision in LAYOUTS if LAYOUTS[precision] is layout)
         raise ExportError(
             f"the layout {layout} is that of {matching}; leave out --layout, "
             f"or ask for --precision {matching}"
@@ -148,14 +148,14 @@ def round_weights(
 ) -> None:
     """Round every matrix, in place, to the nearest values that ``weights`` can store.
 
-    The graph is then exact.
+    Torch then computes with the numbers that the graph stores.
 
     Args:
-        model: its parameters.
-        recipe: its projections.
-        weights: how matrices are stored; with int8, matrices outside the encoder and its word
-            embeddings are stored as fp16.
-        smoothing: of what is stored as integers.
+        model: the model whose parameters to round.
+        recipe: the recipe whose projections to round.
+        weights: the storage of matrices. With int8, matrices outside the encoder are stored as
+            fp16.
+        smoothing: the smoothing factors of matrices that are stored as integers.
 
     Raises:
         ExportError: a weight is too large for fp16.
@@ -164,7 +164,7 @@ def round_weights(
         return
     integers = set[Tensor]()
     if weights is Weights.INT8:
-        integers = round_to_integers(model.encoder, smoothing)
+        integers = round_to_int8(model.encoder, smoothing)
     for module in (model, *recipe.projections):
         _round_to_fp16(module, integers)
 

@@ -1,7 +1,7 @@
-"""One module per head: its torch module, its graph, its tensors' names and its quality figures.
+"""One module per head: its torch module, graph, tensor names and quality figures.
 
-The contract with the service is the module of the same name in `model_store.heads`. To add a head,
-write both modules and add each to its registry.
+The module of the same name in `model_store.heads` is the contract with the service. To add a
+head, write both modules and add each to the registry of its package.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,10 @@ def tensor_names(family: Family) -> dict[str, Mapping[str, str]]:
 
 
 def head_module(model: Model, recipe: EmbeddingRecipe, name: str) -> Any:
-    """Return what a head's functions take as its module; None if the model lacks the head."""
+    """Return the module that a head's functions take; None if the model lacks the head.
+
+    The embedding head has no torch module; its functions take the recipe.
+    """
     return recipe if EXPORT_HEADS[name].module is None else getattr(model, name)
 
 

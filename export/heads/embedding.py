@@ -1,4 +1,4 @@
-"""Embedding: graph and agreement. Its "module" is the checkpoint's `EmbeddingRecipe`."""
+"""Embedding: graph and gate figures. The head's module is the checkpoint's `EmbeddingRecipe`."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -10,7 +10,7 @@ from torch import Tensor
 from export.evaluation.pairs import similarity
 from export.evaluation.scorer import Scorer, embeddings
 from export.evaluation.texts import GateTexts
-from export.graph.layers import dense
+from export.graph.layers import linear
 from export.heads.head import ExportHead, HeadGraph
 from export.sentence import EmbeddingRecipe
 from model_store.heads import Pooling, embedding
@@ -25,7 +25,7 @@ def _write(recipe: EmbeddingRecipe, graph: HeadGraph) -> None:
     packed = graph.layout is Layout.PACKED
     pooled = _pool_packed(recipe, graph) if packed else _pool_dense(recipe, graph)  # [E, H]
     for number, projection in enumerate(recipe.projections):
-        pooled = dense(g, pooled, f"projection.{number}", projection.linear)
+        pooled = linear(g, pooled, f"projection.{number}", projection.linear)
         if projection.tanh:
             pooled = g.op("Tanh", [pooled])
     size = recipe.dimensions(graph.config.hidden_size)
@@ -33,7 +33,7 @@ def _write(recipe: EmbeddingRecipe, graph: HeadGraph) -> None:
 
 
 def _pool_dense(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
-    """Pool sequences of ``hidden [B, S, H]``, whose rows are all real tokens."""
+    """Pool sequences of ``hidden [B, S, H]``; all rows are real tokens."""
     g = graph.g
     chosen = graph.input(embedding.EMBED_SEQUENCES)
     sequences = g.op("Gather", [graph.hidden, chosen], axis=0)  # [E, S, H]
@@ -52,7 +52,7 @@ def _pool_dense(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
 
 
 def _pool_packed(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
-    """Pool rows of ``hidden [T, H]``, a list of rows per embedding."""
+    """Pool rows of ``hidden [T, H]``, one list of rows per embedding."""
     g = graph.g
     sequences = graph.gather(embedding.POOL_ROWS)  # [E, L, H]
     axis = g.weight("axis_1", np.array([1], np.int64))
@@ -71,8 +71,8 @@ def _reference(
         for i, request in enumerate(requests)
         if request is not None
     ]
-    nothing = rows.new_zeros(0, recipe.dimensions(rows.shape[1]))
-    return {embedding.EMBEDDINGS.name: torch.cat([*pooled, nothing])}
+    no_rows = rows.new_zeros(0, recipe.dimensions(rows.shape[1]))
+    return {embedding.EMBEDDINGS.name: torch.cat([*pooled, no_rows])}
 
 
 def _sample(_: np.random.Generator, __: int) -> EmbeddingRequest:
@@ -80,11 +80,11 @@ def _sample(_: np.random.Generator, __: int) -> EmbeddingRequest:
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
-    """Return cosines between both embeddings of each sentence; with pairs, the change of STS."""
+    """Return the cosines of both models' embeddings, and with scored pairs the change of STS."""
     cosines = []
     for ids in texts.sentences():
         one, other = (embeddings(scorer, ids)[0] for scorer in (checkpoint, graph))
-        with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, which does not pass
+        with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, and NaN fails the gate
             cosines.append((one @ other) / (np.linalg.norm(one) * np.linalg.norm(other)))
     figures = {
         "embedding_cosine_mean": float(np.mean(cosines)),

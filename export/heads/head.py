@@ -1,17 +1,16 @@
-"""What export needs of a head: the contract that every module of this package fulfils."""
+"""Export's contract of a head, which every module of this package fulfils."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 from export.evaluation.scorer import Scorer
 from export.evaluation.texts import GateTexts
-from export.graph.builder import GraphBuilder
-from export.graph.products import LinearOps
+from export.graph.builder import GraphBuilder, onnx_type
+from export.graph.linear_ops import LinearOps
 from export.models.config import EncoderConfig
 from export.models.encoder import Encoder
 from model_store.heads import Head, HeadRequest
@@ -22,14 +21,14 @@ from model_store.tensors import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class HeadGraph:
-    """Where a head is written.
+    """The graph to which a head is added.
 
     Attributes:
         g: the graph.
         linear_ops: the graph's arithmetic.
         layout: the graph's layout.
         hidden: name of the trunk's output in the layout's shape: [B, S, H] or [T, H].
-        rows: name of the same as ``hidden [T, H]``.
+        rows: name of the trunk's output in the shape [T, H].
         config: sizes of the encoder.
     """
 
@@ -42,54 +41,51 @@ class HeadGraph:
 
     def input(self, tensor: TensorSpec) -> str:
         """Declare an input of the head."""
-        return self.g.input(tensor.name, _onnx_type(tensor), tensor.shape)
+        return self.g.declare_input(tensor, self.layout)
 
     def output(self, value: str, tensor: TensorSpec, **sizes: int) -> None:
-        """Declare a value an output of the head.
+        """Declare a value as an output of the head.
 
         Args:
-            value: its name in the graph.
-            tensor: what it is.
-            sizes: numbers in place of letters of the tensor's shape.
+            value: the value's name in the graph.
+            tensor: the output's specification.
+            sizes: numbers that replace letters of the tensor's shape.
         """
         shape = [sizes.get(size, size) if isinstance(size, str) else size for size in tensor.shape]
-        self.g.output(value, tensor.name, _onnx_type(tensor), shape)
+        self.g.output(value, tensor.name, onnx_type(tensor), shape)
 
     def gather(self, tensor: TensorSpec) -> str:
         """Declare an input of row numbers; return those rows of ``hidden [T, H]`` in float32."""
         gathered = self.g.op("Gather", [self.rows, self.input(tensor)], axis=0)
-        return self.linear_ops.widened(self.g, gathered)
-
-
-def _onnx_type(tensor: TensorSpec) -> int:
-    onnx_type: TensorProto.DataType = helper.np_dtype_to_tensor_dtype(tensor.numpy_dtype)
-    return onnx_type
+        return self.linear_ops.to_float32(self.g, gathered)
 
 
 TensorNames = Mapping[str, str]
-"""A checkpoint's tensor names -> ours, as `Family.names`."""
+"""Tensor names in a checkpoint -> our names, as in `Family.names`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExportHead:
-    """One head's part of export.
+    """Export's part of one head.
 
     Attributes:
         head: the contract with the service.
-        module: (sizes, encoder, options) -> a new torch module; None: the head has none.
-        tensor_names: by family; a family may also name them itself (`Family.heads`).
-        write: (module, graph) -> writes the head into the graph.
-        reference: (module, hidden rows [T, H], requests, placement) -> the graph's outputs, by
-            name, as torch computes them.
+        module: (sizes, encoder, options) -> a new torch module; None: the head has no module.
+        tensor_names: tensor names by family; a family may override the names (`Family.heads`).
+        write: (module, graph) -> None; writes the head into the graph.
+        reference: (module, hidden rows [T, H], requests, placement) -> the graph's outputs by
+            name, computed with torch.
         sample: (random generator, tokens of a sequence) -> a request for verification.
-        measure: (checkpoint, graph, texts) -> figures of how far the graph agrees with the
-            checkpoint, for the quality gate.
-        limits: what each figure must reach.
-        fine_tuned: whether a checkpoint with this head is by default exported for such heads only.
-        architecture: how the class names in ``config.json`` end that have this head, for heads
-            whose tensors another head has too; None: the tensors suffice.
-        read_options: ``config.json`` -> what the manifest says of the head; None: nothing.
-        incomplete: first part of a tensor's name -> what to say where only such tensors exist.
+        measure: (checkpoint, graph, texts) -> figures that compare the graph with the checkpoint,
+            for the quality gate.
+        limits: the lowest accepted value of each figure.
+        fine_tuned: whether a checkpoint with this head is by default exported only for its
+            fine-tuned heads.
+        architecture: the end of the class names in ``config.json`` that have this head, for a head
+            whose tensor names another head also has; None: the tensor names suffice.
+        read_options: ``config.json`` -> the head's section in the manifest; None: no section.
+        incomplete: first part of tensor names -> the note for a checkpoint that has only these
+            tensors of the head.
     """
 
     head: Head
@@ -106,12 +102,12 @@ class ExportHead:
     incomplete: Mapping[str, str] = field(default_factory=dict)
 
 
-def asked_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
-    """Return the ``[CLS]`` row of each sequence that a head is asked for."""
+def cls_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
+    """Return the ``[CLS]`` row of each sequence with a request."""
     starts = placement.starts[:-1].tolist()
     return [row for row, request in zip(starts, requests, strict=True) if request is not None]
 
 
-def share_of_equal(pairs: Sequence[tuple[object, object]]) -> float:
-    """Return the share of pairs whose parts are equal."""
+def agreement(pairs: Sequence[tuple[object, object]]) -> float:
+    """Return the share of pairs whose two parts are equal, in [0, 1]."""
     return float(np.mean([one == other for one, other in pairs]))

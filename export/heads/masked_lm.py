@@ -1,4 +1,4 @@
-"""Masked language modelling: torch module, graph, names of its tensors, agreement."""
+"""Masked language modelling: torch module, graph, tensor names and gate figure."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from export.evaluation.scorer import Scorer, score_masks
 from export.evaluation.texts import GateTexts
 from export.graph.builder import GraphBuilder
-from export.graph.layers import activated, norm
-from export.graph.products import WORDS, Fp32, LinearInput
+from export.graph.layers import bias_activation, layer_norm
+from export.graph.linear_ops import WORD_EMBEDDINGS, Fp32, LinearInput
 from export.heads.head import ExportHead, HeadGraph
 from export.models.activations import ACTIVATIONS
 from export.models.config import EncoderConfig
@@ -24,7 +24,7 @@ _TOP_K = 5
 
 
 class MaskedLMHead(nn.Module):
-    """Transform, then the product with the word embeddings, tied.
+    """A transform, then the product with the word embeddings, which the decoder shares.
 
     Source: Devlin et al. 2019, section 3.1, task 1.
     """
@@ -45,16 +45,17 @@ class MaskedLMHead(nn.Module):
 
 
 def _write(head: MaskedLMHead, graph: HeadGraph) -> None:
-    """Write top-k, log-sum-exp and asked-for logits: k numbers leave the graph, not V."""
+    """Write top-k, log-sum-exp and requested logits: k numbers per mask leave the graph, not V."""
     g = graph.g
     rows = graph.gather(masked_lm.MASK_ROWS)
-    transform = Fp32().product(g, LinearInput(rows), "masked_lm.transform", head.transform)
+    transform = Fp32().matmul(g, LinearInput(rows), "masked_lm.transform", head.transform)
     transform_bias = g.weight("masked_lm.transform.bias", head.transform.bias)
-    rows = activated(g, transform, transform_bias, head.activation_name)
-    rows = norm(g, rows, "masked_lm.norm", head.norm)
+    rows = bias_activation(g, transform, transform_bias, head.activation_name)
+    rows = layer_norm(g, rows, "masked_lm.norm", head.norm)
     bias = g.weight("masked_lm.decoder.bias", head.decoder.bias)
-    # [M, V]; the decoder is the table of words, tied.
-    logits = graph.linear_ops.scores(g, rows, WORDS, head.decoder.weight, bias)
+    logits = graph.linear_ops.tied_logits(  # [M, V]
+        g, rows, WORD_EMBEDDINGS, head.decoder.weight, bias
+    )
 
     top = g.op("TopK", [logits, graph.input(masked_lm.TOP_K)], outputs=2, axis=1)
     graph.output(top, masked_lm.TOP_LOGITS)
@@ -71,10 +72,10 @@ def _write(head: MaskedLMHead, graph: HeadGraph) -> None:
 
 
 def _logsumexp(g: GraphBuilder, logits: str, largest: str) -> str:
-    """Return the log-sum-exp [M] of ``logits`` [M, V], whose largest per row are [M, 1].
+    """Write the log-sum-exp [M] of ``logits`` [M, V]; ``largest`` [M, 1] has each row's maximum.
 
-    Not ``ReduceLogSumExp``: for zero rows onnxruntime 1.31 returns a wrong shape. Not
-    ``ReduceMax``: on CUDA it needs cuDNN, and TopK has found the largest already.
+    Do not use ``ReduceLogSumExp``: for zero rows onnxruntime 1.31 returns a wrong shape. Do not
+    use ``ReduceMax``: on CUDA the operator needs cuDNN, and TopK has already found the maximum.
     """
     axis = g.weight("axis_1", np.array([1], np.int64))
     exponentials = g.op("Exp", [g.op("Sub", [logits, largest])])
@@ -95,8 +96,8 @@ def _reference(
     top = logits.topk(max([1, *(request.top_k for _, request in asked)]), dim=1)
     targets, first = [logits.new_zeros(0)], 0
     for _, request in asked:
-        mine = logits[first : first + len(request.positions)]
-        targets.append(mine[:, list(request.targets)].flatten())
+        own_logits = logits[first : first + len(request.positions)]
+        targets.append(own_logits[:, list(request.targets)].flatten())
         first += len(request.positions)
     return {
         masked_lm.TOP_LOGITS.name: top.values,
@@ -112,7 +113,7 @@ def _sample(rng: np.random.Generator, tokens: int) -> MaskedLMRequest:
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
-    """Return the share of tokens, each masked alone, whose first prediction is the same."""
+    """Return the share of tokens, each masked alone, for which both models predict one token."""
     same = count = 0
     assert texts.mask_id is not None
     for ids in texts.sentences():

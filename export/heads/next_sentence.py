@@ -1,4 +1,4 @@
-"""Next-sentence prediction: torch module, graph, names of its tensors, agreement."""
+"""Next-sentence prediction: torch module, graph, tensor names and gate figure."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from export.evaluation.scorer import Scorer, next_sentence_logits
 from export.evaluation.texts import GateTexts
-from export.graph.layers import dense
-from export.heads.head import ExportHead, HeadGraph, asked_rows, share_of_equal
+from export.graph.layers import linear
+from export.heads.head import ExportHead, HeadGraph, agreement, cls_rows
 from export.models.config import EncoderConfig
 from export.models.encoder import Encoder
 from model_store.heads import next_sentence
@@ -18,7 +18,7 @@ from model_store.layouts import Placement
 
 
 class NextSentenceHead(nn.Module):
-    """The pooler (a tanh layer on ``[CLS]``) and two logits: "is next", "is not next".
+    """The pooler (a tanh layer on ``[CLS]``), and two logits: "is next" and "is not next".
 
     Source: Devlin et al. 2019, section 3.1, task 2.
     """
@@ -36,15 +36,15 @@ class NextSentenceHead(nn.Module):
 
 def _write(head: NextSentenceHead, graph: HeadGraph) -> None:
     rows = graph.gather(next_sentence.PAIR_ROWS)
-    pooled = graph.g.op("Tanh", [dense(graph.g, rows, "next_sentence.pooler", head.pooler)])
-    logits = dense(graph.g, pooled, "next_sentence.classifier", head.classifier)
+    pooled = graph.g.op("Tanh", [linear(graph.g, rows, "next_sentence.pooler", head.pooler)])
+    logits = linear(graph.g, pooled, "next_sentence.classifier", head.classifier)
     graph.output(logits, next_sentence.PAIR_LOGITS)
 
 
 def _reference(
     head: NextSentenceHead, rows: Tensor, requests: Sequence[Any], placement: Placement
 ) -> dict[str, Tensor]:
-    return {next_sentence.PAIR_LOGITS.name: head(rows[asked_rows(requests, placement)])}
+    return {next_sentence.PAIR_LOGITS.name: head(rows[cls_rows(requests, placement)])}
 
 
 def _sample(_: np.random.Generator, __: int) -> NextSentenceRequest:
@@ -52,7 +52,7 @@ def _sample(_: np.random.Generator, __: int) -> NextSentenceRequest:
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
-    """Return the share of pairs, true neighbours and others, that get the same label."""
+    """Return the share of pairs, neighbours and others, for which both models choose one label."""
     labels = [
         (
             next_sentence_logits(checkpoint, ids, types).argmax(),
@@ -60,7 +60,7 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
         )
         for ids, types in texts.sentence_pairs()
     ]
-    return {"nsp_agreement": share_of_equal(labels)}
+    return {"nsp_agreement": agreement(labels)}
 
 
 EXPORT_HEAD: Final = ExportHead(

@@ -1,4 +1,4 @@
-"""Sequence classification: torch module, graph, names of its tensors, labels, agreement."""
+"""Sequence classification: torch module, graph, tensor names, labels and gate figure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from export.errors import ExportError
 from export.evaluation.scorer import Floats, Scorer, encodings
 from export.evaluation.texts import GateTexts
-from export.graph.layers import dense
-from export.heads.head import ExportHead, HeadGraph, asked_rows
+from export.graph.layers import linear
+from export.heads.head import ExportHead, HeadGraph, cls_rows
 from export.models.config import EncoderConfig
 from export.models.encoder import Encoder
 from model_store.heads import sequence_classification
@@ -21,14 +21,14 @@ from model_store.heads.sequence_classification import (
 from model_store.layouts import Placement
 
 _POOLERS = {"bert": nn.Tanh, "distilbert": nn.ReLU}
-"""The activation of the layer before the classifier, by family, as transformers has it."""
+"""The activation of the layer before the classifier, by family, as in transformers."""
 
 _DEFAULT_LABELS = 2
 
 _OPERATORS = {"bert": "Tanh", "distilbert": "Relu"}
 
 _CLOSE = 0.05
-"""Share of the logits' spread by which a lone logit may differ."""
+"""The accepted difference of a single logit, as a share of the spread of the logits."""
 
 
 class SequenceClassificationHead(nn.Module):
@@ -50,8 +50,8 @@ class SequenceClassificationHead(nn.Module):
 def _write(head: SequenceClassificationHead, graph: HeadGraph) -> None:
     g, name = graph.g, "sequence_classification"
     rows = graph.gather(sequence_classification.CLASS_ROWS)
-    pooled = g.op(head.operator, [dense(g, rows, f"{name}.pooler", head.pooler)])
-    logits = dense(g, pooled, f"{name}.classifier", head.classifier)
+    pooled = g.op(head.operator, [linear(g, rows, f"{name}.pooler", head.pooler)])
+    logits = linear(g, pooled, f"{name}.classifier", head.classifier)
     labels = head.classifier.out_features
     graph.output(logits, sequence_classification.CLASS_LOGITS, L=labels)
 
@@ -62,7 +62,7 @@ def _reference(
     requests: Sequence[Any],
     placement: Placement,
 ) -> dict[str, Tensor]:
-    logits = head(rows[asked_rows(requests, placement)])
+    logits = head(rows[cls_rows(requests, placement)])
     return {sequence_classification.CLASS_LOGITS.name: logits}
 
 
@@ -78,7 +78,7 @@ def read_options(settings: Mapping[str, Any]) -> SequenceLabels:
     """
     labels = read_labels(settings)
     kind = settings.get("problem_type")
-    if kind is None:  # as transformers' pipeline scores such a model
+    if kind is None:  # the default of transformers' pipeline
         single = len(labels) > 1
         kind = "single_label_classification" if single else "multi_label_classification"
     try:
@@ -106,9 +106,9 @@ def read_labels(settings: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
-    """Return the share of texts that get the same best label.
+    """Return the share of texts for which both models choose the same label.
 
-    With one label: the share whose logits differ by less than a twentieth of the logits' spread.
+    With one label: the share whose logits differ by at most a twentieth of the logits' spread.
     """
     ids_and_types = [(ids, np.zeros_like(ids)) for ids in texts.sentences()]
     ids_and_types += texts.sentence_pairs()

@@ -1,4 +1,4 @@
-"""Extractive question answering: torch module, graph, names of its tensors, agreement."""
+"""Extractive question answering: torch module, graph, tensor names and gate figure."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from export.evaluation.scorer import Scorer, span_logits
 from export.evaluation.texts import GateTexts
-from export.graph.layers import dense
-from export.heads.head import ExportHead, HeadGraph, share_of_equal
+from export.graph.layers import linear
+from export.heads.head import ExportHead, HeadGraph, agreement
 from export.models.config import EncoderConfig
 from export.models.encoder import Encoder
 from model_store.heads import span
@@ -31,8 +31,8 @@ class SpanHead(nn.Module):
 
 
 def _write(head: SpanHead, graph: HeadGraph) -> None:
-    rows = graph.linear_ops.widened(graph.g, graph.rows)
-    graph.output(dense(graph.g, rows, "span.classifier", head.classifier), span.SPAN_LOGITS)
+    rows = graph.linear_ops.to_float32(graph.g, graph.rows)
+    graph.output(linear(graph.g, rows, "span.classifier", head.classifier), span.SPAN_LOGITS)
 
 
 def _reference(head: SpanHead, rows: Tensor, _: Sequence[Any], __: Placement) -> dict[str, Tensor]:
@@ -44,14 +44,14 @@ def _sample(_: np.random.Generator, __: int) -> SpanRequest:
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
-    """Return the share of questions, each asked of each context, with the same start and end."""
+    """Return the share of (question, context) pairs for which both models choose the same span."""
     best = [
         tuple(
             span_logits(scorer, ids, types)[0].argmax(0).tolist() for scorer in (checkpoint, graph)
         )
         for ids, types in texts.questions()
     ]
-    return {"qa_span_agreement": share_of_equal([(one, other) for one, other in best])}
+    return {"qa_span_agreement": agreement([(one, other) for one, other in best])}
 
 
 EXPORT_HEAD: Final = ExportHead(

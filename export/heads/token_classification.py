@@ -1,4 +1,4 @@
-"""Token classification: torch module, graph, names of its tensors, labels, agreement."""
+"""Token classification: torch module, graph, tensor names, labels and gate figure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from export.evaluation.scorer import Scorer, encodings
 from export.evaluation.texts import GateTexts
-from export.graph.layers import dense
+from export.graph.layers import linear
 from export.heads.head import ExportHead, HeadGraph
 from export.heads.sequence_classification import read_labels
 from export.models.config import EncoderConfig
@@ -33,7 +33,7 @@ class TokenClassificationHead(nn.Module):
 
 def _write(head: TokenClassificationHead, graph: HeadGraph) -> None:
     rows = graph.gather(token_classification.TOKEN_ROWS)
-    logits = dense(graph.g, rows, "token_classification.classifier", head.classifier)
+    logits = linear(graph.g, rows, "token_classification.classifier", head.classifier)
     labels = head.classifier.out_features
     graph.output(logits, token_classification.TOKEN_LOGITS, L=labels)
 
@@ -60,7 +60,7 @@ def _read_options(settings: Mapping[str, Any]) -> TokenLabels:
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
-    """Return the share of tokens that get the same best label."""
+    """Return the share of tokens for which both models choose the same label."""
     name = token_classification.HEAD.name
     same = []
     for ids in texts.sentences():

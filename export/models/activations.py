@@ -1,4 +1,4 @@
-"""The activations a checkpoint may name, by the name ``config.json`` uses."""
+"""The supported activations, by their names in ``config.json``."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,4 +12,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
-"""``gelu`` is x * Phi(x) by the error function; ``gelu_new`` its tanh approximation (Hendrycks & Gimpel 2016)."""
+"""``gelu`` is x * Phi(x), computed with the error function.
+
+``gelu_new`` is its tanh approximation (Hendrycks & Gimpel 2016).
+"""

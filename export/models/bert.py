@@ -1,4 +1,7 @@
-"""BERT: how its checkpoints name sizes and tensors. Source: google-research/bert, and transformers' ``BertFor*``."""
+"""BERT: the names of sizes and tensors in its checkpoints.
+
+Source: google-research/bert, and transformers' ``BertFor*``.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +10,11 @@ from export.models.config import EncoderConfig, Family
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
-    """``config.json`` of a BERT checkpoint -> sizes.
+    """Return the sizes in the ``config.json`` of a BERT checkpoint.
 
     Raises:
         KeyError: a size is missing.
-        ValueError: a setting that is another architecture than the paper's, or a size that is none.
+        ValueError: a setting names another architecture than the paper's, or a size is invalid.
     """
     if (kind := config.get("position_embedding_type", "absolute")) not in ("absolute", None):
         raise ValueError(f"position_embedding_type {kind!r} is not supported (only 'absolute')")
@@ -35,7 +38,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
 
 
 def write_config(config: EncoderConfig) -> dict[str, Any]:
-    """Sizes -> ``config.json``."""
+    """Return the ``config.json`` of an encoder with these sizes."""
     return {
         "architectures": ["BertForPreTraining"],
         "model_type": "bert",

@@ -1,4 +1,4 @@
-"""Sizes of an encoder, and what a family of checkpoints says about itself. Knows no torch."""
+"""The sizes of an encoder, and the description of a model family. Does not depend on torch."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -12,12 +12,13 @@ from pydantic.dataclasses import dataclass as validated
 
 @validated(frozen=True, slots=True)
 class EncoderConfig:
-    """Everything that shapes the modules. Checked when it is made: it often comes from a stranger's file.
+    """The sizes of an encoder. The constructor validates every size.
 
-    ``type_vocab_size`` is 0 for a family without token types. ``activation`` is a key of `activations.ACTIVATIONS`.
+    ``type_vocab_size`` is 0 for a family without token types. ``activation`` is a key of
+    `activations.ACTIVATIONS`.
 
     Raises:
-        pydantic.ValidationError: a size is no number or out of its limits.
+        pydantic.ValidationError: a size is not a number or exceeds its limits.
     """
 
     family: str
@@ -36,26 +37,27 @@ class EncoderConfig:
     def _heads_divide(self) -> Self:
         if self.hidden_size % self.heads:
             raise ValueError(
-                f"hidden size {self.hidden_size} is not a multiple of the {self.heads} attention heads"
+                f"hidden size {self.hidden_size} is not a multiple of the {self.heads} "
+                "attention heads"
             )
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one architecture's checkpoints map onto our modules.
+    """The mapping from one family's checkpoints to our modules.
 
     Attributes:
-        name: the ``model_type`` of its ``config.json``.
-        read_config: ``config.json`` -> sizes; raises ``KeyError`` on a missing size, ``ValueError`` on an
-            unsupported setting.
-        prefix: what tensor names may start with when the encoder is part of a larger module.
-        write_config: sizes -> the ``config.json`` that `read_config` reads as those.
-        names: a checkpoint's tensor names -> ours; ``*`` stands for a layer's number, ``{p}`` for ``weight`` or ``bias``.
-            The first match wins on reading, the last on writing.
-            Encoder only.
-        heads: the same for heads whose tensors a family calls otherwise than `ExportHead` says,
-            by head name; ours without the head's name.
+        name: the family's ``model_type`` in ``config.json``.
+        read_config: ``config.json`` -> sizes; raises ``KeyError`` for a missing size and
+            ``ValueError`` for an unsupported setting.
+        write_config: sizes -> the ``config.json`` from which `read_config` reads these sizes.
+        prefix: the first part of tensor names when the encoder is part of a larger module.
+        names: the encoder's tensor names in a checkpoint -> our names. ``*`` stands for the number
+            of a layer, ``{p}`` for ``weight`` or ``bias``. Reading uses the first match, writing
+            the last match.
+        heads: tensor names in a checkpoint -> our names without the head's name, by head name,
+            for heads whose names in this family differ from `ExportHead.tensor_names`.
     """
 
     name: str
@@ -66,11 +68,11 @@ class Family:
     heads: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def rename(self, tensor: str, heads: Mapping[str, Mapping[str, str]]) -> list[str]:
-        """Return our names of a checkpoint's tensor; none if no module of ours has the tensor.
+        """Return our names of a checkpoint's tensor; none if our modules lack the tensor.
 
         Args:
-            tensor: the checkpoint's name.
-            heads: the tensor names of each head, see `heads`. Two heads may share a tensor.
+            tensor: the tensor's name in the checkpoint.
+            heads: tensor names of each head, see `Family.heads`. Two heads may share a tensor.
         """
         name = tensor.removeprefix(self.prefix)
         name = name.replace(".gamma", ".weight").replace(".beta", ".bias")
@@ -84,11 +86,11 @@ class Family:
         ]
 
     def original_name(self, tensor: str, heads: Mapping[str, Mapping[str, str]]) -> str:
-        """Return what a checkpoint of this family calls a tensor of ours.
+        """Return the name of one of our tensors in a checkpoint of this family.
 
         Args:
-            tensor: our name.
-            heads: the tensor names of each head, see `heads`.
+            tensor: our name of the tensor.
+            heads: tensor names of each head, see `Family.heads`.
         """
         head, _, rest = tensor.partition(".")
         if head in heads:
@@ -97,7 +99,7 @@ class Family:
             prefix = self.prefix if names[-1].startswith("pooler.") else ""
             return prefix + names[-1]
         names = _originals(tensor, self.names)
-        assert names, f"{tensor} is no tensor of a {self.name}"
+        assert names, f"a {self.name} has no tensor {tensor}"
         return self.prefix + names[-1]
 
 
@@ -119,6 +121,6 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 
 def _translate(name: str, old: str, new: str) -> str | None:
-    """``name`` in the form of ``new`` if it has that of ``old``."""
+    """Return ``name`` in the form of ``new`` if the name has the form of ``old``, else None."""
     match = _pattern(old).fullmatch(name)
     return match and match.expand(new.replace("*", r"\g<layer>").replace("{p}", r"\g<p>"))

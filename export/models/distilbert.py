@@ -1,4 +1,7 @@
-"""DistilBERT: the same trunk without token types and pooler. Source: Sanh et al. 2019; transformers' ``DistilBertFor*``."""
+"""DistilBERT: BERT without token types and pooler, and the names in its checkpoints.
+
+Source: Sanh et al. 2019, and transformers' ``DistilBertFor*``.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +10,7 @@ from export.models.config import EncoderConfig, Family
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:
-    """``config.json`` of a DistilBERT checkpoint -> sizes.
+    """Return the sizes in the ``config.json`` of a DistilBERT checkpoint.
 
     Raises:
         KeyError: a size is missing.
@@ -28,7 +31,7 @@ def read_config(config: Mapping[str, Any]) -> EncoderConfig:
 
 
 def write_config(config: EncoderConfig) -> dict[str, Any]:
-    """Sizes -> ``config.json``."""
+    """Return the ``config.json`` of an encoder with these sizes."""
     return {
         "architectures": ["DistilBertForMaskedLM"],
         "model_type": "distilbert",

@@ -1,6 +1,7 @@
 """The trunk that BERT and DistilBERT share: embeddings and a stack of transformer layers.
 
-Sources: Devlin et al. 2019, "BERT"; Vaswani et al. 2017, "Attention Is All You Need", section 3 (post-norm layers).
+Sources: Devlin et al. 2019, "BERT"; Vaswani et al. 2017, "Attention Is All You Need", section 3
+(post-norm layers).
 Shapes: B sequences, S tokens each, H hidden size, N attention heads, I intermediate size.
 """
 
@@ -13,7 +14,7 @@ from export.models.config import EncoderConfig
 
 
 class Embeddings(nn.Module):
-    """Word + position (+ token type) embeddings, normalised."""
+    """The normalised sum of word, position and token type embeddings."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -33,7 +34,16 @@ class Embeddings(nn.Module):
         token_type_ids: Tensor | None,
         first_positions: Tensor | None = None,
     ) -> Tensor:
-        """``input_ids``, ``token_type_ids``: int [B, S], ``first_positions``: int [B] or all 0 -> [B, S, H]."""
+        """Embed a batch.
+
+        Args:
+            input_ids: int [B, S].
+            token_type_ids: int [B, S]; None: all 0.
+            first_positions: int [B], the position of each first token; None: all 0.
+
+        Returns:
+            The embeddings [B, S, H].
+        """
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         if first_positions is not None:
             positions = first_positions[:, None] + positions  # [B, S]
@@ -46,7 +56,7 @@ class Embeddings(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Multi-head scaled dot-product attention over one sequence (Vaswani et al. 2017, section 3.2)."""
+    """Multi-head scaled dot-product attention (Vaswani et al. 2017, section 3.2)."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -58,7 +68,15 @@ class SelfAttention(nn.Module):
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
     def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """``x`` [B, S, H], ``attention_mask`` bool [B, S] (True: a real token) -> [B, S, H]."""
+        """Attend within each sequence.
+
+        Args:
+            x: [B, S, H].
+            attention_mask: bool [B, S], True for real tokens; None: all tokens are real.
+
+        Returns:
+            The attended states [B, S, H].
+        """
         query, key, value = (
             self._split(linear(x)) for linear in (self.query, self.key, self.value)
         )
@@ -76,7 +94,7 @@ class SelfAttention(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention, then a feed-forward network, each added to its input and normalised."""
+    """Attention, then a feed-forward network; each is added to its input and normalised."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -88,8 +106,8 @@ class Layer(nn.Module):
         self.activation = ACTIVATIONS[config.activation]
         self.dropout = nn.Dropout(config.dropout)
 
-    def products(self) -> dict[str, tuple[nn.Linear, ...]]:
-        """The matrix products by name; those that share an input together, under the name of the first."""
+    def linears_by_input(self) -> dict[str, tuple[nn.Linear, ...]]:
+        """Return the linear layers grouped by input, under the name of each group's first layer."""
         attention = self.attention
         return {
             "query": (attention.query, attention.key, attention.value),
@@ -99,13 +117,13 @@ class Layer(nn.Module):
         }
 
     def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
-        """``x`` [B, S, H] -> [B, S, H]."""
+        """Transform the hidden states [B, S, H]."""
         x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask)))
         return self.output_norm(x + self.dropout(self.down(self.activation(self.up(x)))))  # type: ignore[no-any-return]
 
 
 class Encoder(nn.Module):
-    """Token ids to hidden states."""
+    """The encoder: token ids to hidden states."""
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
@@ -123,12 +141,13 @@ class Encoder(nn.Module):
 
         Args:
             input_ids: int [B, S], S at most ``config.max_positions``.
-            token_type_ids: int [B, S]; zeros if not given, ignored by a family without token types.
-            attention_mask: bool [B, S], True for real tokens; not given, all are real.
-            first_positions: int [B], where each sequence begins; not given, at 0. Training alone moves it.
+            token_type_ids: int [B, S]; None: all 0. A family without token types ignores them.
+            attention_mask: bool [B, S], True for real tokens; None: all tokens are real.
+            first_positions: int [B], the position of each first token; None: all 0. Only training
+                sets other positions.
 
         Returns:
-            hidden states [B, S, H].
+            The hidden states [B, S, H].
         """
         x: Tensor = self.embeddings(input_ids, token_type_ids, first_positions)
         for layer in self.layers:

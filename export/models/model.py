@@ -1,4 +1,4 @@
-"""An encoder with its heads: the torch module that checkpoints load into and graphs come from."""
+"""An encoder with its heads, the torch module between checkpoints and graphs."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 class Model(nn.Module):
-    """BERT or DistilBERT. Each head is an attribute by its name; None if the model lacks it.
+    """BERT or DistilBERT. Each head is an attribute with the head's name; None: the head is absent.
 
     Args:
         config: the sizes.
-        heads: names of the heads to have.
-        options: what heads need besides the sizes, by name, as in a manifest.
+        heads: names of the model's heads.
+        options: options of heads, by head name, as in a manifest.
     """
 
     masked_lm: "MaskedLMHead | None"
@@ -33,7 +33,7 @@ class Model(nn.Module):
         heads: Iterable[str] = (),
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        from export.heads import EXPORT_HEADS  # whose modules import this package
+        from export.heads import EXPORT_HEADS  # the modules of that package import this module
 
         super().__init__()
         names, options = frozenset(heads), options or {}
@@ -58,5 +58,5 @@ class Model(nn.Module):
         return hidden
 
     def parameter_count(self) -> int:
-        """Return the parameters of the encoder and the heads, tied ones counted once."""
+        """Return the number of parameters, tied parameters counted once."""
         return sum(parameter.numel() for parameter in self.parameters())

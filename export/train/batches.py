@@ -1,9 +1,8 @@
-"""Turns drawn sequences into the tensors of a batch: joined, masked, padded to the phase's length."""
+"""Turns training examples into the tensors of a batch: masked, padded, and joined."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as Sequence_
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Self
 
@@ -14,18 +13,21 @@ from torch import Tensor
 
 from export.train.corpus import Corpus
 from export.train.errors import TrainError
-from export.train.masking import Masked, Masking
-from export.train.pairs import Sequence, Sequences
+from export.train.masking import MaskedSequence, Masking
+from export.train.pairs import EpochExamples, ExampleOptions, TrainingExample
 from export.train.recipe import Phase, Pretraining
 from export.train.vocabulary import SpecialIds
 
-_POOL = 16
-"""Batches whose examples are sorted by length together."""
+_POOL_BATCHES = 16
+"""Number of batches whose examples are sorted by length together."""
 
 _LENGTH_STEP = 16
 
-_MANY = 1_000_000
-"""More epochs than a phase has, so that no two phases draw alike."""
+_MAX_EPOCHS = 1_000_000
+"""Upper bound on the epochs of a phase, so that two phases never share an epoch number."""
+
+_CACHED_EPOCHS = 2
+"""A batch can contain examples of two epochs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +35,15 @@ class TextBatch:
     """A batch of masked sequences. Positions count over the flattened [B * S].
 
     Attributes:
-        input_ids: int64 [B, S], some tokens hidden.
+        input_ids: int64 [B, S], some tokens masked.
         token_type_ids: int64 [B, S].
         attention_mask: bool [B, S], True for real tokens.
-        positions: int64 [M], the chosen tokens.
-        labels: int64 [M], what stands there.
-        spans: int64 [M, 2], first and last chosen token of each one's run.
+        positions: int64 [M], positions of the chosen tokens.
+        labels: int64 [M], original tokens at these positions.
+        spans: int64 [M, 2], first and last position of the run of chosen tokens around each one.
         next_labels: int64 [B]; empty without a sentence objective.
-        first_positions: int64 [B], where each sequence begins; None: all at 0.
-        tokens: real tokens.
+        first_positions: int64 [B], position embedding of each sequence's first token; None: all 0.
+        tokens: number of real tokens.
     """
 
     input_ids: Tensor
@@ -55,7 +57,7 @@ class TextBatch:
     tokens: int
 
     def to(self, device: torch.device) -> Self:
-        """The same on another device."""
+        """Return a copy of the batch on a device."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         moved: dict[str, Any] = {
             name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)
@@ -63,196 +65,199 @@ class TextBatch:
         return replace(self, **moved)
 
 
-def collate(
-    rows: list[tuple[Sequence, Masked]], length: int, first_positions: list[int] | None = None
-) -> TextBatch:
-    """Pad rows with zeros to ``length``."""
+_Row = tuple[TrainingExample, MaskedSequence]
+
+
+def collate(rows: list[_Row], length: int, first_positions: list[int] | None = None) -> TextBatch:
+    """Pad rows with zeros to ``length`` tokens and join them to a batch."""
     shape = (len(rows), length)
-    input_ids, types, mask = (
-        np.zeros(shape, np.int64),
-        np.zeros(shape, np.int64),
-        np.zeros(shape, bool),
-    )
-    for row, (sequence, masked) in enumerate(rows):
+    input_ids, types = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    mask = np.zeros(shape, bool)
+    for row, (example, masked) in enumerate(rows):
         size = len(masked.input_ids)
-        input_ids[row, :size], types[row, :size], mask[row, :size] = (
-            masked.input_ids,
-            sequence.token_type_ids,
-            True,
-        )
-    starts = np.arange(len(rows)) * length
+        input_ids[row, :size] = masked.input_ids
+        types[row, :size] = example.token_type_ids
+        mask[row, :size] = True
+    positions = [masked.positions + row * length for row, (_, masked) in enumerate(rows)]
+    spans = [masked.spans + row * length for row, (_, masked) in enumerate(rows)]
+    next_labels = [example.label for example, _ in rows if example.label is not None]
     return TextBatch(
         input_ids=torch.from_numpy(input_ids),
         token_type_ids=torch.from_numpy(types),
         attention_mask=torch.from_numpy(mask),
-        positions=torch.from_numpy(
-            np.concatenate(
-                [masked.positions + at for (_, masked), at in zip(rows, starts, strict=True)]
-            )
-        ),
+        positions=torch.from_numpy(np.concatenate(positions)),
         labels=torch.from_numpy(np.concatenate([masked.labels for _, masked in rows])),
-        spans=torch.from_numpy(
-            np.concatenate(
-                [masked.spans + at for (_, masked), at in zip(rows, starts, strict=True)]
-            )
-        ),
-        next_labels=torch.tensor(
-            [sequence.label for sequence, _ in rows if sequence.label is not None],
-            dtype=torch.int64,
-        ),
+        spans=torch.from_numpy(np.concatenate(spans)),
+        next_labels=torch.tensor(next_labels, dtype=torch.int64),
         first_positions=None if first_positions is None else torch.tensor(first_positions),
         tokens=int(mask.sum()),
     )
 
 
-def shuffled_batches(lengths: Sequence_[int], size: int, seed: int) -> Callable[[int], list[int]]:
-    """Batches over examples, epoch by epoch: random, but rows of a batch have about one length, so little is padding.
+def shuffled_batches(lengths: Sequence[int], size: int, seed: int) -> Callable[[int], list[int]]:
+    """Group examples of similar length into batches in random order, epoch by epoch.
+
+    Similar lengths keep the share of padding small.
 
     Args:
-        lengths: tokens of each example.
-        size: examples a batch; at the end of an epoch one is filled up from its start.
-        seed: of the order.
+        lengths: tokens per example.
+        size: examples per batch. The last batch of an epoch is filled up with other examples of
+            the epoch.
+        seed: seed of the order.
 
     Returns:
-        the examples of the ``number``-th batch, the same whenever it is asked for.
+        A function from the number of a batch to the indices of its examples.
     """
     count = -(-len(lengths) // size)
 
     @lru_cache(maxsize=2)
-    def epoch(number: int) -> NDArray[np.int64]:
-        rng = np.random.default_rng([seed, number])
+    def epoch_batches(epoch: int) -> NDArray[np.int64]:
+        rng = np.random.default_rng([seed, epoch])
         order = np.resize(rng.permutation(len(lengths)), count * size)
-        pools = np.array_split(order, max(1, count // _POOL))
+        pools = np.array_split(order, max(1, count // _POOL_BATCHES))
         ordered = np.concatenate(
             [pool[np.argsort(np.asarray(lengths)[pool], kind="stable")] for pool in pools]
         )
         batches: NDArray[np.int64] = ordered.reshape(count, size)[rng.permutation(count)]
         return batches
 
-    return lambda number: epoch(number // count)[number % count].tolist()
+    return lambda number: epoch_batches(number // count)[number % count].tolist()
 
 
 def padded_length(longest: int, limit: int) -> int:
-    """The length to pad a batch to: few different ones, since the runtime makes and keeps kernels for each."""
+    """Return the padded length of a batch: a multiple of 16 tokens, at most ``limit``.
+
+    The runtime builds and keeps kernels per length, so few distinct lengths are faster.
+    """
     return min(-(-longest // _LENGTH_STEP) * _LENGTH_STEP, limit)
 
 
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """How the text of a run becomes batches.
+
+    Attributes:
+        pretraining: masking and sentence objective of the recipe.
+        phases: sequence lengths and batch sizes, in the order of the run.
+        seed: seed of all random draws.
+        accumulation: batches per step.
+        weights: sampling weights by source, see `sampling_shares`; empty: equal sampling.
+    """
+
+    pretraining: Pretraining
+    phases: Sequence[Phase]
+    seed: int
+    accumulation: int = 1
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+
 class TextBatches:
-    """The batches of a run over a corpus: any of them can be asked for at any time, and is always the same.
+    """The batches of a run over a corpus. Each batch is a function of its step and part.
 
     Args:
-        corpus: the text.
-        recipe: how it is masked and paired.
-        phases: lengths and sizes, in their order.
-        masking: hides tokens.
-        special: of the vocabulary.
-        seed: of everything drawn.
-        accumulation: batches per step.
-        weights: sampling weights of the corpus' sources, see `sampling_shares`.
+        corpus: tokenized text.
+        plan: how the text becomes batches.
+        masking: masks tokens.
+        special: special tokens of the vocabulary.
+
+    Raises:
+        TrainError: the corpus is too small for the plan, or has nothing to mask.
     """
 
     def __init__(
-        self,
-        corpus: Corpus,
-        recipe: Pretraining,
-        phases: list[Phase],
-        masking: Masking,
-        *,
-        special: SpecialIds,
-        seed: int,
-        accumulation: int = 1,
-        weights: Mapping[str, float] | None = None,
+        self, corpus: Corpus, plan: BatchPlan, masking: Masking, special: SpecialIds
     ) -> None:
-        self._corpus, self._recipe, self._phases, self._masking = corpus, recipe, phases, masking
-        self._special, self._seed, self._accumulation, self._weights = (
-            special,
-            seed,
-            accumulation,
-            weights,
-        )
+        self._corpus, self._plan = corpus, plan
+        self._masking, self._special = masking, special
         self._lengths: dict[tuple[int, int], int] = {}
-        self._ends: list[list[int]] = [[] for _ in phases]
-        self._kept: dict[tuple[int, int], Sequences] = {}
-        self.steps = sum(phase.steps for phase in phases)
-        self._row(0, 0, masking)  # what the corpus cannot give is said before a run begins
+        self._ends: list[list[int]] = [[] for _ in plan.phases]
+        self._epochs: dict[tuple[int, int], EpochExamples] = {}
+        self.steps = sum(phase.steps for phase in plan.phases)
+        self._row(0, 0, masking)  # raises before the run starts if the corpus does not suffice
 
     def grows_from(self, step: int) -> int | None:
-        """The longest sequence before ``step``, if a phase of longer ones begins with it."""
+        """Return the longest sequence before ``step`` if a phase of longer ones starts there."""
         first, longest = 0, 0
-        for phase in self._phases:
+        for phase in self._plan.phases:
             if step == first and phase.tokens > longest > 0:
                 return longest
             first, longest = first + phase.steps, max(longest, phase.tokens)
         return None
 
     def phase(self, step: int) -> int:
-        """The number of the phase that a step is in."""
-        ends = np.cumsum([phase.steps for phase in self._phases])
+        """Return the index of the phase of a step."""
+        ends = np.cumsum([phase.steps for phase in self._plan.phases])
         return int(np.searchsorted(ends, step, "right"))
 
     def __call__(self, step: int, part: int) -> TextBatch:
-        """The ``part``-th batch of a step."""
+        """Return the ``part``-th batch of a step."""
+        plan = self._plan
         index = self.phase(step)
-        phase, first = self._phases[index], sum(phase.steps for phase in self._phases[:index])
-        number = ((step - first) * self._accumulation + part) * phase.sequences
+        phase, first_step = plan.phases[index], sum(phase.steps for phase in plan.phases[:index])
+        number = ((step - first_step) * plan.accumulation + part) * phase.sequences
         masking = self._masking.at(step / max(1, self.steps - 1))
         rows = [self._row(index, number + row, masking) for row in range(phase.sequences)]
-        return collate(
-            rows,
-            phase.tokens,
-            self._first_positions(index, number, len(rows)) if self._recipe.shifted else None,
-        )
+        first_positions = None
+        if plan.pretraining.shifted:
+            first_positions = self._first_positions(index, number, len(rows))
+        return collate(rows, phase.tokens, first_positions)
 
     def _first_positions(self, phase: int, number: int, count: int) -> list[int]:
-        """Where the ``count`` sequences from ``number`` on begin: at 0, or so that the longest phase's positions are all seen."""
-        free = max(phase.tokens for phase in self._phases) - self._phases[phase].tokens
-        rng = np.random.default_rng([self._seed, phase, number, 1])
-        moved: NDArray[np.int64] = rng.integers(0, free + 1, count) * (
-            rng.random(count) < self._recipe.shifted
-        )
-        first_positions: list[int] = moved.tolist()
+        """Draw the first position of ``count`` sequences from ``number`` on.
+
+        A sequence starts at 0, or at a random position at which it still fits into the positions
+        of the longest phase.
+        """
+        phases, shifted = self._plan.phases, self._plan.pretraining.shifted
+        free = max(other.tokens for other in phases) - phases[phase].tokens
+        rng = np.random.default_rng([self._plan.seed, phase, number, 1])
+        drawn: NDArray[np.int64] = rng.integers(0, free + 1, count) * (rng.random(count) < shifted)
+        first_positions: list[int] = drawn.tolist()
         return first_positions
 
-    def _row(self, phase: int, number: int, masking: Masking) -> tuple[Sequence, Masked]:
-        """The sequence of this number; of one with nothing but unknown words, which gives no loss, the next that has others."""
-        for other in range(number, number + 2 * self.epoch_length(phase, 0)):
-            sequence, masked = self._draw(phase, other, masking)
+    def _row(self, phase: int, number: int, masking: Masking) -> _Row:
+        """Return the first example from ``number`` on that has a token to mask.
+
+        An example of unknown words only has no such token and gives no loss.
+        """
+        for candidate in range(number, number + 2 * self.epoch_length(phase, 0)):
+            example, masked = self._masked_example(phase, candidate, masking)
             if len(masked.positions):
-                return sequence, masked
+                return example, masked
         raise TrainError("the vocabulary has no word of the text: there is nothing to mask")
 
-    def _draw(self, phase: int, number: int, masking: Masking) -> tuple[Sequence, Masked]:
-        ends = self._ends[
-            phase
-        ]  # after how many sequences each epoch ends: they differ a little in length
+    def _masked_example(self, phase: int, number: int, masking: Masking) -> _Row:
+        # Epochs differ a little in length, so the end of each epoch is recorded.
+        ends = self._ends[phase]
         while not ends or number >= ends[-1]:
             ends.append(sum(ends[-1:]) + self.epoch_length(phase, len(ends)))
         epoch = bisect_right(ends, number)
         number -= ends[epoch - 1] if epoch else 0
-        sequences = self._sequences(phase, epoch)
-        rng = sequences.rng(number)
-        sequence = sequences.make(number, rng)
-        return sequence, masking(sequence.input_ids, rng)
+        examples = self._examples(phase, epoch)
+        rng = examples.rng(number)
+        example = examples.make(number, rng)
+        return example, masking(example.input_ids, rng)
 
     def epoch_length(self, phase: int, epoch: int) -> int:
-        """How many sequences a pass over the corpus has."""
+        """Return the number of examples in an epoch."""
         if (phase, epoch) not in self._lengths:
-            self._lengths[phase, epoch] = len(self._sequences(phase, epoch))
+            self._lengths[phase, epoch] = len(self._examples(phase, epoch))
         return self._lengths[phase, epoch]
 
-    def _sequences(self, phase: int, epoch: int) -> Sequences:
-        """Of one pass; the last two are kept, since a batch may straddle them."""
-        if (phase, epoch) not in self._kept:
-            while len(self._kept) > 1:
-                del self._kept[next(iter(self._kept))]
-            self._kept[phase, epoch] = Sequences(
-                self._corpus,
-                length=self._phases[phase].tokens,
-                sentence=self._recipe.sentence,
+    def _examples(self, phase: int, epoch: int) -> EpochExamples:
+        """Return the examples of an epoch, from the cache if possible."""
+        plan = self._plan
+        if (phase, epoch) not in self._epochs:
+            while len(self._epochs) >= _CACHED_EPOCHS:
+                del self._epochs[next(iter(self._epochs))]
+            options = ExampleOptions(
+                length=plan.phases[phase].tokens,
+                sentence=plan.pretraining.sentence,
                 special=self._special,
-                seed=self._seed,
-                epoch=phase * _MANY + (epoch if self._recipe.dynamic else 0),
-                short=self._recipe.short,
-                weights=self._weights,
+                seed=plan.seed,
+                epoch=phase * _MAX_EPOCHS + (epoch if plan.pretraining.dynamic else 0),
+                short=plan.pretraining.short,
+                weights=plan.weights,
             )
-        return self._kept[phase, epoch]
+            self._epochs[phase, epoch] = EpochExamples(self._corpus, options)
+        return self._epochs[phase, epoch]

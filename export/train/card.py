@@ -1,4 +1,7 @@
-"""Writes the model card of a run: what it was made from, how, on what, and what it reached. A person adds the judgement."""
+"""Writes the model card of a run: its source, data, recipe, hardware and results.
+
+A person adds the assessment of the model.
+"""
 
 import platform
 from collections.abc import Iterable
@@ -21,51 +24,49 @@ def write_card(
     recipe: Recipe,
     device: torch.device,
 ) -> None:
-    """Write ``README.md`` beside the weights.
+    """Write ``README.md`` into a checkpoint.
 
     Args:
-        checkpoint: the folder of the weights; the run's is its parent.
-        title: what was done.
-        source: the checkpoint it began from.
-        files: what was learnt from.
-        recipe: the run.
-        device: where it ended.
+        checkpoint: directory of the weights, inside the run's directory.
+        title: heading of the card.
+        source: checkpoint that the run started from; None: random weights.
+        files: training data.
+        recipe: recipe of the run.
+        device: device of the run.
     """
-    last = read_log(checkpoint.parent)[-1]
+    last_entry = read_log(checkpoint.parent)[-1]
     figures = {
         name: value
-        for name, value in last.items()
+        for name, value in last_entry.items()
         if name.startswith("held_out_") or name in ("loss", "accuracy")
     }
     rows = {
         "from": source or "nothing: random weights",
         "data": ", ".join(file.name for file in files),
         "seed": str(recipe.seed),
-        "steps": f"{last['step']:,}",
-        "tokens seen": f"{last['tokens_seen']:,}",
-        "hours": f"{last['seconds'] / 3600:.2f}",
-        "hardware": hardware(device),
+        "steps": f"{last_entry['step']:,}",
+        "tokens seen": f"{last_entry['tokens_seen']:,}",
+        "hours": f"{last_entry['seconds'] / 3600:.2f}",
+        "hardware": _hardware(device),
         "torch": torch.__version__,
     } | {name.replace("_", " "): f"{value:.4f}" for name, value in figures.items()}
     table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
-    said = recipe.model_dump_json(indent=2)
+    recipe_json = recipe.model_dump_json(indent=2)
     (checkpoint / CARD).write_text(
-        f"# {title}\n\n| | |\n|---|---|\n{table}\n\nRecipe:\n\n```json\n{said}\n```\n",
+        f"# {title}\n\n| | |\n|---|---|\n{table}\n\nRecipe:\n\n```json\n{recipe_json}\n```\n",
         encoding="utf-8",
     )
 
 
-def hardware(device: torch.device) -> str:
-    """The processor's name and how many of its cores were used, or the GPU's name."""
+def _hardware(device: torch.device) -> str:
+    """Return the name of the GPU, or the processor's name and the number of cores in use."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    names = Path("/proc/cpuinfo")
+    cpuinfo = Path("/proc/cpuinfo")
     model = platform.processor() or platform.machine()
-    if names.is_file():
-        found = [
-            line.split(":", 1)[1].strip()
-            for line in names.read_text().splitlines()
-            if line.startswith("model name")
-        ]
-        model = found[0] if found else model
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
     return f"{torch.get_num_threads()} cores of {model}"

@@ -1,10 +1,10 @@
-"""Distillation: a DistilBERT learns from a BERT teacher, starting from every second of its layers.
+"""Distillation: a DistilBERT learns from a BERT teacher, and starts from half of its layers.
 
-Source: Sanh et al. 2019, "DistilBERT", sections 2 and 3: soft targets with a temperature, masked tokens, and the cosine of the
-last hidden states. The student has neither token types nor a pooler.
+Source: Sanh et al. 2019, "DistilBERT", sections 2 and 3: soft targets with a temperature, masked
+tokens, and the cosine of the last hidden states. The student has neither token types nor a pooler.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,52 +18,57 @@ from export.models import Model
 from export.sentence import EmbeddingRecipe
 from export.train.batches import TextBatch
 from export.train.card import write_card
-from export.train.corpus import fingerprint, prepare_corpus
+from export.train.corpus import prepare_corpus
+from export.train.documents import fingerprint
 from export.train.errors import TrainError
-from export.train.loop import Schedule, train
+from export.train.loop import train
 from export.train.objectives import masked_loss
-from export.train.pairs import Sentence
-from export.train.pretrain import CHECKPOINT, TextObjective, held_out_batches, text_batches
+from export.train.pairs import SentenceObjective
 from export.train.recipe import DistillRecipe
-from export.train.run_folder import claim
+from export.train.run_dir import CHECKPOINT, CORPUS, acquire_run_dir
+from export.train.run_options import RunOptions
 from export.train.save import save_checkpoint
+from export.train.text_objective import TextObjective, held_out_batches, text_batches
 
 
 def make_student(teacher: Model, dropout: float) -> Model:
-    """A DistilBERT of half the layers: embeddings, every second layer from the first, and the masked-LM head copied.
+    """Build a DistilBERT with half of the teacher's layers.
 
-    The teacher's embedding of token type 0, which it adds to every token of a single text, goes into the positions.
+    The embeddings, every second layer from the first, and the masked-LM head are copied. The
+    teacher adds its embedding of token type 0 to every token of a single text, so this embedding
+    is added to the student's position embeddings.
+
+    Raises:
+        TrainError: the teacher has no masked-LM head.
     """
     if teacher.masked_lm is None:
         raise TrainError("the teacher has no masked-language-model head, which distillation needs")
-    layers = max(1, teacher.config.layers // 2)
     config = replace(
         teacher.config,
         family="distilbert",
-        layers=layers,
+        layers=max(1, teacher.config.layers // 2),
         type_vocab_size=0,
         layer_norm_eps=1e-12,
         dropout=dropout,
     )
     student = Model(config, [MASKED_LM])
-    taken = dict(teacher.state_dict())
-    state = {}
+    teacher_weights = teacher.state_dict()
+    weights = {}
     for name in student.state_dict():
+        teacher_name = name
         if name.startswith("encoder.layers."):
             number, rest = name.removeprefix("encoder.layers.").split(".", 1)
-            state[name] = taken[f"encoder.layers.{2 * int(number)}.{rest}"].clone()
-        else:
-            state[name] = taken[name].clone()
-    if teacher.encoder.embeddings.token_type is not None:
-        state["encoder.embeddings.position.weight"] += teacher.encoder.embeddings.token_type.weight[
-            0
-        ].detach()
-    student.load_state_dict(state)
+            teacher_name = f"encoder.layers.{2 * int(number)}.{rest}"
+        weights[name] = teacher_weights[teacher_name].clone()
+    token_type = teacher.encoder.embeddings.token_type
+    if token_type is not None:
+        weights["encoder.embeddings.position.weight"] += token_type.weight[0].detach()
+    student.load_state_dict(weights)
     return student
 
 
 class Distillation(nn.Module):
-    """The student's three losses. The teacher is no part of what is trained or saved."""
+    """The student's three losses. The teacher is neither trained nor saved."""
 
     def __init__(self, student: Model, teacher: Model, recipe: DistillRecipe) -> None:
         super().__init__()
@@ -72,89 +77,104 @@ class Distillation(nn.Module):
         self._teacher = [teacher.eval().requires_grad_(False)]  # in a list: not a submodule
 
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Soft targets on the chosen tokens, masked tokens, and the direction of every real token's hidden state."""
+        """Return the weighted sum of the losses, and figures.
+
+        The losses are: soft targets at the chosen tokens, masked tokens, and the cosine distance of
+        every real token's hidden states.
+        """
         teacher, recipe = self._teacher[0], self._recipe
         assert self.model.masked_lm is not None
         assert teacher.masked_lm is not None
         with torch.no_grad():
-            theirs = teacher(batch.input_ids, batch.token_type_ids, batch.attention_mask)
-            soft = teacher.masked_lm(theirs.flatten(0, 1)[batch.positions]).float()
-        ours = self.model(batch.input_ids, None, batch.attention_mask)
-        logits = self.model.masked_lm(ours.flatten(0, 1)[batch.positions]).float()
-        masked, figures = masked_loss(logits, batch.labels)
-        heat = recipe.temperature
+            teacher_hidden = teacher(batch.input_ids, batch.token_type_ids, batch.attention_mask)
+            teacher_rows = teacher_hidden.flatten(0, 1)[batch.positions]
+            teacher_logits = teacher.masked_lm(teacher_rows).float()
+        hidden = self.model(batch.input_ids, None, batch.attention_mask)
+        logits = self.model.masked_lm(hidden.flatten(0, 1)[batch.positions]).float()
+        mlm_loss, figures = masked_loss(logits, batch.labels)
+        temperature = recipe.temperature
         soft_loss = F.kl_div(
-            (logits / heat).log_softmax(-1),
-            (soft / heat).log_softmax(-1),
+            (logits / temperature).log_softmax(-1),
+            (teacher_logits / temperature).log_softmax(-1),
             reduction="batchmean",
             log_target=True,
         )
         real = batch.attention_mask
-        cosine = 1 - F.cosine_similarity(ours[real].float(), theirs[real].float(), dim=-1).mean()
+        cosines = F.cosine_similarity(hidden[real].float(), teacher_hidden[real].float(), dim=-1)
+        cosine_loss = 1 - cosines.mean()
         loss = (
-            recipe.soft_weight * heat**2 * soft_loss
-            + recipe.masked_weight * masked
-            + recipe.cosine_weight * cosine
+            recipe.soft_weight * temperature**2 * soft_loss
+            + recipe.masked_weight * mlm_loss
+            + recipe.cosine_weight * cosine_loss
         )
-        agreement = (logits.argmax(1) == soft.argmax(1)).float().mean()
+        agreement = (logits.argmax(1) == teacher_logits.argmax(1)).float().mean()
         return loss, figures | {
             "soft_loss": soft_loss,
-            "cosine_loss": cosine,
+            "cosine_loss": cosine_loss,
             "agreement": agreement,
         }
 
 
-def distill(
-    teacher: str,
-    files: list[Path],
-    recipe: DistillRecipe,
-    folder: Path,
-    *,
-    device: torch.device,
-    schedule: Schedule,
-    say: Callable[[str], None],
-) -> Path:
-    """Distil a checkpoint on text; returns the folder of the student's.
+def distill(teacher: str, files: list[Path], recipe: DistillRecipe, options: RunOptions) -> Path:
+    """Distil a checkpoint on text.
+
+    Args:
+        teacher: folder or hub id of the teacher's checkpoint.
+        files: text files, see `read_documents`.
+        recipe: recipe of the run.
+        options: where the run computes and writes.
+
+    Returns:
+        The folder of the student's checkpoint.
 
     Raises:
-        TrainError: the teacher has no masked-LM head, the sequences are longer than it takes, or see the parts.
+        TrainError: the teacher has no masked-LM head, the recipe does not suit the teacher, an
+            input is unsuitable, or the run fails, see `train`.
         ExportError: the teacher cannot be loaded.
     """
-    loaded = load_checkpoint(teacher)
-    claim(folder, recipe, {"teacher": loaded.source.weights_sha256, "text": fingerprint(files)})
-    limit = loaded.model.config.max_positions
-    if longest := next((phase.tokens for phase in recipe.phases if phase.tokens > limit), None):
-        raise TrainError(f"a phase of {longest} tokens exceeds the teacher's {limit} positions")
-    if recipe.pretraining.sentence is not Sentence.NONE or recipe.pretraining.method != "mlm":
-        raise TrainError(
-            'distillation learns from single texts with masked tokens: set method = "mlm" and sentence = "none"'
-        )
-    tokenizer = loaded.tokenizer.tokenizer
-    corpus = prepare_corpus(files, tokenizer, folder / "corpus", held_out=recipe.held_out, say=say)
-    student = make_student(loaded.model, recipe.dropout)
-    say(
-        f"a distilbert of {student.parameter_count():,} parameters from a teacher of {loaded.model.parameter_count():,}"
+    checkpoint = load_checkpoint(teacher)
+    inputs = {"teacher": checkpoint.source.weights_sha256, "text": fingerprint(files)}
+    acquire_run_dir(options.run_dir, recipe, inputs)
+    max_positions = checkpoint.model.config.max_positions
+    _check_recipe(recipe, max_positions)
+    tokenizer = checkpoint.tokenizer.tokenizer
+    corpus = prepare_corpus(
+        files,
+        tokenizer,
+        options.run_dir / CORPUS,
+        held_out=recipe.held_out,
+        report=options.report,
+    )
+    student = make_student(checkpoint.model, recipe.dropout)
+    options.report(
+        f"a distilbert of {student.parameter_count():,} parameters "
+        f"from a teacher of {checkpoint.model.parameter_count():,}"
     )
     objective = TextObjective(
-        Distillation(student, loaded.model.to(device), recipe),
+        Distillation(student, checkpoint.model.to(options.device), recipe),
         text_batches(corpus.train, recipe, tokenizer),
-        held_out_batches(corpus.held_out, recipe, tokenizer, say),
-        device,
+        held_out_batches(corpus.held_out, recipe, tokenizer, options.report),
+        options.device,
     )
-    train(
-        objective,
-        recipe.seed,
-        recipe.optimisation,
-        folder,
-        device=device,
-        schedule=schedule,
-        say=say,
-    )
-    save_checkpoint(
-        student, tokenizer, folder / CHECKPOINT, embedding=EmbeddingRecipe(max_tokens=limit)
-    )
+    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
+    folder = options.run_dir / CHECKPOINT
+    save_checkpoint(student, tokenizer, folder, embedding=EmbeddingRecipe(max_tokens=max_positions))
     title = "A DistilBERT distilled from a BERT"
     write_card(
-        folder / CHECKPOINT, title=title, source=teacher, files=files, recipe=recipe, device=device
+        folder, title=title, source=teacher, files=files, recipe=recipe, device=options.device
     )
-    return folder / CHECKPOINT
+    return folder
+
+
+def _check_recipe(recipe: DistillRecipe, max_positions: int) -> None:
+    longest = max(phase.tokens for phase in recipe.phases)
+    if longest > max_positions:
+        raise TrainError(
+            f"a phase of {longest} tokens exceeds the teacher's {max_positions} positions"
+        )
+    pretraining = recipe.pretraining
+    if pretraining.sentence is not SentenceObjective.NONE or pretraining.method != "mlm":
+        raise TrainError(
+            "distillation learns from single texts with masked tokens: "
+            'set method = "mlm" and sentence = "none"'
+        )

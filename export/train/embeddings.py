@@ -1,7 +1,8 @@
-"""Keeps the sentence embeddings of a checkpoint while its encoder learns something else.
+"""Keeps the sentence embeddings of a checkpoint while its encoder learns another objective.
 
-Sources: Li & Hoiem 2018, "Learning without Forgetting", section 3 (the original's answers on the new data are a target);
-Reimers & Gurevych 2020, "Making Monolingual Sentence Embeddings Multilingual using Knowledge Distillation", section 3.
+Sources: Li & Hoiem 2018, "Learning without Forgetting", section 3 (the outputs of the original
+model on the new data are a target); Reimers & Gurevych 2020, "Making Monolingual Sentence
+Embeddings Multilingual using Knowledge Distillation", section 3.
 Shapes: B sequences of S tokens, H hidden size, N texts of L tokens.
 """
 
@@ -12,25 +13,33 @@ from torch import Tensor
 from export.models import Model
 from export.train.batches import TextBatch
 
-_SHORTEST = 8
-"""Tokens of the shortest texts that embeddings are compared on."""
+_MIN_TOKENS = 8
+"""Shortest length in tokens at which embeddings are compared."""
 
-_EVALUATED = 32
-"""Tokens of the texts in evaluation, so that every evaluation measures the same."""
+_EVALUATION_TOKENS = 32
+"""Fixed length in tokens during evaluation, so that every evaluation measures the same texts."""
 
 
 def mean_pool(hidden: Tensor, mask: Tensor) -> Tensor:
-    """``hidden`` [B, S, H], ``mask`` bool [B, S] -> mean over real tokens [B, H], of length 1."""
+    """Return unit-length means over real tokens.
+
+    Args:
+        hidden: [B, S, H].
+        mask: bool [B, S], True for real tokens.
+
+    Returns:
+        float32 [B, H].
+    """
     weights = mask[:, :, None].to(hidden.dtype)
     return F.normalize(((hidden * weights).sum(1) / weights.sum(1)).float(), dim=-1)
 
 
 def unmasked_texts(batch: TextBatch, tokens: int, length: int) -> tuple[Tensor, Tensor]:
-    """Return the first texts of a batch as they were before masking, cut to ``length`` tokens.
+    """Return the first texts of a batch without masking, cut to ``length`` tokens.
 
     Args:
         batch: masked sequences, each of one text or of a pair.
-        tokens: upper bound on N * L, unless one text exceeds it.
+        tokens: upper bound on N * L, unless one text exceeds this bound.
         length: L.
 
     Returns:
@@ -40,20 +49,20 @@ def unmasked_texts(batch: TextBatch, tokens: int, length: int) -> tuple[Tensor, 
     flat = batch.input_ids.flatten().clone()
     flat[batch.positions] = batch.labels
     originals = flat.view_as(batch.input_ids)[:rows]
-    first = (batch.attention_mask & (batch.token_type_ids == 0))[:rows]
-    sizes = first.sum(1)  # [N]
+    in_first_text = (batch.attention_mask & (batch.token_type_ids == 0))[:rows]
+    sizes = in_first_text.sum(1)  # [N]
     separators = originals.gather(1, sizes[:, None] - 1)[:, 0]
-    input_ids, mask = originals[:, :length].clone(), first[:, :length]
+    input_ids, mask = originals[:, :length].clone(), in_first_text[:, :length]
     input_ids[:, -1] = torch.where(sizes > length, separators, input_ids[:, -1])
     return input_ids * mask, mask
 
 
 class KeptEmbeddings:
-    """Measures how far a model's embeddings have moved from those of the frozen original.
+    """The embeddings of the frozen original model, as targets for the trained model.
 
     Args:
-        original: the model as it was at the start of the run; on the device of the run.
-        tokens: upper bound on the tokens per batch to compare on, which bounds the cost.
+        original: model at the start of the run, on the device of the run.
+        tokens: upper bound on the tokens per batch to compare, which bounds the cost.
     """
 
     def __init__(self, original: Model, tokens: int) -> None:
@@ -61,15 +70,18 @@ class KeptEmbeddings:
         self._tokens = tokens
 
     def cosine(self, model: Model, batch: TextBatch) -> Tensor:
-        """Return the mean cosine of both models' embeddings of the same unmasked texts, a 0-d tensor.
+        """Return the mean cosine of both models' embeddings of the same unmasked texts.
 
-        In training the length of the texts is drawn for each batch, short ones as often as long ones on a logarithmic scale.
-        Padding tokens take no part.
+        In training, the text length is drawn per batch, uniformly on a logarithmic scale. Padding
+        tokens are ignored.
+
+        Returns:
+            A 0-d tensor.
         """
         longest = batch.input_ids.shape[1]
-        length = min(_EVALUATED, longest)
-        if model.training and longest > _SHORTEST:
-            length = int(_SHORTEST * (longest / _SHORTEST) ** float(torch.rand(())))
+        length = min(_EVALUATION_TOKENS, longest)
+        if model.training and longest > _MIN_TOKENS:
+            length = int(_MIN_TOKENS * (longest / _MIN_TOKENS) ** float(torch.rand(())))
         input_ids, mask = unmasked_texts(batch, self._tokens, length)
         with torch.no_grad():
             targets = mean_pool(self._original(input_ids, None, mask), mask)  # [N, H]

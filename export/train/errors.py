@@ -1,7 +1,10 @@
-"""How training refuses or stops: one line that says what is wrong and what would be right."""
+"""The error that stops a training run."""
 
 from export.errors import DataError
 
 
 class TrainError(DataError):
-    """A run cannot start or continue. The last good checkpoint is kept."""
+    """A run cannot start or continue. The last good checkpoint is kept.
+
+    The message is one line: what is wrong and what to do next.
+    """

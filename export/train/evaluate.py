@@ -1,12 +1,12 @@
-"""Measures a checkpoint or a bundle on text, pairs and questions: all of them, or those that training held out."""
+"""Measures a checkpoint or a bundle on text, scored pairs, questions and stereotypes."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from export.checkpoint import load_checkpoint
@@ -23,23 +23,35 @@ from export.evaluation.scorer import (
 from export.evaluation.squad import read_questions, score
 from export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
 from export.session import open_session
-from export.train.corpus import Corpus, is_held_out, prepare_corpus
+from export.train.corpus import Corpus, prepare_corpus
+from export.train.documents import is_held_out
 from export.train.errors import TrainError
-from export.train.masking import Masked, Unit
-from export.train.pairs import IS_NEXT, Sentence, Sequence, Sequences
-from export.train.pretrain import make_masking, open_tokenizer
-from export.train.questions import answer, make_windows
+from export.train.masking import MaskedSequence, Unit
+from export.train.pairs import (
+    IS_NEXT,
+    NOT_NEXT,
+    EpochExamples,
+    ExampleOptions,
+    SentenceObjective,
+    TrainingExample,
+)
 from export.train.recipe import Pretraining
-from export.train.vocabulary import special_ids
+from export.train.run_options import Report
+from export.train.text_objective import make_masking
+from export.train.vocabulary import open_tokenizer, special_ids
+from export.train.windows import answer, make_windows
 from model_store.manifest import Precision
 from model_store.store import Store
 
 _TOP = 5
+_BATCH = 32
+_PAIR_TOKENS = 128
+_QUESTION_TOKENS = 384
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is measured: a checkpoint on torch, or a bundle on its own graph."""
+    """The model to measure: a checkpoint on torch, or a bundle on its own graph."""
 
     scorer: Scorer
     tokenizer: Tokenizer
@@ -50,22 +62,21 @@ class Subject:
 def open_subject(
     source: str, store: Store, device: torch.device, precision: Precision = Precision.FP32
 ) -> Subject:
-    """A checkpoint's folder or hub id; or ``bundle:NAME[@VERSION]`` of the store, its graph of this precision.
+    """Open a checkpoint or a bundle.
+
+    Args:
+        source: folder or hub id of a checkpoint, or ``bundle:NAME[@VERSION]``.
+        store: store of the bundle.
+        device: device of a checkpoint.
+        precision: precision of a bundle's graph.
 
     Raises:
-        ExportError, StoreError: it cannot be opened.
+        ExportError: the checkpoint cannot be loaded.
+        StoreError: the bundle cannot be opened.
+        TrainError: the bundle has no graph of this precision.
     """
     if source.startswith("bundle:"):
-        bundle = store.open(source.removeprefix("bundle:"))
-        manifest = bundle.manifest
-        graph = manifest.graph_of(precision)
-        if graph is None:
-            raise TrainError(f"bundle {manifest.reference} has no {precision} graph")
-        spec = manifest.graph_spec(graph.layout)
-        session = open_session(bundle.file(graph.file), graph.layout)
-        scorer: Scorer = GraphScorer(session, spec)
-        limit = manifest.limits.max_tokens
-        return Subject(scorer, open_tokenizer(bundle.path), frozenset(spec.heads), limit)
+        return _open_bundle(source.removeprefix("bundle:"), store, precision)
     checkpoint = load_checkpoint(source)
     scorer = TorchScorer(checkpoint.model.to(device), device, checkpoint.recipe)
     positions = checkpoint.model.config.max_positions
@@ -73,14 +84,37 @@ def open_subject(
     return Subject(scorer, checkpoint.tokenizer.tokenizer, heads, positions)
 
 
+def _open_bundle(reference: str, store: Store, precision: Precision) -> Subject:
+    bundle = store.open(reference)
+    manifest = bundle.manifest
+    graph = manifest.graph_of(precision)
+    if graph is None:
+        raise TrainError(f"bundle {manifest.reference} has no {precision} graph")
+    spec = manifest.graph_spec(graph.layout)
+    session = open_session(bundle.file(graph.file), graph.layout)
+    return Subject(
+        GraphScorer(session, spec),
+        open_tokenizer(bundle.path),
+        frozenset(spec.heads),
+        manifest.limits.max_tokens,
+    )
+
+
 @dataclass(frozen=True, slots=True)
-class Data:
-    """What to measure on. Text and questions are split by their titles as training does; pairs are all used.
+class EvaluationData:
+    """The data to measure on.
+
+    Text and questions are split by title as in training. All pairs are used.
 
     Attributes:
-        held_out: the share of titles that training left out; 1: everything is used.
-        sequences: how many masked sequences, and how many pairs of texts.
-        tokens: of such a sequence.
+        text: text files.
+        pairs: files of scored pairs.
+        questions: files of questions in SQuAD format.
+        held_out: share of titles that training held out; 1: all titles are used.
+        stereotypes: file of CrowS-Pairs; None: no bias is measured.
+        sequences: number of masked sequences, and number of pairs of texts.
+        tokens: maximum tokens per sequence.
+        seed: seed of all random draws.
     """
 
     text: list[Path]
@@ -94,155 +128,186 @@ class Data:
 
 
 def evaluate(
-    subject: Subject, data: Data, folder: Path, say: Callable[[str], None]
+    subject: Subject, data: EvaluationData, folder: Path, report: Report
 ) -> dict[str, float]:
-    """Every figure that the subject's tasks and the data allow; shares in [0, 1], EM and F1 in percent.
+    """Return every figure that the subject's heads and the data allow.
+
+    Shares are in [0, 1]; exact match and F1 are in percent.
 
     Args:
-        subject: what to measure.
-        data: what on.
-        folder: where tokenized text is kept.
-        say: is told what happens, a line each.
+        subject: model to measure.
+        data: data to measure on.
+        folder: folder for tokenized text.
+        report: receives one line per event.
 
     Raises:
-        TrainError: see the readers; or nothing held out is left.
+        TrainError: a file cannot be read, or holds nothing to measure.
     """
     figures: dict[str, float] = {}
     if data.text and subject.heads & {MASKED_LM, NEXT_SENTENCE}:
-        corpus = prepare_corpus(
-            data.text,
-            subject.tokenizer,
-            folder,
-            held_out=data.held_out,
-            only_held_out=True,
-            say=say,
-        ).held_out
-        if MASKED_LM in subject.heads:
-            for unit in (Unit.TOKEN, Unit.WHOLE_WORD):
-                found = _fill_mask(subject, corpus, unit, data)
-                figures |= {
-                    f"fill_mask_{unit.replace('-', '_')}_{name}": value
-                    for name, value in found.items()
-                }
-        if NEXT_SENTENCE in subject.heads:
-            figures["nsp_accuracy"] = _next_sentence(
-                subject, _pairs_of_texts(subject, corpus, data)
-            )
-            figures["nsp_accuracy_two_sentences"] = _next_sentence(
-                subject, _pairs_of_sentences(subject, corpus, data)
-            )
+        figures |= _measure_text(subject, data, folder, report)
     if data.pairs and EMBEDDING in subject.heads:
+        max_tokens = min(_PAIR_TOKENS, subject.max_tokens)
         figures["sts_spearman"] = similarity(
-            read_pairs(data.pairs), subject.tokenizer, subject.scorer, min(128, subject.max_tokens)
+            read_pairs(data.pairs), subject.tokenizer, subject.scorer, max_tokens
         )
     if data.stereotypes and MASKED_LM in subject.heads:
-        pairs = read_stereotypes(data.stereotypes)
         figures["stereotype_preference"] = stereotype_preference(
-            pairs, subject.tokenizer, subject.scorer, subject.max_tokens
+            read_stereotypes(data.stereotypes),
+            subject.tokenizer,
+            subject.scorer,
+            subject.max_tokens,
         )
     if data.questions and SPAN in subject.heads:
-        figures |= _questions(subject, data)
+        figures |= _measure_questions(subject, data)
     return figures
 
 
-def _fill_mask(subject: Subject, corpus: Corpus, unit: Unit, data: Data) -> dict[str, float]:
-    """Every chosen token is a ``[MASK]``, as a user sends it."""
-    masking = make_masking(subject.tokenizer, Pretraining(unit=unit), replace=(1.0, 0.0))
-    sequences = _sequences(subject, corpus, Sentence.NONE, data)
-    rows: list[tuple[Sequence, Masked]] = []
-    for number in range(min(data.sequences, len(sequences))):
-        rng = sequences.rng(number)
-        sequence = sequences.make(number, rng)
-        rows.append((sequence, masking(sequence.input_ids, rng)))
-    top, top5, log_likelihood, count = 0, 0, 0.0, 0
-    for group in equal_lengths([len(masked.input_ids) for _, masked in rows], 32):
-        ids = np.stack([rows[index][1].input_ids for index in group])
-        types = np.stack([rows[index][0].token_type_ids for index in group])
-        positions = np.concatenate(
-            [rows[index][1].positions + at * ids.shape[1] for at, index in enumerate(group)]
-        )
-        labels = np.concatenate([rows[index][1].labels for index in group])
+def _measure_text(
+    subject: Subject, data: EvaluationData, folder: Path, report: Report
+) -> dict[str, float]:
+    """Measure fill-mask and next sentence on the held-out text."""
+    corpus = prepare_corpus(
+        data.text,
+        subject.tokenizer,
+        folder,
+        held_out=data.held_out,
+        only_held_out=True,
+        report=report,
+    ).held_out
+    figures: dict[str, float] = {}
+    if MASKED_LM in subject.heads:
+        for unit in (Unit.TOKEN, Unit.WHOLE_WORD):
+            prefix = f"fill_mask_{unit.replace('-', '_')}"
+            for name, value in _measure_masks(subject, corpus, unit, data).items():
+                figures[f"{prefix}_{name}"] = value
+    if NEXT_SENTENCE in subject.heads:
+        texts = _pairs_of_texts(subject, corpus, data)
+        sentences = _pairs_of_sentences(subject, corpus, data)
+        figures["nsp_accuracy"] = _next_sentence_accuracy(subject, texts)
+        figures["nsp_accuracy_two_sentences"] = _next_sentence_accuracy(subject, sentences)
+    return figures
+
+
+def _measure_masks(
+    subject: Subject, corpus: Corpus, unit: Unit, data: EvaluationData
+) -> dict[str, float]:
+    """Return the accuracy and the perplexity on masked tokens.
+
+    Every chosen token becomes ``[MASK]``, as in a client's text.
+    """
+    rows = _masked_rows(subject, corpus, unit, data)
+    hits, log_likelihoods = [np.zeros((0, _TOP), bool)], [np.zeros(0, np.float32)]
+    for group in equal_lengths([len(masked.input_ids) for _, masked in rows], _BATCH):
+        chosen = [rows[index] for index in group]
+        input_ids = np.stack([masked.input_ids for _, masked in chosen])
+        length = input_ids.shape[1]
+        labels = np.concatenate([masked.labels for _, masked in chosen])
         if not len(labels):
             continue
-        best, told = score_masks(subject.scorer, ids, types, positions, labels, k=_TOP)
-        hits = best == labels[:, None]
-        top, top5, log_likelihood = (
-            top + int(hits[:, 0].sum()),
-            top5 + int(hits.any(1).sum()),
-            log_likelihood + float(told.sum()),
+        best, log_probabilities = score_masks(
+            subject.scorer,
+            input_ids,
+            np.stack([example.token_type_ids for example, _ in chosen]),
+            np.concatenate(
+                [masked.positions + row * length for row, (_, masked) in enumerate(chosen)]
+            ),
+            labels,
+            k=_TOP,
         )
-        count += len(labels)
-    if not count:
+        hits.append(best == labels[:, None])
+        log_likelihoods.append(log_probabilities)
+    all_hits, all_log_likelihoods = np.concatenate(hits), np.concatenate(log_likelihoods)
+    if not len(all_hits):
         raise TrainError("there is no held-out text to measure on")
     return {
-        "top1": top / count,
-        "top5": top5 / count,
-        "perplexity": math.exp(-log_likelihood / count),
+        "top1": float(all_hits[:, 0].mean()),
+        "top5": float(all_hits.any(1).mean()),
+        "perplexity": math.exp(-all_log_likelihoods.mean(dtype=np.float64)),
     }
 
 
-def _sequences(subject: Subject, corpus: Corpus, sentence: Sentence, data: Data) -> Sequences:
-    length, special = min(data.tokens, subject.max_tokens), special_ids(subject.tokenizer)
-    return Sequences(
-        corpus,
-        length=length,
+def _masked_rows(
+    subject: Subject, corpus: Corpus, unit: Unit, data: EvaluationData
+) -> list[tuple[TrainingExample, MaskedSequence]]:
+    masking = make_masking(subject.tokenizer, Pretraining(unit=unit), replace=(1.0, 0.0))
+    examples = _examples(subject, corpus, SentenceObjective.NONE, data)
+    rows = []
+    for number in range(min(data.sequences, len(examples))):
+        rng = examples.rng(number)
+        example = examples.make(number, rng)
+        rows.append((example, masking(example.input_ids, rng)))
+    return rows
+
+
+def _examples(
+    subject: Subject, corpus: Corpus, sentence: SentenceObjective, data: EvaluationData
+) -> EpochExamples:
+    options = ExampleOptions(
+        length=min(data.tokens, subject.max_tokens),
         sentence=sentence,
-        special=special,
+        special=special_ids(subject.tokenizer),
         seed=data.seed,
         epoch=0,
         short=0.0,
     )
+    return EpochExamples(corpus, options)
 
 
-def _pairs_of_texts(subject: Subject, corpus: Corpus, data: Data) -> list[Sequence]:
-    """Pairs as in training: two texts that fill a sequence, the second of another document half of the time."""
-    sequences = _sequences(subject, corpus, Sentence.NSP, data)
+def _pairs_of_texts(
+    subject: Subject, corpus: Corpus, data: EvaluationData
+) -> list[TrainingExample]:
+    """Return pairs of texts as in training; half of them come from two documents."""
+    examples = _examples(subject, corpus, SentenceObjective.NSP, data)
     return [
-        sequences.make(number, sequences.rng(number))
-        for number in range(min(data.sequences, len(sequences)))
+        examples.make(number, examples.rng(number))
+        for number in range(min(data.sequences, len(examples)))
     ]
 
 
-def _pairs_of_sentences(subject: Subject, corpus: Corpus, data: Data) -> list[Sequence]:
-    """The harder question that users send: one sentence and one sentence."""
+def _pairs_of_sentences(
+    subject: Subject, corpus: Corpus, data: EvaluationData
+) -> list[TrainingExample]:
+    """Return pairs of single sentences, as clients send them; half come from two documents."""
     rng = np.random.default_rng(data.seed)
-    special = special_ids(subject.tokenizer)
-    room = min(data.tokens, subject.max_tokens) - 3
     document_of = np.searchsorted(corpus.documents, np.arange(len(corpus.sentences) - 1), "right")
     followed = np.flatnonzero(np.diff(document_of) == 0)
+    max_sentence_tokens = (min(data.tokens, subject.max_tokens) - 3) // 2
+
+    def sentence(index: int) -> NDArray[np.unsignedinteger]:
+        start, end = corpus.sentences[index], corpus.sentences[index + 1]
+        return corpus.tokens[start:end][:max_sentence_tokens]
+
+    special = special_ids(subject.tokenizer)
     pairs = []
     for first in rng.choice(followed, min(data.sequences, len(followed)), replace=False):
         label, second = IS_NEXT, first + 1
         if rng.random() < 0.5:
-            label, second = (
-                1 - IS_NEXT,
-                int(rng.choice(np.flatnonzero(document_of != document_of[first]))),
-            )
-        a, b = (
-            corpus.tokens[corpus.sentences[i] : corpus.sentences[i + 1]][: room // 2]
-            for i in (first, second)
-        )
+            label = NOT_NEXT
+            second = int(rng.choice(np.flatnonzero(document_of != document_of[first])))
+        a, b = sentence(first), sentence(second)
         ids = np.concatenate([[special.cls], a, [special.sep], b, [special.sep]]).astype(np.int64)
-        pairs.append(Sequence(ids, np.repeat([0, 1], [len(a) + 2, len(b) + 1]), label))
+        types = np.repeat([0, 1], [len(a) + 2, len(b) + 1])
+        pairs.append(TrainingExample(ids, types, label))
     return pairs
 
 
-def _next_sentence(subject: Subject, pairs: list[Sequence]) -> float:
+def _next_sentence_accuracy(subject: Subject, pairs: list[TrainingExample]) -> float:
     if not pairs:
         raise TrainError("no held-out document has two sentences, which pairs are made of")
-    right = 0
-    for group in equal_lengths([len(pair.input_ids) for pair in pairs], 32):
+    correct = 0
+    for group in equal_lengths([len(pair.input_ids) for pair in pairs], _BATCH):
         chosen = [pairs[index] for index in group]
         logits = next_sentence_logits(
             subject.scorer,
-            np.stack([p.input_ids for p in chosen]),
-            np.stack([p.token_type_ids for p in chosen]),
+            np.stack([pair.input_ids for pair in chosen]),
+            np.stack([pair.token_type_ids for pair in chosen]),
         )
-        right += int((logits.argmax(1) == [p.label for p in chosen]).sum())
-    return right / len(pairs)
+        correct += int((logits.argmax(1) == [pair.label for pair in chosen]).sum())
+    return correct / len(pairs)
 
 
-def _questions(subject: Subject, data: Data) -> dict[str, float]:
+def _measure_questions(subject: Subject, data: EvaluationData) -> dict[str, float]:
     questions = [
         question
         for question in read_questions(data.questions)
@@ -252,11 +317,9 @@ def _questions(subject: Subject, data: Data) -> dict[str, float]:
         raise TrainError(
             "every question is of an article that training uses; raise the held-out share"
         )
-    tokens = min(384, subject.max_tokens)
+    tokens = min(_QUESTION_TOKENS, subject.max_tokens)
     windows = make_windows(
         questions, subject.tokenizer, tokens=tokens, stride=tokens // 3, question_tokens=tokens // 6
     )
-    return {
-        f"qa_{name}": value
-        for name, value in score(answer(questions, windows, subject.scorer), questions).items()
-    }
+    figures = score(answer(questions, windows, subject.scorer), questions)
+    return {f"qa_{name}": value for name, value in figures.items()}

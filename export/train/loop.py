@@ -1,350 +1,255 @@
-"""The training loop: steps, accumulation, clipping, checkpoints, and going on after a stop as if there had been none.
+"""The training loop: steps, gradient accumulation, evaluation, checkpoints, resumption.
 
-Knows neither text nor heads: an objective gives batches and losses. Everything drawn at a step is a function of
-(seed, step), so a checkpoint is the step, the weights and the optimiser's moments.
+An objective supplies batches and losses. Each random draw of a step is a function of (seed, step),
+so a run that is stopped and resumed gives the same result as a run that is not stopped.
 """
 
 import math
-import os
-import pickle
-import re
 import signal
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from export.train.device import autocast
 from export.train.errors import TrainError
 from export.train.optimisation import (
-    Optimizers,
     WeightAverage,
-    autocast,
     learning_rate,
     make_optimizer,
     schedule_factor,
 )
 from export.train.progress import LOG, Progress, draw_curves, read_log
 from export.train.recipe import Optimisation
-from export.train.run_folder import STATE
+from export.train.run_options import RunOptions
+from export.train.run_state import RunState, describe_state, load_state, save_state
 
 
 class Batch(Protocol):
-    """What a step works on."""
+    """The input of one forward pass."""
 
     @property
     def tokens(self) -> int:
-        """Real tokens in it."""
+        """Return the number of real tokens."""
 
     def to(self, device: torch.device) -> "Batch":
-        """On another device."""
+        """Return a copy of the batch on a device."""
 
 
 class Objective(Protocol):
-    """What a run optimises."""
+    """The module that a run trains, with its batches and its loss."""
 
     @property
     def module(self) -> nn.Module:
-        """Everything that is trained."""
+        """Return the module with all trained parameters."""
 
     @property
     def steps(self) -> int:
-        """How many there are."""
+        """Return the number of steps of the run."""
 
     def batch(self, step: int, part: int) -> Any:
-        """The ``part``-th batch of a step, the same whenever it is asked for."""
+        """Return the ``part``-th `Batch` of a step, a function of its arguments."""
 
     def loss(self, batch: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The loss, and figures to log (shares and part losses; 0-d tensors)."""
+        """Return the loss, and figures for the log (accuracies and single losses, 0-d tensors)."""
 
     def evaluate(self, step: int) -> Mapping[str, float]:
-        """Figures on held-out examples after so many steps; empty if there are none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """How often a run logs, evaluates and writes a checkpoint.
-
-    Attributes:
-        log: steps.
-        evaluate: steps; a run of fewer than ten times as many is evaluated ten times.
-        checkpoint: steps.
-        checkpoint_seconds: a checkpoint is written after so long even if fewer steps are done.
-    """
-
-    log: int = 20
-    evaluate: int = 500
-    checkpoint: int = 100
-    checkpoint_seconds: float = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class RunState:
-    """What a checkpoint of a run holds beside its step."""
-
-    module: nn.Module
-    optimizer: Optimizers
-    average: WeightAverage
-
-    def parts(self) -> dict[str, Any]:
-        """Return the state of each part by name."""
-        return {
-            "module": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "average": self.average.state_dict(),
-        }
-
-    def restore(self, parts: Mapping[str, Any]) -> None:
-        """Fill each part with what `parts` returned."""
-        self.module.load_state_dict(parts["module"])
-        self.optimizer.load_state_dict(parts["optimizer"])
-        self.average.load_state_dict(parts["average"])
-
-
-def open_device(name: str) -> torch.device:
-    """``cpu``, ``cuda``, ``cuda:N``, or ``auto``: cuda where there is one.
-
-    Raises:
-        TrainError: it is no device, or it is not there.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", name):
-        raise TrainError(f"device {name!r} is unknown; auto, cpu, cuda or cuda:N")
-    try:
-        device = torch.device(name)
-        torch.zeros((), device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise TrainError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return device
+        """Return figures on held-out data after ``step`` steps; empty without held-out data."""
 
 
 def train(
     objective: Objective,
+    options: RunOptions,
+    *,
     seed: int,
     optimisation: Optimisation,
-    folder: Path,
-    *,
-    device: torch.device,
-    schedule: Schedule = Schedule(),
-    say: Callable[[str], None],
     before_step: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Run an objective to its last step, from the run folder's checkpoint if there is one.
+    """Train an objective to its last step, from the checkpoint in the run's directory if present.
+
+    Args:
+        objective: module, batches and loss.
+        options: where the run computes and writes.
+        seed: seed of dropout and of all other draws of torch.
+        optimisation: optimiser, schedule, clipping, accumulation and precision.
+        before_step: called before each step with its 0-based number.
 
     Raises:
-        TrainError: the loss is no number any more, the disk is full, or the run
-            was interrupted. The last good checkpoint stays.
+        TrainError: the loss or a weight is not finite, the disk is full, or the run was
+            interrupted. The last good checkpoint is kept.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    run_dir, device = options.run_dir, options.device
+    run_dir.mkdir(parents=True, exist_ok=True)
     module = objective.module.to(device).train()
-    optimizer = make_optimizer(module, optimisation)
     average = WeightAverage(module, round((1 - optimisation.average) * objective.steps))
-    state = RunState(module, optimizer, average)
-    step = _load(folder, state, device)
-    if step:
-        say(f"going on after step {step} of {objective.steps}")
-    progress = Progress(
-        folder,
-        step,
-        objective.steps,
-        threads=torch.get_num_threads() if device.type == "cpu" else None,
-    )
-    evaluate_every = max(1, min(schedule.evaluate, objective.steps // 10))
-    saved = time.monotonic()
-    sums: dict[str, list[Tensor]] = defaultdict(list)
+    state = RunState(module, make_optimizer(module, optimisation), average)
+    first_step = load_state(run_dir, state, device)
+    if first_step:
+        options.report(f"going on after step {first_step} of {objective.steps}")
+    threads = torch.get_num_threads() if device.type == "cpu" else None
+    progress = Progress(run_dir, first_step, objective.steps, threads=threads)
+    stepper = _Stepper(objective, options, seed, optimisation, state, progress)
     try:
         with _interruptible() as interrupted:
-            while step < objective.steps:
+            for step in range(first_step, objective.steps):
                 before_step(step)
-                figures = _step(objective, optimizer, optimisation, step, seed, device, progress)
-                average.add(step)
-                step += 1
-                for name, value in figures.items():
-                    sums[name].append(value)
-                last = step == objective.steps
-                if last or step % schedule.log == 0 or interrupted.is_set():
-                    means = {
-                        name: float(torch.stack(values).mean()) for name, values in sums.items()
-                    }
-                    sums.clear()
-                    _check_loss(means["loss"], step, folder)
-                    if last or step % evaluate_every == 0:
-                        means |= _evaluate(objective, step, average if last else None, say)
-                    progress.log(
-                        step,
-                        means
-                        | {"learning_rate": learning_rate(step - 1, objective.steps, optimisation)},
-                    )
-                overdue = time.monotonic() - saved >= schedule.checkpoint_seconds
-                if last or step % schedule.checkpoint == 0 or overdue or interrupted.is_set():
-                    _check_weights(module, step, folder)
-                    _save(folder, state, step)
-                    saved = time.monotonic()
-                if interrupted.is_set() and not last:
-                    raise TrainError(
-                        f"interrupted; {_kept(folder)}, the same command goes on from there"
-                    )
+                stepper.step(step, interrupted)
     except OSError as error:
+        reason = error.strerror or error
         raise TrainError(
-            f"the run cannot be written: {error.strerror or error}; {_kept(folder)}"
+            f"the run cannot be written: {reason}; {describe_state(run_dir)}"
         ) from error
     finally:
         progress.close()
     average.apply()
     module.eval()
-    if not read_log(folder):
+    if not read_log(run_dir):
         raise TrainError(
-            f"{folder / LOG} of the finished run is damaged or gone; restore it, or remove {folder} to begin anew"
+            f"{run_dir / LOG} of the finished run is damaged or gone; "
+            f"restore it, or remove {run_dir} to begin anew"
         )
-    draw_curves(folder)
+    draw_curves(run_dir)
 
 
-def _step(
-    objective: Objective,
-    optimizer: Optimizers,
-    recipe: Optimisation,
-    step: int,
-    seed: int,
-    device: torch.device,
-    progress: Progress,
-) -> dict[str, Tensor]:
-    """One update; the figures are means over its batches."""
-    torch.manual_seed(seed * 1_000_003 + step)  # dropout, and whatever else torch draws
-    sums: dict[str, Tensor] = {}
-    tokens = 0
-    for part in range(recipe.accumulation):
-        batch = objective.batch(step, part)
-        tokens += batch.tokens
-        with autocast(device, recipe.precision):
-            loss, figures = objective.loss(batch.to(device))
-        (loss / recipe.accumulation).backward()  # type: ignore[no-untyped-call]
-        for name, value in {"loss": loss, **figures}.items():
-            sums[name] = (
-                sums.get(name, torch.zeros((), device=device))
-                + value.detach().float() / recipe.accumulation
+class _Stepper:
+    """Runs single steps: update, log, evaluation and checkpoint as the schedule says."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        options: RunOptions,
+        seed: int,
+        optimisation: Optimisation,
+        state: RunState,
+        progress: Progress,
+    ) -> None:
+        self._objective, self._options = objective, options
+        self._seed, self._optimisation = seed, optimisation
+        self._state, self._progress = state, progress
+        self._figures: dict[str, list[Tensor]] = defaultdict(list)  # since the last log entry
+        self._saved_at = time.monotonic()
+
+    def step(self, step: int, interrupted: threading.Event) -> None:
+        """Run the 0-based ``step``.
+
+        Raises:
+            TrainError: the loss or a weight is not finite, or the run was interrupted.
+        """
+        for name, value in self._update(step).items():
+            self._figures[name].append(value)
+        self._state.average.add(step)
+        finished, schedule = step + 1, self._options.schedule
+        is_last, stops = finished == self._objective.steps, interrupted.is_set()
+        if is_last or stops or finished % schedule.log == 0:
+            self._log(finished, is_last)
+        overdue = time.monotonic() - self._saved_at >= schedule.checkpoint_seconds
+        if is_last or stops or overdue or finished % schedule.checkpoint == 0:
+            self._save(finished)
+        if stops and not is_last:
+            raise TrainError(
+                f"interrupted; {describe_state(self._options.run_dir)}, "
+                "the same command goes on from there"
             )
-    sums["gradient_norm"] = nn.utils.clip_grad_norm_(objective.module.parameters(), recipe.clip)
-    optimizer.step(schedule_factor(step, objective.steps, recipe))
-    progress.advance(tokens)
-    return sums
+
+    def _update(self, step: int) -> dict[str, Tensor]:
+        """Update the weights once; return the means of the figures over the step's batches."""
+        objective, optimisation = self._objective, self._optimisation
+        device = self._options.device
+        torch.manual_seed(self._seed * 1_000_003 + step)  # dropout and other draws of torch
+        means: dict[str, Tensor] = {}
+        tokens = 0
+        for part in range(optimisation.accumulation):
+            batch = objective.batch(step, part)
+            tokens += batch.tokens
+            with autocast(device, optimisation.precision):
+                loss, figures = objective.loss(batch.to(device))
+            (loss / optimisation.accumulation).backward()  # type: ignore[no-untyped-call]
+            for name, value in {"loss": loss, **figures}.items():
+                share = value.detach().float() / optimisation.accumulation
+                means[name] = means.get(name, torch.zeros((), device=device)) + share
+        parameters = objective.module.parameters()
+        means["gradient_norm"] = nn.utils.clip_grad_norm_(parameters, optimisation.clip)
+        self._state.optimizer.step(schedule_factor(step, objective.steps, optimisation))
+        self._progress.advance(tokens)
+        return means
+
+    def _log(self, step: int, is_last: bool) -> None:
+        """Write the figures since the last log entry, and evaluate if an evaluation is due."""
+        steps = self._objective.steps
+        means = {name: float(torch.stack(values).mean()) for name, values in self._figures.items()}
+        self._figures.clear()
+        _check_loss(means["loss"], step, self._options.run_dir)
+        evaluate_every = max(1, min(self._options.schedule.evaluate, steps // 10))
+        if is_last or step % evaluate_every == 0:
+            means |= self._evaluate(step, is_last)
+        means["learning_rate"] = learning_rate(step - 1, steps, self._optimisation)
+        self._progress.log(step, means)
+
+    def _evaluate(self, step: int, is_last: bool) -> dict[str, float]:
+        """Return held-out figures. At the last step, the averaged weights are evaluated."""
+        objective, average = self._objective, self._state.average
+        figures = objective.evaluate(step)
+        if is_last and average.count:
+            last_figures = figures
+            with average.applied():
+                figures = objective.evaluate(step)
+            if "loss" in figures:
+                self._options.report(
+                    f"the weights of the last {average.count} steps averaged: "
+                    f"held-out loss {figures['loss']:.4f}; "
+                    f"those of the last step: {last_figures['loss']:.4f}"
+                )
+        objective.module.train()
+        return {f"held_out_{name}": value for name, value in figures.items()}
+
+    def _save(self, step: int) -> None:
+        _check_weights(self._state.module, step, self._options.run_dir)
+        save_state(self._options.run_dir, self._state, step)
+        self._saved_at = time.monotonic()
 
 
-def _kept(folder: Path) -> str:
-    return (
-        f"the checkpoint in {folder} is kept"
-        if (folder / STATE).is_file()
-        else "there is no checkpoint yet"
-    )
-
-
-def _check_loss(loss: float, step: int, folder: Path) -> None:
+def _check_loss(loss: float, step: int, run_dir: Path) -> None:
     if not math.isfinite(loss):
         raise TrainError(
-            f"the loss is {loss} at step {step}; {_kept(folder)}; try a lower learning_rate"
+            f"the loss is {loss} at step {step}; {describe_state(run_dir)}; "
+            "try a lower learning_rate"
         )
 
 
-def _check_weights(module: nn.Module, step: int, folder: Path) -> None:
+def _check_weights(module: nn.Module, step: int, run_dir: Path) -> None:
     if not all(bool(parameter.isfinite().all()) for parameter in module.parameters()):
         raise TrainError(
-            f"a weight is no number any more at step {step}; {_kept(folder)}; try a lower learning_rate"
+            f"a weight is no number any more at step {step}; {describe_state(run_dir)}; "
+            "try a lower learning_rate"
         )
-
-
-def _evaluate(
-    objective: Objective, step: int, average: WeightAverage | None, say: Callable[[str], None]
-) -> dict[str, float]:
-    """Return held-out figures: of the averaged weights, where there are any, since those are the result."""
-    figures = objective.evaluate(step)
-    if average is not None and average.count:
-        last = figures
-        with average.applied():
-            figures = objective.evaluate(step)
-        if "loss" in figures:
-            say(
-                f"the weights of the last {average.count} steps averaged: held-out loss {figures['loss']:.4f};"
-                f" those of the last step: {last['loss']:.4f}"
-            )
-    objective.module.train()
-    return {f"held_out_{name}": value for name, value in figures.items()}
-
-
-def _save(folder: Path, state: RunState, step: int) -> None:
-    """Replace the checkpoint in one move, so that a kill or a full disk leaves the last one whole."""
-    new = folder / f"{STATE}.new"
-    try:
-        with new.open("wb") as stream:
-            torch.save({"step": step} | state.parts(), stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-        new.replace(folder / STATE)
-    except RuntimeError as error:  # torch's own writer, on a full disk
-        new.unlink(missing_ok=True)
-        reason = error.__context__
-        said = reason.strerror if isinstance(reason, OSError) else str(error).splitlines()[0]
-        raise TrainError(
-            f"the checkpoint of step {step} cannot be written: {said}; {_kept(folder)}"
-        ) from error
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
-
-
-def _load(folder: Path, state: RunState, device: torch.device) -> int:
-    """Fill the state from the checkpoint; the number of steps done, 0 if there is none."""
-    file = folder / STATE
-    if not file.is_file():
-        return 0
-    try:
-        loaded = torch.load(file, map_location=device, weights_only=True)
-        step = int(loaded["step"])
-        parts = {name: loaded[name] for name in ("module", "optimizer", "average")}
-    except torch.OutOfMemoryError:
-        raise
-    except (
-        RuntimeError,
-        ValueError,
-        KeyError,
-        TypeError,
-        EOFError,
-        OSError,
-        pickle.UnpicklingError,
-    ) as error:
-        raise TrainError(
-            f"{file} is damaged ({type(error).__name__}); remove it to begin anew"
-        ) from error
-    try:
-        state.restore(parts)
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
-        raise TrainError(
-            f"{file} is of another model: was the vocabulary or the source another one? Give another folder, or remove it"
-        ) from error
-    return step
 
 
 @contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM set the event: the step is finished and a checkpoint written; a second Ctrl-C ends at once."""
-    event = threading.Event()
+    """Set an event on Ctrl-C or SIGTERM, so that the step ends and a checkpoint is written.
+
+    A second signal raises KeyboardInterrupt at once. Signals reach the main thread only, so in any
+    other thread the event is never set.
+    """
+    interrupted = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield event
+        yield interrupted
         return
 
     def stop(_: int, __: object) -> None:
-        if event.is_set():
+        if interrupted.is_set():
             raise KeyboardInterrupt
-        event.set()
+        interrupted.set()
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield event
+        yield interrupted
     finally:
-        for number, handler in before.items():
+        for number, handler in previous.items():
             signal.signal(number, handler)

@@ -1,8 +1,8 @@
-"""Chooses which tokens are hidden from the model and what it sees in their place. Knows no text and no torch.
+"""Chooses the tokens to mask and their replacements. Does not import torch.
 
-Sources: Devlin et al. 2019, section 3.1 (15 %, 80/10/10; whole words: the release notes of google-research/bert);
-Joshi et al. 2020, "SpanBERT", section 3.1 (spans). Drawing anew at each epoch (Liu et al. 2019, "RoBERTa", section 4.1) or
-always alike is the caller's, by the generator it passes.
+Sources: Devlin et al. 2019, section 3.1 (15 %, 80/10/10; whole words: the release notes of
+google-research/bert); Joshi et al. 2020, "SpanBERT", section 3.1 (spans). The caller's generator
+decides whether masks differ per epoch (Liu et al. 2019, "RoBERTa", section 4.1).
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 _LONGEST_SPAN = 10
 _SPAN_SHARES = 0.8 ** np.arange(_LONGEST_SPAN) / (0.8 ** np.arange(_LONGEST_SPAN)).sum()
-"""Of spans of 1 to 10 words: geometric with p = 0.2, cut at 10 and scaled to 1; their mean is 3.8."""
+"""Probabilities of spans of 1 to 10 words: geometric with p = 0.2, cut at 10. The mean is 3.8."""
 
 
 class Unit(StrEnum):
-    """What is hidden together."""
+    """The unit of text that is masked as a whole."""
 
     TOKEN = "token"
     WHOLE_WORD = "whole-word"
@@ -26,14 +26,14 @@ class Unit(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Masked:
-    """One sequence with some of its tokens hidden.
+class MaskedSequence:
+    """One sequence with some of its tokens masked.
 
     Attributes:
-        input_ids: int64 [S], what the model sees.
-        positions: int64 [M], ascending, where tokens were chosen.
-        labels: int64 [M], what stood there.
-        spans: int64 [M, 2], first and last position of the run of chosen tokens that each belongs to.
+        input_ids: int64 [S], the input of the model.
+        positions: int64 [M], ascending positions of the chosen tokens.
+        labels: int64 [M], the original tokens at these positions.
+        spans: int64 [M, 2], first and last position of the run of chosen tokens around each one.
     """
 
     input_ids: NDArray[np.int64]
@@ -44,16 +44,17 @@ class Masked:
 
 @dataclass(frozen=True, slots=True)
 class Masking:
-    """Hides a share of a sequence's tokens.
+    """Masks a share of a sequence's tokens.
 
     Attributes:
-        unit: what is hidden together.
-        rate: the share of a sequence's ordinary tokens that is chosen; a sequence with any has at least one chosen.
-        mask_id: the id of ``[MASK]``.
-        special: bool [V], tokens that are never chosen and never put in another's place.
-        continues: bool [V], tokens that go on with the word before them.
-        replace: the shares of chosen tokens that become ``[MASK]`` and that become a random token; the rest stays.
-        final_rate: the rate at the end of a run, see `at`; None: as at its start.
+        unit: unit of text that is masked as a whole.
+        rate: share of ordinary tokens to choose. At least one ordinary token is chosen.
+        mask_id: id of ``[MASK]``.
+        special: bool [V], tokens that are never chosen and never used as a replacement.
+        continues: bool [V], tokens that continue the word before them.
+        replace: share of chosen tokens that become ``[MASK]``, and share that become a random
+            token. All other chosen tokens stay.
+        final_rate: rate at the end of a run, see `at`; None: constant rate.
     """
 
     unit: Unit
@@ -65,42 +66,54 @@ class Masking:
     final_rate: float | None = None
 
     def at(self, progress: float) -> "Masking":
-        """Return the masking at ``progress``, in [0, 1], of a run: the rate goes linearly to its final value.
+        """Return the masking at ``progress`` in [0, 1] of a run.
 
-        Source: Ankner et al. 2024, "Dynamic Masking Rate Schedules for MLM Pretraining", section 3.
+        The rate changes linearly to its final value. Source: Ankner et al. 2024, "Dynamic Masking
+        Rate Schedules for MLM Pretraining", section 3.
         """
         if self.final_rate is None:
             return self
         rate = self.rate + (self.final_rate - self.rate) * progress
         return dataclasses.replace(self, rate=rate, final_rate=None)
 
-    def __call__(self, input_ids: NDArray[np.int64], rng: np.random.Generator) -> Masked:
-        """Hide tokens of ``input_ids`` int64 [S] (special tokens included, no padding)."""
+    def __call__(self, input_ids: NDArray[np.int64], rng: np.random.Generator) -> MaskedSequence:
+        """Mask tokens of ``input_ids`` int64 [S], which include special tokens but no padding."""
         ordinary = ~self.special[input_ids]
         units = self._units(input_ids, ordinary)
-        wanted = max(1, round(self.rate * ordinary.sum())) if len(units) else 0
-        chosen = (
-            self._choose_spans(units, wanted, rng)
-            if self.unit is Unit.SPAN
-            else self._choose(units, wanted, rng)
-        )
+        count = max(1, round(self.rate * ordinary.sum())) if len(units) else 0
+        choose = self._choose_spans if self.unit is Unit.SPAN else self._choose_units
+        chosen = choose(units, count, rng)
         positions = np.sort(np.concatenate(chosen)) if chosen else np.zeros(0, np.int64)
-        seen = input_ids.copy()
-        # A span is replaced as one; otherwise each token is drawn for itself.
+        # One draw replaces a whole span. Otherwise each token has its own draw.
         pieces = chosen if self.unit is Unit.SPAN else positions[:, None]
+        masked_ids = self._replace(input_ids, pieces, rng)
+        return MaskedSequence(masked_ids, positions, input_ids[positions], _runs(positions))
+
+    def _replace(
+        self,
+        input_ids: NDArray[np.int64],
+        pieces: list[NDArray[np.int64]] | NDArray[np.int64],
+        rng: np.random.Generator,
+    ) -> NDArray[np.int64]:
+        """Return a copy of ``input_ids`` with replaced tokens at some of the ``pieces``."""
+        masked_ids = input_ids.copy()
         draws = rng.random(len(pieces))
         random_ids = np.flatnonzero(~self.special)
+        mask_share, random_share = self.replace
         for piece, draw in zip(pieces, draws, strict=True):
-            if draw < self.replace[0]:
-                seen[piece] = self.mask_id
-            elif draw < self.replace[0] + self.replace[1]:
-                seen[piece] = rng.choice(random_ids, len(piece))
-        return Masked(seen, positions, input_ids[positions], _runs(positions))
+            if draw < mask_share:
+                masked_ids[piece] = self.mask_id
+            elif draw < mask_share + random_share:
+                masked_ids[piece] = rng.choice(random_ids, len(piece))
+        return masked_ids
 
     def _units(
         self, input_ids: NDArray[np.int64], ordinary: NDArray[np.bool_]
     ) -> list[NDArray[np.int64]]:
-        """The positions of each unit, in order: tokens, or whole words (a span is made of those)."""
+        """Return the positions of each token, or of each whole word, in order.
+
+        A span consists of whole words.
+        """
         positions = np.flatnonzero(ordinary)
         if not len(positions):
             return []
@@ -110,52 +123,63 @@ class Masking:
         return np.split(positions, np.flatnonzero(starts[1:]) + 1)
 
     @staticmethod
-    def _choose(
-        units: list[NDArray[np.int64]], wanted: int, rng: np.random.Generator
+    def _choose_units(
+        units: list[NDArray[np.int64]], count: int, rng: np.random.Generator
     ) -> list[NDArray[np.int64]]:
-        """Units in random order; one that would exceed the number wanted is passed over, unless it is the first."""
+        """Choose units in random order until they have ``count`` tokens.
+
+        A unit that would exceed ``count`` is skipped, unless it is the first.
+        """
         chosen: list[NDArray[np.int64]] = []
-        left = wanted
+        remaining = count
         for index in rng.permutation(len(units)):
             unit = units[index]
-            if len(unit) <= left or not chosen:
+            if len(unit) <= remaining or not chosen:
                 chosen.append(unit)
-                left -= len(unit)
-            if left <= 0:
+                remaining -= len(unit)
+            if remaining <= 0:
                 break
         return chosen
 
     @staticmethod
     def _choose_spans(
-        units: list[NDArray[np.int64]], wanted: int, rng: np.random.Generator
+        units: list[NDArray[np.int64]], count: int, rng: np.random.Generator
     ) -> list[NDArray[np.int64]]:
-        """Spans of 1 to 10 words, lengths geometric, until the number is reached; the last is cut to what is left of it."""
+        """Choose spans of 1 to 10 words, with geometric lengths, until they have ``count`` tokens.
+
+        The last span is shortened to the remaining number of tokens.
+        """
         taken = np.zeros(len(units), bool)
         chosen: list[NDArray[np.int64]] = []
-        left = wanted
+        remaining = count
         for _ in range(10 * len(units)):
-            if left <= 0:
+            if remaining <= 0:
                 break
             length = min(1 + int(rng.choice(_LONGEST_SPAN, p=_SPAN_SHARES)), len(units))
             first = int(rng.integers(len(units) - length + 1))
-            while length > 1 and sum(map(len, units[first : first + length])) > left:
+            while length > 1 and sum(map(len, units[first : first + length])) > remaining:
                 length -= 1
             positions = np.concatenate(units[first : first + length])
-            # Neither over another span nor over a special token: the [SEP] between two texts is a boundary.
-            if (
-                taken[first : first + length].any()
-                or positions[-1] - positions[0] != len(positions) - 1
-                or len(positions) > left
-            ):
+            # The [SEP] between two texts is a boundary.
+            crosses_special = positions[-1] - positions[0] != len(positions) - 1
+            overlaps = taken[first : first + length].any()
+            if overlaps or crosses_special or len(positions) > remaining:
                 continue
             taken[first : first + length] = True
             chosen.append(positions)
-            left -= len(positions)
-        return chosen or [units[rng.integers(len(units))] for _ in range(min(wanted, 1))]
+            remaining -= len(positions)
+        return chosen or [units[rng.integers(len(units))] for _ in range(min(count, 1))]
 
 
 def _runs(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[M] ascending -> [M, 2]: first and last position of the consecutive run that each is in."""
+    """Return the first and last position of the run of consecutive positions around each position.
+
+    Args:
+        positions: int64 [M], ascending.
+
+    Returns:
+        int64 [M, 2].
+    """
     if not len(positions):
         return np.zeros((0, 2), np.int64)
     run = np.cumsum(np.diff(positions, prepend=positions[0]) > 1)

@@ -1,8 +1,9 @@
-"""What pre-training optimises: modules that turn a batch of text into a loss. Knows no files and no loop.
+"""Pre-training objectives: modules that turn a batch of text into a loss.
 
-Sources: Devlin et al. 2019 (masked tokens, next sentence); Joshi et al. 2020, section 3.2 (span boundaries);
-Clark et al. 2020, "ELECTRA", section 2 (replaced tokens); Kiyono et al. 2021, "SHAPE" (shifted positions).
-Shapes: B sequences of S tokens, H hidden size, V vocabulary, M chosen tokens.
+Sources: Devlin et al. 2019 (masked tokens, next sentence); Joshi et al. 2020, section 3.2 (span
+boundaries); Clark et al. 2020, "ELECTRA", section 2 (replaced tokens); Kiyono et al. 2021, "SHAPE"
+(shifted positions).
+Shapes: B sequences of S tokens, H hidden size, V vocabulary size, M chosen tokens.
 """
 
 import math
@@ -18,37 +19,34 @@ from export.models import Model
 from export.models.encoder import Encoder
 from export.train.batches import TextBatch
 from export.train.embeddings import KeptEmbeddings
-from export.train.pairs import Sentence
+from export.train.pairs import SentenceObjective
 from export.train.recipe import Pretraining, Sizes
 
-_LONGEST_RUN = 64
-"""Positions inside a span that are told apart; spans that touch make longer runs than one span."""
+_MAX_OFFSETS = 64
+"""Offsets inside a span with an own embedding. Adjacent spans form runs longer than one span."""
 
 
 class MaskedText(nn.Module):
-    """Masked tokens, with the sentence objective and the span-boundary objective if the recipe has them.
+    """Masked tokens, and the sentence and span-boundary objectives if the recipe has them.
 
     Args:
-        model: what is trained.
-        recipe: the weights of the losses.
-        kept: the embeddings to stay close to; none: they may move.
+        model: trained model, with a masked-LM head.
+        recipe: weights of the losses.
+        kept_embeddings: target of the sentence embeddings; None: no such target.
     """
 
     def __init__(
-        self, model: Model, recipe: Pretraining, kept: KeptEmbeddings | None = None
+        self, model: Model, recipe: Pretraining, kept_embeddings: KeptEmbeddings | None = None
     ) -> None:
         super().__init__()
         self.model = model
-        self._kept, self._embedding_weight, self._z_loss = (
-            kept,
-            recipe.embedding_weight,
-            recipe.z_loss,
-        )
+        self._kept_embeddings = kept_embeddings
+        self._embedding_weight, self._z_loss = recipe.embedding_weight, recipe.z_loss
         self.boundary = SpanBoundary(model) if recipe.span_boundary else None
         self.sentence_weight = recipe.sentence_weight
 
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The weighted sum of the losses, and each with its accuracy."""
+        """Return the weighted sum of the losses, and each loss with its accuracy."""
         assert self.model.masked_lm is not None
         hidden = self.model(
             batch.input_ids, batch.token_type_ids, batch.attention_mask, batch.first_positions
@@ -59,38 +57,43 @@ class MaskedText(nn.Module):
         if self._z_loss:
             loss = loss + self._z_loss * logits.float().logsumexp(1).square().mean()
         if self.boundary is not None:
-            spans_loss = F.cross_entropy(self.boundary(rows, batch).float(), batch.labels)
-            loss, figures["boundary_loss"] = loss + spans_loss, spans_loss
+            boundary_loss = F.cross_entropy(self.boundary(rows, batch).float(), batch.labels)
+            figures["boundary_loss"] = boundary_loss
+            loss = loss + boundary_loss
         if self.model.next_sentence is not None:
             sentence_logits = self.model.next_sentence(hidden[:, 0]).float()
             sentence_loss = F.cross_entropy(sentence_logits, batch.next_labels)
+            correct = sentence_logits.argmax(1) == batch.next_labels
             figures["sentence_loss"] = sentence_loss
-            figures["sentence_accuracy"] = (
-                (sentence_logits.argmax(1) == batch.next_labels).float().mean()
-            )
+            figures["sentence_accuracy"] = correct.float().mean()
             loss = loss + self.sentence_weight * sentence_loss
-        if self._kept is not None:
-            cosine = self._kept.cosine(self.model, batch)
+        if self._kept_embeddings is not None:
+            cosine = self._kept_embeddings.cosine(self.model, batch)
             figures["embedding_cosine"] = cosine
             loss = loss + self._embedding_weight * (1 - cosine)
         return loss, figures
 
 
 def masked_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """``logits`` [M, V], ``labels`` [M] -> mean cross-entropy in nats, and the share of tokens found."""
+    """Return the mean cross-entropy in nats, and figures with the share of correct tokens.
+
+    Args:
+        logits: [M, V].
+        labels: int64 [M].
+    """
     logits = logits.float()
     loss = F.cross_entropy(logits, labels)
     return loss, {"masked_loss": loss, "accuracy": (logits.argmax(1) == labels).float().mean()}
 
 
 class SpanBoundary(nn.Module):
-    """Each token of a span from the hidden states just outside it and its place in it, by two layers."""
+    """Predicts each token of a span from the two hidden states around the span and its offset."""
 
     def __init__(self, model: Model) -> None:
         super().__init__()
         assert model.masked_lm is not None
         size, eps = model.config.hidden_size, model.config.layer_norm_eps
-        self.place = nn.Embedding(_LONGEST_RUN, size)
+        self.place = nn.Embedding(_MAX_OFFSETS, size)
         self.layers = nn.Sequential(
             nn.Linear(3 * size, size),
             nn.GELU(),
@@ -103,19 +106,23 @@ class SpanBoundary(nn.Module):
         self.decoder.weight = model.encoder.embeddings.word.weight
 
     def forward(self, rows: Tensor, batch: TextBatch) -> Tensor:
-        """``rows`` [B * S, H] -> logits [M, V]."""
-        first, last = (
-            batch.spans[:, 0],
-            batch.spans[:, 1],
-        )  # [CLS] and [SEP] are never chosen: both neighbours exist
-        place = self.place((batch.positions - first).clamp(max=_LONGEST_RUN - 1))
-        return self.decoder(self.layers(torch.cat([rows[first - 1], rows[last + 1], place], 1)))  # type: ignore[no-any-return]
+        """Return logits [M, V] from hidden states ``rows`` [B * S, H]."""
+        # [CLS] and [SEP] are never chosen, so both neighbours of a span exist.
+        first, last = batch.spans[:, 0], batch.spans[:, 1]
+        place = self.place((batch.positions - first).clamp(max=_MAX_OFFSETS - 1))
+        inputs = torch.cat([rows[first - 1], rows[last + 1], place], 1)
+        return self.decoder(self.layers(inputs))  # type: ignore[no-any-return]
 
 
 class ReplacedTokens(nn.Module):
-    """A small generator fills masked tokens by sampling; the model finds which tokens were replaced.
+    """Replaced-token detection: a small generator fills masked tokens, and the model detects them.
 
-    The sampling is not differentiated through. What is kept in the end is ``model``, an encoder without heads.
+    No gradient flows through the sampling. A run keeps ``model``, an encoder without heads.
+
+    Args:
+        model: trained model.
+        generator: smaller model with a masked-LM head.
+        weight: weight of the detection loss.
     """
 
     def __init__(self, model: Model, generator: Model, weight: float) -> None:
@@ -125,7 +132,7 @@ class ReplacedTokens(nn.Module):
         self.finder = nn.Sequential(nn.Linear(size, size), nn.GELU(), nn.Linear(size, 1))
 
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """The generator's loss plus the weighted loss of finding, and the accuracy of both."""
+        """Return the generator's loss plus the weighted detection loss, and both accuracies."""
         assert self.generator.masked_lm is not None
         hidden = self.generator(
             batch.input_ids, batch.token_type_ids, batch.attention_mask, batch.first_positions
@@ -134,38 +141,55 @@ class ReplacedTokens(nn.Module):
         loss, figures = masked_loss(logits, batch.labels)
         figures["generator_accuracy"] = figures.pop("accuracy")
 
-        original = batch.input_ids.flatten().clone()
-        original[batch.positions] = batch.labels
-        corrupted = original.clone()
-        with torch.no_grad():
-            noise = (
-                -torch.empty_like(logits).exponential_().log()
-            )  # Gumbel: argmax is a sample of the softmax
-            corrupted[batch.positions] = (logits + noise).argmax(1)
-        replaced = (corrupted != original).view_as(batch.input_ids)
-        seen = replace(batch, input_ids=corrupted.view_as(batch.input_ids))
-        found = self.model(
-            seen.input_ids, seen.token_type_ids, seen.attention_mask, seen.first_positions
+        corrupted, replaced = _sample_tokens(batch, logits)
+        hidden = self.model(
+            corrupted.input_ids,
+            corrupted.token_type_ids,
+            corrupted.attention_mask,
+            corrupted.first_positions,
         )
-        scores = self.finder(found).squeeze(-1).float()
+        scores = self.finder(hidden).squeeze(-1).float()
         real = batch.attention_mask
-        finding = F.binary_cross_entropy_with_logits(scores[real], replaced[real].float())
-        figures["finding_loss"] = finding
+        detection_loss = F.binary_cross_entropy_with_logits(scores[real], replaced[real].float())
+        figures["finding_loss"] = detection_loss
         figures["accuracy"] = ((scores > 0) == replaced)[real].float().mean()
-        return loss + self.weight * finding, figures
+        return loss + self.weight * detection_loss, figures
+
+
+@torch.no_grad()
+def _sample_tokens(batch: TextBatch, logits: Tensor) -> tuple[TextBatch, Tensor]:
+    """Replace the chosen tokens of a batch with samples.
+
+    Args:
+        batch: masked sequences.
+        logits: float32 [M, V], the generator's logits at the chosen tokens.
+
+    Returns:
+        The batch with the samples; bool [B, S], True where a sample differs from the original.
+    """
+    original = batch.input_ids.flatten().clone()
+    original[batch.positions] = batch.labels
+    sampled = original.clone()
+    gumbel_noise = -torch.empty_like(logits).exponential_().log()
+    sampled[batch.positions] = (logits + gumbel_noise).argmax(1)  # a sample of the softmax
+    shape = batch.input_ids.shape
+    return replace(batch, input_ids=sampled.view(shape)), (sampled != original).view(shape)
 
 
 def initialise(module: nn.Module) -> None:
-    """Embeddings normal with deviation 0.02, matrices as wide as that is for BERT-base, biases 0, LayerNorm 1 and 0.
+    """Set random weights.
 
-    google-research/bert uses 0.02 at every size; 0.02 * sqrt(768 / H) keeps a layer's output as large as it is there.
-    Positions begin as sinusoids (Vaswani et al. 2017, section 3.5): near ones are alike from the first step.
+    Embeddings are normal with deviation 0.02, and matrices with deviation 0.02 * sqrt(768 / H).
+    Biases are 0. google-research/bert uses 0.02 at every size; the factor keeps the outputs of a
+    small model's layers as large as in BERT-base. Position embeddings start as sinusoids (Vaswani
+    et al. 2017, section 3.5), so neighbouring positions are similar from the first step.
     """
     for part in module.modules():
         if isinstance(part, nn.Linear):
             nn.init.normal_(part.weight, std=0.02 * math.sqrt(768 / part.in_features))
             nn.init.zeros_(part.bias)
-    for part in module.modules():  # after the matrices: a tied decoder's weights are embeddings
+    # After the matrices, because a tied decoder shares the weights of an embedding.
+    for part in module.modules():
         if isinstance(part, nn.Embedding):
             nn.init.normal_(part.weight, std=0.02)
     for part in module.modules():
@@ -175,34 +199,40 @@ def initialise(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _set_sinusoids(positions: Tensor) -> None:
-    """``positions`` [S, H], as large as the other embeddings."""
+    """Fill ``positions`` [S, H] with sinusoids as large as the other embeddings."""
     count, size = positions.shape
     rates = torch.exp(torch.arange(0, size, 2) * (-math.log(10_000.0) / size))
     angles = torch.arange(count)[:, None] * rates
-    positions.copy_(
-        0.02 * math.sqrt(2) * torch.stack([angles.sin(), angles.cos()], 2).flatten(1)[:, :size]
-    )
+    sinusoids = torch.stack([angles.sin(), angles.cos()], 2).flatten(1)[:, :size]
+    positions.copy_(0.02 * math.sqrt(2) * sinusoids)
 
 
 def make_pretraining(
     sizes: Sizes, vocab_size: int, recipe: Pretraining, seed: int
 ) -> MaskedText | ReplacedTokens:
-    """Fresh modules for a recipe; ``.model`` is what will be kept."""
+    """Build the modules of a recipe with random weights. A run keeps their ``model``."""
     torch.manual_seed(seed)
-    sentence = [] if recipe.sentence is Sentence.NONE else [NEXT_SENTENCE]
     module: MaskedText | ReplacedTokens
     if recipe.method == "mlm":
-        module = MaskedText(Model(sizes.config(vocab_size), [MASKED_LM, *sentence]), recipe)
+        heads = [MASKED_LM]
+        if recipe.sentence is not SentenceObjective.NONE:
+            heads.append(NEXT_SENTENCE)
+        module = MaskedText(Model(sizes.config(vocab_size), heads), recipe)
     else:
-        heads = max(1, round(sizes.heads * recipe.generator))
-        small = sizes.model_copy(
-            update={
-                "hidden_size": sizes.hidden_size // sizes.heads * heads,
-                "heads": heads,
-                "intermediate_size": max(1, round(sizes.intermediate_size * recipe.generator)),
-            }
-        )
-        generator = Model(small.config(vocab_size), [MASKED_LM])
+        generator_sizes = _generator_sizes(sizes, recipe.generator)
+        generator = Model(generator_sizes.config(vocab_size), [MASKED_LM])
         module = ReplacedTokens(Model(sizes.config(vocab_size)), generator, recipe.generator_weight)
     initialise(module)
     return module
+
+
+def _generator_sizes(sizes: Sizes, width: float) -> Sizes:
+    """Return the sizes of a generator whose width is a share of the model's width."""
+    heads = max(1, round(sizes.heads * width))
+    return sizes.model_copy(
+        update={
+            "hidden_size": sizes.hidden_size // sizes.heads * heads,
+            "heads": heads,
+            "intermediate_size": max(1, round(sizes.intermediate_size * width)),
+        }
+    )

@@ -1,7 +1,7 @@
-"""Optimisers and schedules: which parameters decay, how the learning rate goes, what is averaged, which arithmetic pays."""
+"""Optimisers, the learning rate schedule, and the average of the last weights."""
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,18 +15,21 @@ _HEADS = (".masked_lm.", ".next_sentence.", ".span.")
 
 
 class Optimizers:
-    """One or two optimisers that step as one. Each group of parameters has its own ``peak_learning_rate``."""
+    """One or two optimisers that step together.
+
+    Each group of parameters has its own ``peak_learning_rate``.
+    """
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self._parts = parts
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all parts."""
+        """Return the groups of all optimisers."""
         return [group for part in self._parts for group in part.param_groups]
 
     def step(self, factor: float) -> None:
-        """Update the weights with ``factor`` of each group's peak learning rate, and drop the gradients."""
+        """Update the weights at ``factor`` times the peak rates, and drop the gradients."""
         for group in self.param_groups:
             group["lr"] = group["peak_learning_rate"] * factor
         for part in self._parts:
@@ -34,11 +37,11 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state of each part."""
+        """Return the state of each optimiser."""
         return [part.state_dict() for part in self._parts]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore states from `state_dict`."""
         for part, state in zip(self._parts, states, strict=True):
             part.load_state_dict(state)
 
@@ -46,37 +49,43 @@ class Optimizers:
 def make_optimizer(module: nn.Module, recipe: Optimisation) -> Optimizers:
     """Group the parameters of a module for the recipe's optimisers.
 
-    AdamW decays matrices only (Loshchilov & Hutter 2019), not biases and LayerNorm. Muon takes the matrices of the encoder's
-    layers. Its updates are scaled to the size of AdamW's, so that both share one learning rate (Liu et al. 2025, "Muon is
-    Scalable for LLM Training", section 2.2).
+    AdamW decays matrices only (Loshchilov & Hutter 2019), not biases and LayerNorm. Muon updates
+    the matrices of the encoder's layers. Muon's updates are scaled to the size of AdamW's updates,
+    so one learning rate suits both (Liu et al. 2025, "Muon is Scalable for LLM Training", section
+    2.2).
     """
-    groups: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
+    by_group: dict[tuple[bool, float, float], list[nn.Parameter]] = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad:
-            muon = (
-                recipe.optimizer == "muon" and _ENCODER_LAYERS in f".{name}" and parameter.ndim == 2
-            )
+            is_layer_matrix = _ENCODER_LAYERS in f".{name}" and parameter.ndim == 2
+            uses_muon = recipe.optimizer == "muon" and is_layer_matrix
             decay = recipe.weight_decay if parameter.ndim > 1 else 0.0
-            groups.setdefault((muon, decay, _peak(name, recipe)), []).append(parameter)
-    described = [
-        (
-            muon,
-            {"params": parameters, "weight_decay": decay, "lr": peak, "peak_learning_rate": peak},
-        )
-        for (muon, decay, peak), parameters in groups.items()
-    ]
-    adamw = [group for muon, group in described if not muon]
-    matrices = [group for muon, group in described if muon]
+            key = (uses_muon, decay, _peak_learning_rate(name, recipe))
+            by_group.setdefault(key, []).append(parameter)
+    adamw_groups: list[dict[str, Any]] = []
+    muon_groups: list[dict[str, Any]] = []
+    for (uses_muon, decay, peak), parameters in by_group.items():
+        group = {
+            "params": parameters,
+            "weight_decay": decay,
+            "lr": peak,
+            "peak_learning_rate": peak,
+        }
+        (muon_groups if uses_muon else adamw_groups).append(group)
     parts: list[torch.optim.Optimizer] = []
-    if adamw:
-        parts.append(torch.optim.AdamW(adamw, betas=(0.9, recipe.beta2), eps=1e-6, fused=True))
-    if matrices:
-        parts.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw"))
+    if adamw_groups:
+        betas = (0.9, recipe.beta2)
+        parts.append(torch.optim.AdamW(adamw_groups, betas=betas, eps=1e-6, fused=True))
+    if muon_groups:
+        parts.append(torch.optim.Muon(muon_groups, adjust_lr_fn="match_rms_adamw"))
     return Optimizers(parts)
 
 
-def _peak(name: str, recipe: Optimisation) -> float:
-    """Return the peak learning rate of a parameter by its name. A decoder tied to the word embeddings is an embedding."""
+def _peak_learning_rate(name: str, recipe: Optimisation) -> float:
+    """Return the peak learning rate of a parameter by its name.
+
+    A decoder whose weights are tied to the word embeddings has the rate of the embeddings.
+    """
     if recipe.embedding_learning_rate is not None and _EMBEDDINGS in f".{name}":
         return recipe.embedding_learning_rate
     if recipe.head_learning_rate is not None and any(head in f".{name}" for head in _HEADS):
@@ -87,7 +96,8 @@ def _peak(name: str, recipe: Optimisation) -> float:
 def schedule_factor(step: int, steps: int, recipe: Optimisation) -> float:
     """Return the share of the peak learning rate at the 0-based ``step``.
 
-    Linear from 0 over the warm-up, constant, then linear to 0 over the decay (Hu et al. 2024, "MiniCPM", section 4.2).
+    The share rises linearly from 0 over the warm-up, is constant, and then falls linearly to 0
+    over the decay (Hu et al. 2024, "MiniCPM", section 4.2).
     """
     warmup = recipe.warmup * steps
     if step + 1 < warmup:
@@ -97,16 +107,18 @@ def schedule_factor(step: int, steps: int, recipe: Optimisation) -> float:
 
 
 def learning_rate(step: int, steps: int, recipe: Optimisation) -> float:
-    """Return the learning rate at the 0-based ``step``, of the parameters that have none of their own."""
+    """Return the learning rate at the 0-based ``step`` for parameters without their own rate."""
     return recipe.learning_rate * schedule_factor(step, steps, recipe)
 
 
 class WeightAverage:
-    """The mean of a module's weights over the last steps of a run (Izmailov et al. 2018, "SWA"; Kaddour 2022, "LAWA").
+    """The mean of a module's weights over the last steps of a run.
+
+    Sources: Izmailov et al. 2018, "SWA"; Kaddour 2022, "LAWA".
 
     Args:
-        module: what is trained.
-        first_step: the 0-based step after which the first weights count.
+        module: trained module.
+        first_step: 0-based step after which the first weights are counted.
     """
 
     def __init__(self, module: nn.Module, first_step: int) -> None:
@@ -117,7 +129,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def add(self, step: int) -> None:
-        """Count the weights as they are after the 0-based ``step``."""
+        """Count the weights after the 0-based ``step``."""
         if step < self._first_step:
             return
         self.count += 1
@@ -130,13 +142,13 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         for name, mean in self._means.items():
-            last = self._parameters[name].detach().clone()
+            weights = self._parameters[name].detach().clone()
             self._parameters[name].copy_(mean)
-            mean.copy_(last)
+            mean.copy_(weights)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Give the module the averaged weights for a while."""
+        """Set the averaged weights inside a ``with`` block, and restore the last weights after."""
         self._swap()
         try:
             yield
@@ -144,28 +156,13 @@ class WeightAverage:
             self._swap()
 
     def apply(self) -> None:
-        """Give the module the averaged weights for good, if any weights were counted."""
+        """Set the averaged weights, if any weights were counted."""
         self._swap()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count and the means by name."""
+        """Return the count, and the means by name."""
         return {"count": self.count, "means": self._means}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore a state from `state_dict`."""
         self.count, self._means = int(state["count"]), dict(state["means"])
-
-
-def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
-    """bf16 matrix products where asked for; ``auto``: where the processor has them."""
-    return torch.autocast(
-        device.type,
-        torch.bfloat16,
-        enabled=precision == "bf16" or (precision == "auto" and _has_bf16(device)),
-    )
-
-
-def _has_bf16(device: torch.device) -> bool:
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

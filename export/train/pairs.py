@@ -1,11 +1,12 @@
-"""Cuts a corpus into sequences for the model, and makes the pairs of the sentence objective. Knows no torch.
+"""Cuts a corpus into training examples and makes the pairs of the sentence objective.
 
-Every sequence is a function of (seed, epoch, its number): nothing has to be remembered to go on after a stop.
-Sources: Devlin et al. 2019, section 3.1 (next sentence); Lan et al. 2020, "ALBERT", section 3.1 (sentence order).
+Does not import torch. Each example is a function of (seed, epoch, its number), so a resumed run
+needs no stored state. Sources: Devlin et al. 2019, section 3.1 (next sentence); Lan et al. 2020,
+"ALBERT", section 3.1 (sentence order).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
@@ -17,8 +18,8 @@ from export.train.sampling import sampled_order, sampling_shares
 from export.train.vocabulary import SpecialIds
 
 
-class Sentence(StrEnum):
-    """The question asked about two texts."""
+class SentenceObjective(StrEnum):
+    """The prediction about two texts: next sentence, sentence order, or none."""
 
     NSP = "nsp"
     SOP = "sop"
@@ -26,12 +27,12 @@ class Sentence(StrEnum):
 
 
 IS_NEXT, NOT_NEXT = 0, 1
-"""The labels, in the order of BERT's two logits. For sentence order: 0 in order, 1 swapped."""
+"""Labels in the order of BERT's two logits. For sentence order: 0 in order, 1 swapped."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence:
-    """What one row of a batch is made of, special tokens included.
+class TrainingExample:
+    """One sequence before masking, special tokens included.
 
     Attributes:
         input_ids: int64 [S].
@@ -44,170 +45,195 @@ class Sequence:
     label: int | None
 
 
-class Sequences:
-    """The sequences of one epoch over a corpus.
+@dataclass(frozen=True, slots=True)
+class ExampleOptions:
+    """How one epoch cuts a corpus into training examples.
 
-    Args:
-        corpus: the text.
-        length: tokens a sequence has at most, special ones included.
-        sentence: the sentence objective.
-        special: of the vocabulary.
-        seed: of everything that is drawn.
-        epoch: which pass; each cuts the text at other places.
-        short: the share of sequences that are cut to a random length, as in the paper, so that short texts are known too.
-        weights: sampling weights, see `sampling_shares`; empty: every text is read alike often.
-
-    Raises:
-        TrainError: the corpus cannot give what the sentence objective needs, or a weight does not apply to it.
+    Attributes:
+        length: maximum tokens per example, special tokens included.
+        sentence: sentence objective.
+        special: special tokens of the vocabulary.
+        seed: seed of all random draws.
+        epoch: number of the epoch; each epoch cuts and pairs the text differently.
+        short: share of examples that are cut to a random length, as in google-research/bert, so
+            that the model also learns short texts.
+        weights: sampling weights, see `sampling_shares`; empty: all text is sampled equally.
     """
 
-    def __init__(
-        self,
-        corpus: Corpus,
-        *,
-        length: int,
-        sentence: Sentence,
-        special: SpecialIds,
-        seed: int,
-        epoch: int,
-        short: float = 0.1,
-        weights: Mapping[str, float] | None = None,
-    ) -> None:
-        if not corpus.document_count:
-            raise TrainError(
-                "no document is left on this side of the split by titles; change held_out or give more documents"
-            )
-        if sentence is Sentence.NSP and corpus.document_count < 2:
-            raise TrainError("next-sentence prediction needs at least 2 documents to draw random second sentences from; "
-                             'give more, or choose sentence = "sop" or "none"')  # fmt: skip
-        self._corpus, self._sentence = corpus, sentence
-        self._special = special
-        self._seed, self._epoch = seed, epoch
-        self._room = length - (2 if sentence is Sentence.NONE else 3)
-        rng = np.random.default_rng([seed, epoch])
-        self._segments, self._document_of = _cut(corpus, self._room, short, rng)
-        if sentence is not Sentence.NONE:
-            long_enough = self._segments[:, 1] - self._segments[:, 0] >= 2
-            self._segments, self._document_of = (
-                self._segments[long_enough],
-                self._document_of[long_enough],
-            )
-        if not len(self._segments) or (
-            sentence is Sentence.NSP and self._document_of[0] == self._document_of[-1]
-        ):
+    length: int
+    sentence: SentenceObjective
+    special: SpecialIds
+    seed: int
+    epoch: int
+    short: float = 0.1
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+
+class EpochExamples:
+    """The training examples of one epoch over a corpus, in random order.
+
+    Args:
+        corpus: tokenized text.
+        options: how the epoch cuts the text.
+
+    Raises:
+        TrainError: the corpus is too small for the sentence objective, or a weight does not apply
+            to the corpus.
+    """
+
+    def __init__(self, corpus: Corpus, options: ExampleOptions) -> None:
+        _check_document_count(corpus, options.sentence)
+        self._corpus, self._options = corpus, options
+        rng = np.random.default_rng([options.seed, options.epoch])
+        pairs_texts = options.sentence is not SentenceObjective.NONE
+        max_text_tokens = options.length - (3 if pairs_texts else 2)
+        segments, document_of = _cut(corpus, max_text_tokens, options.short, rng)
+        if pairs_texts:
+            divisible = segments[:, 1] - segments[:, 0] >= 2
+            segments, document_of = segments[divisible], document_of[divisible]
+        self._segments, self._document_of = segments, document_of
+        needs_two_documents = options.sentence is SentenceObjective.NSP
+        if not len(segments) or (needs_two_documents and document_of[0] == document_of[-1]):
             raise TrainError("the text is too short to make a single pair of sentences of it")
-        if weights:
-            group_of, shares = sampling_shares(corpus, weights)
-            self._order = sampled_order(group_of[self._document_of], shares, rng)
-        else:
-            self._order = rng.permutation(len(self._segments))
-        self._drawn = np.sort(self._order)  # what random second texts are drawn from
-        if (
-            sentence is Sentence.NSP
-            and self._document_of[self._drawn[0]] == self._document_of[self._drawn[-1]]
-        ):
+        self._order = self._draw_order(rng)
+        # Random second texts are drawn from these segments.
+        self._sampled = np.sort(self._order)
+        if needs_two_documents and document_of[self._sampled[0]] == document_of[self._sampled[-1]]:
             raise TrainError(
-                "the corpus weights leave text of one document, but next-sentence prediction needs at least 2"
+                "the corpus weights leave text of one document, "
+                "but next-sentence prediction needs at least 2"
             )
+
+    def _draw_order(self, rng: np.random.Generator) -> NDArray[np.int64]:
+        """Draw the segments of the epoch in random order."""
+        if not self._options.weights:
+            return rng.permutation(len(self._segments))
+        group_of, shares = sampling_shares(self._corpus, self._options.weights)
+        return sampled_order(group_of[self._document_of], shares, rng)
 
     def __len__(self) -> int:
         return len(self._order)
 
     def rng(self, number: int) -> np.random.Generator:
-        """The source of everything that is drawn for a sequence."""
-        return np.random.default_rng([self._seed, self._epoch, 1 + int(self._order[number])])
+        """Return the generator of all random draws for an example."""
+        segment = int(self._order[number])
+        return np.random.default_rng([self._options.seed, self._options.epoch, 1 + segment])
 
     def document(self, number: int) -> int:
-        """Of which document the (first) text is."""
+        """Return the index of the document that the first text of an example comes from."""
         return int(self._document_of[self._order[number]])
 
     def start(self, number: int) -> int:
-        """Where in the corpus' tokens the sequence was cut from."""
+        """Return the position in the corpus' tokens at which an example was cut."""
         return int(self._segments[self._order[number], 0])
 
-    def make(self, number: int, rng: np.random.Generator) -> Sequence:
-        """The sequence of this number, in the epoch's random order."""
+    def make(self, number: int, rng: np.random.Generator) -> TrainingExample:
+        """Return the example with this number in the epoch's random order."""
         segment = int(self._order[number])
         start, end = self._segments[segment]
-        if self._sentence is Sentence.NONE:
-            return self._join(self._corpus.tokens[start:end], None, None)
-        between_sentences, cut = self._split(start, end, rng)
-        first, second = self._corpus.tokens[start:cut], self._corpus.tokens[cut:end]
+        tokens, sentence = self._corpus.tokens, self._options.sentence
+        if sentence is SentenceObjective.NONE:
+            return self._join(tokens[start:end], None, None)
+        at_sentence, cut = self._split_position(start, end, rng)
+        first, second = tokens[start:cut], tokens[cut:end]
         if rng.random() < 0.5:
             return self._join(first, second, IS_NEXT)
-        if self._sentence is Sentence.SOP:
+        if sentence is SentenceObjective.SOP:
             return self._join(second, first, NOT_NEXT)
-        return self._join(
-            first, self._elsewhere(segment, len(second), between_sentences, rng), NOT_NEXT
-        )
+        other = self._text_of_other_document(segment, len(second), at_sentence, rng)
+        return self._join(first, other, NOT_NEXT)
 
-    def _split(self, start: int, end: int, rng: np.random.Generator) -> tuple[bool, int]:
-        """Where the first text ends: between two sentences if there are two (then True), else anywhere inside."""
+    def _split_position(self, start: int, end: int, rng: np.random.Generator) -> tuple[bool, int]:
+        """Draw the position at which the second text starts.
+
+        Returns:
+            Whether a sentence starts at the position, and the position. A sentence starts there if
+            the segment holds the start of a second sentence.
+        """
         sentences = self._corpus.sentences
         low, high = np.searchsorted(sentences, [start + 1, end])
-        return (
-            (True, int(sentences[rng.integers(low, high)]))
-            if high > low
-            else (False, int(rng.integers(start + 1, end)))
-        )
+        if high > low:
+            return True, int(sentences[rng.integers(low, high)])
+        return False, int(rng.integers(start + 1, end))
 
-    def _elsewhere(
-        self, segment: int, wanted: int, at_sentence: bool, rng: np.random.Generator
+    def _text_of_other_document(
+        self, segment: int, size: int, at_sentence: bool, rng: np.random.Generator
     ) -> NDArray[np.unsignedinteger]:
-        """Text of another document, of about the length of what it stands for.
+        """Return text of another document, as a random second text of about ``size`` tokens.
 
-        It begins with a sentence just when what it stands for does: else how a text begins would tell which it is.
+        The text starts with a sentence if and only if the true second text does. Otherwise the
+        start of the second text would reveal the label.
         """
         while True:
-            other = int(self._drawn[rng.integers(len(self._drawn))])
+            other = int(self._sampled[rng.integers(len(self._sampled))])
             if self._document_of[other] != self._document_of[segment]:
                 break
+        sentences = self._corpus.sentences
         start, end = self._segments[other]
-        low, high = np.searchsorted(self._corpus.sentences, [start, end])
-        begins = at_sentence and high > low
-        start = (
-            int(self._corpus.sentences[rng.integers(low, high)])
-            if begins
-            else int(rng.integers(start + 1, end))
-        )
-        document_end = self._corpus.sentences[self._corpus.documents[self._document_of[other] + 1]]
-        return self._corpus.tokens[start : min(start + wanted, int(document_end))]
+        low, high = np.searchsorted(sentences, [start, end])
+        if at_sentence and high > low:
+            start = int(sentences[rng.integers(low, high)])
+        else:
+            start = int(rng.integers(start + 1, end))
+        document_end = int(sentences[self._corpus.documents[self._document_of[other] + 1]])
+        return self._corpus.tokens[start : min(start + size, document_end)]
 
     def _join(
         self,
         first: NDArray[np.unsignedinteger],
         second: NDArray[np.unsignedinteger] | None,
         label: int | None,
-    ) -> Sequence:
-        pieces: list[ArrayLike] = [[self._special.cls], first, [self._special.sep]]
+    ) -> TrainingExample:
+        """Join one or two texts with special tokens."""
+        special = self._options.special
+        pieces: list[ArrayLike] = [[special.cls], first, [special.sep]]
         types = np.zeros(len(first) + 2 + (0 if second is None else len(second) + 1), np.int64)
         if second is not None:
-            pieces += [second, [self._special.sep]]
+            pieces += [second, [special.sep]]
             types[len(first) + 2 :] = 1
-        return Sequence(np.concatenate(pieces).astype(np.int64), types, label)
+        return TrainingExample(np.concatenate(pieces).astype(np.int64), types, label)
+
+
+def _check_document_count(corpus: Corpus, sentence: SentenceObjective) -> None:
+    if not corpus.document_count:
+        raise TrainError(
+            "no document is left on this side of the split by titles; "
+            "change held_out or give more documents"
+        )
+    if sentence is SentenceObjective.NSP and corpus.document_count < 2:
+        raise TrainError(
+            "next-sentence prediction needs at least 2 documents to draw random second sentences "
+            'from; give more, or choose sentence = "sop" or "none"'
+        )
 
 
 def _cut(
-    corpus: Corpus, room: int, short: float, rng: np.random.Generator
+    corpus: Corpus, max_tokens: int, short: float, rng: np.random.Generator
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Every document from its start to its end, in pieces of ``room`` tokens that begin with a sentence if they can.
+    """Cut every document into segments of ``max_tokens`` tokens.
 
-    A sentence that the end cuts off begins the next piece, so no text is lost and no row is padded without need.
+    A segment starts with a sentence where possible: if a segment ends inside a sentence, the next
+    segment starts at the start of this sentence. No text is lost, and padding stays small.
+
+    Args:
+        corpus: tokenized text.
+        max_tokens: tokens per segment.
+        short: share of segments with a random smaller length.
+        rng: generator of the epoch.
 
     Returns:
-        int64 [N, 2] first token and end of each piece; int64 [N] its document.
+        int64 [N, 2], first token and end of each segment; int64 [N], its document.
     """
-    segments, owners = [], []
+    segments, document_of = [], []
     sentences = corpus.sentences
     for document in range(corpus.document_count):
         start = int(sentences[corpus.documents[document]])
         end = int(sentences[corpus.documents[document + 1]])
         while start < end:
-            stop = min(
-                start + (int(rng.integers(2, room + 1)) if rng.random() < short else room), end
-            )
+            size = int(rng.integers(2, max_tokens + 1)) if rng.random() < short else max_tokens
+            stop = min(start + size, end)
             segments.append((start, stop))
-            owners.append(document)
-            begun = int(sentences[np.searchsorted(sentences, stop, "right") - 1])
-            start = begun if start < begun and stop < end else stop
-    return np.asarray(segments, np.int64).reshape(-1, 2), np.asarray(owners, np.int64)
+            document_of.append(document)
+            sentence_start = int(sentences[np.searchsorted(sentences, stop, "right") - 1])
+            start = sentence_start if start < sentence_start and stop < end else stop
+    return np.asarray(segments, np.int64).reshape(-1, 2), np.asarray(document_of, np.int64)

@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar, a JSONL log, and a PNG of its curves."""
+"""The visible progress of a run: a progress bar, a JSON Lines log, and a PNG of its curves."""
 
 import json
 import os
@@ -15,31 +15,32 @@ LOG = "log.jsonl"
 CURVES = "curves.png"
 
 _CONTENDED = 0.75
-"""Share of its threads' time below which other work takes the processor; undisturbed, runs measured 0.9 and more."""
+"""CPU share below which other processes take processor time; idle machines measured 0.9 or more."""
 
 _NOT_DRAWN = frozenset({"step", "seconds", "tokens_seen", "tokens_per_second", "cpu_share"})
 
 
 class Progress:
-    """A bar on standard error and a line in the log every so often.
+    """A progress bar on standard error, and a log with one entry per interval.
 
     Args:
-        folder: of the run.
-        step: where the run starts or goes on; later lines of an earlier try are dropped from the log.
-        steps: where it ends.
-        threads: how many compute on the CPU; None: the CPU does not compute.
+        run_dir: directory of the run.
+        step: number of finished steps; later entries of an earlier attempt are removed from the
+            log.
+        steps: number of steps of the run.
+        threads: number of CPU threads that compute; None: a GPU computes.
     """
 
-    def __init__(self, folder: Path, step: int, steps: int, *, threads: int | None = None) -> None:
-        self._file = folder / LOG
-        kept = [line for line in read_log(folder) if line["step"] <= step]
-        new = folder / f"{LOG}.new"
-        new.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        new.replace(self._file)
-        self._started = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
+    def __init__(self, run_dir: Path, step: int, steps: int, *, threads: int | None = None) -> None:
+        self._file = run_dir / LOG
+        kept = [entry for entry in read_log(run_dir) if entry["step"] <= step]
+        new_file = run_dir / f"{LOG}.new"
+        new_file.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
+        new_file.replace(self._file)
+        self._started_at = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
         self._tokens_seen = kept[-1]["tokens_seen"] if kept else 0
-        self._last = (time.monotonic(), self._tokens_seen)
-        self._threads, self._last_cpu = threads, time.process_time()
+        self._last_entry = (time.monotonic(), self._tokens_seen)
+        self._threads, self._last_cpu_seconds = threads, time.process_time()
         self._bar = tqdm(
             initial=step,
             total=steps,
@@ -50,27 +51,36 @@ class Progress:
         )
 
     def advance(self, tokens: int) -> None:
-        """A step over so many tokens is done."""
+        """Count one finished step over ``tokens`` tokens."""
         self._tokens_seen += tokens
         self._bar.update()
 
     def log(self, step: int, figures: dict[str, float]) -> None:
-        """Write a line; ``figures`` are what the objective reports, means since the last line."""
+        """Append an entry to the log.
+
+        Args:
+            step: number of finished steps.
+            figures: means of the objective's figures since the last entry.
+        """
         now = time.monotonic()
-        rate = (self._tokens_seen - self._last[1]) / max(now - self._last[0], 1e-9)
-        cpu_share = self._cpu_share(now - self._last[0])
-        self._last = (now, self._tokens_seen)
-        line: dict[str, float] = {
+        last_time, last_tokens = self._last_entry
+        rate = (self._tokens_seen - last_tokens) / max(now - last_time, 1e-9)
+        cpu_share = self._cpu_share(now - last_time)
+        self._last_entry = (now, self._tokens_seen)
+        entry: dict[str, float] = {
             "step": step,
-            "seconds": round(now - self._started, 1),
+            "seconds": round(now - self._started_at, 1),
             "tokens_seen": self._tokens_seen,
             "tokens_per_second": round(rate),
         }
         if cpu_share is not None:
-            line["cpu_share"] = round(cpu_share, 2)
-        line |= {name: round(value, 6) for name, value in figures.items()}
+            entry["cpu_share"] = round(cpu_share, 2)
+        entry |= {name: round(value, 6) for name, value in figures.items()}
         with self._file.open("a") as stream:
-            stream.write(json.dumps(line) + "\n")
+            stream.write(json.dumps(entry) + "\n")
+        self._show(figures, rate, cpu_share)
+
+    def _show(self, figures: dict[str, float], rate: float, cpu_share: float | None) -> None:
         shown = {
             name: f"{value:.3f}" for name, value in figures.items() if name in ("loss", "accuracy")
         }
@@ -80,55 +90,58 @@ class Progress:
         self._bar.set_postfix(shown, refresh=False)
 
     def _cpu_share(self, seconds: float) -> float | None:
-        """Return the CPU time of this process since the last line, as a share of what its threads could have used."""
-        cpu = time.process_time()
-        used, self._last_cpu = cpu - self._last_cpu, cpu
+        """Return the used share of the CPU time that the threads could use since the last entry."""
+        cpu_seconds = time.process_time()
+        used, self._last_cpu_seconds = cpu_seconds - self._last_cpu_seconds, cpu_seconds
         return None if self._threads is None else used / max(seconds * self._threads, 1e-9)
 
     def close(self) -> None:
-        """End the bar."""
+        """Close the progress bar."""
         self._bar.close()
 
 
-def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a run's log; one that a kill or a full disk cut short is left out."""
-    file = folder / LOG
-    lines = []
+def read_log(run_dir: Path) -> list[dict[str, Any]]:
+    """Return the complete entries of a run's log.
+
+    A kill or a full disk can leave an incomplete line, which is skipped.
+    """
+    file = run_dir / LOG
+    entries = []
     for line in file.read_text(errors="replace").splitlines() if file.is_file() else ():
         try:
             entry = json.loads(line)
         except ValueError:
             continue
         if isinstance(entry, dict) and {"step", "seconds", "tokens_seen"} <= entry.keys():
-            lines.append(entry)
-    return lines
+            entries.append(entry)
+    return entries
 
 
-def draw_curves(folder: Path) -> Path:
-    """Draw every figure of the log over the steps, losses and shares apart."""
+def draw_curves(run_dir: Path) -> Path:
+    """Draw every figure of the log over the steps: losses in one plot, shares in another.
+
+    Raises:
+        TrainError: matplotlib is not installed.
+    """
     os.environ.setdefault("MPLBACKEND", "Agg")
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise TrainError("curves need matplotlib; install cloze[train]") from error
-    lines = read_log(folder)
-    names = sorted({name for line in lines for name in line} - _NOT_DRAWN)
+    entries = read_log(run_dir)
+    names = sorted({name for entry in entries for name in entry} - _NOT_DRAWN)
     losses = [name for name in names if "loss" in name]
-    shares = [
-        name
-        for name in names
-        if name not in losses and name not in ("learning_rate", "gradient_norm")
-    ]
+    not_shares = {*losses, "learning_rate", "gradient_norm"}
+    shares = [name for name in names if name not in not_shares]
     figure = Figure(figsize=(11, 4), layout="constrained")
-    for axes, chosen, title in zip(
-        figure.subplots(1, 2), (losses, shares), ("loss", "accuracy"), strict=True
-    ):
-        for name in chosen:
-            points = [(line["step"], line[name]) for line in lines if name in line]
+    loss_axes, share_axes = figure.subplots(1, 2)
+    for axes, plotted, title in ((loss_axes, losses, "loss"), (share_axes, shares, "accuracy")):
+        for name in plotted:
+            points = [(entry["step"], entry[name]) for entry in entries if name in entry]
             axes.plot(*zip(*points, strict=True), label=name.replace("_", " "))
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
-        if chosen:
+        if plotted:
             axes.legend()
-    figure.savefig(folder / CURVES, dpi=110)
-    return folder / CURVES
+    figure.savefig(run_dir / CURVES, dpi=110)
+    return run_dir / CURVES

@@ -1,4 +1,4 @@
-"""The recipes: what a TOML file may say about a run, checked when it is read. Each field says why its default is what it is."""
+"""The recipes: the fields of a run's TOML file, validated when the file is read."""
 
 import tomllib
 from pathlib import Path
@@ -9,34 +9,37 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from export.models import EncoderConfig
 from export.train.errors import TrainError
 from export.train.masking import Unit
-from export.train.pairs import Sentence
+from export.train.pairs import SentenceObjective
 
 RECIPES = Path(__file__).parent / "recipes"
-"""Those that come with the package; a bare name on the command line means one of them."""
+"""Folder of the recipes of the package; a bare name on the command line is one of them."""
 
 MAX_SEED = 2**32 - 1
-"""The loop multiplies it by a million, and torch takes 64 bits."""
+"""The loop multiplies the seed by a million, and torch accepts 64 bits."""
 
 R = TypeVar("R", bound="Recipe")
 MIN_VOCABULARY, MAX_VOCABULARY = 32, 1_000_000
 Share = Annotated[float, Field(ge=0, lt=1)]
 Count = Annotated[int, Field(gt=0, le=1_000_000_000)]
 Size = Annotated[
-    int, Field(gt=0, le=65_536, description="of what is held in memory: a slip should not fill it")
+    int,
+    Field(gt=0, le=65_536, description="bounded, so that a typing error cannot fill the memory"),
 ]
 
 
-class _Part(BaseModel):
+class _Table(BaseModel):
+    """A table of a TOML file. Unknown keys are errors."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
 
-class Recipe(_Part):
-    """What every recipe says."""
+class Recipe(_Table):
+    """The fields of every recipe."""
 
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED, description="of everything that is drawn")] = 1
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED, description="seed of all random draws")] = 1
 
 
-class Vocabulary(_Part):
+class Vocabulary(_Table):
     """A WordPiece vocabulary."""
 
     size: Annotated[int, Field(ge=MIN_VOCABULARY, le=MAX_VOCABULARY)] = 12_000
@@ -50,8 +53,12 @@ class VocabularyRecipe(Recipe):
     vocabulary: Vocabulary = Vocabulary()
 
 
-class Sizes(_Part):
-    """The encoder. Defaults: the smallest published BERT with more than two layers (Turc et al. 2019, "mini")."""
+class Sizes(_Table):
+    """The sizes of the encoder.
+
+    The defaults are the smallest published BERT with more than two layers (Turc et al. 2019,
+    "mini").
+    """
 
     family: Literal["bert"] = "bert"
     hidden_size: Size = 256
@@ -63,7 +70,7 @@ class Sizes(_Part):
     dropout: Share = 0.1
 
     def config(self, vocab_size: int) -> EncoderConfig:
-        """The modules' sizes for a vocabulary."""
+        """Return the encoder's configuration for a vocabulary."""
         return EncoderConfig(
             family=self.family,
             vocab_size=vocab_size,
@@ -86,52 +93,58 @@ class Sizes(_Part):
 Rate = Annotated[float, Field(gt=0, lt=1)]
 
 
-class Optimisation(_Part):
-    """AdamW, linear warm-up and decay (Devlin et al. 2019, appendix A.2), unless the fields say otherwise."""
+class Optimisation(_Table):
+    """The optimiser and the learning rate schedule.
 
-    # Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025 for the size of its updates.
+    The defaults are AdamW with linear warm-up and decay (Devlin et al. 2019, appendix A.2).
+    """
+
+    # Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; Liu et al. 2025
+    # for the size of its updates.
     optimizer: Annotated[
         Literal["adamw", "muon"],
-        Field(description="muon: on the matrices of the encoder's layers, with AdamW elsewhere"),
+        Field(description="muon updates the matrices of the encoder's layers, AdamW all else"),
     ] = "adamw"
     learning_rate: Annotated[float, Field(gt=0, lt=1)] = 1e-3
-    # Jordan et al. 2024: Muon leaves embeddings to AdamW, whose best rate differs.
+    # Jordan et al. 2024: AdamW updates the embeddings, and its best rate differs from Muon's.
     embedding_learning_rate: Annotated[
-        Rate | None, Field(description="of the embeddings; none: as the rest")
+        Rate | None, Field(description="rate of the embeddings; none: learning_rate")
     ] = None
-    # Howard & Ruder 2018, "ULMFiT", section 3.2: new layers learn faster than those of the checkpoint.
+    # Howard & Ruder 2018, "ULMFiT", section 3.2: new layers need a higher rate than the layers of
+    # the checkpoint.
     head_learning_rate: Annotated[
-        Rate | None, Field(description="of the heads; none: as the rest")
+        Rate | None, Field(description="rate of the heads; none: learning_rate")
     ] = None
     # 0.1: Brown et al. 2020, "GPT-3", appendix B.
     weight_decay: Annotated[
-        float, Field(ge=0, lt=1, description="none on biases and LayerNorm")
+        float, Field(ge=0, lt=1, description="biases and LayerNorm are not decayed")
     ] = 0.01
     beta2: Annotated[float, Field(gt=0, lt=1)] = 0.98
-    warmup: Annotated[Share, Field(description="share of the steps")] = 0.06
-    # Hu et al. 2024, "MiniCPM", section 4.2; Hägele et al. 2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed
-    # Training Durations": a constant rate and a late decay reach what a cosine does, and a run can be stretched or cut.
+    warmup: Annotated[Share, Field(description="share of the steps at the start")] = 0.06
+    # Hu et al. 2024, "MiniCPM", section 4.2; Hägele et al. 2024, "Scaling Laws and Compute-Optimal
+    # Training Beyond Fixed Training Durations": a constant rate with a late decay is as good as a
+    # cosine, and the length of a run can be changed.
     decay: Annotated[
         float | None,
         Field(
             gt=0,
             le=1,
-            description="share of the steps, the last, over which the rate falls to 0; none: all",
+            description="share of the steps at the end in which the rate falls to 0; none: all",
         ),
     ] = None
-    # Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima"; Kaddour 2022, "Stop Wasting My Time!".
+    # Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization";
+    # Kaddour 2022, "Stop Wasting My Time!".
     average: Annotated[
         Share,
-        Field(
-            description="share of the steps, the last, whose weights are averaged into the result"
-        ),
+        Field(description="share of the steps at the end whose weights are averaged"),
     ] = 0.0
-    clip: Annotated[float, Field(gt=0, description="norm of the gradient at most")] = 1.0
-    accumulation: Annotated[Count, Field(description="batches a step")] = 1
+    clip: Annotated[float, Field(gt=0, description="maximum norm of the gradient")] = 1.0
+    accumulation: Annotated[Count, Field(description="batches per step")] = 1
     precision: Annotated[
         Literal["fp32", "bf16", "auto"],
         Field(
-            description="of matrix products; auto: bf16 where the processor has it (measured 1.9 times fp32 with avx512_bf16)"
+            description="precision of matrix products; auto: bf16 if the processor has "
+            "instructions for bf16 (measured: 1.9 times the speed of fp32 with avx512_bf16)"
         ),
     ] = "auto"
 
@@ -139,100 +152,108 @@ class Optimisation(_Part):
     def _warmup_and_decay_fit(self) -> "Optimisation":
         if self.decay is not None and self.warmup + self.decay > 1:
             raise ValueError(
-                f"warmup = {self.warmup:g} and decay = {self.decay:g} exceed the run: their sum must be at most 1"
+                f"warmup = {self.warmup:g} and decay = {self.decay:g} exceed the run: "
+                "their sum must be at most 1"
             )
         return self
 
 
-class Phase(_Part):
-    """Steps at one length: short sequences first, then long ones, learn most words in a given time."""
+class Phase(_Table):
+    """Steps with sequences of one length.
 
-    tokens: Annotated[int, Field(ge=8, description="a sequence, special ones included")]
-    sequences: Annotated[Size, Field(description="a batch")]
+    Short sequences first and long sequences later learn the most words in a given time.
+    """
+
+    tokens: Annotated[int, Field(ge=8, description="tokens per sequence, special tokens included")]
+    sequences: Annotated[Size, Field(description="sequences per batch")]
     steps: Count
 
 
-class Pretraining(_Part):
-    """What is learnt from text."""
+class Pretraining(_Table):
+    """The pre-training objective, its masking, and its pairs of texts."""
 
     method: Annotated[
         Literal["mlm", "rtd"], Field(description="masked tokens, or replaced-token detection")
     ] = "mlm"
     unit: Annotated[Unit, Field(strict=False)] = Unit.TOKEN
-    rate: Annotated[float, Field(gt=0, lt=1, description="share of tokens that is predicted")] = (
-        0.15
-    )
-    # Ankner et al. 2024, "Dynamic Masking Rate Schedules for MLM Pretraining", section 3: from 0.30 down to 0.15.
+    rate: Annotated[float, Field(gt=0, lt=1, description="share of tokens to predict")] = 0.15
+    # Ankner et al. 2024, "Dynamic Masking Rate Schedules for MLM Pretraining", section 3: from
+    # 0.30 to 0.15.
     final_rate: Annotated[
         float | None,
         Field(
             gt=0,
             lt=1,
-            description="the rate goes linearly to this at the last step; none: it stays",
+            description="rate at the last step, approached linearly; none: constant rate",
         ),
     ] = None
-    # Chowdhery et al. 2022, "PaLM", section 5: 1e-4 * log(Z)^2 keeps the softmax normaliser Z near 1.
+    # Chowdhery et al. 2022, "PaLM", section 5: 1e-4 * log(Z)^2 keeps the softmax
+    # normaliser Z near 1.
     z_loss: Annotated[
-        float, Field(ge=0, lt=1, description="weight of the squared log of the softmax normaliser")
+        float, Field(ge=0, lt=1, description="weight of log(Z)^2, Z the softmax normaliser")
     ] = 0.0
     # Li & Hoiem 2018; Reimers & Gurevych 2020: see `export.train.embeddings`.
     keep_embeddings: Annotated[
         bool,
-        Field(
-            description="with --from: distil the sentence embeddings of the checkpoint into the result"
-        ),
+        Field(description="with --from: keep the sentence embeddings of the checkpoint"),
     ] = False
     embedding_weight: Annotated[
-        float, Field(gt=0, description="of the cosine distance between both embeddings")
+        float, Field(gt=0, description="weight of the cosine distance between both embeddings")
     ] = 20.0
     embedding_tokens: Annotated[
-        Count, Field(description="tokens per batch that both embeddings are computed on, at most")
+        Count, Field(description="maximum tokens per batch for the comparison of embeddings")
     ] = 1024
-    dynamic: Annotated[bool, Field(description="mask anew at each epoch")] = True
+    dynamic: Annotated[bool, Field(description="new masks in each epoch")] = True
     span_boundary: Annotated[
         bool,
         Field(
-            description="predict spans from their boundaries too (SpanBERT); needs unit = 'span'"
+            description="also predict spans from their boundaries (SpanBERT); needs unit = 'span'"
         ),
     ] = False
-    sentence: Annotated[Sentence, Field(strict=False)] = Sentence.NSP
+    sentence: Annotated[SentenceObjective, Field(strict=False)] = SentenceObjective.NSP
     sentence_weight: Annotated[
         float,
-        Field(gt=0, description="of the sentence objective's loss, beside the masked tokens'"),
+        Field(
+            gt=0, description="weight of the sentence objective's loss; masked tokens have weight 1"
+        ),
     ] = 1.0
     short: Annotated[Share, Field(description="share of sequences cut to a random length")] = 0.1
     shifted: Annotated[
         Share,
         Field(
-            description="share of sequences that begin at a random position, so that short ones teach all positions"
+            description="share of sequences that start at a random position, "
+            "so that short sequences train all position embeddings"
         ),
     ] = 0.0
     generator: Annotated[
         float,
-        Field(gt=0, le=1, description="rtd: the generator's width, as a share of the model's"),
+        Field(
+            gt=0, le=1, description="rtd: width of the generator, as a share of the model's width"
+        ),
     ] = 0.25
     generator_weight: Annotated[
-        float, Field(gt=0, description="rtd: the weight of finding replaced tokens")
+        float, Field(gt=0, description="rtd: weight of the detection of replaced tokens")
     ] = 50.0
 
     @model_validator(mode="after")
     def _fits_together(self) -> "Pretraining":
         if self.span_boundary and (self.unit is not Unit.SPAN or self.method != "mlm"):
             raise ValueError("span_boundary = true needs unit = 'span' and method = 'mlm'")
-        if self.method == "rtd" and self.sentence is not Sentence.NONE:
+        if self.method == "rtd" and self.sentence is not SentenceObjective.NONE:
             raise ValueError("method = 'rtd' has no sentence objective; it needs sentence = 'none'")
         if self.method == "rtd" and (self.keep_embeddings or self.z_loss):
             raise ValueError("keep_embeddings and z_loss need method = 'mlm'")
         return self
 
 
-class CorpusSampling(_Part):
-    """How often each part of the text is read."""
+class CorpusSampling(_Table):
+    """How often each part of the text is sampled."""
 
     weights: Annotated[
         dict[str, Annotated[float, Field(gt=0, le=1)]],
         Field(
-            description="share of the sampled sequences, by source or by file name; other text shares the rest by size"
+            description="share of the sampled sequences by source or by file name; "
+            "all other text is sampled in proportion to its size"
         ),
     ] = {}
 
@@ -246,16 +267,15 @@ class PretrainRecipe(Recipe):
     pretraining: Pretraining = Pretraining()
     optimisation: Optimisation = Optimisation()
     phases: Annotated[list[Phase], Field(min_length=1)]
-    held_out: Annotated[
-        Share, Field(description="share of the documents that is never learnt from")
-    ] = 0.05
+    held_out: Annotated[Share, Field(description="share of the documents that are held out")] = 0.05
 
     @model_validator(mode="after")
     def _lengths_fit(self) -> "PretrainRecipe":
         for phase in self.phases:
             if phase.tokens > self.model.max_tokens:
                 raise ValueError(
-                    f"a phase of {phase.tokens} tokens exceeds the model's max_tokens of {self.model.max_tokens}"
+                    f"a phase of {phase.tokens} tokens exceeds the model's max_tokens of "
+                    f"{self.model.max_tokens}"
                 )
         return self
 
@@ -265,16 +285,16 @@ class QuestionsRecipe(Recipe):
 
     optimisation: Optimisation = Optimisation(learning_rate=1e-4)
     epochs: Count = 2
-    sequences: Annotated[Size, Field(description="a batch")] = 32
-    tokens: Annotated[int, Field(ge=16, description="of a window, question included")] = 384
+    sequences: Annotated[Size, Field(description="windows per batch")] = 32
+    tokens: Annotated[int, Field(ge=16, description="tokens per window, question included")] = 384
     stride: Annotated[Count, Field(description="tokens that neighbouring windows share")] = 128
-    question_tokens: Annotated[Count, Field(description="longer questions are cut")] = 64
-    held_out: Annotated[
-        Share, Field(description="share of the articles that is never learnt from")
-    ] = 0.05
+    question_tokens: Annotated[
+        Count, Field(description="maximum tokens per question; longer questions are cut")
+    ] = 64
+    held_out: Annotated[Share, Field(description="share of the articles that are held out")] = 0.05
     dropout: Share = 0.1
     unanswerable: Annotated[
-        bool, Field(description="SQuAD 2.0: learn from questions without an answer")
+        bool, Field(description="SQuAD 2.0: also learn from unanswerable questions")
     ] = True
 
 
@@ -283,7 +303,7 @@ class EmbedRecipe(Recipe):
 
     optimisation: Optimisation = Optimisation(learning_rate=1e-4)
     contrastive_steps: Annotated[
-        int, Field(ge=0, description="SimCSE on sentences of unlabelled text; needs dropout")
+        int, Field(ge=0, description="steps of SimCSE on unlabelled text; need dropout")
     ] = 0
     contrastive_sequences: Size = 128
     contrastive_tokens: Annotated[Count, Field(ge=8)] = 64
@@ -292,15 +312,17 @@ class EmbedRecipe(Recipe):
         float,
         Field(
             ge=0,
-            description="of the pre-training objective that keeps the heads, where text is given",
+            description="weight of the pre-training objective, which keeps the heads; needs text",
         ),
     ] = 0.5
     text_unit: Annotated[Unit, Field(strict=False)] = Unit.WHOLE_WORD
     text_sentence_weight: Annotated[
-        float, Field(gt=0, description="of next sentence, within that objective")
+        float, Field(gt=0, description="weight of next sentence within the pre-training objective")
     ] = 1.0
-    text_sequences: Annotated[Size, Field(description="of text, a batch")] = 16
-    epochs: Annotated[int, Field(ge=0, le=1_000_000, description="over the scored pairs")] = 4
+    text_sequences: Annotated[Size, Field(description="sequences of text per batch")] = 16
+    epochs: Annotated[
+        int, Field(ge=0, le=1_000_000, description="epochs over the scored pairs")
+    ] = 4
     sequences: Size = 32
     tokens: Annotated[int, Field(ge=8)] = 128
     held_out: Share = 0.05
@@ -311,7 +333,7 @@ class DistillRecipe(Recipe):
     """``cloze train distill``."""
 
     corpus: CorpusSampling = CorpusSampling()
-    pretraining: Pretraining = Pretraining(sentence=Sentence.NONE)
+    pretraining: Pretraining = Pretraining(sentence=SentenceObjective.NONE)
     optimisation: Optimisation = Optimisation(learning_rate=5e-4)
     phases: Annotated[list[Phase], Field(min_length=1)]
     temperature: Annotated[float, Field(gt=0)] = 2.0
@@ -323,10 +345,15 @@ class DistillRecipe(Recipe):
 
 
 def load_recipe(name: str, kind: type[R], *, seed: int | None = None) -> R:
-    """Read a recipe: a file, or the bare name of one that comes with the package.
+    """Read a recipe.
+
+    Args:
+        name: path of a TOML file, or bare name of a recipe of the package.
+        kind: type of the recipe.
+        seed: replaces the seed of the recipe; None: the seed of the recipe.
 
     Raises:
-        TrainError: there is none, it is not TOML, or it says something that the kind does not know.
+        TrainError: the file is missing or is not TOML, or a field is unknown or invalid.
     """
     file = Path(name)
     if not file.suffix and not file.exists():
@@ -335,28 +362,28 @@ def load_recipe(name: str, kind: type[R], *, seed: int | None = None) -> R:
         data = tomllib.loads(file.read_text(encoding="utf-8"))
         recipe = kind.model_validate(data)
     except FileNotFoundError:
-        there = ", ".join(sorted(entry.stem for entry in RECIPES.glob("*.toml")))
-        raise TrainError(f"there is no recipe {name}; a file, or one of: {there}") from None
+        names = ", ".join(sorted(entry.stem for entry in RECIPES.glob("*.toml")))
+        raise TrainError(f"there is no recipe {name}; a file, or one of: {names}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, IsADirectoryError) as error:
         raise TrainError(f"{file} is not TOML: {error}") from error
     except ValidationError as error:
-        raise TrainError(f"{file.name}: {_first(error)}") from error
+        raise TrainError(f"{file.name}: {_describe_error(error)}") from error
     return recipe if seed is None else recipe.model_copy(update={"seed": seed})
 
 
-def _first(error: ValidationError) -> str:
-    errors = error.errors()
-    wrong = next(
-        (found for found in errors if found["type"] == "extra_forbidden"), errors[0]
-    )  # it explains a missing key
-    where = ".".join(map(str, wrong["loc"]))
-    if wrong["type"] == "extra_forbidden":
-        return f"unknown key {where}"
-    message = wrong["msg"].removeprefix(
-        "Value error, "
-    )  # of our own validators, whose message is complete
-    if isinstance(wrong["input"], str | int | float | list):
-        return f"{where}: {message}, got {repr(wrong['input'])[:80]}"
-    return (
-        f"{where}: {message}" if where else message
-    )  # a table that lacks a key or does not fit together
+def _describe_error(error: ValidationError) -> str:
+    """Describe the first error of a validation, or an unknown key if there is one.
+
+    A misspelt key causes two errors, and the unknown key explains the missing key.
+    """
+    details = error.errors()
+    detail = next((each for each in details if each["type"] == "extra_forbidden"), details[0])
+    location = ".".join(map(str, detail["loc"]))
+    if detail["type"] == "extra_forbidden":
+        return f"unknown key {location}"
+    # The messages of our own validators are complete.
+    message = detail["msg"].removeprefix("Value error, ")
+    if isinstance(detail["input"], str | int | float | list):
+        return f"{location}: {message}, got {repr(detail['input'])[:80]}"
+    # The input is a table: a key is missing, or the keys do not fit together.
+    return f"{location}: {message}" if location else message

@@ -1,7 +1,9 @@
-"""Writes a trained model as a Hugging Face checkpoint, which `export.checkpoint` and transformers read alike."""
+"""Writes a trained model as a Hugging Face checkpoint.
+
+Both `export.checkpoint` and transformers can read the checkpoint.
+"""
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,8 @@ _ARCHITECTURES = {
     ("distilbert", frozenset({MASKED_LM})): "DistilBertForMaskedLM",
     ("distilbert", frozenset({SPAN})): "DistilBertForQuestionAnswering",
 }
+_HEADLESS = {"bert": "BertModel", "distilbert": "DistilBertModel"}
+_TOKENIZERS = {"bert": "BertTokenizer", "distilbert": "DistilBertTokenizer"}
 
 
 def save_checkpoint(
@@ -29,48 +33,53 @@ def save_checkpoint(
     """Write ``config.json``, ``model.safetensors`` and the tokenizer's files.
 
     Args:
-        model: tied weights are written once.
-        tokenizer: its vocabulary has as many tokens as the model has rows.
-        folder: where; files of the same names are replaced.
-        embedding: if given, the checkpoint is a sentence-transformer too; without dense layers after pooling.
+        model: trained model. Tied weights are written once.
+        tokenizer: tokenizer with as many tokens as the model has word embeddings.
+        folder: folder of the checkpoint; files of the same names are replaced.
+        embedding: recipe without dense layers, which makes the checkpoint a sentence-transformer;
+            None: no sentence-transformer.
     """
     folder.mkdir(parents=True, exist_ok=True)
     family, config = FAMILIES[model.config.family], model.config
-    names = tensor_names(family)
     heads = frozenset(head for head in EXPORT_HEADS if getattr(model, head, None) is not None)
-    architecture = _ARCHITECTURES.get(
-        (family.name, heads), "BertModel" if family.name == "bert" else "DistilBertModel"
-    )
+    architecture = _ARCHITECTURES.get((family.name, heads), _HEADLESS[family.name])
     _write_json(
         folder / "config.json",
         family.write_config(config) | {"architectures": [architecture], "dtype": "float32"},
     )
-    tensors = {
-        family.original_name(name, names): p.detach().float().cpu().contiguous()
-        for name, p in model.named_parameters()
-    }
-    # Not `save_file`, which lets nobody but the owner read. A full disk leaves the weights of before.
-    new = folder / "model.safetensors.new"
-    try:
-        new.write_bytes(save(tensors, metadata={"format": "pt"}))
-        new.replace(folder / "model.safetensors")
-    finally:
-        new.unlink(missing_ok=True)
+    _write_weights(model, folder)
     save_vocabulary(tokenizer, folder)
+    tokenizer_config = {
+        "tokenizer_class": _TOKENIZERS[family.name],
+        "model_max_length": config.max_positions,
+    }
     _write_json(
         folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "BertTokenizer" if family.name == "bert" else "DistilBertTokenizer",
-            "model_max_length": config.max_positions,
-        }
-        | _normaliser_settings(tokenizer.normalizer),
+        tokenizer_config | _normaliser_settings(tokenizer.normalizer),
     )
     if embedding is not None:
         _write_sentence_transformer(folder, config, embedding)
 
 
+def _write_weights(model: Model, folder: Path) -> None:
+    """Write ``model.safetensors`` atomically, so that a full disk leaves the previous weights."""
+    family = FAMILIES[model.config.family]
+    names = tensor_names(family)
+    tensors = {
+        family.original_name(name, names): parameter.detach().float().cpu().contiguous()
+        for name, parameter in model.named_parameters()
+    }
+    new_file = folder / "model.safetensors.new"
+    try:
+        # safetensors' `save_file` would create a file that only its owner can read.
+        new_file.write_bytes(save(tensors, metadata={"format": "pt"}))
+        new_file.replace(folder / "model.safetensors")
+    finally:
+        new_file.unlink(missing_ok=True)
+
+
 def _normaliser_settings(normaliser: normalizers.Normalizer | None) -> dict[str, Any]:
-    """What transformers builds its own normaliser from; it overrules ``tokenizer.json``."""
+    """Return the settings of transformers' normaliser, which overrides ``tokenizer.json``."""
     if not isinstance(normaliser, normalizers.BertNormalizer):
         return {}
     return {
@@ -83,26 +92,26 @@ def _normaliser_settings(normaliser: normalizers.Normalizer | None) -> dict[str,
 def _write_sentence_transformer(
     folder: Path, config: EncoderConfig, embedding: EmbeddingRecipe
 ) -> None:
-    """Write what `export.sentence.read_recipe` and sentence-transformers read alike."""
-    assert not embedding.projections, "their weights are no part of a model"
-    kinds = {"": "Transformer", "1_Pooling": "Pooling"} | (
-        {"2_Normalize": "Normalize"} if embedding.normalize else {}
-    )
-    modules: Iterable[dict[str, Any]] = (
+    """Write the files that `export.sentence.read_recipe` and sentence-transformers read."""
+    assert not embedding.projections, "a model does not hold the weights of dense layers"
+    modules = {"": "Transformer", "1_Pooling": "Pooling"}
+    if embedding.normalize:
+        modules["2_Normalize"] = "Normalize"
+    entries = [
         {
             "idx": index,
             "name": str(index),
             "path": path,
             "type": f"sentence_transformers.models.{kind}",
         }
-        for index, (path, kind) in enumerate(kinds.items())
-    )
-    _write_json(folder / "modules.json", list(modules))
+        for index, (path, kind) in enumerate(modules.items())
+    ]
+    _write_json(folder / "modules.json", entries)
     tokens = min(embedding.max_tokens or config.max_positions, config.max_positions)
     _write_json(
         folder / "sentence_bert_config.json", {"max_seq_length": tokens, "do_lower_case": False}
     )
-    for path in list(kinds)[1:]:
+    for path in filter(None, modules):
         (folder / path).mkdir(exist_ok=True)
     flag = next(flag for flag, pooling in POOLING_FLAGS.items() if pooling == embedding.pooling)
     _write_json(

@@ -1,4 +1,4 @@
-"""Where fine-tuning begins: a checkpoint's encoder, with fresh heads where it lacks those that are wanted."""
+"""The model that fine-tuning starts from: a checkpoint's encoder, and fresh heads where needed."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -13,10 +13,12 @@ from export.train.objectives import initialise
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A model to train and the tokenizer it goes with.
+    """A model to train and its tokenizer.
 
     Attributes:
-        created: the heads that the checkpoint does not have.
+        model: model with the requested heads.
+        tokenizer: tokenizer of the checkpoint.
+        created: names of the heads with random weights, which the checkpoint does not have.
     """
 
     model: Model
@@ -25,15 +27,22 @@ class Start:
 
 
 def start_from(checkpoint: Checkpoint, heads: Iterable[str], *, dropout: float, seed: int) -> Start:
-    """The checkpoint's weights in a model with just these heads and this dropout; a head that it lacks is new."""
+    """Build a model with the given heads and dropout from the weights of a checkpoint.
+
+    Args:
+        checkpoint: source of the weights.
+        heads: heads of the new model; a head that the checkpoint lacks gets random weights.
+        dropout: dropout probability in training.
+        seed: seed of the random weights.
+    """
     torch.manual_seed(seed)
     heads = tuple(heads)
     model = Model(replace(checkpoint.model.config, dropout=dropout), heads)
     initialise(model)
-    ours = model.state_dict()
-    model.load_state_dict(
-        {name: tensor for name, tensor in checkpoint.model.state_dict().items() if name in ours},
-        strict=False,
-    )
+    names = model.state_dict().keys()
+    weights = {
+        name: tensor for name, tensor in checkpoint.model.state_dict().items() if name in names
+    }
+    model.load_state_dict(weights, strict=False)
     created = tuple(head for head in heads if getattr(checkpoint.model, head) is None)
     return Start(model, checkpoint.tokenizer.tokenizer, created)

@@ -1,4 +1,4 @@
-"""Learns a WordPiece vocabulary from text, and makes BERT's tokenizer around it."""
+"""Learns a WordPiece vocabulary from text, and builds, saves and opens BERT's tokenizer."""
 
 import json
 from collections import Counter
@@ -17,15 +17,15 @@ from tokenizers import (
     trainers,
 )
 
-from export.train.corpus import Document
+from export.train.documents import Document
 from export.train.errors import TrainError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-"""In the order of their ids, as in BERT's own vocabularies but without its unused rows."""
+"""Special tokens in the order of their ids, as in BERT but without BERT's unused rows."""
 
 CONTINUATION = "##"
 
-_LARGEST_ALPHABET = 1000
+_MAX_ALPHABET = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,16 @@ class SpecialIds:
 
 
 def special_ids(tokenizer: Tokenizer) -> SpecialIds:
-    """Where a vocabulary has them.
+    """Return the ids of the special tokens in a vocabulary.
 
     Raises:
-        TrainError: it lacks one.
+        TrainError: the vocabulary lacks a special token.
     """
-    found = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS[2:]}
-    cls, sep, mask = found.values()
+    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS[2:]}
+    cls, sep, mask = ids.values()
     if cls is None or sep is None or mask is None:
-        raise TrainError(
-            "the tokenizer lacks "
-            + ", ".join(token for token, number in found.items() if number is None)
-        )
+        missing = ", ".join(token for token, number in ids.items() if number is None)
+        raise TrainError(f"the tokenizer lacks {missing}")
     return SpecialIds(cls, sep, mask)
 
 
@@ -60,24 +58,25 @@ def train_tokenizer(
     lowercase: bool,
     min_frequency: int = 2,
 ) -> Tokenizer:
-    """Learn a vocabulary of just ``size`` tokens, the same whenever it is learnt from the same text.
+    """Learn a vocabulary of exactly ``size`` tokens. The same text gives the same vocabulary.
 
     Args:
-        documents: gives the text to learn from; called twice, so that it need not be held.
-        size: tokens, the special ones included.
-        lowercase: uncased: lower-cased and accents stripped.
-        min_frequency: how often a pair of pieces must occur to become one.
+        documents: returns the text to learn from; called twice, so that the text is streamed.
+        size: number of tokens, special tokens included.
+        lowercase: whether to lower-case the text and strip accents.
+        min_frequency: minimum number of occurrences of a pair of pieces that becomes a token.
 
     Raises:
-        TrainError: there is no text, or it allows only a smaller vocabulary.
+        TrainError: there is no text, the text allows only a smaller vocabulary, or the alphabet
+            needs a larger vocabulary.
     """
     normaliser = normalizers.BertNormalizer(lowercase=lowercase)
-    alphabet = _alphabet(normaliser, documents(), min(_LARGEST_ALPHABET, size // 4))
+    alphabet = _alphabet(normaliser, documents(), min(_MAX_ALPHABET, size // 4))
     if not alphabet:
         raise TrainError("there is no text to learn a vocabulary from")
-    known = frozenset(alphabet)
-    # The trainer goes through characters in the order of a randomly seeded hash map: ids and, at the edge of the alphabet, tokens
-    # would differ from run to run. Named as special tokens they keep our order; what is outside the alphabet is kept from it.
+    # The trainer reads characters in the order of a randomly seeded hash map, so ids, and tokens at
+    # the edge of the alphabet, would differ from run to run. Special tokens keep our order, and
+    # `_lines` removes all characters outside the alphabet.
     first = [*SPECIAL_TOKENS, *alphabet, *(CONTINUATION + character for character in alphabet)]
     trainer = trainers.WordPieceTrainer(
         vocab_size=size,
@@ -86,32 +85,25 @@ def train_tokenizer(
         continuing_subword_prefix=CONTINUATION,
         show_progress=False,
     )
-    lines = (
-        "".join(
-            character
-            for character in normaliser.normalize_str(line)
-            if character in known or character.isspace()
-        )
-        for line in _lines(documents())
-    )
-    tokenizer = wordpiece(
-        {}, lowercase
-    )  # busy while it trains: its own normaliser must not be asked meanwhile
-    tokenizer.train_from_iterator(lines, trainer)
+    # The normaliser of a tokenizer in training cannot be used, so `_lines` has its own.
+    tokenizer = wordpiece({}, lowercase)
+    tokenizer.train_from_iterator(_lines(documents(), normaliser, frozenset(alphabet)), trainer)
     vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
-    if (reached := len(vocabulary)) < size:
+    if (learnt_size := len(vocabulary)) < size:
         raise TrainError(
-            f"the text allows a vocabulary of {reached:,} tokens, {size:,} were asked for; ask for less or give more text"
+            f"the text allows a vocabulary of {learnt_size:,} tokens, {size:,} were asked for; "
+            "ask for less or give more text"
         )
-    if reached > size:
+    if learnt_size > size:
         raise TrainError(
-            f"a vocabulary of {size:,} tokens is too small: the text's characters alone need {reached:,}"
+            f"a vocabulary of {size:,} tokens is too small: "
+            f"the text's characters alone need {learnt_size:,}"
         )
     return wordpiece(vocabulary, lowercase)
 
 
 def wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
-    """BERT's tokenizer around a vocabulary."""
+    """Build BERT's tokenizer from a vocabulary of ids by token."""
     tokenizer = Tokenizer(
         models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100)
     )
@@ -132,37 +124,67 @@ def wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
 
 
 def _alphabet(
-    normaliser: normalizers.Normalizer, documents: Iterable[Document], most: int
+    normaliser: normalizers.Normalizer, documents: Iterable[Document], limit: int
 ) -> list[str]:
-    """The commonest characters, in the order of their code points; of equally common ones the lower."""
+    """Return the ``limit`` most frequent characters, ordered by code point.
+
+    Of equally frequent characters, the lower code point is preferred.
+    """
     counts: Counter[str] = Counter()
     for document in documents:
         counts.update(normaliser.normalize_str(document.text))
-    common = sorted(
+    by_frequency = sorted(
         (-count, character) for character, count in counts.items() if not character.isspace()
     )
-    return sorted(character for _, character in common[:most])
+    return sorted(character for _, character in by_frequency[:limit])
 
 
-def _lines(documents: Iterable[Document]) -> Iterator[str]:
+def _lines(
+    documents: Iterable[Document], normaliser: normalizers.Normalizer, alphabet: frozenset[str]
+) -> Iterator[str]:
+    """Yield the normalised lines of the documents without characters outside the alphabet."""
     for document in documents:
-        yield from document.text.splitlines()
+        for line in document.text.splitlines():
+            yield "".join(
+                character
+                for character in normaliser.normalize_str(line)
+                if character in alphabet or character.isspace()
+            )
 
 
 def save_vocabulary(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write ``tokenizer.json`` and ``vocab.txt`` (one token a line, its id the line's number)."""
+    """Write ``tokenizer.json``, and ``vocab.txt`` with one token per line, ordered by id.
+
+    Each file is written atomically. ``vocab.txt`` is last, so its presence means that both files
+    are complete.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    tokens = sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-    written = {
+    vocabulary = tokenizer.get_vocab()
+    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+    contents = {
         "tokenizer.json": tokenizer.to_str(pretty=True),
-        "vocab.txt": "".join(f"{token}\n" for token, _ in tokens),
+        "vocab.txt": "".join(f"{token}\n" for token in tokens),
     }
-    for (
-        name,
-        text,
-    ) in (
-        written.items()
-    ):  # each whole or not at all, vocab.txt last: its presence means that both are there
-        new = folder / f"{name}.new"
-        new.write_text(text, encoding="utf-8")
-        new.replace(folder / name)
+    for name, text in contents.items():
+        new_file = folder / f"{name}.new"
+        new_file.write_text(text, encoding="utf-8")
+        new_file.replace(folder / name)
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """Open the ``tokenizer.json`` of a folder, without truncation and padding.
+
+    Raises:
+        TrainError: the file is missing or damaged, or the vocabulary lacks a special token.
+    """
+    file = folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise TrainError(f"{folder} holds no tokenizer.json") from None
+    except Exception as error:  # tokenizers raises no narrower type
+        raise TrainError(f"{file} is damaged: {error}") from error
+    special_ids(tokenizer)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer

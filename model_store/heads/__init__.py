@@ -1,4 +1,4 @@
-"""One module per head: its tensors, its requests and results, and how these cross the graph.
+"""One module per head: its tensors, its requests and results, and their conversion.
 
 To add a head, write a module with a `HEAD` and add it to `HEADS`.
 """
@@ -28,12 +28,11 @@ _MODULES = (
 HEADS: Final[dict[str, Head]] = {module.HEAD.name: module.HEAD for module in _MODULES}
 """All heads by name, in the order in which graphs have them."""
 
-
 _BY_TASK: Final = {head.task: head for head in HEADS.values()}
 
 
 def heads_of_tasks(tasks: Collection[str]) -> tuple[Head, ...]:
-    """Return the heads that manifests and `cloze export --task` call ``tasks``, in graph order.
+    """Return the heads of the tasks that a manifest or `cloze export --task` names, in graph order.
 
     Raises:
         ValueError: no head has one of these names.

@@ -16,19 +16,25 @@ from model_store.layouts import Feeds, Int32, Layout, Placement
 from model_store.tensors import TensorSpec
 
 EMBED_SEQUENCES: Final = TensorSpec(
-    "embed_sequences", "int32", ("E",), "the sequences (0 to B - 1) to pool", "dense"
+    "embed_sequences", "int32", ("E",), "indices of the sequences to pool, 0 to B - 1", "dense"
 )
 POOL_ROWS: Final = TensorSpec(
-    "pool_rows", "int32", ("E", "L"), "the rows of `hidden` that make each embedding", "packed"
+    "pool_rows",
+    "int32",
+    ("E", "L"),
+    "the rows of `hidden` to pool for each embedding; L rows for the longest sequence",
+    "packed",
 )
 POOL_WEIGHTS: Final = TensorSpec(
     "pool_weights",
     "float32",
     ("E", "L"),
-    "how much each row counts, 0 beyond its sequence; absent for max pooling",
+    "weight of each row, 0 beyond its sequence; absent for max pooling",
     "packed",
 )
-EMBEDDINGS: Final = TensorSpec("embeddings", "float32", ("E", "D"), "pooled, not normalised")
+EMBEDDINGS: Final = TensorSpec(
+    "embeddings", "float32", ("E", "D"), "one embedding of D numbers per sequence, not normalised"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ def _pack(requests: Requests, placement: Placement, graph: GraphSpec) -> Feeds:
 
 
 def pool(starts: Int32, lengths: Int32, pooling: Pooling) -> Feeds:
-    """Return which rows of ``hidden`` make each embedding, and how much each row counts.
+    """Return the rows of ``hidden`` to pool for each embedding, and the weight of each row.
 
     Args:
         starts: [E], the first row of each sequence to pool.
@@ -61,7 +67,7 @@ def pool(starts: Int32, lengths: Int32, pooling: Pooling) -> Feeds:
 
     Returns:
         ``pool_rows`` [E, L] and, except for max pooling, ``pool_weights`` [E, L]. A column beyond
-        a sequence repeats the sequence's first row with weight 0.
+        the end of a sequence repeats the sequence's first row with weight 0.
     """
     longest = 1 if pooling is Pooling.CLS else int(lengths.max(initial=1))
     columns = np.arange(longest, dtype=np.int32)

@@ -1,8 +1,8 @@
-"""What a head is: the contract that every module of this package fulfils with its `HEAD`.
+"""The contract of a head, which every module of this package fulfils with its `HEAD`.
 
-A head is what a graph can compute for a sequence. Every head gathers the rows that it is asked for
-before it projects, so a head that is asked for zero rows costs nothing, and one batch may mix all
-heads.
+A head is what a graph can compute for a sequence. Almost every head gathers the rows that are
+requested before the head projects, so a head without requests costs nothing, and one batch may
+mix all heads.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,13 +37,13 @@ class Pooling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GraphSpec:
-    """What must be known of a graph to feed it.
+    """What the service needs in order to build a graph's inputs.
 
     Attributes:
-        layout: how tokens lie.
+        layout: the graph's layout.
         heads: names of the graph's heads.
-        token_types: whether the trunk takes token types.
-        pooling: of the embedding head, if the graph has one.
+        token_types: whether the trunk has the input `token_type_ids`.
+        pooling: the pooling of the embedding head; None: the graph has no embedding head.
     """
 
     layout: Layout
@@ -53,12 +53,12 @@ class GraphSpec:
 
 
 class HeadRequest:
-    """What one encoding asks of one head. A head's own request is a frozen dataclass."""
+    """What one encoding asks of one head. Each head derives a frozen dataclass from this class."""
 
     __slots__ = ()
 
     vocabulary_rows: ClassVar[int] = 0
-    """Rows that the head expands to the size of the vocabulary; they bound a batch."""
+    """Rows that the head expands to the size of the vocabulary. A batch limits their sum."""
 
 
 Outputs = dict[str, NDArray[Any]]
@@ -73,16 +73,17 @@ class Head:
     """One head's contract.
 
     Attributes:
-        name: of the head, in encodings and in the torch model.
-        task: the name that manifests and `cloze export --task` have for the head.
-        inputs: the tensors that the graph reads.
-        outputs: the tensors that the graph writes.
-        request: the dataclass of what one encoding asks.
-        result: the dataclass of what one encoding gets.
-        pack: (requests, placement, graph) -> the graph's inputs; zero rows where no one asks.
-        unpack: (requests, placement, outputs) -> a result per request, None where none was asked.
-        largest_request: (most vocabulary rows) -> the request that needs the most memory.
-        options: what a manifest says of the head, under `heads`; None: nothing.
+        name: the head's name in encodings and in the torch model.
+        task: the head's name in manifests and in `cloze export --task`.
+        inputs: the graph inputs that the head adds.
+        outputs: the graph outputs that the head adds.
+        request: the dataclass of one encoding's request.
+        result: the dataclass of one encoding's result.
+        pack: (requests, placement, graph) -> the head's graph inputs; zero rows without requests.
+        unpack: (requests, placement, outputs) -> one result per request, None for None.
+        largest_request: (largest number of vocabulary rows) -> the request that needs the most
+            memory.
+        options: the type of the head's section in a manifest, under `heads`; None: no section.
     """
 
     name: str

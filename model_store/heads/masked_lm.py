@@ -1,4 +1,4 @@
-"""Masked language modelling: the likeliest tokens, and the logits of asked-for tokens, per mask.
+"""Masked language modelling: the likeliest tokens and the logits of requested tokens per mask.
 
 Source: Devlin et al. 2019, section 3.1, task 1.
 """
@@ -15,26 +15,31 @@ from model_store.layouts import Feeds, Placement
 from model_store.tensors import TensorSpec
 
 MASK_ROWS: Final = TensorSpec("mask_rows", "int32", ("M",), "the rows of `hidden` to predict")
-TOP_K: Final = TensorSpec("top_k", "int64", (1,), "K, predictions per mask")
+TOP_K: Final = TensorSpec("top_k", "int64", (1,), "K, the number of predictions per mask")
 TARGET_MASKS: Final = TensorSpec(
-    "target_masks", "int32", ("N",), "index into `mask_rows` of each asked-for logit"
+    "target_masks", "int32", ("N",), "index into `mask_rows` of each requested logit"
 )
 TARGET_IDS: Final = TensorSpec(
-    "target_ids", "int32", ("N",), "vocabulary id of each asked-for logit"
+    "target_ids", "int32", ("N",), "vocabulary id of each requested logit"
 )
-TOP_LOGITS: Final = TensorSpec("top_logits", "float32", ("M", "K"), "best first")
+TOP_LOGITS: Final = TensorSpec(
+    "top_logits", "float32", ("M", "K"), "the largest logits, in descending order"
+)
 TOP_IDS: Final = TensorSpec("top_ids", "int64", ("M", "K"), "vocabulary ids of `top_logits`")
 LOGSUMEXP: Final = TensorSpec(
-    "logsumexp", "float32", ("M",), "over the vocabulary: `score = exp(logit - logsumexp)`"
+    "logsumexp",
+    "float32",
+    ("M",),
+    "log-sum-exp of the logits over the vocabulary: `score = exp(logit - logsumexp)`",
 )
-TARGET_LOGITS: Final = TensorSpec("target_logits", "float32", ("N",), "the asked-for logits")
+TARGET_LOGITS: Final = TensorSpec("target_logits", "float32", ("N",), "the requested logits")
 
-_NOTHING = np.zeros(0, np.int32)
+_EMPTY = np.zeros(0, np.int32)
 _NO_MASKS: Feeds = {
-    MASK_ROWS.name: _NOTHING,
+    MASK_ROWS.name: _EMPTY,
     TOP_K.name: np.ones(1, np.int64),
-    TARGET_MASKS.name: _NOTHING,
-    TARGET_IDS.name: _NOTHING,
+    TARGET_MASKS.name: _EMPTY,
+    TARGET_IDS.name: _EMPTY,
 }
 
 
@@ -43,9 +48,9 @@ class MaskedLMRequest(HeadRequest):
     """Predict some tokens of a sequence.
 
     Attributes:
-        positions: in the sequence, of the tokens to predict; at least one.
-        top_k: predictions per position.
-        targets: vocabulary ids whose logits are wanted at every position.
+        positions: positions in the sequence of the tokens to predict; at least one.
+        top_k: number of predictions per position.
+        targets: vocabulary ids whose logits are requested at every position.
     """
 
     positions: Sequence[int]
@@ -54,7 +59,7 @@ class MaskedLMRequest(HeadRequest):
 
     @property
     def vocabulary_rows(self) -> int:  # type: ignore[override]  # a property stands for the constant
-        """See `HeadRequest`."""
+        """Number of positions to predict."""
         return len(self.positions)
 
 
@@ -63,10 +68,10 @@ class MaskedLMResult:
     """The predictions of m positions.
 
     Attributes:
-        top_logits: [m, k] float32, best first.
-        top_ids: [m, k] int64.
-        logsumexp: [m] float32, over the vocabulary.
-        target_logits: [m, n] float32.
+        top_logits: [m, k] float32, the largest logits in descending order.
+        top_ids: [m, k] int64, the vocabulary ids of ``top_logits``.
+        logsumexp: [m] float32, log-sum-exp of the logits over the vocabulary.
+        target_logits: [m, n] float32, the logits of the request's n targets.
     """
 
     top_logits: NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""Packing and unpacking that several heads share: one row per sequence, or one row per token."""
+"""Packs and unpacks one row per sequence, or one row per token, for several heads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from model_store.tensors import TensorSpec
 
 
 def pack_first_rows(rows: TensorSpec) -> Callable[[Requests, Placement, GraphSpec], Feeds]:
-    """Return a `Head.pack` that asks for the ``[CLS]`` row of each encoding that asks."""
+    """Return a `Head.pack` that selects the ``[CLS]`` row of each encoding with a request."""
 
     def pack(requests: Requests, placement: Placement, _: GraphSpec) -> Feeds:
         return {rows.name: placement.starts[:-1][[request is not None for request in requests]]}
@@ -22,7 +22,7 @@ def pack_first_rows(rows: TensorSpec) -> Callable[[Requests, Placement, GraphSpe
 def unpack_rows(
     output: TensorSpec, result: Callable[[Any], Any]
 ) -> Callable[[Requests, Placement, Outputs], list[Any]]:
-    """Return a `Head.unpack` that gives each encoding that asks the next row of ``output``."""
+    """Return a `Head.unpack` that gives each request the next row of ``output``."""
 
     def unpack(requests: Requests, _: Placement, outputs: Outputs) -> list[Any]:
         rows = iter(outputs[output.name])
@@ -32,7 +32,7 @@ def unpack_rows(
 
 
 def pack_token_rows(rows: TensorSpec) -> Callable[[Requests, Placement, GraphSpec], Feeds]:
-    """Return a `Head.pack` that asks for every row of each encoding that asks."""
+    """Return a `Head.pack` that selects every row of each encoding with a request."""
 
     def pack(requests: Requests, placement: Placement, _: GraphSpec) -> Feeds:
         starts = placement.starts
@@ -49,10 +49,11 @@ def pack_token_rows(rows: TensorSpec) -> Callable[[Requests, Placement, GraphSpe
 def unpack_token_rows(
     output: TensorSpec, result: Callable[[Any], Any]
 ) -> Callable[[Requests, Placement, Outputs], list[Any]]:
-    """Return a `Head.unpack` that gives each encoding that asks a row of ``output`` per token."""
+    """Return a `Head.unpack` that gives each request one row of ``output`` per token."""
 
     def unpack(requests: Requests, placement: Placement, outputs: Outputs) -> list[Any]:
-        results, first = [], 0
+        results: list[Any] = []
+        first = 0
         for request, length in zip(requests, placement.lengths.tolist(), strict=True):
             if request is None:
                 results.append(None)

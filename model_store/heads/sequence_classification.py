@@ -17,17 +17,19 @@ from model_store.tensors import TensorSpec
 CLASS_ROWS: Final = TensorSpec(
     "class_rows", "int32", ("C",), "the rows of `hidden` that hold `[CLS]`"
 )
-CLASS_LOGITS: Final = TensorSpec("class_logits", "float32", ("C", "L"), "one per label")
+CLASS_LOGITS: Final = TensorSpec(
+    "class_logits", "float32", ("C", "L"), "one logit for each of the model's L labels"
+)
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
 
 
 class SequenceLabels(Frozen):
-    """What a manifest says of the head.
+    """The head's section in a manifest.
 
     Attributes:
-        labels: in the order of the logits.
-        problem_type: how the logits become scores; as transformers' ``config.json`` names it.
+        labels: label names in the order of the logits.
+        problem_type: how logits become scores, by the name in transformers' ``config.json``.
     """
 
     labels: tuple[str, ...] = Field(min_length=1)

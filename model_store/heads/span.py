@@ -1,7 +1,7 @@
 """Extractive question answering: a start and an end logit per token.
 
-Source: Devlin et al. 2019, section 4.2. The graph scores all tokens of a batch, whoever asks: the
-projection has two columns, so gathering rows first would cost as much.
+Source: Devlin et al. 2019, section 4.2. The graph always scores all tokens of a batch. The
+projection has only two columns, so a gather of the requested rows would cost as much.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,9 @@ from model_store.heads.head import GraphSpec, Head, HeadRequest, Outputs, Reques
 from model_store.layouts import Feeds, Placement
 from model_store.tensors import TensorSpec
 
-SPAN_LOGITS: Final = TensorSpec("span_logits", "float32", ("T", 2), "start and end")
+SPAN_LOGITS: Final = TensorSpec(
+    "span_logits", "float32", ("T", 2), "start logit and end logit of each token"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,18 @@ from model_store.heads.rows import pack_token_rows, unpack_token_rows
 from model_store.tensors import TensorSpec
 
 TOKEN_ROWS: Final = TensorSpec(
-    "token_rows", "int32", ("R",), "the rows of `hidden` to classify: all of a sequence"
+    "token_rows", "int32", ("R",), "the rows of `hidden` to classify: all rows of a sequence"
 )
-TOKEN_LOGITS: Final = TensorSpec("token_logits", "float32", ("R", "L"), "one per label")
+TOKEN_LOGITS: Final = TensorSpec(
+    "token_logits", "float32", ("R", "L"), "one logit for each of the model's L labels"
+)
 
 
 class TokenLabels(Frozen):
-    """What a manifest says of the head.
+    """The head's section in a manifest.
 
     Attributes:
-        labels: in the order of the logits, for example ``O``, ``B-PER``, ``I-PER``.
+        labels: label names in the order of the logits, for example ``O``, ``B-PER``, ``I-PER``.
     """
 
     labels: tuple[str, ...] = Field(min_length=1)

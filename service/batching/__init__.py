@@ -1,1 +1,1 @@
-"""What runs next: the scheduler of one model's requests, and the cost of a batch."""
+"""The scheduler of one model's requests, and the cost model of its batches."""

@@ -1,6 +1,6 @@
-"""What a batch costs, measured at start-up, and how many tokens a batch should therefore hold.
+"""The cost model of variable-length batches, fitted at start-up to measured times.
 
-For engines that support variable-length batches.
+The batch size limit in tokens follows from the model.
 """
 
 import logging
@@ -16,13 +16,19 @@ from model_store.heads import Head
 from service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, Engine, first_line
 
 _TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
+"""Batch sizes to measure, in tokens."""
+
 _LENGTHS = (32, 128, 512)
+"""Sequence lengths to measure, in tokens."""
+
 _RUNS = 3
+"""Measured runs per batch size and sequence length, after a warm-up run."""
 
 _OVERHEAD = 0.05
-"""Largest useful share of a batch's time that its fixed part takes."""
+"""Share of a batch's time below which a smaller fixed part brings no useful gain."""
 
 _TYPICAL_LENGTH = 128
+"""Sequence length, in tokens, for which the batch size limit is computed."""
 
 log = logging.getLogger("cloze")
 
@@ -34,8 +40,8 @@ class BatchCostModel:
     Attributes:
         fixed: seconds per batch.
         per_token: seconds per token.
-        per_square: seconds per token and token of its sequence.
-        max_tokens: tokens of the largest batch that ran.
+        per_square: seconds per pair of tokens of one sequence.
+        max_tokens: number of tokens of the largest batch that ran.
     """
 
     fixed: float
@@ -46,18 +52,18 @@ class BatchCostModel:
     def __str__(self) -> str:
         return (
             f"one takes {self.fixed * 1e3:.2f} ms and {self.per_token * 1e9:.0f} ns per token, "
-            f"{self.per_square * 1e9:.2f} ns more per token and token of its sequence; "
+            f"{self.per_square * 1e9:.2f} ns per pair of tokens of a sequence; "
             f"up to {self.max_tokens} tokens ran"
         )
 
     def batch_tokens(self, objective_s: float) -> int:
-        """Return how many tokens a batch should hold: from 512 to `max_tokens`.
+        """Return the batch size limit in tokens, between 512 and `max_tokens`.
 
-        The batch is large enough for its fixed part to be a small share of its time, and small
-        enough to run within the objective.
+        The limit is the smaller of two sizes: the size at which the fixed part is a small share of
+        a batch's time, and the largest size that runs within the objective.
 
         Args:
-            objective_s: longest run in seconds.
+            objective_s: longest duration of a batch, in seconds.
         """
         per_token = self.per_token + self.per_square * _TYPICAL_LENGTH
         if per_token <= 0:  # only the fixed part was measurable
@@ -74,34 +80,34 @@ def measure_cost(
     max_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> BatchCostModel:
-    """Run batches of several sizes and lengths, and fit a cost model to their times.
+    """Run batches of several sizes and lengths, and fit a cost model to their durations.
 
-    The largest batch runs first: the runtime then holds the memory that smaller batches need, and
-    allocates none while serving.
+    The largest batch runs first. The runtime keeps the memory of that batch, and allocates no
+    further memory while the service runs.
 
     Args:
-        engine: whose batches to measure; sizes that do not fit its memory are left out and logged.
-        heads: of the engine's graph.
-        max_tokens: the longest sequence that the engine takes.
-        clock: returns seconds.
+        engine: the engine to measure; batch sizes that exceed its memory are logged and skipped.
+        heads: the heads of the engine's graph.
+        max_tokens: tokens of the longest sequence that the engine accepts.
+        clock: returns the time in seconds.
 
     Raises:
-        Exception: whatever the engine raises on the smallest batch.
+        Exception: the engine raised on the smallest batch.
     """
-    most = _largest_runnable(engine, heads, max_tokens)
+    largest = _largest_runnable(engine, heads, max_tokens)
     rows: list[tuple[float, int, int]] = []
     seconds: list[float] = []
     for length in sorted({min(length, max_tokens) for length in _LENGTHS}):
-        for tokens in (tokens for tokens in _TOKENS if tokens <= most):
+        for tokens in (tokens for tokens in _TOKENS if tokens <= largest):
             batch = [_encoding(length, heads)] * (tokens // length)
             seconds.append(_fastest_run(engine, batch, clock))
             rows.append((1.0, len(batch) * length, len(batch) * length**2))
     fixed, per_token, per_square = _fit(np.array(rows, np.float64), np.array(seconds))
-    return BatchCostModel(fixed, per_token, per_square, most)
+    return BatchCostModel(fixed, per_token, per_square, largest)
 
 
 def _largest_runnable(engine: Engine, heads: Sequence[Head], max_tokens: int) -> int:
-    """Return the largest of `_TOKENS` for which the most memory-hungry batch runs."""
+    """Return the largest size of `_TOKENS` whose `largest_batch` fits in the engine's memory."""
     for tokens in reversed(_TOKENS):
         try:
             engine.run(largest_batch(heads, max_tokens, tokens))
@@ -111,20 +117,21 @@ def _largest_runnable(engine: Engine, heads: Sequence[Head], max_tokens: int) ->
                 raise
             reason = first_line(error)
             log.warning("a batch of %d tokens does not run; trying half of it: %s", tokens, reason)
-    raise AssertionError("there are sizes")
+    raise AssertionError("unreachable: the smallest size returns or raises")
 
 
 def largest_batch(heads: Sequence[Head], max_tokens: int, batch_tokens: int) -> list[Encoding]:
     """Return the batch of at most `batch_tokens` tokens that needs the most memory.
 
-    One sequence has the longest length, which may exceed a batch, beside as many others as the
-    padding factor allows: embeddings are gathered from sequences times the longest length, and
-    each predicted mask has a logit per word of the vocabulary.
+    The batch has one sequence of the greatest length, which may exceed `batch_tokens`, and as many
+    other sequences as the padding factor allows. The embedding head needs memory for the number of
+    sequences times the greatest length. The masked-language-model head needs memory for one logit
+    per word of the vocabulary and predicted mask.
 
     Args:
-        heads: of the engine's graph.
-        max_tokens: the longest sequence.
-        batch_tokens: most tokens of a batch.
+        heads: the heads of the engine's graph.
+        max_tokens: tokens of the longest sequence.
+        batch_tokens: most tokens per batch.
     """
     rest = max(0, batch_tokens - max_tokens)
     others = min(rest, MAX_PADDING_FACTOR * batch_tokens // max_tokens - 1)
@@ -137,14 +144,14 @@ def largest_batch(heads: Sequence[Head], max_tokens: int, batch_tokens: int) -> 
 
 
 def _encoding(length: int, heads: Sequence[Head]) -> Encoding:
-    """Return an encoding that asks all heads but those that expand rows to the vocabulary."""
+    """Return an encoding with requests of all heads that have no vocabulary rows."""
     requests = {head.name: head.largest_request(MAX_BATCH_VOCABULARY_ROWS) for head in heads}
     cheap = {name: request for name, request in requests.items() if not request.vocabulary_rows}
     return Encoding(np.zeros(length, np.int32), np.zeros(length, np.int32), cheap)
 
 
 def _fastest_run(engine: Engine, batch: Sequence[Encoding], clock: Callable[[], float]) -> float:
-    """Return the seconds of the fastest of some runs, after a warm-up run."""
+    """Return the duration in seconds of the fastest of `_RUNS` runs, after a warm-up run."""
     times = []
     for _ in range(_RUNS + 1):
         begin = clock()
@@ -154,7 +161,12 @@ def _fastest_run(engine: Engine, batch: Sequence[Encoding], clock: Callable[[], 
 
 
 def _fit(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> list[float]:
-    """Return the least-squares fit of relative errors, with no coefficient below zero."""
+    """Return the coefficients [K] that minimise squared relative errors; none is below zero.
+
+    Args:
+        rows: [N, K], the factors of the coefficients in each measurement.
+        seconds: [N], the duration of each measurement.
+    """
     used = list(range(rows.shape[1]))
     while True:
         weighted = rows[:, used] / seconds[:, None]

@@ -1,4 +1,4 @@
-"""The interface to onnxruntime: the only package of the service that imports it.
+"""The only package of the service that imports onnxruntime.
 
 `session` runs a graph on a CPU or on CUDA; `onnx_engine` chooses a bundle's graph and checks its
 golden outputs.

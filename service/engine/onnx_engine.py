@@ -1,11 +1,11 @@
-"""Run a bundle: choose its graph, check its golden outputs, then run batches.
+"""An engine that runs a bundle with onnxruntime.
 
-Knows no queue, no text and no HTTP.
+The engine chooses one of the bundle's graphs, checks its golden outputs, and then runs batches.
 """
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,13 +15,14 @@ from model_store.batch import BatchCodec, Encoding, HeadOutputs
 from model_store.heads import HEADS
 from model_store.layouts import Layout
 from model_store.manifest import Graph, Parity, Precision
-from model_store.parity import errors
+from model_store.parity import output_errors
 from model_store.processor import INT8_NAMES, int8_instructions
 from model_store.tensors import TRUNK_INPUTS
 from service.core import Device, RequestedPrecision, StartupError, first_line
 from service.engine.session import CUDA, Session, cpu_session, cuda_session, providers
 
 OpenSession = Callable[[Bundle, Graph], Session]
+"""Opens a session with a graph of a bundle."""
 
 _DTYPES = {
     tensor.name: tensor.numpy_dtype
@@ -32,12 +33,12 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """How a session is opened.
+    """The resources of a session.
 
     Attributes:
-        device_id: which GPU.
-        gpu_memory_limit: bytes; 0: all of the GPU's memory.
-        threads: per run on a CPU.
+        device_id: index of the GPU.
+        gpu_memory_limit: most bytes of the GPU's memory to use; 0 sets no limit.
+        threads: intra-op threads per run on a CPU.
     """
 
     device_id: int = 0
@@ -48,16 +49,42 @@ class SessionOptions:
 _DEFAULT_OPTIONS = SessionOptions()
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The graph to run.
+
+    Attributes:
+        graph: one of a bundle's graphs.
+        parity: the golden outputs of the graph and their tolerance.
+        reason: why this graph was chosen, for the log.
+    """
+
+    graph: Graph
+    parity: Parity
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenGraph:
+    """A chosen graph with its session on a device."""
+
+    choice: _Choice
+    device: Device
+    session: Session
+
+
 class OnnxEngine:
-    """A session on one of a bundle's graphs; its golden outputs are checked before it is used.
+    """Runs one graph of a bundle, after a check of the graph's golden outputs.
 
     Args:
         bundle: an opened, hence verified, bundle.
-        device: where to run; CUDA that does not come up is an error, never a silent CPU.
-        precision: which graph to run; ``auto`` takes fp16 on CUDA, and int8 on a processor that
-            has instructions for int8.
-        options: how the session is opened.
-        open_session: replaces the device's own session, for a graph that no local runtime runs.
+        device: the device to run on. If ``cuda`` is requested and does not come up, the engine
+            raises; it never falls back to the CPU. ``auto`` does fall back to the CPU.
+        precision: the precision of the graph to run. ``auto`` selects fp16 on CUDA, and int8 on a
+            processor that has instructions for int8.
+        options: the resources of the session.
+        open_session: opens the session instead of the device's runtime, for tests of graphs that
+            the local runtime cannot run.
 
     Raises:
         StartupError: the device is missing, the bundle lacks the precision, the graph does not
@@ -73,41 +100,30 @@ class OnnxEngine:
         options: SessionOptions = _DEFAULT_OPTIONS,
         open_session: OpenSession | None = None,
     ) -> None:
-        manifest = bundle.manifest
-        self._name = manifest.reference
-
-        def on_device(bundle: Bundle, graph: Graph) -> Session:
-            file = bundle.file(graph.file)
-            if self.device is Device.CUDA:
-                return cuda_session(file, options.device_id, options.gpu_memory_limit)
-            return cpu_session(file, options.threads)
-
-        self.device = _device(device) if open_session is None else device
-        try:
-            graph, parity, self.reason = _choose_graph(manifest, self.device, precision)
-            self._session = _open(bundle, graph, open_session or on_device)
-        except StartupError as error:
-            if device is not Device.AUTO or self.device is Device.CPU:
-                raise
-            self.device = Device.CPU  # auto, and the GPU did not come up
-            graph, parity, self.reason = _choose_graph(manifest, self.device, precision)
-            self._session = _open(bundle, graph, on_device)
-            self.reason += f"; {error}"
+        if open_session is None:
+            opened = _open_on_device(bundle, device, precision, options)
+        else:
+            opened = _open(bundle, device, precision, open_session)
+        graph, parity = opened.choice.graph, opened.choice.parity
+        self._session = opened.session
+        self.device = opened.device
         self.precision = graph.precision
+        self.reason = opened.choice.reason
         self.supports_varlen = graph.layout is Layout.PACKED
-        self._codec = BatchCodec(manifest.graph_spec(graph.layout))
+        self._codec = BatchCodec(bundle.manifest.graph_spec(graph.layout))
         self._tolerance = parity.tolerance
         self._goldens = json.loads(bundle.file(parity.golden_file).read_bytes())
         try:
             for golden in self._goldens:
                 self._check(golden)
-        except Exception as error:
+        except Exception as error:  # the runtime's errors have no common type
             raise StartupError(
-                f"bundle {self._name} does not reproduce its golden outputs: {first_line(error)}"
+                f"bundle {bundle.manifest.reference} does not reproduce its golden outputs: "
+                f"{first_line(error)}"
             ) from error
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
-        """Return each encoding's results; see `Engine.run`."""
+        """Return the results of each encoding; see `Engine.run`."""
         names = self._codec.outputs(batch)
         outputs = self._session.run(names, self._codec.pack(batch))
         return self._codec.unpack(batch, dict(zip(names, outputs, strict=True)))
@@ -121,76 +137,108 @@ class OnnxEngine:
         feeds = {name: np.array(values, _DTYPES[name]) for name, values in golden["feeds"].items()}
         expected = {name: np.array(values) for name, values in golden["outputs"].items()}
         outputs = dict(zip(expected, self._session.run(list(expected), feeds), strict=True))
-        for name, error in errors(outputs, expected, self._tolerance).items():
+        for name, error in output_errors(outputs, expected, self._tolerance).items():
             if error > self._tolerance:
                 raise ValueError(f"{name} is off by {error:.1e}, more than {self._tolerance:.0e}")
 
 
-def _device(asked: Device) -> Device:
-    there = providers()
-    if asked is Device.CUDA and CUDA not in there:
-        raise StartupError(
-            f"device cuda was asked for, but this onnxruntime has only {', '.join(there)}; install cloze[gpu]"
-        )
-    return Device.CPU if asked is Device.CPU or CUDA not in there else Device.CUDA
-
-
-def _choose_graph(
-    manifest: Manifest, device: Device, asked: RequestedPrecision
-) -> tuple[Graph, Parity, str]:
-    """The graph to run, its parity, and why it is this one."""
-    fp32 = manifest.graph, manifest.parity
-    if asked is Precision.FP32:
-        return *fp32, "as asked"
-    if device is Device.CUDA:
-        return _choose_for_cuda(manifest, asked)
-    if asked is Precision.FP16:
-        raise StartupError(
-            "precision fp16 was asked for, which runs on CUDA only; set the device to cuda"
-        )
-    if manifest.int8 is None:
-        if asked is Precision.INT8:
-            raise StartupError(
-                f"bundle {manifest.reference} has no int8 graph; export it with --precision int8"
-            )
-        return *fp32, "since the bundle has nothing else"
-    int8 = manifest.int8.graph, manifest.int8.parity
-    if asked is Precision.INT8:
-        return *int8, "as asked"
-    if there := int8_instructions():
-        return *int8, f"since the processor has {', '.join(there)} and the bundle's gate was passed"
-    return *fp32, f"since the processor has none of {INT8_NAMES}"
-
-
-def _choose_for_cuda(manifest: Manifest, asked: RequestedPrecision) -> tuple[Graph, Parity, str]:
-    if asked is Precision.INT8:
-        raise StartupError(
-            "precision int8 was asked for, which runs on a CPU only; set the device to cpu"
-        )
-    if manifest.fp16 is not None:
-        reason = (
-            "as asked"
-            if asked is Precision.FP16
-            else "since the device is a GPU and the bundle's gate was passed"
-        )
-        return manifest.fp16.graph, manifest.fp16.parity, reason
-    if asked is Precision.FP16:
-        raise StartupError(
-            f"bundle {manifest.reference} has no fp16 graph; export it with --precision fp16"
-        )
-    return (
-        manifest.graph,
-        manifest.parity,
-        "since the bundle has no fp16 graph; export it with --precision fp16 for speed",
-    )
-
-
-def _open(bundle: Bundle, graph: Graph, open_session: OpenSession) -> Session:
+def _open_on_device(
+    bundle: Bundle, requested: Device, precision: RequestedPrecision, options: SessionOptions
+) -> _OpenGraph:
+    """Open a graph on the requested device; ``auto`` falls back to the CPU without a GPU."""
+    device = _available_device(requested)
     try:
-        return open_session(bundle, graph)
+        return _open(bundle, device, precision, _session_opener(device, options))
+    except StartupError as error:
+        if requested is not Device.AUTO or device is Device.CPU:
+            raise
+        opened = _open(bundle, Device.CPU, precision, _session_opener(Device.CPU, options))
+        reason = f"{opened.choice.reason}; {error}"
+        return replace(opened, choice=replace(opened.choice, reason=reason))
+
+
+def _available_device(requested: Device) -> Device:
+    available = providers()
+    if requested is Device.CUDA and CUDA not in available:
+        raise StartupError(
+            f"device cuda was asked for, but this onnxruntime has only {', '.join(available)}; "
+            "install cloze[gpu]"
+        )
+    return Device.CPU if requested is Device.CPU or CUDA not in available else Device.CUDA
+
+
+def _session_opener(device: Device, options: SessionOptions) -> OpenSession:
+    def open_session(bundle: Bundle, graph: Graph) -> Session:
+        file = bundle.file(graph.file)
+        if device is Device.CUDA:
+            return cuda_session(file, options.device_id, options.gpu_memory_limit)
+        return cpu_session(file, options.threads)
+
+    return open_session
+
+
+def _open(
+    bundle: Bundle, device: Device, precision: RequestedPrecision, open_session: OpenSession
+) -> _OpenGraph:
+    """Choose a graph and open its session.
+
+    Raises:
+        StartupError: the bundle lacks the precision, or the graph does not load.
+    """
+    choice = _choose_graph(bundle.manifest, device, precision)
+    try:
+        return _OpenGraph(choice, device, open_session(bundle, choice.graph))
     except StartupError:
         raise
-    except Exception as error:
+    except Exception as error:  # the runtime's errors have no common type
         raise StartupError(
             f"bundle {bundle.manifest.reference}: its graph does not load: {first_line(error)}"
         ) from error
+
+
+def _choose_graph(manifest: Manifest, device: Device, requested: RequestedPrecision) -> _Choice:
+    if requested is Precision.FP32:
+        return _Choice(manifest.graph, manifest.parity, "as asked")
+    if device is Device.CUDA:
+        return _choose_for_cuda(manifest, requested)
+    return _choose_for_cpu(manifest, requested)
+
+
+def _choose_for_cpu(manifest: Manifest, requested: RequestedPrecision) -> _Choice:
+    if requested is Precision.FP16:
+        raise StartupError(
+            "precision fp16 was asked for, which runs on CUDA only; set the device to cuda"
+        )
+    fp32, int8 = (manifest.graph, manifest.parity), manifest.int8
+    if int8 is None:
+        if requested is Precision.INT8:
+            raise StartupError(
+                f"bundle {manifest.reference} has no int8 graph; export it with --precision int8"
+            )
+        return _Choice(*fp32, "since the bundle has nothing else")
+    if requested is Precision.INT8:
+        return _Choice(int8.graph, int8.parity, "as asked")
+    if instructions := int8_instructions():
+        reason = (
+            f"since the processor has {', '.join(instructions)} and the bundle's gate was passed"
+        )
+        return _Choice(int8.graph, int8.parity, reason)
+    return _Choice(*fp32, f"since the processor has none of {INT8_NAMES}")
+
+
+def _choose_for_cuda(manifest: Manifest, requested: RequestedPrecision) -> _Choice:
+    if requested is Precision.INT8:
+        raise StartupError(
+            "precision int8 was asked for, which runs on a CPU only; set the device to cpu"
+        )
+    if (fp16 := manifest.fp16) is not None:
+        reason = "since the device is a GPU and the bundle's gate was passed"
+        if requested is Precision.FP16:
+            reason = "as asked"
+        return _Choice(fp16.graph, fp16.parity, reason)
+    if requested is Precision.FP16:
+        raise StartupError(
+            f"bundle {manifest.reference} has no fp16 graph; export it with --precision fp16"
+        )
+    reason = "since the bundle has no fp16 graph; export it with --precision fp16 for speed"
+    return _Choice(manifest.graph, manifest.parity, reason)

@@ -1,4 +1,7 @@
-"""Page-locked memory of the host, which a GPU reads by itself instead of having it copied to such a place first."""
+"""Page-locked host memory, which a GPU reads directly.
+
+The driver copies pageable memory to page-locked memory first, and that copy costs time.
+"""
 
 import ctypes
 import weakref
@@ -10,32 +13,36 @@ from numpy.typing import NDArray
 
 @cache
 def runtime() -> ctypes.CDLL | None:
-    """CUDA's runtime library, of the version that this onnxruntime is built for; None where there is none."""
+    """Return CUDA's runtime library in the version of onnxruntime; None without such a library."""
     try:
         from onnxruntime.capi.build_and_package_info import cuda_version
 
         return ctypes.CDLL(f"libcudart.so.{cuda_version.partition('.')[0]}")
-    except (ImportError, OSError):  # a build for a CPU has no such name
+    except (ImportError, OSError):  # a CPU build of onnxruntime has no `cuda_version`
         return None
 
 
 def page_locked(size: int, device_id: int) -> NDArray[np.uint8] | None:
-    """So many bytes, given back with the array; None where the machine does not give them, and pageable memory must do.
+    """Allocate page-locked memory, which is freed with the returned array.
 
     Args:
-        size: bytes, uninitialised.
-        device_id: which GPU the calling thread works with.
+        size: bytes to allocate.
+        device_id: index of the GPU that the calling thread uses.
+
+    Returns:
+        [size] uint8, uninitialised; None if CUDA cannot allocate the memory.
     """
-    cuda, place = runtime(), ctypes.c_void_p()
+    cuda, address = runtime(), ctypes.c_void_p()
     if cuda is None:
         return None
     if (
         cuda.cudaSetDevice(device_id)
-        or cuda.cudaMallocHost(ctypes.byref(place), ctypes.c_size_t(size))
-        or not place.value
+        or cuda.cudaMallocHost(ctypes.byref(address), ctypes.c_size_t(size))
+        or not address.value
     ):
-        cuda.cudaGetLastError()  # takes the error back, for which the next kernel would be blamed
+        cuda.cudaGetLastError()  # clears the error; else the next kernel launch would report it
         return None
-    array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(place.value))
-    weakref.finalize(array, cuda.cudaFreeHost, place).atexit = False  # at the end CUDA goes first
+    array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address.value))
+    # At the exit of the process CUDA frees the memory itself, and earlier than this finalizer.
+    weakref.finalize(array, cuda.cudaFreeHost, address).atexit = False
     return array

@@ -1,4 +1,7 @@
-"""Runs one graph with onnxruntime: on a CPU, or on CUDA with all inputs in one copy. Knows no bundle and no query."""
+"""Sessions of onnxruntime, each with one graph: on a CPU, or on CUDA with one copy for all inputs.
+
+The module does not depend on bundles or encodings.
+"""
 
 import ctypes
 import os
@@ -12,9 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-os.environ.setdefault(
-    "ORT_DISABLE_TELEMETRY", "1"
-)  # the official builds otherwise report to their maker from the import on
+# The official builds send telemetry from the import on, unless this variable is set.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 from numpy.typing import NDArray
 
@@ -28,32 +30,33 @@ CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 _BUILDS = ("onnxruntime", "onnxruntime-gpu")
 
 _ON_HOST = frozenset({"top_k"})
-"""Inputs that the kernels read on the host."""
+"""Inputs that the kernels read in host memory."""
 
 _ALIGNMENT = 256
-"""Bytes, of each input on the device."""
+"""Alignment of each input in the device buffer, in bytes."""
 
 
 class Session(Protocol):
-    """What runs a graph. Several threads may do so at once."""
+    """Runs a graph. Several threads may call ``run`` at once."""
 
     def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
-        """The outputs named, in order."""
+        """Return the outputs named in ``wanted``, in order."""
+        ...
 
 
 def providers() -> list[str]:
-    """What this build of onnxruntime can run on.
+    """Return the execution providers of the installed build of onnxruntime.
 
     Raises:
-        StartupError: two builds are installed, in one place.
+        StartupError: both builds of onnxruntime are installed.
     """
     if all(map(_is_installed, _BUILDS)):
         raise StartupError(
             f"both {' and '.join(_BUILDS)} are installed, and overwrite each other; "
             "uninstall both, then install cloze[cpu] or cloze[gpu]"
         )
-    there: list[str] = ort.get_available_providers()
-    return there
+    available: list[str] = ort.get_available_providers()
+    return available
 
 
 def _is_installed(package: str) -> bool:
@@ -64,8 +67,13 @@ def _is_installed(package: str) -> bool:
     return True
 
 
-def cpu_session(file: Path, threads: int = 1) -> ort.InferenceSession:
-    """A graph on this machine's processor, so many threads a run: with one, the scheduler's workers bring the cores."""
+def cpu_session(file: Path, threads: int = 1) -> Session:
+    """Open a graph on the CPU.
+
+    Args:
+        file: the graph.
+        threads: intra-op threads per run. One thread is enough where several workers run at once.
+    """
     options = _options()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -74,42 +82,41 @@ def cpu_session(file: Path, threads: int = 1) -> ort.InferenceSession:
         options.add_session_config_entry(name, value)
     session = ort.InferenceSession(file, options, providers=[CPU])
     session.disable_fallback()
-    return session
+    opened: Session = session
+    return opened
 
 
 def cuda_session(file: Path, device_id: int, memory_limit: int) -> "DeviceSession":
-    """A graph on a GPU, all of it.
+    """Open a graph on a GPU.
 
     Args:
         file: the graph.
-        device_id: which GPU.
-        memory_limit: bytes of the device's memory that it may take; 0: all there is.
+        device_id: index of the GPU.
+        memory_limit: most bytes of the GPU's memory to use; 0 sets no limit.
 
     Raises:
-        StartupError: CUDA did not come up; says which library is missing, if one is.
+        StartupError: CUDA did not come up; the error names the missing library, if any.
     """
-    with redirect_stdout(None):  # what it misses, we say ourselves
+    with redirect_stdout(None):  # onnxruntime prints missing libraries; our error names them
         ort.preload_dlls()
     options = _options()
-    options.enable_mem_pattern = False  # it is made for one shape, and every batch has its own
-    asked = {
+    options.enable_mem_pattern = False  # a memory pattern serves one shape, and batches differ
+    provider_options = {
         "device_id": str(device_id),
         "arena_extend_strategy": "kSameAsRequested",
     } | cuda_settings()
     if memory_limit:
-        asked["gpu_mem_limit"] = str(memory_limit)
+        provider_options["gpu_mem_limit"] = str(memory_limit)
+    providers = [(CUDA, provider_options), CPU]
     try:
-        session = ort.InferenceSession(
-            file, options, providers=[(CUDA, asked), CPU], enable_fallback=0
-        )
-    except Exception as error:  # without CUDA, a CPU has no kernel for a packed graph
-        if why := _why_not():
-            raise StartupError(f"CUDA did not come up: {why}") from error
+        session = ort.InferenceSession(file, options, providers=providers, enable_fallback=0)
+    except Exception as error:  # a CPU has no kernel for a packed graph
+        if reason := _cuda_load_error():
+            raise StartupError(f"CUDA did not come up: {reason}") from error
         raise
     if session.get_providers()[0] != CUDA:
-        raise StartupError(
-            f"CUDA did not come up: {_why_not() or 'its driver is missing, or there is no such device'}"
-        )
+        reason = _cuda_load_error() or "its driver is missing, or there is no such device"
+        raise StartupError(f"CUDA did not come up: {reason}")
     return DeviceSession(session, "cuda", device_id)
 
 
@@ -119,8 +126,8 @@ def _options() -> ort.SessionOptions:
     return options
 
 
-def _why_not() -> str:
-    """The loader's words about the library that CUDA's provider misses; empty if it misses none."""
+def _cuda_load_error() -> str:
+    """Return the loader's message about a library that CUDA's provider lacks, or ""."""
     folder = Path(ort.__file__).parent / "capi"
     try:
         ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), ctypes.RTLD_GLOBAL)
@@ -131,24 +138,23 @@ def _why_not() -> str:
 
 
 _Buffers = tuple[NDArray[np.uint8], ort.OrtValue]
-"""On the host and on the device, of one size."""
+"""A host buffer and a device buffer of the same size."""
 
 
 class DeviceSession:
-    """A session whose inputs go to the device in one copy, from and into buffers that are used again.
+    """A session that copies all inputs of a batch to the device at once, through reused buffers.
 
     Args:
-        session: on the device.
-        device: ``cuda``, or ``cpu``, where the same way is tested.
-        device_id: which one.
+        session: a session on the device.
+        device: ``cuda``, or ``cpu`` for tests.
+        device_id: index of the device.
     """
 
     def __init__(self, session: ort.InferenceSession, device: str, device_id: int) -> None:
         self._session, self._device, self._device_id = session, device, device_id
-        self._free: dict[int, list[_Buffers]] = defaultdict(
-            list
-        )  # by size; while one batch runs, another is being packed
-        self._running = threading.Lock()
+        # By size. One thread fills buffers while the batch of another thread runs.
+        self._free: dict[int, list[_Buffers]] = defaultdict(list)
+        self._run_lock = threading.Lock()
 
     def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
         """See `Session`."""
@@ -164,43 +170,46 @@ class DeviceSession:
         size = 1 << max(16, (sum(sizes) - 1).bit_length())
         free = self._free[size]
         try:
-            buffers = free.pop()  # whole to other threads
+            buffers = free.pop()  # atomic, hence without a lock
         except IndexError:
             buffers = self._make_buffers(size)
         try:
-            return self._run(binding, wanted, inputs, sizes, buffers)
+            self._bind_inputs(binding, inputs, sizes, buffers)
+            for name in wanted:
+                binding.bind_output(name, "cpu")
+            with self._run_lock:
+                self._session.run_with_iobinding(binding)
+            outputs: list[NDArray[Any]] = binding.copy_outputs_to_cpu()
+            return outputs
         finally:
             free.append(buffers)
 
-    def _run(
-        self,
-        binding: ort.IOBinding,
-        wanted: Sequence[str],
-        inputs: Feeds,
-        sizes: Sequence[int],
-        buffers: _Buffers,
-    ) -> list[NDArray[Any]]:
-        staging, there = buffers
+    def _bind_inputs(
+        self, binding: ort.IOBinding, inputs: Feeds, sizes: Sequence[int], buffers: _Buffers
+    ) -> None:
+        """Copy the inputs to the device, and bind each to its part of the device buffer.
+
+        Args:
+            binding: the binding of one run.
+            inputs: contiguous arrays by name.
+            sizes: aligned bytes of each input.
+            buffers: buffers that hold all inputs.
+        """
+        host_buffer, device_buffer = buffers
         offset = 0
         for (name, array), size in zip(inputs.items(), sizes, strict=True):
-            staging[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
-            place = there.data_ptr() + offset
+            host_buffer[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+            address = device_buffer.data_ptr() + offset
             binding.bind_input(
-                name, self._device, self._device_id, array.dtype.type, list(array.shape), place
+                name, self._device, self._device_id, array.dtype.type, list(array.shape), address
             )
             offset += size
-        for name in wanted:
-            binding.bind_output(name, "cpu")
-        there.update_inplace(staging)
-        with self._running:
-            self._session.run_with_iobinding(binding)
-        found: list[NDArray[Any]] = binding.copy_outputs_to_cpu()
-        return found
+        device_buffer.update_inplace(host_buffer)
 
     def _make_buffers(self, size: int) -> _Buffers:
-        # Not the staging array, which on a CPU the value would be.
-        there = ort.OrtValue.ortvalue_from_numpy(
+        # On a CPU the value shares the memory of its array, so that the host buffer needs another.
+        device_buffer = ort.OrtValue.ortvalue_from_numpy(
             np.zeros(size, np.uint8), self._device, self._device_id
         )
         locked = page_locked(size, self._device_id) if self._device == "cuda" else None
-        return np.zeros(size, np.uint8) if locked is None else locked, there
+        return np.zeros(size, np.uint8) if locked is None else locked, device_buffer

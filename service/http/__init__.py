@@ -1,1 +1,1 @@
-"""HTTP, whatever the protocol: connections, bodies, error statuses, routes and OpenAPI."""
+"""The parts of HTTP that all protocols share: connections, bodies, errors, routes and OpenAPI."""

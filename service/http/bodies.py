@@ -1,4 +1,4 @@
-"""Reading a request's body: bounded in bytes and time, parsed strictly; and clients that leave."""
+"""Reads and parses request bodies, and cancels requests whose client has disconnected."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -19,17 +19,29 @@ from service.core import (
 B = TypeVar("B", bound=BaseModel)
 
 _WATCH_AFTER_S = 0.05
-"""Most requests are answered sooner; only the others pay for a task that watches the connection."""
+"""Time after which a task starts to watch the connection; most requests are answered sooner."""
 
 _DISCARD_FACTOR = 8
-"""How many times the limit of an oversized body is read, so that the client receives the error."""
+"""Multiple of the size limit up to which an oversized body is read and discarded.
+
+Many clients read the error response only after they have sent the whole body.
+"""
 
 _INLINE_BYTES = 65_536
-"""Larger bodies are parsed on a thread, so that the event loop answers probes meanwhile."""
+"""Largest body that is parsed on the event loop; a thread parses larger bodies."""
 
 
 async def receive(request: Request, model: type[B], limit: int, timeout_s: float) -> tuple[B, int]:
-    """Read and parse the body; return it and its size in bytes.
+    """Read and parse the body of a request.
+
+    Args:
+        request: the request.
+        model: the type of the body.
+        limit: most bytes of the body.
+        timeout_s: longest time until the body is complete, in seconds.
+
+    Returns:
+        The parsed body and its size in bytes.
 
     Raises:
         RequestError: see `read_body` and `parse`.
@@ -45,7 +57,7 @@ def parse(model: type[B], data: bytes) -> B:
 
     Raises:
         MalformedRequest: the body is not JSON.
-        InvalidRequest: the body is JSON of another shape.
+        InvalidRequest: the JSON does not have the shape of the model.
     """
     if not data.strip():
         raise MalformedRequest("the body is empty; send a JSON object")
@@ -62,7 +74,10 @@ def parse(model: type[B], data: bytes) -> B:
 
 
 def _describe(problems: Sequence[Any]) -> str:
-    """Return the first problem and, at a choice of shapes, the others there; never the value."""
+    """Return the message for validation errors, without the values that the client sent.
+
+    If a field accepts several types, the message lists up to four errors of the first field.
+    """
     first = problems[0]["loc"][0] if problems[0]["loc"] else "the body"
     lines = dict.fromkeys(
         f"{_location(problem['loc'])}: {problem['msg']}"
@@ -77,9 +92,9 @@ def _location(parts: Sequence[object]) -> str:
 
 
 def _is_union_member(part: object) -> bool:
-    """Return whether a part of a location is pydantic's name of a union's member.
+    """Return whether a part of a location is pydantic's name for a member of a union.
 
-    Fields have lower-case names; models have names that begin with a capital.
+    The names of fields are lower-case; the names of models begin with a capital.
     """
     return isinstance(part, str) and (
         part in ("str", "int") or part.startswith(("list[", "function-")) or part[:1].isupper()
@@ -87,11 +102,12 @@ def _is_union_member(part: object) -> bool:
 
 
 async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
-    """Return the whole body.
+    """Return the body of a request.
 
     Raises:
         RequestTooLarge: the body has more than ``limit`` bytes.
-        SlowRequest: the body has not arrived after ``timeout_s``.
+        SlowRequest: the body is not complete after ``timeout_s``.
+        ClientGone: the client closed its connection.
     """
     chunks: list[bytes] = []
     size, more = 0, True
@@ -119,7 +135,7 @@ async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
 
 @asynccontextmanager
 async def client_gone(request: Request) -> AsyncIterator[None]:
-    """Cancel what is awaited inside when the client closes its connection.
+    """Cancel the enclosed code when the client closes its connection.
 
     Raises:
         ClientGone: the client closed its connection.

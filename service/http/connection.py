@@ -1,7 +1,4 @@
-"""What happens around every request: its id, its observation, the size of its headers, its route.
-
-Knows no task and no protocol.
-"""
+"""ASGI middleware around every request, and the limit on the size of headers."""
 
 import re
 import secrets
@@ -17,20 +14,22 @@ from service.core import ServiceError
 from service.metrics import Metrics
 
 OTHER_ROUTE = "other"
-"""The label of requests to unknown routes, so that labels stay bounded."""
+"""Metric label of requests to unknown routes, so that the number of labels is bounded."""
 
 _MAX_HEADER_BYTES = 65_536
+"""Most bytes of the headers of a request."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+"""Request ids that the server accepts from a client and returns in a header."""
 
 
 class Connection:
-    """ASGI middleware: gives a request its id and reports its route, model, status and time.
+    """ASGI middleware that assigns request ids and observes route, model, status and time.
 
     Args:
-        app: the application inside.
-        known_routes: paths that may become labels.
-        metrics: observes every answered request.
+        app: the wrapped application.
+        known_routes: paths that may become metric labels.
+        metrics: the metrics that record every answered request.
     """
 
     def __init__(self, app: ASGIApp, known_routes: Collection[str], metrics: Metrics) -> None:
@@ -63,14 +62,14 @@ class Connection:
 
 
 class DirectRoutes:
-    """ASGI middleware: calls the handlers of POST routes without the router and its middleware.
+    """ASGI middleware that calls the handlers of POST routes directly, without the router.
 
     Every other request goes to the router. `docs/decisions/0007` has the measured difference.
 
     Args:
-        app: the application inside.
-        handlers: by path.
-        respond: answers a `ServiceError` of a handler.
+        app: the wrapped application.
+        handlers: the handlers of POST routes by path.
+        respond: returns the response to a `ServiceError` of a handler.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class DirectRoutes:
 
 
 def _request_id(scope: Scope) -> bytes:
-    """The client's own, if it is harmless in a header; else a random one."""
+    """Return the client's request id if it matches `_REQUEST_ID`, else a random id."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
             return bytes(value)
@@ -108,42 +107,54 @@ def _request_id(scope: Scope) -> bytes:
 
 
 class BoundedHeaders(HttpToolsProtocol):
-    """uvicorn's protocol, which by itself would collect headers for as long as a client sends them."""
+    """uvicorn's HTTP protocol, with a limit on the size of a request's headers.
 
-    _idle_bytes = 0
+    uvicorn has no such limit. The class counts the bytes that arrive without a parser event: these
+    bytes belong to headers or trailers. Beyond the limit the class answers 431 and closes.
+    """
+
+    _header_bytes = 0
     _progress = False
 
     def on_message_begin(self) -> None:
-        """A request's first byte."""
+        """Note the first byte of a request."""
         self._progress = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Its headers are whole."""
+        """Note the end of the headers."""
         self._progress = True
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """A part of its body."""
+        """Note a part of the body."""
         self._progress = True
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Its end."""
+        """Note the end of the request."""
         self._progress = True
         super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes came. Those that bring no request on its way are headers or trailers, and counted."""
+        """Parse received bytes, and count them if they cause no parser event."""
         self._progress = False
         super().data_received(data)
         if self._progress:
-            self._idle_bytes = 0
-        else:
-            self._idle_bytes += len(data)
-            if self._idle_bytes > _MAX_HEADER_BYTES:
-                error = f"the request's headers have more than {_MAX_HEADER_BYTES} bytes, the limit"
-                body = orjson.dumps({"error": error, "error_type": "Validation"})
-                head = f"HTTP/1.1 431 \r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
-                self.transport.write(head.encode() + body)
-                self.transport.close()
+            self._header_bytes = 0
+            return
+        self._header_bytes += len(data)
+        if self._header_bytes > _MAX_HEADER_BYTES:
+            self._refuse_headers()
+
+    def _refuse_headers(self) -> None:
+        error = f"the request's headers have more than {_MAX_HEADER_BYTES} bytes, the limit"
+        body = orjson.dumps({"error": error, "error_type": "Validation"})
+        head = (
+            "HTTP/1.1 431 \r\n"
+            "content-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n"
+            "connection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()

@@ -1,4 +1,4 @@
-"""The one table from errors to HTTP statuses, and what a protocol needs to write an error body."""
+"""The table that maps errors to HTTP statuses, and the values of an error response."""
 
 from dataclasses import dataclass, field
 
@@ -22,19 +22,19 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     core.EngineDead: (503, "Unhealthy"),
     core.DeadlineExceeded: (504, "Overloaded"),
 }
-"""The status and the ``error_type`` (text-embeddings-inference's) of every error of a request."""
+"""The HTTP status and text-embeddings-inference's ``error_type`` of every `ServiceError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """An error as a protocol writes it.
+    """The values of an error response, independent of the protocol.
 
     Attributes:
-        status: of HTTP.
-        kind: the ``error_type``, as in `STATUS`.
-        message: for the client.
-        error: what was raised.
-        headers: of the response.
+        status: HTTP status.
+        kind: text-embeddings-inference's ``error_type``, as in `STATUS`.
+        message: message for the client.
+        error: the exception.
+        headers: headers of the response.
     """
 
     status: int
@@ -45,7 +45,10 @@ class ErrorInfo:
 
 
 def describe_error(request: Request, error: Exception) -> ErrorInfo:
-    """Return what the client learns of an error: ours, the router's, or a bug's."""
+    """Return the response values of an error of the service, of the router, or of a bug.
+
+    The message for a bug does not contain the exception.
+    """
     if isinstance(error, HTTPException):
         messages = {
             404: f"there is no route {ascii(request.url.path)[:120]}; see /docs",
@@ -60,7 +63,7 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
         if isinstance(error, core.Overloaded):
             headers["retry-after"] = str(error.retry_after_s)
         elif isinstance(error, core.SlowRequest):
-            # The rest of the body would be read as the next request.
+            # Otherwise the server would parse the rest of the body as the next request.
             headers["connection"] = "close"
         return ErrorInfo(status, kind, str(error), error, headers)
     return ErrorInfo(500, "Backend", "an internal error; it was logged", error)

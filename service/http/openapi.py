@@ -1,4 +1,4 @@
-"""The OpenAPI document, written from the routes: requests, responses, errors and headers."""
+"""Writes the OpenAPI document of routes: requests, responses, errors and headers."""
 
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
@@ -11,11 +11,11 @@ from service.http.routes import JSON, NPY, RAW, Route
 _REF = "#/components/schemas/{model}"
 
 REQUEST_ID = ("string", "the id of the request: the client's own `X-Request-Id`, or a random one")
-RETRY_AFTER = ("integer", "seconds until the queue is likely to have room")
+RETRY_AFTER = ("integer", "estimated seconds until the queue admits the request")
 
 
 def document(title: str, version: str, description: str, routes: Sequence[Route]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of some routes."""
+    """Return the OpenAPI 3.1 document of routes."""
     schemas, definitions = _schemas(routes)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -30,7 +30,7 @@ def document(title: str, version: str, description: str, routes: Sequence[Route]
 
 
 def _schemas(routes: Iterable[Route]) -> tuple[dict[Any, Any], dict[str, Any]]:
-    """Return the schema of each (path, part), and what the schemas refer to."""
+    """Return the schemas by (path, part), and the definitions that the schemas refer to."""
     inputs: list[Any] = []
     for route in routes:
         parts = {"body": route.doc.body, "result": route.doc.result, "error": route.doc.error_body}

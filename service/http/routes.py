@@ -1,4 +1,4 @@
-"""A route: its path, its handler, and all that OpenAPI says of it."""
+"""A route: its path, its handler and its documentation."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,18 +18,18 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class RouteDoc:
-    """What OpenAPI says of a route.
+    """The documentation of a route in OpenAPI.
 
     Attributes:
         summary: one line.
-        tag: the group in the documentation.
-        result: the type of the answer's JSON; None: the answer has no JSON.
-        body: the model of the request's body; None: there is no body.
-        examples: request bodies by title.
-        media_types: of the answer, besides JSON.
-        headers: of the answer: name -> (type, description).
-        errors: statuses that the route may answer.
+        tag: the group of the route in the documentation.
+        result: the type of the response's JSON; None if the response has no JSON.
         error_body: the type of an error's JSON.
+        body: the model of the request's body; None if the request has no body.
+        examples: request bodies by title.
+        media_types: media types of the response besides JSON.
+        headers: headers of the response: name -> (type, description).
+        errors: error statuses that the route may return.
     """
 
     summary: str
@@ -45,10 +45,14 @@ class RouteDoc:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route.
+    """A path of the HTTP interface with its handler.
 
     Attributes:
-        task: the name of the task that the route serves; None: it serves none.
+        method: HTTP method.
+        path: the path, which begins with ``/``.
+        handler: returns the response to a request.
+        doc: the documentation of the route.
+        task: the name of the task that the route serves; None if the route serves no task.
     """
 
     method: Literal["GET", "POST"]

@@ -1,6 +1,6 @@
-"""One module per wire protocol: its routes, and the shape of its errors.
+"""One module per wire protocol: the routes of the protocol and the shape of its errors.
 
-To add a protocol, write a module with a `PROTOCOL` and add it to `PROTOCOLS`.
+To add a protocol, write a module with a `PROTOCOL` and add the `PROTOCOL` to `PROTOCOLS`.
 """
 
 from collections.abc import Iterable
@@ -19,10 +19,10 @@ PROTOCOLS: Final[tuple[WireProtocol, ...]] = (native.PROTOCOL, openai.PROTOCOL)
 
 
 class ErrorResponder:
-    """Writes every error in the shape of the protocol that the request's path belongs to.
+    """Writes every error in the shape of the protocol of the request's path.
 
     Args:
-        protocols: one of them has the prefix ``/``.
+        protocols: the protocols; one protocol has the prefix ``/`` and is the default.
     """
 
     def __init__(self, protocols: Iterable[WireProtocol]) -> None:

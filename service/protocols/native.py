@@ -1,8 +1,8 @@
-"""The native protocol: one POST route per task, and the routes of operators.
+"""The native protocol: one POST route per task, and the routes for operators.
 
-Bodies are huggingface_hub's: ``{"inputs", "parameters"?, "model"?}``; the parameters of ``embed``
-lie at the root, as its ``feature_extraction`` sends them. Errors are text-embeddings-inference's:
-``{"error", "error_type"}``.
+Bodies have the shape of huggingface_hub: ``{"inputs", "parameters"?, "model"?}``. The parameters of
+``embed`` are fields of the body itself, as in huggingface_hub's ``feature_extraction``. Errors have
+the shape of text-embeddings-inference: ``{"error", "error_type"}``.
 """
 
 import io
@@ -32,8 +32,11 @@ ModelName = Annotated[
 ]
 
 _PARAMETERS_AT_ROOT = frozenset({embed.TASK.name})
+"""Tasks whose parameters are fields of the body itself."""
 
-_SHAPE: Final = {"x-shape": ("string", "of raw vectors: rows,columns of little-endian float32")}
+_SHAPE: Final = {
+    "x-shape": ("string", "shape of raw vectors: rows,columns of little-endian float32")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,7 @@ def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return a route per task, and the routes of operators."""
+    """Return one route per task, and the routes for operators."""
     tasks = [task_route(task).bind(context) for task in context.tasks.values()]
     return [*tasks, *operations.routes(context, ErrorBody)]
 
@@ -74,13 +77,19 @@ def task_route(task: Task) -> TaskRoute:
         body=body,
         examples={example.title: example.body for example in task.examples},
         media_types=(RAW, NPY) if task.vectors else (),
-        headers=TIMING_HEADERS | (_SHAPE if task.vectors else {}),
+        headers={**TIMING_HEADERS, **(_SHAPE if task.vectors else {})},
         errors=tuple(sorted({status for status, _ in STATUS.values()})),
     )
     return TaskRoute(task.route, task, body, to_call, _respond, doc)
 
 
 def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
+    """Return the model of a task's request body.
+
+    Args:
+        task: the task.
+        at_root: whether the parameters are fields of the body itself.
+    """
     fields: dict[str, Any] = {"inputs": (task.inputs, ...)}
     if not at_root and task.parameters is not NoParameters:
         fields["parameters"] = (task.parameters | None, None)
@@ -97,11 +106,11 @@ def _respond(request: Request, _: Any, result: TaskResult) -> Response:
 
 
 def respond_vectors(request: Request, values: Float32) -> Response:
-    """Write vectors as the client accepts them.
+    """Return vectors in the format that the client accepts.
 
     Args:
-        request: its ``Accept`` header names JSON, raw little-endian float32 with ``x-shape``, or
-            NumPy's file format.
+        request: the request. Its ``Accept`` header selects JSON, raw little-endian float32 with
+            the header ``x-shape``, or NumPy's file format.
         values: [n, D] float32.
     """
     accepted = _accepted(request.headers.get("accept", ""))
@@ -117,9 +126,9 @@ def respond_vectors(request: Request, values: Float32) -> Response:
 
 
 def _accepted(header: str) -> str:
-    """Return which of our media types an ``Accept`` header prefers.
+    """Return the media type that an ``Accept`` header prefers: JSON, raw float32 or NumPy.
 
-    JSON, unless another type has a higher weight (RFC 9110, section 12.5.1).
+    The result is JSON unless another type has a higher weight (RFC 9110, section 12.5.1).
     """
     best, best_weight = JSON, 0.0
     for item in header.split(","):

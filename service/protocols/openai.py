@@ -21,7 +21,7 @@ from service.tasks.task import WireModel
 
 
 class OpenAiEmbeddingsBody(WireModel):
-    """``POST /v1/embeddings``, as OpenAI's clients send it."""
+    """The body of ``POST /v1/embeddings``."""
 
     input: embed.EmbedInputs = Field(
         description="a text, its token ids, or a list of either",
@@ -29,15 +29,15 @@ class OpenAiEmbeddingsBody(WireModel):
     )
     model: str = Field(description="a served model, NAME or NAME@VERSION")
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="base64: of little-endian float32; the default is float"
+        None, description="base64 encodes little-endian float32; the default is float"
     )
-    dimensions: int | None = Field(None, description="keep only the first dimensions")
+    dimensions: int | None = Field(None, description="number of leading dimensions to keep")
     user: str | None = Field(None, description="accepted and ignored")
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRow:
-    """One embedding: numbers, or base64 of little-endian float32."""
+    """One embedding, as numbers or as base64 of little-endian float32."""
 
     object: Literal["embedding"]
     index: int
@@ -46,7 +46,7 @@ class EmbeddingRow:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens that the engine ran."""
+    """The number of tokens that the engine ran."""
 
     prompt_tokens: int
     total_tokens: int
@@ -54,7 +54,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingList:
-    """The answer to ``POST /v1/embeddings``."""
+    """The response to ``POST /v1/embeddings``."""
 
     object: Literal["list"]
     data: list[EmbeddingRow]
@@ -74,7 +74,7 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelList:
-    """The answer to ``GET /v1/models``."""
+    """The response to ``GET /v1/models``."""
 
     object: Literal["list"]
     data: list[ModelRow]
@@ -82,7 +82,7 @@ class ModelList:
 
 @dataclass(frozen=True, slots=True)
 class ErrorDetails:
-    """What is wrong with a request."""
+    """The details of an error."""
 
     message: str
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
@@ -98,7 +98,7 @@ class ErrorBody:
 
 
 def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
-    """Return the status and the body of an error; OpenAI has 400 where others have 422."""
+    """Return the status and the body of an error. OpenAI uses status 400 instead of 422."""
     status = _status(error.status)
     code = "model_not_found" if isinstance(error.error, UnknownModel) else None
     kind = _error_type(status)
@@ -154,16 +154,16 @@ _EMBEDDINGS: Final = TaskRoute(
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return the routes of OpenAI's clients."""
+    """Return the routes for OpenAI's clients."""
 
     async def models(_: Request) -> Response:
         rows = [
-            ModelRow(m.reference, "model", int(m.created.timestamp()), "cloze")
-            for m in (pipeline.manifest for pipeline in context.models.pipelines)
+            ModelRow(manifest.reference, "model", int(manifest.created.timestamp()), "cloze")
+            for manifest in (pipeline.manifest for pipeline in context.models.pipelines)
         ]
         return Response(orjson.dumps(ModelList("list", rows)), media_type=JSON)
 
-    doc = RouteDoc("What is served, in OpenAI's shape", "OpenAI", ModelList, ErrorBody)
+    doc = RouteDoc("The served models, in OpenAI's shape", "OpenAI", ModelList, ErrorBody)
     return [_EMBEDDINGS.bind(context), Route("GET", "/v1/models", models, doc)]
 
 

@@ -1,8 +1,9 @@
-"""The routes of operators: probes, what is served, and metrics."""
+"""The routes for operators: probes, the served models and metrics."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -11,47 +12,50 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from service import core
-from service.http.routes import JSON, TEXT, Handler, Route, RouteDoc
+from service.http.routes import JSON, TEXT, Route, RouteDoc
 from service.metrics import CONTENT_TYPE
 from service.protocols.protocol import ProtocolContext
 from service.tasks import embed
 
+_TAG = "service"
+"""The group of these routes in the documentation."""
+
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The answer of a probe."""
+    """The response to a probe."""
 
     status: str
 
 
 def routes(context: ProtocolContext, error_body: Any) -> Sequence[Route]:
-    """Return the routes.
+    """Return the routes for operators.
 
     Args:
-        context: what they report on.
+        context: the parts of the service that the routes report on.
         error_body: the type of an error's JSON.
     """
     operations = _Operations(context)
 
-    def get(
-        path: str, handler: Handler, summary: str, result: Any = None, *, text: bool = False
-    ) -> Route:
-        media_types, errors = ((TEXT,) if text else ()), (503,) if "ness" in summary else ()
-        doc = RouteDoc(
-            summary, "service", result, error_body, media_types=media_types, errors=errors
-        )
-        return Route("GET", path, handler, doc)
-
+    probe = partial(RouteDoc, tag=_TAG, error_body=error_body, errors=(503,))
+    report = partial(RouteDoc, tag=_TAG, error_body=error_body)
+    healthz = probe("Liveness: 503 once an engine is dead", result=Status)
+    readyz = probe("Readiness: 503 while draining or dead", result=Status)
+    health = probe("Readiness, under the path of text-embeddings-inference", result=None)
+    info = report("The served models and their limits", result=dict[str, Any])
+    metrics = report("Metrics in Prometheus's text format", result=None, media_types=(TEXT,))
     return [
-        get("/healthz", operations.alive, "Liveness: 503 once an engine is dead", Status),
-        get("/readyz", operations.ready, "Readiness: 503 while draining or dead", Status),
-        get("/health", operations.health, "Readiness, as text-embeddings-inference names it"),
-        get("/info", operations.info, "What is served, and its limits", dict[str, Any]),
-        get("/metrics", operations.metrics, "For Prometheus", text=True),
+        Route("GET", "/healthz", operations.alive, healthz),
+        Route("GET", "/readyz", operations.ready, readyz),
+        Route("GET", "/health", operations.health, health),
+        Route("GET", "/info", operations.info, info),
+        Route("GET", "/metrics", operations.metrics, metrics),
     ]
 
 
 class _Operations:
+    """The handlers of the routes."""
+
     def __init__(self, context: ProtocolContext) -> None:
         self._context = context
 
@@ -73,7 +77,7 @@ class _Operations:
 
     async def metrics(self, _: Request) -> Response:
         metrics = self._context.metrics
-        if metrics.shared:  # the sum over many processes takes long
+        if metrics.shared:  # to add up the values of many processes takes long
             text = await asyncio.to_thread(metrics.exposition)
         else:
             text = metrics.exposition()
@@ -90,7 +94,7 @@ class _Operations:
 
 
 def _info(context: ProtocolContext) -> dict[str, Any]:
-    """Return text-embeddings-inference's fields, of the default model, and all models."""
+    """Return the fields of text-embeddings-inference for the default model, and all models."""
     models, limits = context.models, context.limits
     embeds = context.tasks.get(embed.TASK.name)
     shown = (models.default(embeds) if embeds else None) or models.pipelines[0]

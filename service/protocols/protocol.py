@@ -1,4 +1,4 @@
-"""What a protocol is: the contract that every module of this package fulfils with its `PROTOCOL`."""
+"""The definition of a protocol. Each protocol module of the package defines one as `PROTOCOL`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from service.tasks import Task
 
 
 class ServerState(Protocol):
-    """What probes ask of the server."""
+    """The state of the server that probes report."""
 
     @property
     def dead(self) -> str | None:
-        """Why an engine is dead; None while all run."""
+        """Why an engine is dead; None while all engines run."""
         ...
 
     @property
@@ -26,18 +26,18 @@ class ServerState(Protocol):
 
     @property
     def restarts_engines(self) -> bool:
-        """Whether a supervisor restarts a dead engine; the process then stays alive."""
+        """Whether a supervisor restarts a dead engine, so that this process stays alive."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ApiLimits:
-    """What the HTTP interface itself refuses; tasks have limits of their own.
+    """The limits of the HTTP interface; `TaskLimits` has the limits of tasks.
 
     Attributes:
-        max_request_bytes: per body.
-        max_request_texts: per request.
-        request_timeout_s: from a request's first byte to its answer.
+        max_request_bytes: most bytes per body.
+        max_request_texts: most texts per request.
+        request_timeout_s: longest time until the body is complete, in seconds.
     """
 
     max_request_bytes: int
@@ -47,7 +47,15 @@ class ApiLimits:
 
 @dataclass(frozen=True, slots=True)
 class ProtocolContext:
-    """What routes need to answer."""
+    """The parts of the service that routes use.
+
+    Attributes:
+        tasks: the tasks by name.
+        models: the served models.
+        metrics: the metrics that routes record and return.
+        state: the state of the server.
+        limits: the limits of the HTTP interface.
+    """
 
     tasks: Mapping[str, Task]
     models: Models
@@ -58,13 +66,14 @@ class ProtocolContext:
 
 @dataclass(frozen=True, slots=True)
 class WireProtocol:
-    """How clients speak to the server.
+    """A wire protocol: its routes and the shape of its errors.
 
     Attributes:
-        name: of the protocol.
-        prefix: how its paths begin; an unknown path's error has the shape of the longest prefix.
+        name: name of the protocol.
+        prefix: prefix of the protocol's paths. The protocol with the longest prefix of a path
+            writes the errors of the path, also if the path is unknown.
         routes: context -> the routes.
-        error: an error -> its status and its JSON body.
+        error: error -> the HTTP status and the JSON body.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A route that serves a task: read the body, choose the model, run the task, write the answer."""
+"""The route of a task: reads the body, chooses the model, runs the task, writes the response."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,36 +16,39 @@ from service.tasks import Task, TaskCall
 
 TIMING_HEADERS: Mapping[str, tuple[str, str]] = {
     "x-compute-time": ("integer", "milliseconds from tokenization to the last result"),
-    "x-total-time": ("integer", "the same, as text-embeddings-inference names it"),
+    "x-total-time": (
+        "integer",
+        "the value of x-compute-time, under the name of text-embeddings-inference",
+    ),
     "x-tokenization-time": ("integer", "milliseconds of tokenization"),
     "x-queue-time": ("integer", "milliseconds in the queue"),
     "x-inference-time": ("integer", "milliseconds in the engine"),
     "x-compute-tokens": ("integer", "tokens that the engine ran"),
     "x-truncated": ("integer", "texts that were cut to the model's limit"),
-    "x-warning": ("string", "what the client should know of its request; absent if nothing"),
+    "x-warning": ("string", "warnings about the request; absent without warnings"),
 }
 
 
 class TaskBody(Protocol):
-    """What every request body of a task route has."""
+    """The field that every request body of a task route has."""
 
     @property
     def model(self) -> str | None:
-        """The served model that the request names; None: the task's default."""
+        """The served model that the request names; None selects the task's default."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TaskRoute:
-    """How one route maps a body to a task call, and a task result to a response.
+    """The mapping of one route from a body to a task call, and from a task result to a response.
 
     Attributes:
-        path: of the route.
-        task: what the route serves.
-        body: the model of the request's body; it has a field ``model``.
+        path: path of the route.
+        task: the task that the route serves.
+        body: the model of the request's body, with a field ``model``.
         to_call: body -> the task call.
         respond: (request, body, result) -> the response, without timing headers.
-        doc: what OpenAPI says besides.
+        doc: the documentation of the route.
     """
 
     path: str
@@ -56,7 +59,7 @@ class TaskRoute:
     doc: RouteDoc
 
     def bind(self, context: ProtocolContext) -> Route:
-        """Return the route that answers from the context's models."""
+        """Return the route with a handler that uses the context's models."""
         endpoint = _Endpoint(self, context)
         return Route("POST", self.path, endpoint.answer, self.doc, self.task.name)
 
@@ -67,7 +70,7 @@ class _Endpoint:
         self._context = context
 
     async def answer(self, request: Request) -> Response:
-        """Answer one request.
+        """Return the response to one request.
 
         Raises:
             ServiceError: the request gets no result.
@@ -105,5 +108,5 @@ def _add_timings(response: Response, result: TaskResult) -> None:
 
 
 def _milliseconds(seconds: float) -> bytes:
-    # Whole numbers, as text-embeddings-inference's clients expect.
+    # The clients of text-embeddings-inference expect whole numbers.
     return b"%d" % round(seconds * 1000)

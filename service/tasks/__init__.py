@@ -1,7 +1,7 @@
-"""One module per task: what a client can ask, which encodings answer it, and what the answer is.
+"""One module per task: the inputs of the task, their encodings, and the decoding of the result.
 
-Knows tokens and logits; no HTTP and no queue. To add a task, write a module with a `TASK` and add
-it to `TASKS`.
+The package depends neither on HTTP nor on the scheduler. To add a task, write a module with a
+`TASK` and add the module to `TASKS`.
 """
 
 from typing import Final

@@ -25,7 +25,7 @@ from service.tasks.task import (
 )
 
 Text = str | list[int]
-"""A text, or its token ids in the model's own vocabulary."""
+"""A text, or the token ids of a text in the model's vocabulary."""
 
 TokenIds = Annotated[list[int], FirstError()]
 EmbedInputs = str | TokenIds | Annotated[list[str | TokenIds], FirstError()]
@@ -39,29 +39,29 @@ class EmbedParameters(WireModel):
     """The fields of text-embeddings-inference and of huggingface_hub's ``feature_extraction``."""
 
     normalize: bool | None = Field(
-        None, description="scale to length 1; the default is the model's recipe"
+        None, description="whether to scale vectors to length 1; the default depends on the model"
     )
     truncate: bool | None = Field(
-        None, description="false: refuse a text that is too long instead of cutting it"
+        None, description="true cuts a long text, false refuses the text; the default is true"
     )
     truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_lower)] = (
-        Field(None, description="which end to cut; the default is right")
+        Field(None, description="the end of a long text to cut; the default is right")
     )
     prompt_name: str | None = Field(
-        None, description="one of the model's prompts, put before each text"
+        None, description="name of a prompt of the model, which is put before each text"
     )
     dimensions: int | None = Field(
         None,
-        description="keep only the first dimensions, for models trained to allow it "
-        "(Kusupati et al. 2022)",
+        description="number of leading dimensions to keep, for models with Matryoshka "
+        "representations (Kusupati et al. 2022)",
     )
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="accepted for huggingface_hub; the answer is floats"
+        None, description="accepted for huggingface_hub and ignored"
     )
 
 
 class _State:
-    """How the vectors of one request are finished."""
+    """The options of one request that apply to its vectors."""
 
     __slots__ = ("dimensions", "normalize")
 
@@ -73,15 +73,15 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     """Tokenize the texts to embed.
 
     Raises:
-        InvalidRequest: a text is empty, an id is outside the vocabulary, a prompt is unknown, or a
-            text is too long and must not be cut.
+        InvalidRequest: a text is empty, an id is outside the vocabulary, the prompt is unknown, or
+            a text is too long and ``truncate`` is false.
     """
     parameters: EmbedParameters = call.parameters
     inputs: Any = call.inputs
     is_one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
     texts: list[Text] = listed([inputs] if is_one else inputs, context.limits)
     recipe = context.manifest.embedding
-    assert recipe is not None  # the model has the head
+    assert recipe is not None  # a model with the head has a recipe
     dimensions = recipe.dimensions if parameters.dimensions is None else parameters.dimensions
     check_range(dimensions, 1, recipe.dimensions, "dimensions")
     prompt = _prompt(recipe, parameters.prompt_name)

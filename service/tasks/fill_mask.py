@@ -1,7 +1,8 @@
-"""Fill-mask: the likeliest tokens per ``[MASK]``, as transformers' pipeline scores and shapes them.
+"""Fill-mask: the likeliest tokens for each ``[MASK]``.
 
-A score is the softmax over the whole vocabulary. Targets are picked out without a new softmax. A
-target that is not one token stands for its first sub-token, with a warning.
+Scores and result shapes are those of transformers' pipeline. The score of a token is its softmax
+over the whole vocabulary, also if the request names targets. The first sub-token replaces a target
+that is not one token, and a warning says so.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,10 @@ from service.tasks.task import (
 from service.tokenizer import Tokenizer
 
 _WRITTEN_TOKENS = 4
-"""How many tokens an answer may hold per token that may run; writing costs less than running."""
+"""Most tokens in the result per token that a request may run.
+
+Writing a token costs less than running a token.
+"""
 
 
 class FillMaskParameters(WireModel):
@@ -40,13 +44,13 @@ class FillMaskParameters(WireModel):
     top_k: int | None = Field(None, description="predictions per mask; the default is 5")
     targets: str | Texts | None = Field(
         None,
-        description="tokens to choose among; scores stay those over the whole vocabulary",
+        description="tokens to choose among; a score remains the softmax over the whole vocabulary",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One token for one mask."""
+    """A predicted token for one mask."""
 
     score: float
     token: int
@@ -55,7 +59,7 @@ class Prediction:
 
 
 Masks = list[Prediction] | list[list[Prediction]]
-"""Of one text: predictions, best first; a list per mask where the text has several."""
+"""The predictions for one text, best first; one list per mask if the text has several masks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +72,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     """Tokenize texts that each hold at least one mask token.
 
     Raises:
-        InvalidRequest: a text has no mask, too many masks, or a mask beyond what the model reads;
-            or a parameter is out of its limits.
+        InvalidRequest: a text has no mask, too many masks, or a mask after the model's limit; or a
+            parameter is out of its limits.
     """
     parameters: FillMaskParameters = call.parameters
     tokenizer, limits = context.tokenizer, context.limits
@@ -109,7 +113,7 @@ class _PredictionCounter:
         """Count one text.
 
         Raises:
-            InvalidRequest: the request asks for too much.
+            InvalidRequest: the request exceeds the limit of predictions or of written tokens.
         """
         self.predictions += self._per_mask * masks
         self._written += self._per_mask * masks * tokens
@@ -124,38 +128,44 @@ class _PredictionCounter:
 
 
 def _count_masks(tokenizer: Tokenizer, ids: Sequence[int], name: str, limits: TaskLimits) -> int:
-    places = [position for position, token in enumerate(ids) if token == tokenizer.mask_id]
-    if not places:
+    """Return the number of masks in a text.
+
+    Raises:
+        InvalidRequest: the text has no mask, too many masks, or a mask after the model's limit.
+    """
+    positions = [position for position, token in enumerate(ids) if token == tokenizer.mask_id]
+    if not positions:
         raise InvalidRequest(
             f"{name} holds no mask token; put {tokenizer.mask_token} where a word is to be guessed"
         )
-    if len(places) > limits.max_masks:
+    if len(positions) > limits.max_masks:
         raise InvalidRequest(
-            f"{name} holds {len(places)} mask tokens; the limit is {limits.max_masks}"
+            f"{name} holds {len(positions)} mask tokens; the limit is {limits.max_masks}"
         )
-    if (last := places[-1] + 1) > limits.max_tokens - 2:
+    if (last := positions[-1] + 1) > limits.max_tokens - 2:
         raise InvalidRequest(
-            f"{name} has a mask token at token {last}, but the model reads only the first {limits.max_tokens - 2} of a text"
+            f"{name} has a mask token at token {last}, but the model reads only the first "
+            f"{limits.max_tokens - 2} of a text"
         )
-    return len(places)
+    return len(positions)
 
 
 def _target_ids(tokenizer: Tokenizer, targets: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
-    target_ids: dict[int, None] = {}
+    """Return the distinct ids of the targets, and warnings about targets that are not one token."""
+    target_ids: dict[int, None] = {}  # ordered
     warnings = []
     for target in targets:
-        number = tokenizer.id_of(target)
-        if number is None:
+        target_id = tokenizer.id_of(target)
+        if target_id is None:
             pieces = tokenizer.ids([target])[0]
             shown = ascii(target)
             if not pieces:
                 warnings.append(f"target {shown} is not in the vocabulary and was left out")
                 continue
-            number = pieces[0]
-            warnings.append(
-                f"target {shown} is not in the vocabulary; {tokenizer.decode([[number]])[0]!a} stands for it"
-            )
-        target_ids[number] = None
+            target_id = pieces[0]
+            piece = tokenizer.decode([[target_id]])[0]
+            warnings.append(f"target {shown} is not in the vocabulary; {piece!a} stands for it")
+        target_ids[target_id] = None
     if targets and not target_ids:
         raise InvalidRequest("none of the targets has a token in the model's vocabulary")
     return list(target_ids), tuple(warnings)
@@ -164,7 +174,7 @@ def _target_ids(tokenizer: Tokenizer, targets: Sequence[str]) -> tuple[list[int]
 def decode(
     prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], context: TaskContext
 ) -> Masks | list[Masks]:
-    """Return the predictions of each text: of one text, if the request was one."""
+    """Return the predictions for one text, or a list of predictions if the inputs are a list."""
     results: list[Masks] = []
     for encoding, output in zip(prepared.encodings, outputs, strict=True):
         masks = _predictions(context.tokenizer, encoding, output, prepared.state.top_k)
@@ -180,20 +190,21 @@ def _predictions(
     sequence = encoding.input_ids.tolist()
     only_one = len(request.positions) == 1
     masks = []
-    for number, position in enumerate(request.positions):
+    for mask, position in enumerate(request.positions):
         if request.targets:
-            logits = result.target_logits[number]  # [n]
+            logits = result.target_logits[mask]  # [n]
             best = np.argsort(-logits, kind="stable")[:top_k]
             logits, tokens = logits[best], [request.targets[choice] for choice in best]
         else:
-            logits, tokens = result.top_logits[number], result.top_ids[number].tolist()  # [k]
-        scores = np.exp(logits - result.logsumexp[number]).tolist()
+            logits, tokens = result.top_logits[mask], result.top_ids[mask].tolist()  # [k]
+        scores = np.exp(logits - result.logsumexp[mask]).tolist()
         filled = [[*sequence[:position], token, *sequence[position + 1 :]] for token in tokens]
-        # With several masks the others stay visible, and so do all special tokens, as in
-        # transformers.
+        # If a text has several masks, the sequences keep the other masks and all special tokens,
+        # as in transformers.
         texts = tokenizer.decode(filled, skip_special_tokens=only_one)
         words = tokenizer.decode([[token] for token in tokens])
-        masks.append([Prediction(*f) for f in zip(scores, tokens, words, texts, strict=True)])
+        predictions = zip(scores, tokens, words, texts, strict=True)
+        masks.append([Prediction(*prediction) for prediction in predictions])
     return masks
 
 

@@ -1,4 +1,7 @@
-"""Next sentence: does the second text follow the first (Devlin et al. 2019, section 3.1, task 2)."""
+"""Next sentence prediction: the probability that a text follows another text.
+
+Source: Devlin et al. 2019, section 3.1, task 2.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,14 +29,14 @@ from service.tasks.task import (
 
 
 class Pair(WireModel):
-    """Two texts: does ``next`` follow ``text``?"""
+    """Two texts. The task predicts whether ``next`` follows ``text``."""
 
     text: str
     next: str
 
 
 class Candidates(WireModel):
-    """One text and possible successors to rank."""
+    """A text, and candidates for the next text to rank."""
 
     text: str
     candidates: Texts
@@ -49,7 +52,7 @@ class NspLabel:
 
 @dataclass(frozen=True, slots=True)
 class RankedCandidate:
-    """A candidate, its place in the request, and the probability that it is next."""
+    """A candidate, its index in the request, and the probability that the candidate follows."""
 
     index: int
     score: float
@@ -67,7 +70,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
     """
     inputs, tokenizer, limits = call.inputs, context.tokenizer, context.limits
     if isinstance(inputs, Candidates):
-        pairs = [(inputs.text, candidate) for candidate in listed(inputs.candidates, limits)]
+        candidates: list[str] = listed(inputs.candidates, limits)
+        pairs = [(inputs.text, candidate) for candidate in candidates]
         names = [f"inputs.candidates[{index}]" for index in range(len(pairs))]
     else:
         pairs = [(pair.text, pair.next) for pair in listed(inputs, limits)]
@@ -93,7 +97,7 @@ _REQUEST: Final = {next_sentence.HEAD.name: next_sentence.NextSentenceRequest()}
 def decode(
     prepared: PreparedRequest[Inputs], outputs: Sequence[HeadOutputs], _: TaskContext
 ) -> list[NspLabel] | list[list[NspLabel]] | list[RankedCandidate]:
-    """Return the labels of each pair, or the candidates, the likeliest first."""
+    """Return the labels of a pair, of each pair of a list, or the candidates, likeliest first."""
     logits = np.stack([output[next_sentence.HEAD.name].logits for output in outputs])
     exponentials = np.exp(logits - logits.max(1, keepdims=True))
     scores = (exponentials / exponentials.sum(1, keepdims=True)).tolist()

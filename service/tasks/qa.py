@@ -1,13 +1,14 @@
 """Extractive question answering: the spans of a context that answer a question.
 
-The spans are those that transformers v4's pipeline finds. A context that does not fit is read in
-overlapping windows. In each window start and end logits are softmaxed over the context's tokens
-and ``[CLS]``; a span's score is the product. The best spans of all windows are merged: a text that
-is found twice adds its scores. Answers carry character offsets and are widened to whole words.
+The answers are those of the pipeline of transformers v4. A long context is divided into overlapping
+windows. In each window, the start logits and the end logits pass through a softmax over ``[CLS]``
+and the tokens of the context. The score of a span is the product of its start and end scores. The
+best spans of all windows are merged: the scores of spans with the same text are added. Answers have
+character offsets, and their ends are moved to the ends of words.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Final
 
 import numpy as np
@@ -37,23 +38,23 @@ _DEFAULT_SEQUENCE_TOKENS = 384
 _DEFAULT_STRIDE = 128
 
 _WINDOW_RESULTS = 32
-"""Decoding a window costs about as much as this many predictions."""
+"""Number of predictions of a mask whose decoding costs about as much as that of a window."""
 
 
 class QaPair(WireModel):
-    """A question and the text that holds its answer."""
+    """A question and the text that contains the answer."""
 
     question: str
     context: str
 
 
 class QaParameters(WireModel):
-    """The parameters of transformers v4, by their names and with their defaults."""
+    """The parameters of the pipeline of transformers v4, with the same names and defaults."""
 
     top_k: int | None = Field(None, description="answers per question; the default is 1")
     doc_stride: int | None = Field(
         None,
-        description="tokens that neighbouring windows share; "
+        description="number of tokens that neighbouring windows share; "
         "the default is min(max_seq_len // 2, 128)",
     )
     max_answer_len: int | None = Field(
@@ -62,22 +63,22 @@ class QaParameters(WireModel):
     max_seq_len: int | None = Field(
         None,
         description="tokens per window, question and special tokens included; "
-        "the default is 384, or what the model reads",
+        "the default is 384, or the model's limit if that is less",
     )
     max_question_len: int | None = Field(
-        None, description="a longer question is cut; the default is 64 tokens"
+        None, description="most tokens per question; a longer question is cut; the default is 64"
     )
     handle_impossible_answer: bool | None = Field(
-        None, description='whether "no answer" (an empty text) is a candidate'
+        None, description='whether the empty text, "no answer", is a candidate'
     )
     align_to_words: bool | None = Field(
-        None, description="move an answer's ends to those of words; the default is true"
+        None, description="whether to extend answers to whole words; the default is true"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Options:
-    """`QaParameters` with the defaults filled in; see there."""
+    """The values of `QaParameters`, with defaults for absent values."""
 
     top_k: int = 1
     doc_stride: int | None = None
@@ -90,7 +91,7 @@ class _Options:
 
 @dataclass(frozen=True, slots=True)
 class QaAnswer:
-    """A span of the context: ``context[start:end] == answer``, in characters."""
+    """A span of the context: ``context[start:end]`` is the answer, in characters."""
 
     answer: str
     score: float
@@ -99,16 +100,18 @@ class QaAnswer:
 
 
 Answers = QaAnswer | list[QaAnswer]
-"""Of one question: the best answer, or a list of answers where ``top_k`` is above 1."""
+"""The result for one question: the best answer, or a list of answers if there are several."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """A question's windows.
+    """The context of a question with its windows.
 
     Attributes:
-        question_tokens: tokens of the question in each window, special tokens not counted.
-        windows: (first, end) token of the context in each window.
+        context: the text of the context.
+        spans: the tokens of the context.
+        question_tokens: number of tokens of the question in each window, without special tokens.
+        windows: (first, end) tokens of the context in each window.
     """
 
     context: str
@@ -144,14 +147,16 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         ids, spans = _tokenize(pair, name, context)
         cut = ids[: options.max_question_len]
         truncated += len(cut) < len(ids)
-        room = options.max_seq_len - len(cut) - 3
-        stride = _stride(options, room, name)
-        tokens += window_count(len(spans.ids), room, stride) * options.max_seq_len
+        window_tokens = options.max_seq_len - len(cut) - 3
+        stride = _stride(options, window_tokens, name)
+        count = window_count(len(spans.ids), window_tokens, stride)
+        tokens += count * options.max_seq_len
         if tokens > (most := limits.max_request_tokens):
             raise InvalidRequest(
                 f"up to {name} the windows hold {tokens} tokens; the limit of a request is {most}"
             )
-        question = _Question(pair.context, spans, len(cut), windows(len(spans.ids), room, stride))
+        bounds = windows(len(spans.ids), window_tokens, stride)
+        question = _Question(pair.context, spans, len(cut), bounds)
         questions.append(question)
         for first, end in question.windows:
             encoding, _ = context.tokenizer.pair(cut, spans.ids[first:end], options.max_seq_len)
@@ -186,24 +191,24 @@ def _tokenize(pair: QaPair, name: str, context: TaskContext) -> tuple[list[int],
     return ids, spans
 
 
-def _stride(options: _Options, room: int, name: str) -> int:
-    """Return how many tokens neighbouring windows share."""
-    if room < 1:
+def _stride(options: _Options, window_tokens: int, name: str) -> int:
+    """Return the number of context tokens that neighbouring windows share."""
+    if window_tokens < 1:
         raise InvalidRequest(
             f"{name}.question leaves no room for the context: max_seq_len {options.max_seq_len}, "
             f"max_question_len {options.max_question_len}"
         )
     if options.doc_stride is None:
         stride = min(options.max_seq_len // 2, _DEFAULT_STRIDE)
-        return stride if stride < room else room // 2
-    check_range(options.doc_stride, 0, room - 1, "doc_stride")
+        return stride if stride < window_tokens else window_tokens // 2
+    check_range(options.doc_stride, 0, window_tokens - 1, "doc_stride")
     return options.doc_stride
 
 
 def decode(
     prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], _: TaskContext
 ) -> Answers | list[Answers]:
-    """Return the best answers to each question: to one question, if the request was one."""
+    """Return the best answers to one question, or a list of answers if the inputs are a list."""
     rest = iter(outputs)
     state = prepared.state
     results: list[Answers] = []
@@ -217,45 +222,56 @@ def decode(
 def _best_answers(
     question: _Question, logits: Sequence[Float32], options: _Options
 ) -> list[QaAnswer]:
-    # Aligning to words may merge candidates, hence a few more of them.
-    candidates = options.top_k * 2 + 10 if options.align_to_words else options.top_k
-    merged: dict[str, QaAnswer] = {}
+    """Return the best answers of all windows, best first.
+
+    Args:
+        question: the question's context and windows.
+        logits: the logits [tokens, 2] of each window.
+        options: the parameters of the request.
+    """
+    # Several candidates may have the same text after they are extended to whole words.
+    count = options.top_k * 2 + 10 if options.align_to_words else options.top_k
+    merged: dict[str, QaAnswer] = {}  # by lower-case text
     no_answer = 1e6
-    for (first, end), window_logits in zip(question.windows, logits, strict=True):
-        begin = question.question_tokens + 2
-        context_logits = window_logits[begin : begin + end - first]
-        candidates_logits = np.concatenate([window_logits[:1], context_logits])  # [CLS], context
-        scores = np.exp(candidates_logits - candidates_logits.max(0))
-        scores /= scores.sum(0)
+    for window, window_logits in zip(question.windows, logits, strict=True):
+        scores = _scores(window_logits, question.question_tokens, window[1] - window[0])
         no_answer = min(no_answer, float(scores[0, 0] * scores[0, 1]))
-        for score, start_token, end_token in _best_spans(
-            scores[1:], candidates, options.max_answer_len
-        ):
-            start, stop = _characters(
-                question.spans,
-                first + start_token,
-                first + end_token,
-                (first, end),
-                options.align_to_words,
-            )
-            text = question.context[start:stop]
-            same = merged.get(text.lower())
-            if same is None:
-                merged[text.lower()] = QaAnswer(text, score, start, stop)
-            else:
-                merged[text.lower()] = QaAnswer(
-                    same.answer, same.score + score, same.start, same.end
-                )
+        for score, start_token, end_token in _best_spans(scores[1:], count, options.max_answer_len):
+            tokens = window[0] + start_token, window[0] + end_token
+            if options.align_to_words:
+                tokens = _whole_words(question.spans, tokens, window)
+            start, end = question.spans.offsets[tokens[0]][0], question.spans.offsets[tokens[1]][1]
+            answer = QaAnswer(question.context[start:end], score, start, end)
+            key = answer.answer.lower()
+            if (same := merged.get(key)) is not None:
+                answer = replace(same, score=same.score + score)
+            merged[key] = answer
     answers = list(merged.values())
     if options.handle_impossible_answer:
         answers.append(QaAnswer("", no_answer, 0, 0))
     return sorted(answers, key=lambda answer: -answer.score)[: options.top_k]
 
 
+def _scores(logits: Float32, question_tokens: int, context_tokens: int) -> Float32:
+    """Return the start and end scores [1 + C, 2] of ``[CLS]`` and the C context tokens."""
+    begin = question_tokens + 2  # after [CLS], the question and [SEP]
+    context_logits = logits[begin : begin + context_tokens]
+    selected = np.concatenate([logits[:1], context_logits])
+    scores: Float32 = np.exp(selected - selected.max(0))
+    scores /= scores.sum(0)
+    return scores
+
+
 def _best_spans(
     scores: Float32, count: int, max_answer_tokens: int
 ) -> list[tuple[float, int, int]]:
-    """The ``count`` best (score, start, end) of ``scores [C, 2]``, ends inclusive, at most ``max_answer_tokens`` long."""
+    """Return the best spans as (score, first token, last token), best first.
+
+    Args:
+        scores: [C, 2], the start and end scores of the context's tokens.
+        count: most spans to return.
+        max_answer_tokens: most tokens per span.
+    """
     products = np.outer(scores[:, 0], scores[:, 1])  # [C, C]
     products = np.tril(np.triu(products), max_answer_tokens - 1)
     flat = products.ravel()
@@ -264,22 +280,20 @@ def _best_spans(
     best = best[np.argsort(-flat[best], kind="stable")]
     starts, ends = np.unravel_index(best, products.shape)
     return [
-        (float(flat[place]), int(start), int(end))
-        for place, start, end in zip(best, starts, ends, strict=True)
-        if flat[place] > 0 or place == best[0]
+        (float(flat[index]), int(start), int(end))
+        for index, start, end in zip(best, starts, ends, strict=True)
+        if flat[index] > 0 or index == best[0]
     ]
 
 
-def _characters(
-    spans: Spans, start: int, end: int, window: tuple[int, int], align_to_words: bool
-) -> tuple[int, int]:
-    """The characters from the context's token ``start`` through ``end``."""
-    if align_to_words:
-        while start > window[0] and spans.words[start - 1] == spans.words[start]:
-            start -= 1
-        while end + 1 < window[1] and spans.words[end + 1] == spans.words[end]:
-            end += 1
-    return spans.offsets[start][0], spans.offsets[end][1]
+def _whole_words(spans: Spans, tokens: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
+    """Return the (first, last) tokens extended to whole words within a window."""
+    start, end = tokens
+    while start > window[0] and spans.words[start - 1] == spans.words[start]:
+        start -= 1
+    while end + 1 < window[1] and spans.words[end + 1] == spans.words[end]:
+        end += 1
+    return start, end
 
 
 TASK: Final = Task(

@@ -1,4 +1,4 @@
-"""What a task is: the contract that every module of this package fulfils with its `TASK`."""
+"""The definition of a task. Every other task module of the package defines one as its `TASK`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ S = TypeVar("S")
 
 
 class WireModel(BaseModel):
-    """A part of a request body: exact types, unknown fields refused."""
+    """A part of a request body. Validation is strict and refuses unknown fields."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -26,10 +26,10 @@ class NoParameters(WireModel):
 
 
 class FirstError(FailFast):
-    """`FailFast`, hashable, as a union's members must be.
+    """A hashable `FailFast`, because members of a union must be hashable.
 
-    One error is enough to say what is wrong. Collecting one per element of a large body would
-    exhaust the memory.
+    Validation stops at the first wrong element. One error per element of a large body would exhaust
+    the memory.
     """
 
     def __hash__(self) -> int:
@@ -41,16 +41,16 @@ Texts = Annotated[list[str], FirstError()]
 
 @dataclass(frozen=True, slots=True)
 class TaskLimits:
-    """The most that one request may ask of a task.
+    """The limits of one request.
 
     Attributes:
-        max_tokens: per sequence, special tokens included; the model's limit.
-        max_masks: mask tokens per text.
-        max_top_k: predictions per mask, or answers per question.
-        max_results: predictions, or answers, per request.
-        max_text_characters: per text, however much of the text the model reads.
-        max_request_tokens: that run for one request, all windows of its contexts counted.
-        max_request_texts: texts per request.
+        max_tokens: most tokens per sequence, special tokens included; the model's limit.
+        max_masks: most mask tokens per text.
+        max_top_k: most predictions per mask, or answers per question.
+        max_results: most predictions, or answers, per request.
+        max_text_characters: most characters per text, before truncation.
+        max_request_tokens: most tokens per request, including all windows of long texts.
+        max_request_texts: most texts per request.
     """
 
     max_tokens: int
@@ -64,7 +64,7 @@ class TaskLimits:
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
-    """The model that a task call runs on."""
+    """The model and the limits of a task call."""
 
     manifest: Manifest
     tokenizer: Tokenizer
@@ -73,7 +73,7 @@ class TaskContext:
 
 @dataclass(frozen=True, slots=True)
 class TaskCall:
-    """What a client asks of a task, whatever the protocol.
+    """A client's call of a task, independent of the protocol.
 
     Attributes:
         inputs: an instance of the task's `inputs` type.
@@ -89,11 +89,11 @@ class PreparedRequest(Generic[S]):
     """A tokenized request.
 
     Attributes:
-        encodings: what to run, at least one.
-        state: what `Task.decode` needs besides the outputs.
-        results: how many things `Task.decode` makes, where that may be many.
-        truncated: how many of the request's texts were cut.
-        warnings: what the client should know of the request, in ASCII.
+        encodings: the encodings to run, at least one.
+        state: the values that `Task.decode` needs besides the outputs.
+        results: approximate cost of `Task.decode`, in predictions of a mask; 0 if the cost is low.
+        truncated: number of the request's texts that were cut.
+        warnings: messages for the client, in ASCII.
     """
 
     encodings: list[Encoding]
@@ -105,11 +105,11 @@ class PreparedRequest(Generic[S]):
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A request that runs on any model which serves the task.
+    """An example request, which runs on any model that serves the task.
 
     Attributes:
-        title: what the example shows.
-        body: of the native protocol.
+        title: title of the example in the documentation.
+        body: request body of the native protocol.
     """
 
     title: str
@@ -118,21 +118,22 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a client can ask.
+    """A task that clients can request.
 
     Attributes:
-        name: in `/info`, metric labels and messages.
-        route: the path of the native protocol.
+        name: name of the task in `/info`, metric labels and messages.
+        route: path of the task in the native protocol.
         summary: one line for the documentation.
         heads: names of the heads that a model needs for the task.
-        inputs: the type of a call's inputs; one input or a list, as the task defines.
+        inputs: the type of a call's inputs: one input, a list of inputs, or either.
         parameters: the model of a call's parameters; every field has a default.
-        result: the type of `decode`'s value, for the documentation.
-        prepare: (call, context) -> the encodings to run; raises `InvalidRequest`.
-        decode: (prepared, outputs in the order of the encodings, context) -> the result: values
-            that JSON has, frozen dataclasses, or, if `vectors`, a float32 array [n, D].
-        examples: runnable requests.
-        vectors: whether the result is an array, which clients may ask for as bytes.
+        result: the type of the value that `decode` returns, for the documentation.
+        prepare: (call, context) -> the tokenized request; raises `InvalidRequest`.
+        decode: (prepared, outputs in the order of the encodings, context) -> the result. The result
+            consists of JSON values and frozen dataclasses, or is a float32 array [n, D] if
+            `vectors` is set.
+        examples: example requests.
+        vectors: whether the result is an array, which clients may request as bytes.
     """
 
     name: str
@@ -169,15 +170,15 @@ def listed(inputs: T | list[T], limits: TaskLimits) -> list[T]:
 
 
 def input_name(index: int, *, many: bool) -> str:
-    """Return how an error names one text of a request: ``inputs`` or ``inputs[3]``."""
+    """Return the name of one text of a request in errors: ``inputs`` or ``inputs[3]``."""
     return f"inputs[{index}]" if many else "inputs"
 
 
 def check_text(text: str, name: str, limits: TaskLimits) -> None:
-    """Refuse an empty text, and a text whose tokens alone would fill the memory.
+    """Check that a text is neither empty nor longer than the limit.
 
     Raises:
-        InvalidRequest: the error names the limit and the text's length.
+        InvalidRequest: the text is empty, or exceeds `TaskLimits.max_text_characters`.
     """
     if not text:
         raise InvalidRequest(f"{name} is empty; it needs at least 1 character")
@@ -187,10 +188,10 @@ def check_text(text: str, name: str, limits: TaskLimits) -> None:
 
 
 def check_range(value: int, low: int, high: int, name: str) -> None:
-    """Refuse a number outside its limits.
+    """Check that a number is within its limits.
 
     Raises:
-        InvalidRequest: the error names the limits and the value.
+        InvalidRequest: the number is below ``low`` or above ``high``.
     """
     if not low <= value <= high:
         raise InvalidRequest(f"{name} must be between {low} and {high}, got {value}")

@@ -1,4 +1,7 @@
-"""Text classification: the labels of a text or of a pair, scored as transformers' pipeline does."""
+"""Text classification: the labels of a text or of a pair of texts.
+
+The scores are those of transformers' pipeline.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +32,7 @@ Function = Literal["sigmoid", "softmax", "none"]
 
 
 class TextPair(WireModel):
-    """A text and a second text, read as one sequence."""
+    """A text and an optional second text, which form one sequence."""
 
     text: str
     text_pair: str | None = None
@@ -38,10 +41,10 @@ class TextPair(WireModel):
 class TextClassificationParameters(WireModel):
     """The parameters that huggingface_hub's ``text_classification`` sends."""
 
-    top_k: int | None = Field(None, description="labels per text; the default is all")
+    top_k: int | None = Field(None, description="labels per text; the default is all labels")
     function_to_apply: Function | None = Field(
         None,
-        description="how logits become scores; the default follows the model's problem type: "
+        description="function from logits to scores; the default depends on the problem type: "
         "softmax (single label), sigmoid (multi-label or one label), none (regression)",
     )
 
@@ -120,7 +123,7 @@ def decode(
     scores = _apply(prepared.state.function, logits)
     order = np.argsort(-scores, axis=1, kind="stable")[:, : prepared.state.top_k]
     return [
-        [LabelScore(labels[i], float(row[i])) for i in best.tolist()]
+        [LabelScore(labels[label], float(row[label])) for label in best.tolist()]
         for row, best in zip(scores, order, strict=True)
     ]
 
@@ -130,7 +133,8 @@ def _apply(function: Function, logits: Float32) -> Float32:
     if function == "none":
         return logits
     if function == "sigmoid":
-        return 1 / (1 + np.exp(-logits))  # type: ignore[no-any-return]
+        one = np.float32(1)
+        return one / (one + np.exp(-logits))
     exponentials = np.exp(logits - logits.max(1, keepdims=True))
     return exponentials / exponentials.sum(1, keepdims=True)  # type: ignore[no-any-return]
 

@@ -1,7 +1,8 @@
-"""Token classification (named entities), scored and grouped as transformers' pipeline does.
+"""Token classification: the named entities of a text.
 
-A text that does not fit is cut, or, with ``stride``, read in overlapping windows. Of entities that
-overlap in two windows the longer one is kept, or the likelier one of the same length.
+Scores and groups are those of transformers' pipeline. A long text is cut or, with ``stride``,
+divided into overlapping windows. If entities of two windows overlap, the longer entity is kept. If
+both have the same length, the likelier entity is kept.
 """
 
 from collections.abc import Sequence
@@ -34,7 +35,7 @@ from service.tokenizer import Spans, Tokenizer
 Strategy = Literal["none", "simple", "first", "average", "max"]
 
 _TOKENS_PER_RESULT = 4
-"""Decoding this many tokens costs about as much as one prediction of a mask."""
+"""Number of tokens whose decoding costs about as much as one prediction of a mask."""
 
 
 class TokenClassificationParameters(WireModel):
@@ -42,15 +43,14 @@ class TokenClassificationParameters(WireModel):
 
     aggregation_strategy: Strategy | None = Field(
         None,
-        description="how tokens become entities: none (each token), simple (neighbours of one "
-        "label), first, average or max (words take one label first); the default is simple",
+        description="grouping of tokens: none (every token is a result), simple (neighbours "
+        "with the same label form an entity), first, average or max (each word gets one label, "
+        "then neighbours form an entity); the default is simple",
     )
-    ignore_labels: list[str] | None = Field(
-        None, description="labels to leave out; the default is O"
-    )
+    ignore_labels: list[str] | None = Field(None, description="labels to omit; the default is O")
     stride: int | None = Field(
         None,
-        description="read a long text in windows that share this many tokens; "
+        description="number of tokens that neighbouring windows of a long text share; "
         "the default is to cut the text",
     )
 
@@ -83,7 +83,7 @@ Entities = list[TokenEntity] | list[EntityGroup]
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """A text's tokens, and the (first, end) token of each of its windows."""
+    """A text with its tokens and the (first, end) tokens of its windows."""
 
     text: str
     spans: Spans
@@ -100,7 +100,7 @@ class _State:
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    """A token with its scores [L] float32."""
+    """A token with the scores [L] float32 of all labels."""
 
     index: int
     word: str
@@ -111,7 +111,7 @@ class _Token:
 
 
 @dataclass(frozen=True, slots=True)
-class _Labelled:
+class _LabelledTokens:
     """One or more tokens that share a label."""
 
     label: str
@@ -123,7 +123,7 @@ class _Labelled:
 
 
 def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
-    """Tokenize the texts, in windows if asked to.
+    """Tokenize the texts, in windows if ``stride`` is set.
 
     Raises:
         InvalidRequest: a text is empty or has no token, or a parameter is out of its limits.
@@ -132,8 +132,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     limits, tokenizer = context.limits, context.tokenizer
     texts, many = listed(call.inputs, limits), isinstance(call.inputs, list)
     strategy: Strategy = parameters.aggregation_strategy or "simple"
-    room = limits.max_tokens - 2
-    _check_stride(parameters.stride, strategy, room)
+    window_tokens = limits.max_tokens - 2
+    _check_stride(parameters.stride, strategy, window_tokens)
     prepared: list[_Text] = []
     encodings: list[Encoding] = []
     truncated = tokens = 0
@@ -143,17 +143,18 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         spans = tokenizer.spans(text)
         if not spans.ids:
             raise InvalidRequest(f"{name} has no token, only spaces or control characters")
-        bounds = [(0, min(room, len(spans.ids)))]
+        bounds = [(0, min(window_tokens, len(spans.ids)))]
         if parameters.stride is None:
-            truncated += len(spans.ids) > room
+            truncated += len(spans.ids) > window_tokens
         else:
-            tokens += window_count(len(spans.ids), room, parameters.stride) * limits.max_tokens
+            count = window_count(len(spans.ids), window_tokens, parameters.stride)
+            tokens += count * limits.max_tokens
             if tokens > (most := limits.max_request_tokens):
                 raise InvalidRequest(
                     f"up to {name} the windows hold {tokens} tokens; "
                     f"the limit of a request is {most}"
                 )
-            bounds = windows(len(spans.ids), room, parameters.stride)
+            bounds = windows(len(spans.ids), window_tokens, parameters.stride)
         prepared.append(_Text(text, spans, bounds))
         for first, end in bounds:
             encoding, _ = tokenizer.encode(spans.ids[first:end], limits.max_tokens)
@@ -170,10 +171,10 @@ _REQUEST: Final = {
 }
 
 
-def _check_stride(stride: int | None, strategy: Strategy, room: int) -> None:
+def _check_stride(stride: int | None, strategy: Strategy, window_tokens: int) -> None:
     if stride is None:
         return
-    check_range(stride, 0, room - 1, "stride")
+    check_range(stride, 0, window_tokens - 1, "stride")
     if strategy == "none":
         raise InvalidRequest(
             "stride needs an aggregation_strategy other than none: "
@@ -184,7 +185,7 @@ def _check_stride(stride: int | None, strategy: Strategy, room: int) -> None:
 def decode(
     prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], context: TaskContext
 ) -> Entities | list[Entities]:
-    """Return the entities of each text: of one text, if the request was one."""
+    """Return the entities of one text, or a list of entities if the inputs are a list."""
     rest = iter(outputs)
     state = prepared.state
     results: list[Entities] = []
@@ -200,7 +201,7 @@ def _entities(
     """Return the entities of all windows of a text."""
     options = context.manifest.heads[token_classification.HEAD.name]
     assert isinstance(options, TokenLabels)
-    labelled: list[_Labelled] = []
+    labelled: list[_LabelledTokens] = []
     for (first, end), window in zip(text.windows, logits, strict=True):
         tokens = _tokens(text, first, end, _softmax(window[1:-1]), context.tokenizer)
         labelled += _label(tokens, state.strategy, options.labels)
@@ -223,34 +224,35 @@ def _tokens(
 ) -> list[_Token]:
     """Return the tokens of a window.
 
-    A token continues a word if it is longer than its characters, which the prefix ``##`` makes it.
-    The unknown token stands for its characters and begins a word.
+    A token that is longer than its characters in the text has the prefix ``##`` and continues a
+    word. The characters of the text replace the unknown token, which begins a word.
     """
     tokens = []
-    for number in range(first, end):
-        start, stop = text.spans.offsets[number]
+    for position in range(first, end):
+        start, stop = text.spans.offsets[position]
         characters = text.text[start:stop]
-        word, continues = tokenizer.token_of(text.spans.ids[number]), False
+        word, continues = tokenizer.token_of(text.spans.ids[position]), False
         if word == tokenizer.unknown_token:
             word = characters
         else:
             continues = len(word) != len(characters)
-        index = number - first + 1  # [CLS] is 0
-        tokens.append(_Token(index, word, start, stop, continues, scores[number - first]))
+        index = position - first + 1  # the index of [CLS] is 0
+        tokens.append(_Token(index, word, start, stop, continues, scores[position - first]))
     return tokens
 
 
-def _label(tokens: list[_Token], strategy: Strategy, labels: Sequence[str]) -> list[_Labelled]:
-    """Give tokens their labels, and group them as the strategy says."""
-    if strategy in ("none", "simple"):
-        words = [[token] for token in tokens]
-    else:
-        words = _words(tokens)
+def _label(
+    tokens: list[_Token], strategy: Strategy, labels: Sequence[str]
+) -> list[_LabelledTokens]:
+    """Label the tokens of a window, and group the tokens by the strategy."""
+    by_token = strategy in ("none", "simple")
+    words = [[token] for token in tokens] if by_token else _words(tokens)
     labelled = [_label_word(word, strategy, labels) for word in words]
     return labelled if strategy == "none" else _group(labelled)
 
 
 def _words(tokens: list[_Token]) -> list[list[_Token]]:
+    """Return the tokens grouped by word."""
     words: list[list[_Token]] = []
     for token in tokens:
         if words and token.continues_word:
@@ -260,15 +262,15 @@ def _words(tokens: list[_Token]) -> list[list[_Token]]:
     return words
 
 
-def _label_word(word: list[_Token], strategy: Strategy, labels: Sequence[str]) -> _Labelled:
-    """Return the label of a word's tokens: of the first, of the most certain, or of their mean."""
+def _label_word(word: list[_Token], strategy: Strategy, labels: Sequence[str]) -> _LabelledTokens:
+    """Label a word by its first token, its most certain token (max), or the mean of its tokens."""
     scores = word[0].scores
     if strategy == "max":
         scores = max(word, key=lambda token: float(token.scores.max())).scores
     elif strategy == "average":
         scores = np.mean([token.scores for token in word], axis=0)
     best = int(scores.argmax())
-    return _Labelled(
+    return _LabelledTokens(
         labels[best],
         float(scores[best]),
         [token.word for token in word],
@@ -278,9 +280,9 @@ def _label_word(word: list[_Token], strategy: Strategy, labels: Sequence[str]) -
     )
 
 
-def _group(labelled: list[_Labelled]) -> list[_Labelled]:
-    """Join neighbours of one tag; ``B-`` begins a new entity."""
-    groups: list[list[_Labelled]] = []
+def _group(labelled: list[_LabelledTokens]) -> list[_LabelledTokens]:
+    """Join neighbours with the same tag to entities; a label with ``B-`` begins a new entity."""
+    groups: list[list[_LabelledTokens]] = []
     for entity in labelled:
         begins, tag = _tag(entity.label)
         if groups and not begins and tag == _tag(groups[-1][-1].label)[1]:
@@ -288,7 +290,7 @@ def _group(labelled: list[_Labelled]) -> list[_Labelled]:
         else:
             groups.append([entity])
     return [
-        _Labelled(
+        _LabelledTokens(
             group[0].label.split("-", 1)[-1],
             float(np.mean([entity.score for entity in group])),
             [word for entity in group for word in entity.words],
@@ -301,15 +303,15 @@ def _group(labelled: list[_Labelled]) -> list[_Labelled]:
 
 
 def _tag(label: str) -> tuple[bool, str]:
-    """Return whether a label begins an entity, and the label without ``B-`` or ``I-``."""
+    """Return whether a label begins an entity, and the tag: the label without ``B-`` or ``I-``."""
     if label.startswith(("B-", "I-")):
         return label.startswith("B-"), label[2:]
     return False, label
 
 
-def _without_overlaps(entities: list[_Labelled]) -> list[_Labelled]:
-    """Keep the longest of entities that overlap; of the same length, the likeliest."""
-    kept: list[_Labelled] = []
+def _without_overlaps(entities: list[_LabelledTokens]) -> list[_LabelledTokens]:
+    """Return the entities without overlaps: the longest entity is kept, then the likeliest."""
+    kept: list[_LabelledTokens] = []
     for entity in sorted(entities, key=lambda entity: entity.start):
         if not kept or entity.start >= kept[-1].end:
             kept.append(entity)
@@ -318,7 +320,7 @@ def _without_overlaps(entities: list[_Labelled]) -> list[_Labelled]:
     return kept
 
 
-def _rank(entity: _Labelled) -> tuple[int, float]:
+def _rank(entity: _LabelledTokens) -> tuple[int, float]:
     return entity.end - entity.start, entity.score
 
 

@@ -16,36 +16,40 @@ from typing import Any
 folder = tempfile.TemporaryDirectory()
 LOG = f"{folder.name}/log"
 os.environ["FAKE_CUDA_LOG"] = LOG
-libraries = {file.name: ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL) for file in Path(sys.argv[1]).glob("lib*.so.*[0-9]")}
+libraries = {
+    file.name: ctypes.CDLL(str(file), ctypes.RTLD_GLOBAL)
+    for file in Path(sys.argv[1]).glob("lib*.so.*[0-9]")
+}
 
 import numpy as np
 import onnxruntime as ort
 
-from model_store import Store, Task
-from service.core import CELLS_A_TOKEN, Output, Query
+from model_store import Store
+from model_store.batch import BatchCodec, Encoding, HeadOutputs
+from service.core import MAX_PADDING_FACTOR
 from service.engine import session
-from service.engine.feeds import BatchFeeds
 from service.engine.session import DeviceSession, cuda_session
 from service.fake_engine import FakeEngine
-from service.lanes import batch_tokens
+from service.served_models import batch_tokens
 from service.settings import Settings
+from tests.encodings import encoding
 from tests.profiling import placed, profiled
 
 LENGTHS = (9, 30, 3)
 MIXES = 200
 
 
-def queries(tasks: set[Task], lengths: tuple[int, ...] = LENGTHS) -> list[Query]:
-    """All of them ask what is given; the first for two masks."""
+def make_batch(tasks: set[str], lengths: tuple[int, ...] = LENGTHS) -> list[Encoding]:
+    """Return a batch in which every encoding asks `tasks`; only the first asks two masks."""
     return [
-        Query(
-            np.full(length, 7, np.int32),
-            np.zeros(length, np.int32),
-            masks=[1, 2] if Task.FILL_MASK in tasks and not number else (),
-            top_k=3 if Task.FILL_MASK in tasks and not number else 0,
-            targets=[5] if Task.FILL_MASK in tasks and not number else (),
-            pair=Task.NSP in tasks,
-            embed=Task.EMBED in tasks,
+        encoding(
+            [7] * length,
+            masks=[1, 2] if "fill-mask" in tasks and not number else (),
+            top_k=3 if "fill-mask" in tasks and not number else 0,
+            targets=[5] if "fill-mask" in tasks and not number else (),
+            pair="nsp" in tasks,
+            embed="embed" in tasks,
+            span="qa" in tasks,
         )
         for number, length in enumerate(lengths)
     ]
@@ -57,7 +61,7 @@ def mixes(longest: int, budget: int) -> Iterator[tuple[int, ...]]:
     for _ in range(MIXES):
         usual = rng.integers(4, longest + 1)
         lengths = [longest]
-        while sum(lengths) < budget and len(lengths) * longest < CELLS_A_TOKEN * budget:
+        while sum(lengths) < budget and len(lengths) * longest < MAX_PADDING_FACTOR * budget:
             lengths.append(int(rng.integers(3, usual)))
         yield tuple(lengths[:-1])
 
@@ -65,13 +69,13 @@ def mixes(longest: int, budget: int) -> Iterator[tuple[int, ...]]:
 class AsEngine(FakeEngine):
     """As much of one as a start asks for."""
 
-    mixes_lengths = True
+    supports_varlen = True
 
-    def __init__(self, play: Callable[[list[Query]], object]) -> None:
+    def __init__(self, play: Callable[[list[Encoding]], object]) -> None:
         super().__init__()
         self.play = play
 
-    def run(self, batch: Sequence[Query]) -> list[Output]:
+    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
         self.play(list(batch))
         return []
 
@@ -81,16 +85,18 @@ def main() -> None:
     manifest = bundle.manifest
     assert manifest.fp16 is not None
     ort.preload_dlls = lambda: None  # they are ours
-    used = next(library for name, library in libraries.items() if name.startswith("libcudart")).fake_cuda_used
+    used = next(
+        library for name, library in libraries.items() if name.startswith("libcudart")
+    ).fake_cuda_used
     used.restype = ctypes.c_size_t
     session._options = profiled(LOG)
     on_cuda: DeviceSession = cuda_session(bundle.file(manifest.fp16.graph.file), 0, 0)
-    feeds = BatchFeeds(manifest, manifest.fp16.graph.layout)
+    codec = BatchCodec(manifest.graph_spec(manifest.fp16.graph.layout))
 
-    def run(batch: list[Query]) -> dict[str, Any]:
+    def run(batch: list[Encoding]) -> dict[str, Any]:
         Path(LOG).write_text("")
-        outputs = feeds.wanted(batch)
-        found = on_cuda.run(outputs, feeds.pack(batch))
+        outputs = codec.outputs(batch)
+        found = on_cuda.run(outputs, codec.pack(batch))
         told = [line.split(" ") for line in Path(LOG).read_text().splitlines()]
         return {
             "shapes": {name: array.shape for name, array in zip(outputs, found, strict=True)},
@@ -101,16 +107,23 @@ def main() -> None:
         }
 
     tasks = set(manifest.tasks)
-    run(queries(tasks))  # gets its buffers
-    batches = {" ".join(sorted(asked)): run(queries(asked)) for asked in (tasks, *({task} for task in tasks), set[Task]())}
+    run(make_batch(tasks))  # gets its buffers
+    batches = {
+        " ".join(sorted(asked)): run(make_batch(asked))
+        for asked in (tasks, *({task} for task in tasks), set[str]())
+    }
     longest = manifest.limits.max_tokens
     budget = batch_tokens(bundle, AsEngine(run), Settings())
     before = used()
     for lengths in mixes(longest, budget):
-        run(queries({Task.EMBED} & tasks, lengths))
+        run(make_batch({"embed", "qa"} & tasks, lengths))
     grown = used() - before
     profile = Path(on_cuda._session.end_profiling())
-    print(json.dumps({"placed": placed([profile]), "batches": batches, "held": before, "grown": grown}))
+    print(
+        json.dumps(
+            {"placed": placed([profile]), "batches": batches, "held": before, "grown": grown}
+        )
+    )
 
 
 if __name__ == "__main__":

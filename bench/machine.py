@@ -1,0 +1,66 @@
+"""Describes the machine and the installed packages of a measurement."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+_PACKAGES = (
+    "cloze",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "tokenizers",
+    "uvicorn",
+    "fastapi",
+    "torch",
+    "transformers",
+    "infinity-emb",
+)
+
+_INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
+
+_LIST_VERSIONS = (
+    "import importlib.metadata as m, json, sys\n"
+    "names = {(d.metadata['Name'] or '').lower(): d.version for d in m.distributions()}\n"
+    "print(json.dumps({name: names[name] for name in sys.argv[1:] if name in names}))"
+)
+
+
+def describe_machine(cores: int) -> dict[str, str]:
+    """Return the processor, its cores, the memory and the system."""
+    processor, flags = platform.processor() or platform.machine(), set[str]()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                processor = value.strip()
+            elif name.strip() == "flags":
+                flags = set(value.split())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "processor": processor,
+        "instructions": " ".join(flag for flag in _INSTRUCTION_SETS if flag in flags),
+        "cores": str(cores),
+        "memory": f"{memory:.0f} GiB",
+        "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+    }
+
+
+def installed_versions(python: str = sys.executable) -> dict[str, str]:
+    """Return the versions of the packages that matter here, in an interpreter's environment.
+
+    Args:
+        python: path of the interpreter.
+
+    Raises:
+        CalledProcessError: the interpreter failed.
+        OSError: the interpreter does not start.
+    """
+    output = subprocess.run(
+        [python, "-c", _LIST_VERSIONS, *_PACKAGES], capture_output=True, text=True, check=True
+    ).stdout
+    versions: dict[str, str] = json.loads(output)
+    return versions

@@ -1,0 +1,85 @@
+"""Draws a result: throughput over clients, latency over load, and the parts of a request."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.result import Result
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def draw(result: Result, file: Path) -> None:
+    """Write the plots as a PNG file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(16, 4.5), layout="constrained")
+    throughput, latency, parts = figure.subplots(1, 3)
+    _draw_throughput(throughput, result)
+    _draw_latency(latency, result)
+    _draw_parts(parts, result)
+    for axes in (throughput, latency):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize="small")
+    figure.savefig(file, dpi=110)
+
+
+def _loads(result: Result, subject: str, kind: str) -> list[tuple[float, str]]:
+    """Return the number in the name of each load of a kind, and the name, in ascending order."""
+    return sorted(
+        (float(load.split()[1]), load)
+        for load in result.loads()
+        if load.startswith(kind) and result.of(subject, load)
+    )
+
+
+def _draw_throughput(axes: "Axes", result: Result) -> None:
+    for subject in result.subjects():
+        points = [
+            (clients, result.median(subject, load, "texts_per_s") or 0.0)
+            for clients, load in _loads(result, subject, "closed")
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=subject)
+    axes.set(title="Closed loop", xlabel="clients", ylabel="texts per second")
+    axes.set(xscale="log", ylim=(0, None))
+
+
+def _draw_latency(axes: "Axes", result: Result) -> None:
+    for subject in result.subjects():
+        for kind in ("poisson", "recorded"):
+            for percentile, style in (("p50", "-"), ("p99", "--")):
+                points = [
+                    (share, value)
+                    for share, load in _loads(result, subject, kind)
+                    if (value := result.median(subject, load, percentile))
+                ]
+                if points:
+                    label = f"{subject}, {kind}, {percentile}"
+                    axes.plot(*zip(*points, strict=True), style, marker=".", label=label)
+    axes.set(title="Open loop", xlabel="arrivals, share of its own capacity")
+    axes.set(ylabel="latency, ms", yscale="log")
+
+
+def _draw_parts(axes: "Axes", result: Result) -> None:
+    rows = [
+        (f"{subject}, {load}", parts)
+        for load in result.loads()
+        for subject in result.subjects()
+        if (parts := result.parts(subject, load))
+    ]
+    starts = [0.0] * len(rows)
+    for name in rows[0][1] if rows else ():
+        widths = [max(0.0, parts[name]) / sum(parts.values()) for _, parts in rows]
+        axes.barh([label for label, _ in rows], widths, left=starts, label=name)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    axes.set(title="Where a request's time goes", xlabel="share", xlim=(0, 1))
+    axes.tick_params(axis="y", labelsize="small")
+    axes.invert_yaxis()
+    if rows:
+        axes.legend(fontsize="small", loc="lower center", ncols=4, bbox_to_anchor=(0.5, -0.3))

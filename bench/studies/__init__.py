@@ -1,0 +1,1 @@
+"""Programs for one question each; no command and no test depends on them."""

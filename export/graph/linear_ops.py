@@ -1,0 +1,340 @@
+"""The arithmetic of matrix products in a graph: fp32, int8 or fp16.
+
+- `Fp32`: everything is fp32.
+- `Int8`: matrix products are int8, everything else is fp32.
+- `Fp16`: the whole trunk is fp16. The heads are fp32: the rows that a head reads are cast first.
+
+int8 has one scale per output channel for weights and one scale per token for activations, so the
+result of a token does not depend on its batch. With ``s`` the largest absolute value of a row of x
+divided by 127, and w' the weights as integers of step ``t``:
+
+    x @ W^T  ~  s * (round(x / s) @ w'^T) * t
+
+The sums are exact (int32). A row alone and the same row in any batch give the same bits, except
+for the order of the surrounding fp32 operations.
+
+The storage of matrices is a separate choice. Stored integers serve every precision: fp32 and fp16
+graphs convert the integers to floats when a runtime opens the graph. The integers then stand for
+slightly different numbers than the checkpoint's (`round_to_int8`).
+
+Source: Dettmers et al. 2022, "LLM.int8()", section 2.1 (vector-wise quantisation).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from onnx import TensorProto
+from torch import Tensor, nn
+
+from export.errors import ExportError
+from export.graph.builder import FUSED, GraphBuilder
+from export.models.encoder import Encoder, Layer
+
+_LARGEST_INT8 = 127
+"""Quantised values are -127 to 127."""
+
+_SMALLEST_STEP = 1e-12
+"""A lower bound of steps: a row of zeros must not divide by zero."""
+
+_ZERO_POINT = 128
+"""The integer that stands for zero in activations: the fast kernel takes u8 x s8."""
+
+_AXIS_1 = np.array([1], np.int64)
+
+WORD_EMBEDDINGS = "embeddings.word"
+"""The only table that may be stored as integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearInput:
+    """The left operand of one or more matrix products.
+
+    Attributes:
+        value: name of a value [..., in], float32, float16 or, quantised, uint8.
+        step: name of a value [..., 1] float32, the size of one integer; empty if not quantised.
+    """
+
+    value: str
+    step: str = ""
+
+
+class LinearOps(Protocol):
+    """Writes matrix products and the constants around them in one precision.
+
+    A ``name`` is the name of a weight and of its place in the model.
+    """
+
+    def prepare_input(self, g: GraphBuilder, x: str, name: str) -> LinearInput:
+        """Convert ``x`` [..., in] to the input of products, the first with the weight ``name``."""
+
+    def matmul(self, g: GraphBuilder, x: LinearInput, name: str, linear: nn.Linear) -> str:
+        """Write ``x @ W^T`` without the bias: [..., in] -> [..., out]."""
+
+    def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
+        """Add a bias or the scale of a norm, in the type of the trunk's activations."""
+
+    def embedding_table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
+        """Add a matrix [V, H] whose rows are looked up, in the type of the trunk's activations."""
+
+    def to_float32(self, g: GraphBuilder, rows: str) -> str:
+        """Convert rows of the trunk's activations to float32."""
+
+    def tied_logits(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
+        """Write ``x @ table^T + bias``: [..., H] -> [..., V] float32.
+
+        Args:
+            g: the graph.
+            x: name of the rows, float32.
+            table: name of the embedding table.
+            weight: the table's values [V, H].
+            bias: name of a value [V].
+        """
+
+
+class _StoredMatrices:
+    """Writes matrices in the format in which they are stored.
+
+    Args:
+        smoothing: per-channel factors [in] float32, by the name of the first weight that an input
+            meets. The input is divided by the factors, and its weights are multiplied
+            (`export.smoothing`). An input without factors is quantised unchanged.
+        integers: store matrices as integers, for every precision.
+    """
+
+    def __init__(self, smoothing: Mapping[str, Tensor], *, integers: bool) -> None:
+        self._smoothing, self._integers = smoothing, integers
+        self._smoothed: dict[str, str] = {}  # an input's value -> the name of its factors
+        self._tables: dict[str, str] = {}
+
+    def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
+        """See `LinearOps`."""
+        return g.weight(name, values)
+
+    def to_float32(self, g: GraphBuilder, rows: str) -> str:  # noqa: ARG002
+        """See `LinearOps`."""
+        return rows
+
+    def embedding_table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
+        """See `LinearOps`."""
+        if not self._integers:
+            return g.weight(name, weight)
+        if name not in self._tables:
+            integers, steps = quantise(weight)
+            rows = g.op("Cast", [g.weight(f"{name}.int8", integers)], to=TensorProto.FLOAT)
+            column = g.op(
+                "Unsqueeze", [g.weight(f"{name}.steps", steps), g.weight("axis_1", _AXIS_1)]
+            )
+            self._tables[name] = g.op("Mul", [rows, column])
+        return self._tables[name]
+
+    def _int8_matrix(
+        self, g: GraphBuilder, x: LinearInput, name: str, weight: Tensor
+    ) -> tuple[str, str]:
+        """Add a weight as integers [in, out] and steps [out], smoothed as its input is."""
+        if x.value in self._smoothed:
+            weight = weight * self._smoothing[self._smoothed[x.value]]
+        integers, steps = quantise(weight)
+        return (
+            g.weight(f"{name}.weight.int8", integers.t()),
+            g.weight(f"{name}.weight.steps", steps),
+        )
+
+    def _reciprocal_factors(self, g: GraphBuilder, name: str) -> str:
+        """Add the numbers [in] that an input is multiplied by; return "" if it is not smoothed."""
+        factors = self._smoothing.get(name)
+        return "" if factors is None else g.weight(f"{name}.smoothing", factors.reciprocal())
+
+
+class Fp32(_StoredMatrices):
+    """`LinearOps` in fp32.
+
+    Args:
+        smoothing: None: matrices are stored unchanged; else: matrices are stored as the integers
+            of `Int8` with these factors.
+    """
+
+    def __init__(self, smoothing: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__(smoothing or {}, integers=smoothing is not None)
+
+    def prepare_input(self, g: GraphBuilder, x: str, name: str) -> LinearInput:  # noqa: ARG002
+        """See `LinearOps`."""
+        if name in self._smoothing:
+            self._smoothed[x] = name
+        return LinearInput(x)
+
+    def matmul(self, g: GraphBuilder, x: LinearInput, name: str, linear: nn.Linear) -> str:
+        """See `LinearOps`."""
+        return g.op("MatMul", [x.value, self._matrix(g, x, name, linear.weight)])
+
+    def tied_logits(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
+        """See `LinearOps`. The product transposes the table, so one stored table is enough."""
+        return g.op("Gemm", [x, self.embedding_table(g, table, weight), bias], transB=1)
+
+    def _matrix(self, g: GraphBuilder, x: LinearInput, name: str, weight: Tensor) -> str:
+        """Add a matrix [in, out]; the runtime computes stored integers once, on opening."""
+        if not self._integers:
+            return g.weight(f"{name}.weight", weight.t())
+        integers, steps = self._int8_matrix(g, x, name, weight)
+        matrix = g.op("Mul", [g.op("Cast", [integers], to=TensorProto.FLOAT), steps])
+        factors = self._reciprocal_factors(g, self._smoothed.get(x.value, ""))
+        if not factors:
+            return matrix
+        return g.op("Mul", [matrix, g.op("Unsqueeze", [factors, g.weight("axis_1", _AXIS_1)])])
+
+
+class Fp16(Fp32):
+    """`LinearOps`, and the rest of the trunk, in fp16.
+
+    Args:
+        smoothing: see `Fp32`.
+    """
+
+    def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
+        """See `LinearOps`."""
+        return g.weight(f"{name}.fp16", _to_fp16(name, values))
+
+    def to_float32(self, g: GraphBuilder, rows: str) -> str:
+        """See `LinearOps`."""
+        return g.op("Cast", [rows], to=TensorProto.FLOAT)
+
+    def embedding_table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
+        """See `LinearOps`."""
+        if self._integers and name == WORD_EMBEDDINGS:
+            table = super().embedding_table(g, name, weight)
+            return g.op("Cast", [table], to=TensorProto.FLOAT16)
+        return g.weight(f"{name}.fp16", _to_fp16(name, weight))
+
+    def tied_logits(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
+        """See `LinearOps`. In fp32: fp16 keeps only two decimals of logits near 20."""
+        if self._integers:
+            fp32_table = super().embedding_table(g, table, weight)
+        else:
+            fp32_table = self.to_float32(g, self.embedding_table(g, table, weight))
+        return g.op("Gemm", [x, fp32_table, bias], transB=1)
+
+    def _matrix(self, g: GraphBuilder, x: LinearInput, name: str, weight: Tensor) -> str:
+        """Add a matrix [in, out] in fp16."""
+        if self._integers:
+            matrix = super()._matrix(g, x, name, weight)
+            return g.op("Cast", [matrix], to=TensorProto.FLOAT16)
+        return g.weight(f"{name}.weight.fp16", _to_fp16(name, weight).t())
+
+
+def _to_fp16(name: str, values: Tensor) -> Tensor:
+    """Round to the nearest fp16 numbers.
+
+    Raises:
+        ExportError: a number is too large for fp16.
+    """
+    rounded = values.half()
+    if not rounded.isfinite().all():
+        raise ExportError(
+            f"{name} holds {float(values.abs().max()):.3g}, which fp16 cannot; use fp32"
+        )
+    return rounded
+
+
+class Int8(_StoredMatrices):
+    """`LinearOps` in int8.
+
+    Args:
+        smoothing: per-channel factors [in] float32, by the name of the first weight that an input
+            meets (`export.smoothing`). An input without factors is quantised unchanged.
+        integers: store the word embeddings as integers.
+    """
+
+    def __init__(self, smoothing: Mapping[str, Tensor], *, integers: bool = False) -> None:
+        super().__init__(smoothing, integers=integers)
+
+    def prepare_input(self, g: GraphBuilder, x: str, name: str) -> LinearInput:
+        """See `LinearOps`."""
+        return self._quantise_input(g, x, name, g.weight("axis_last", np.array([-1], np.int64)))
+
+    def matmul(self, g: GraphBuilder, x: LinearInput, name: str, linear: nn.Linear) -> str:
+        """See `LinearOps`."""
+        return self._multiply(g, x, *self._int8_matrix(g, x, name, linear.weight))
+
+    def tied_logits(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
+        """See `LinearOps`."""
+        # Not axis -1: onnxruntime 1.31 reduces a negative axis of zero rows to a wrong shape.
+        rows = self._quantise_input(g, x, "", g.weight("axis_1", _AXIS_1))
+        integers, steps = quantise(weight)
+        if self._integers:  # the table's integers, which the runtime transposes once, on opening
+            transposed = g.op("Transpose", [g.weight(f"{table}.int8", integers)], perm=[1, 0])
+        else:
+            transposed = g.weight(f"{table}.turned.int8", integers.t())
+        logits = self._multiply(g, rows, transposed, g.weight(f"{table}.steps", steps))
+        return g.op("Add", [logits, bias])
+
+    def _quantise_input(self, g: GraphBuilder, x: str, name: str, axis: str) -> LinearInput:
+        factors = self._reciprocal_factors(g, name)
+        if factors:
+            x = g.op("Mul", [x, factors])
+        largest = g.op("ReduceMax", [g.op("Abs", [x]), axis], keepdims=1)
+        most = g.weight("largest_integer", np.array(_LARGEST_INT8, np.float32))
+        smallest = g.weight("smallest_step", np.array(_SMALLEST_STEP, np.float32))
+        step = g.op("Max", [g.op("Div", [largest, most]), smallest])
+        value = g.op("QuantizeLinear", [g.op("Div", [x, step]), _one(g), _zero_point(g)])
+        if factors:
+            self._smoothed[value] = name
+        return LinearInput(value, step)
+
+    def _multiply(self, g: GraphBuilder, x: LinearInput, integers: str, steps: str) -> str:
+        inputs = [x.value, integers, _one(g), steps, _zero_point(g)]
+        return g.op("Mul", [g.op("MatMulIntegerToFloat", inputs, domain=FUSED), x.step])
+
+
+def _one(g: GraphBuilder) -> str:
+    return g.weight("one", np.array(1, np.float32))
+
+
+def _zero_point(g: GraphBuilder) -> str:
+    return g.weight("zero_point", np.array(_ZERO_POINT, np.uint8))
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise a weight with one step per output channel: ``weight ~ integers * steps``.
+
+    Args:
+        weight: [out, in] float32.
+
+    Returns:
+        The integers [out, in] int8 in -127..127, and the steps [out] float32.
+    """
+    steps = (weight.abs().amax(1) / _LARGEST_INT8).clamp_min(_SMALLEST_STEP)
+    return (weight / steps[:, None]).round().to(torch.int8), steps
+
+
+@torch.no_grad()
+def round_to_int8(encoder: Encoder, smoothing: Mapping[str, Tensor]) -> set[Tensor]:
+    """Round an encoder's matrices and word embeddings in place to the values of their integers.
+
+    Args:
+        encoder: the encoder.
+        smoothing: see `Int8`.
+
+    Returns:
+        The rounded matrices.
+    """
+    rounded: set[Tensor] = set()
+    for number, layer in enumerate(encoder.layers):
+        assert isinstance(layer, Layer)
+        for name, linears in layer.linears_by_input().items():
+            factors = smoothing.get(f"layers.{number}.{name}")
+            for linear in linears:
+                weight = linear.weight
+                weight.copy_(
+                    _rounded(weight) if factors is None else _rounded(weight * factors) / factors
+                )
+                rounded.add(weight)
+    words = encoder.embeddings.word.weight
+    words.copy_(_rounded(words))
+    return rounded | {words}
+
+
+def _rounded(weight: Tensor) -> Tensor:
+    integers, steps = quantise(weight)
+    return integers * steps[:, None]

@@ -1,0 +1,207 @@
+"""Fills a torch `Model` from the tensors of a checkpoint.
+
+Each of our tensors is filled from exactly one tensor of the checkpoint, of the same shape and with
+finite values. Otherwise nothing is loaded.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from export.errors import ExportError
+from export.heads import EXPORT_HEADS, ExportHead, tensor_names
+from export.models import EncoderConfig, Family, Model
+from model_store.heads.head import Frozen
+
+_ENCODER_PREFIXES = ("embeddings.", "encoder.", "transformer.")
+"""The first parts of the names of an encoder's tensors, after the family's prefix."""
+
+_TIED = {"decoder.weight"}
+"""A tensor that a checkpoint may leave out, because the encoder has the same tensor."""
+
+_LISTED_NAMES = 3
+"""The most unknown tensor names that an error lists."""
+
+RenamedTensors = dict[str, tuple[str, Tensor]]
+"""Our tensor name -> the name in the checkpoint, and the tensor."""
+
+
+def load_model(
+    tensors: Mapping[str, Tensor],
+    family: Family,
+    config: EncoderConfig,
+    settings: Mapping[str, Any],
+) -> tuple[Model, list[str]]:
+    """Build and fill the model with the heads whose tensors the checkpoint has.
+
+    Args:
+        tensors: the checkpoint's tensors by name.
+        family: the checkpoint's family.
+        config: the sizes of the encoder.
+        settings: the checkpoint's ``config.json``.
+
+    Returns:
+        The model, and notes for the user.
+
+    Raises:
+        ExportError: a tensor is missing, superfluous or invalid.
+    """
+    renamed, unknown = _rename(tensors, family)
+    heads, notes = _find_heads(renamed, family, settings)
+    options = read_head_options(tuple(EXPORT_HEADS[name] for name in heads), settings)
+    with torch.device("meta"):
+        model = Model(config, heads, options)
+    parameters = dict(model.named_parameters())  # a tied weight appears once, as the encoder's
+    missing = [name for name in parameters if name not in renamed]
+    if missing:
+        raise ExportError(_describe_missing(missing, unknown, family))
+    state = {
+        name: _checked(name, *renamed[name], parameter.shape)
+        for name, parameter in parameters.items()
+    }
+    _check_whole_encoder(renamed, unknown, model, family)
+    model.load_state_dict(state, strict=False, assign=True)
+    if model.masked_lm is not None:
+        _check_tied(renamed)
+        model.masked_lm.decoder.weight = model.encoder.embeddings.word.weight
+    if ignored := sorted({name.split(".")[0] for name in unknown}):
+        notes.append(f"ignored tensors of no known head: {', '.join(ignored)}")
+    return model, notes
+
+
+def read_head_options(
+    heads: Iterable[ExportHead], settings: Mapping[str, Any]
+) -> dict[str, Frozen]:
+    """Return the options of heads from a ``config.json``, by head name."""
+    return {
+        head.head.name: head.read_options(settings)
+        for head in heads
+        if head.read_options is not None
+    }
+
+
+def _rename(tensors: Mapping[str, Tensor], family: Family) -> tuple[RenamedTensors, list[str]]:
+    """Return the tensors by our names, and the names of tensors that our modules lack."""
+    renamed: RenamedTensors = {}
+    unknown: list[str] = []
+    head_names = tensor_names(family)
+    for theirs, tensor in tensors.items():
+        names = family.rename(theirs, head_names)
+        if not names and not theirs.endswith("position_ids"):
+            unknown.append(theirs)
+        for ours in names:
+            if ours in renamed and not torch.equal(renamed[ours][1], tensor):
+                raise ExportError(
+                    f"{theirs} and {renamed[ours][0]} should be one tensor, but differ"
+                )
+            renamed.setdefault(ours, (theirs, tensor))
+    return renamed, unknown
+
+
+def _find_heads(
+    renamed: RenamedTensors, family: Family, settings: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Return the checkpoint's heads, and notes on the missing heads."""
+    heads, notes = [], []
+    architectures = settings.get("architectures") or []
+    for name, head in EXPORT_HEADS.items():
+        if head.module is None:
+            continue
+        if head.architecture is not None and not any(
+            isinstance(a, str) and a.endswith(head.architecture) for a in architectures
+        ):
+            continue
+        has_head, note = _find_head(head, renamed, family)
+        if has_head:
+            heads.append(name)
+        if note:
+            notes.append(note)
+    return heads, notes
+
+
+def _find_head(
+    head: ExportHead, renamed: RenamedTensors, family: Family
+) -> tuple[bool, str | None]:
+    """Return whether the checkpoint has a head, and a note if it does not."""
+    name, task = head.head.name, head.head.task
+    names = tensor_names(family).get(name, {})
+    required = [tensor for tensor in _expand(names.values()) if tensor not in _TIED]
+    present = [tensor for tensor in required if f"{name}.{tensor}" in renamed]
+    if names and present == required:
+        return True, None
+    if not present:
+        return False, f"{task} is not offered: the checkpoint has no tensors for it"
+    for first, reason in head.incomplete.items():
+        if all(tensor.startswith(first) for tensor in present):
+            return False, f"{task} is not offered: {reason}"
+    absent = [tensor for tensor in required if tensor not in present]
+    raise ExportError(
+        f"the {family.name} checkpoint's {task} head lacks {', '.join(absent)}: "
+        "a tensor is missing or renamed"
+    )
+
+
+def _expand(names: Iterable[str]) -> list[str]:
+    """Return tensor names with ``{p}`` replaced by ``weight`` and ``bias``, without duplicates."""
+    expanded = (
+        [name.replace("{p}", part) for part in ("weight", "bias")] if "{p}" in name else [name]
+        for name in names
+    )
+    return list(dict.fromkeys(name for group in expanded for name in group))
+
+
+def _check_whole_encoder(
+    renamed: RenamedTensors, unknown: list[str], model: Model, family: Family
+) -> None:
+    """Raise if the checkpoint's encoder has tensors that the model lacks."""
+    for name in unknown:
+        if name.removeprefix(family.prefix).startswith(_ENCODER_PREFIXES):
+            raise ExportError(
+                f"{name} is part of the encoder, but no {family.name} has it: "
+                "it would be left out silently"
+            )
+    parameters = dict(model.named_parameters())
+    for ours, (theirs, _) in renamed.items():
+        if re.match(r"encoder\.layers\.\d+\.", ours) and ours not in parameters:
+            raise ExportError(
+                f"the checkpoint has {theirs}, but config.json names only "
+                f"{model.config.layers} layers"
+            )
+
+
+def _check_tied(renamed: RenamedTensors) -> None:
+    decoder = renamed.get("masked_lm.decoder.weight")
+    words = renamed["encoder.embeddings.word.weight"][1]
+    if decoder is not None and not torch.equal(decoder[1], words):
+        raise ExportError(
+            f"{decoder[0]} differs from the word embeddings; only tied decoders are supported"
+        )
+
+
+def _checked(ours: str, theirs: str, tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Return a checkpoint's tensor as contiguous float32; raise if it is not valid."""
+    if tensor.shape != shape:
+        raise ExportError(
+            f"{theirs} has shape {list(tensor.shape)}, "
+            f"but config.json's sizes ask for {list(shape)}"
+        )
+    if not tensor.is_floating_point():
+        raise ExportError(f"{theirs} holds {tensor.dtype}, not floating-point weights")
+    tensor = tensor.float().contiguous()
+    if not torch.isfinite(tensor).all():
+        raise ExportError(f"{theirs} (our {ours}) holds NaN or infinity")
+    return tensor
+
+
+def _describe_missing(missing: list[str], unknown: list[str], family: Family) -> str:
+    """Return the error for missing tensors, with the unknown tensors, which may be renamed ones."""
+    others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+    message = f"the checkpoint lacks {missing[0]}{others}: a tensor is missing or renamed"
+    names = ", ".join(sorted(unknown)[:_LISTED_NAMES])
+    if len(unknown) > _LISTED_NAMES:
+        more = len(unknown) - _LISTED_NAMES
+        return f"{message}; it has {names} and {more} more that no {family.name} has"
+    return f"{message}; it has {names}, which no {family.name} has" if unknown else message

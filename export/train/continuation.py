@@ -1,0 +1,109 @@
+"""Continues pre-training from a checkpoint: checks, tokenizer, heads and kept embeddings."""
+
+from copy import deepcopy
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from export.checkpoint import Checkpoint, load_checkpoint
+from export.heads import MASKED_LM, NEXT_SENTENCE
+from export.sentence import EmbeddingRecipe
+from export.train.embeddings import KeptEmbeddings
+from export.train.errors import TrainError
+from export.train.objectives import MaskedText
+from export.train.pairs import SentenceObjective
+from export.train.recipe import PretrainRecipe
+from export.train.run_options import RunOptions
+from export.train.start import start_from
+from export.train.vocabulary import open_tokenizer
+from model_store.heads import Pooling
+
+
+def open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) -> Checkpoint:
+    """Load the checkpoint that pre-training continues from.
+
+    Args:
+        source: folder or hub id of the checkpoint.
+        recipe: recipe of the run.
+        vocabulary: folder of a vocabulary, which must equal the checkpoint's; None: not given.
+
+    Raises:
+        TrainError: the recipe or the vocabulary contradicts the checkpoint.
+        ExportError: the checkpoint cannot be loaded.
+    """
+    checkpoint = load_checkpoint(source)
+    _check_recipe(recipe, checkpoint)
+    if vocabulary:
+        _check_vocabulary(open_tokenizer(vocabulary), checkpoint, vocabulary)
+    if recipe.pretraining.keep_embeddings and not _pools_by_mean(checkpoint.recipe):
+        raise TrainError(
+            "keep_embeddings = true keeps the mean of the hidden states, but the checkpoint's "
+            f"embedding is another ({checkpoint.recipe.pooling}, "
+            f"{len(checkpoint.recipe.projections)} dense layers)"
+        )
+    return checkpoint
+
+
+def _check_recipe(recipe: PretrainRecipe, checkpoint: Checkpoint) -> None:
+    config = checkpoint.model.config
+    given_sizes = sorted(recipe.model.model_fields_set - {"dropout"})
+    longest = max(phase.tokens for phase in recipe.phases)
+    if given_sizes or recipe.vocabulary.model_fields_set:
+        given = f"[model] {', '.join(given_sizes)}" if given_sizes else "a vocabulary"
+        raise TrainError(
+            f"{given} is given, but sizes and vocabulary are the checkpoint's; "
+            "see the recipe pretrain-further"
+        )
+    if recipe.pretraining.method != "mlm":
+        raise TrainError(
+            "a checkpoint goes on with masked tokens, not with replaced ones: it has no generator"
+        )
+    if config.family != "bert":
+        raise TrainError(f"the checkpoint is a {config.family}; pre-training goes on from a bert")
+    if longest > config.max_positions:
+        raise TrainError(
+            f"a phase of {longest} tokens exceeds the checkpoint's {config.max_positions} positions"
+        )
+
+
+def _check_vocabulary(given: Tokenizer, checkpoint: Checkpoint, folder: Path) -> None:
+    given_tokens = given.get_vocab()
+    source_tokens = checkpoint.tokenizer.tokenizer.get_vocab()
+    if given_tokens != source_tokens:
+        raise TrainError(
+            f"the vocabulary in {folder} ({len(given_tokens):,} tokens) is not the checkpoint's "
+            f"({len(source_tokens):,} tokens); leave --vocab out, or train from nothing"
+        )
+
+
+def _pools_by_mean(recipe: EmbeddingRecipe) -> bool:
+    """Return whether an embedding is the mean of the hidden states, without dense layers."""
+    return recipe.pooling is Pooling.MEAN and not recipe.projections
+
+
+def kept_recipe(checkpoint: Checkpoint) -> EmbeddingRecipe | None:
+    """Return the embedding recipe of the checkpoint for the new checkpoint.
+
+    The result is None if the recipe has dense layers, because their weights are not kept.
+    """
+    return None if checkpoint.recipe.projections else checkpoint.recipe
+
+
+def continue_from(
+    checkpoint: Checkpoint, recipe: PretrainRecipe, options: RunOptions
+) -> tuple[Tokenizer, MaskedText]:
+    """Return the checkpoint's tokenizer, and its model with the heads that the recipe trains."""
+    heads = [MASKED_LM]
+    if recipe.pretraining.sentence is not SentenceObjective.NONE:
+        heads.append(NEXT_SENTENCE)
+    start = start_from(checkpoint, heads, dropout=recipe.model.dropout, seed=recipe.seed)
+    if start.created:
+        created = ", ".join(start.created)
+        options.report(f"heads that the checkpoint does not have, with random weights: {created}")
+    if not kept_recipe(checkpoint):
+        options.report("the dense layers after the checkpoint's pooling are not kept")
+    kept_embeddings = None
+    if recipe.pretraining.keep_embeddings:
+        original = deepcopy(checkpoint.model).to(options.device)
+        kept_embeddings = KeptEmbeddings(original, recipe.pretraining.embedding_tokens)
+    return start.tokenizer, MaskedText(start.model, recipe.pretraining, kept_embeddings)

@@ -1,0 +1,197 @@
+"""The objective of fine-tuning for embeddings: contrastive steps, then scored pairs.
+
+Sources: Gao et al. 2021, "SimCSE", section 3 (the positive of a sentence is the same sentence with
+another dropout mask; the other sentences of the batch are negatives); Su 2022, "CoSENT" (pairs are
+ranked by their scores).
+Shapes: P pairs of sentences of S tokens, H hidden size.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from export.train.batches import TextBatch, TextBatches, padded_length, shuffled_batches
+from export.train.corpus import Corpus
+from export.train.embeddings import mean_pool
+from export.train.objectives import MaskedText
+from export.train.recipe import EmbedRecipe
+from export.train.vocabulary import SpecialIds
+
+_RANK_SCALE = 20.0
+"""Scale of the differences of cosines, as in CoSENT."""
+
+TokenizedPair = tuple[list[int], list[int], float]
+"""Token ids of both sentences, and the score of the pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentenceBatch:
+    """Sentences in pairs: rows ``2 i`` and ``2 i + 1`` form a pair.
+
+    Attributes:
+        input_ids: int64 [2 P, S].
+        attention_mask: bool [2 P, S], True for real tokens.
+        scores: float32 [P]; empty in contrastive steps.
+        text: masked text for the pre-training objective; None: no such objective.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    scores: Tensor
+    text: TextBatch | None
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of real tokens."""
+        return int(self.attention_mask.sum()) + (self.text.tokens if self.text else 0)
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy of the batch on a device."""
+        return type(self)(
+            self.input_ids.to(device),
+            self.attention_mask.to(device),
+            self.scores.to(device),
+            self.text.to(device) if self.text else None,
+        )
+
+
+def collate_sentences(
+    ids: Sequence[Sequence[int]], scores: Sequence[float], text: TextBatch | None, max_tokens: int
+) -> SentenceBatch:
+    """Pad sentences with zeros to the `padded_length` of the longest, at most ``max_tokens``."""
+    shape = (len(ids), padded_length(max(map(len, ids)), max_tokens))
+    input_ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
+    for row, tokens in enumerate(ids):
+        input_ids[row, : len(tokens)] = torch.as_tensor(tokens)
+        mask[row, : len(tokens)] = True
+    return SentenceBatch(input_ids, mask, torch.tensor(scores), text)
+
+
+def contrastive_loss(embeddings: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Return the cross-entropy of finding the other sentence of each pair, and the accuracy.
+
+    Args:
+        embeddings: [2 P, H], in pairs.
+        temperature: divisor of the cosines.
+    """
+    # The temperature would magnify the rounding errors of bf16.
+    with torch.autocast(embeddings.device.type, enabled=False):
+        similarities = embeddings[0::2] @ embeddings[1::2].T / temperature
+    labels = torch.arange(len(similarities), device=similarities.device)
+    accuracy = (similarities.argmax(1) == labels).float().mean()
+    return F.cross_entropy(similarities, labels), accuracy
+
+
+def ranking_loss(embeddings: Tensor, scores: Tensor) -> Tensor:
+    """Return log(1 + sum of exp(scaled cosine difference)) over all wrongly ordered pairs.
+
+    Args:
+        embeddings: [2 P, H], in pairs.
+        scores: [P].
+    """
+    cosines = (embeddings[0::2] * embeddings[1::2]).sum(-1) * _RANK_SCALE
+    wrong = (cosines[:, None] - cosines[None, :])[scores[:, None] < scores[None, :]]
+    return torch.logsumexp(torch.cat([wrong.new_zeros(1), wrong]), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingData:
+    """The training data of `EmbeddingObjective`.
+
+    Attributes:
+        sentences: corpus of unlabelled sentences for the contrastive steps; None: no such steps.
+        pairs: scored pairs; may be empty.
+        text: masked text for the pre-training objective; None: no such objective.
+        special: special tokens of the vocabulary.
+    """
+
+    sentences: Corpus | None
+    pairs: list[TokenizedPair]
+    text: TextBatches | None
+    special: SpecialIds
+
+
+class EmbeddingObjective:
+    """Implements `loop.Objective`: the contrastive steps, then the scored pairs.
+
+    With masked text, the pre-training objective is added to each step, so that fill-mask and next
+    sentence keep working on the same encoder.
+
+    Args:
+        module: model and pre-training objective.
+        recipe: recipe of the run.
+        data: training data.
+        held_out_figures: measures the model on held-out pairs.
+    """
+
+    def __init__(
+        self,
+        module: MaskedText,
+        recipe: EmbedRecipe,
+        data: EmbeddingData,
+        held_out_figures: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self.module = module
+        self._recipe, self._data, self._held_out_figures = recipe, data, held_out_figures
+        self._accumulation = recipe.optimisation.accumulation
+        batches_per_epoch = -(-len(data.pairs) // recipe.sequences)
+        pair_steps = -(-recipe.epochs * batches_per_epoch // self._accumulation)
+        self.steps = recipe.contrastive_steps + pair_steps
+        self._pair_batches = None
+        if data.pairs:
+            lengths = [len(first) + len(second) for first, second, _ in data.pairs]
+            self._pair_batches = shuffled_batches(lengths, recipe.sequences, recipe.seed)
+
+    def batch(self, step: int, part: int) -> SentenceBatch:
+        """Return the ``part``-th batch of a step."""
+        recipe, data = self._recipe, self._data
+        number = step * self._accumulation + part
+        text = data.text(step, part) if data.text else None
+        if step < recipe.contrastive_steps:
+            sentences = self._draw_sentences(np.random.default_rng([recipe.seed, number]))
+            rows = [ids for ids in sentences for _ in range(2)]
+            return collate_sentences(rows, [], text, recipe.contrastive_tokens)
+        assert self._pair_batches is not None
+        first_number = recipe.contrastive_steps * self._accumulation
+        pairs = [data.pairs[index] for index in self._pair_batches(number - first_number)]
+        rows = [ids for first, second, _ in pairs for ids in (first, second)]
+        return collate_sentences(rows, [score for *_, score in pairs], text, recipe.tokens)
+
+    def _draw_sentences(self, rng: np.random.Generator) -> list[list[int]]:
+        """Draw sentences of more than two tokens; return their ids with special tokens."""
+        corpus, special = self._data.sentences, self._data.special
+        assert corpus is not None
+        long_enough = np.flatnonzero(np.diff(corpus.sentences) > 2)
+        drawn = long_enough[rng.integers(len(long_enough), size=self._recipe.contrastive_sequences)]
+        max_tokens = self._recipe.contrastive_tokens - 2
+        sentences = []
+        for index in drawn:
+            start, end = corpus.sentences[index], corpus.sentences[index + 1]
+            ids = corpus.tokens[start : min(end, start + max_tokens)].tolist()
+            sentences.append([special.cls, *ids, special.sep])
+        return sentences
+
+    def loss(self, batch: SentenceBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss and figures of a batch."""
+        hidden = self.module.model(batch.input_ids, None, batch.attention_mask)
+        embeddings = mean_pool(hidden, batch.attention_mask)
+        figures: dict[str, Tensor] = {}
+        if len(batch.scores):
+            loss = figures["ranking_loss"] = ranking_loss(embeddings, batch.scores)
+        else:
+            loss, accuracy = contrastive_loss(embeddings, self._recipe.temperature)
+            figures |= {"contrastive_accuracy": accuracy, "contrastive_loss": loss}
+        if batch.text is not None:
+            text_loss, text_figures = self.module(batch.text)
+            loss = loss + self._recipe.text_weight * text_loss
+            figures["masked_accuracy"] = text_figures["accuracy"]
+        return loss, figures
+
+    def evaluate(self, _: int) -> Mapping[str, float]:
+        """Return Spearman's correlation on held-out pairs."""
+        return self._held_out_figures()

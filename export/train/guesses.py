@@ -1,0 +1,54 @@
+"""Shows a model's guesses for a few masked tokens at the end of a run."""
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from export.evaluation.scorer import TorchScorer, score_masks
+from export.models import Model
+from export.train.batches import TextBatch
+from export.train.vocabulary import CONTINUATION
+
+_GUESSES = 3
+_CONTEXT = 7
+"""Tokens shown on each side of a masked token."""
+
+
+def guesses(model: Model, tokenizer: Tokenizer, batch: TextBatch, count: int = 4) -> list[str]:
+    """Describe the model's guesses for one masked token in each of the first sequences.
+
+    Args:
+        model: model on the CPU.
+        tokenizer: tokenizer of the model.
+        batch: masked sequences on the CPU.
+        count: maximum number of sequences.
+
+    Returns:
+        One description per sequence: the text around the token, the token, and three guesses. The
+        list is empty if the model has no masked-LM head.
+    """
+    if model.masked_lm is None:
+        return []
+    scorer = TorchScorer(model, torch.device("cpu"))
+    words = {number: token for token, number in tokenizer.get_vocab().items()}
+    length = batch.input_ids.shape[1]
+    lines = []
+    for row in range(min(count, len(batch.input_ids))):
+        (masks,) = torch.nonzero(batch.positions // length == row, as_tuple=True)
+        if not len(masks):
+            continue
+        middle = masks[len(masks) // 2]
+        position, label = int(batch.positions[middle]) % length, int(batch.labels[middle])
+        size = int(batch.attention_mask[row].sum())
+        ids = batch.input_ids[row : row + 1, :size].numpy()
+        types = batch.token_type_ids[row : row + 1, :size].numpy()
+        best, _ = score_masks(
+            scorer, ids, types, np.array([position]), np.array([label]), k=_GUESSES
+        )
+        first = max(1, position - _CONTEXT)
+        context = [words[int(token)] for token in ids[0, first : position + _CONTEXT + 1]]
+        context[position - first] = "____"
+        text = " ".join(context).replace(f" {CONTINUATION}", "")
+        guessed = ", ".join(words[int(token)] for token in best[0])
+        lines.append(f"  {text}\n      was {words[label]!r}, guessed {guessed}")
+    return lines

@@ -1,0 +1,46 @@
+"""Options of every training run beside its recipe. Does not import torch at run time."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+Report = Callable[[str], None]
+"""Receives one line per event of a run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How often a run logs, evaluates and writes a checkpoint.
+
+    Attributes:
+        log: steps between two lines of the log.
+        evaluate: steps between two evaluations; a short run is evaluated at least ten times.
+        checkpoint: steps between two checkpoints.
+        checkpoint_seconds: longest time between two checkpoints, even if fewer steps are done.
+    """
+
+    log: int = 20
+    evaluate: int = 500
+    checkpoint: int = 100
+    checkpoint_seconds: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """Where a run computes and writes.
+
+    Attributes:
+        run_dir: directory of the run: vocabulary, tokenized text, state, log, curves, checkpoint.
+        device: device of the model and the batches.
+        report: receives one line per event.
+        schedule: how often the run logs, evaluates and writes a checkpoint.
+    """
+
+    run_dir: Path
+    device: "torch.device"
+    report: Report
+    schedule: Schedule = Schedule()

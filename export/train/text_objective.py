@@ -1,0 +1,150 @@
+"""Learning from text: the objective of pre-training and distillation, and its batches."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from export.train.batches import BatchPlan, TextBatch, TextBatches
+from export.train.corpus import Corpus
+from export.train.errors import TrainError
+from export.train.masking import Masking
+from export.train.recipe import CorpusSampling, Optimisation, Phase, Pretraining
+from export.train.run_options import Report
+from export.train.vocabulary import CONTINUATION, SPECIAL_TOKENS, special_ids
+
+_EVALUATION_BATCHES = 8
+"""Held-out batches per phase."""
+
+
+class TextObjective:
+    """Implements `loop.Objective` for a module that turns a `TextBatch` into a loss.
+
+    Args:
+        module: returns the loss and figures of a batch.
+        batches: training batches.
+        held_out: held-out batches per phase; empty: no evaluation.
+        device: device of the module.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        batches: TextBatches,
+        held_out: list[list[TextBatch]],
+        device: torch.device,
+    ) -> None:
+        self.module = module
+        self.steps = batches.steps
+        self.held_out = held_out
+        self._batches, self._device = batches, device
+
+    def batch(self, step: int, part: int) -> TextBatch:
+        """Return the ``part``-th batch of a step."""
+        return self._batches(step, part)
+
+    def loss(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the loss and figures of a batch."""
+        return self.module(batch)  # type: ignore[no-any-return]
+
+    def evaluate(self, step: int) -> Mapping[str, float]:
+        """Return mean figures over the held-out batches of the current phase."""
+        self.module.eval()
+        held_out = self.held_out[self._batches.phase(step - 1)] if self.held_out else []
+        with torch.inference_mode():
+            results = [self.module(batch.to(self._device))[1] for batch in held_out]
+        return {
+            name: float(torch.stack([result[name] for result in results]).mean())
+            for name in (results[0] if results else ())
+        }
+
+
+class TextRecipe(Protocol):
+    """The part of a recipe that describes learning from text."""
+
+    @property
+    def seed(self) -> int:
+        """Return the seed of all random draws."""
+
+    @property
+    def corpus(self) -> CorpusSampling:
+        """Return the sampling weights."""
+
+    @property
+    def pretraining(self) -> Pretraining:
+        """Return the masking and the sentence objective."""
+
+    @property
+    def phases(self) -> list[Phase]:
+        """Return the lengths and sizes of batches."""
+
+    @property
+    def optimisation(self) -> Optimisation:
+        """Return the settings of the optimiser, which hold the batches per step."""
+
+
+def text_batches(corpus: Corpus, recipe: TextRecipe, tokenizer: Tokenizer) -> TextBatches:
+    """Return the training batches of a run."""
+    plan = BatchPlan(
+        recipe.pretraining,
+        recipe.phases,
+        recipe.seed,
+        recipe.optimisation.accumulation,
+        recipe.corpus.weights,
+    )
+    masking = make_masking(tokenizer, recipe.pretraining)
+    return TextBatches(corpus, plan, masking, special_ids(tokenizer))
+
+
+def held_out_batches(
+    corpus: Corpus, recipe: TextRecipe, tokenizer: Tokenizer, report: Report
+) -> list[list[TextBatch]]:
+    """Return a few fixed batches per phase from held-out documents.
+
+    The batches are masked at the final rate of the run.
+
+    Returns:
+        One list of batches per phase; empty if the held-out documents do not suffice.
+    """
+    masking = make_masking(tokenizer, recipe.pretraining).at(1.0)
+    # A small source may have no held-out document.
+    weights = {
+        name: weight
+        for name, weight in recipe.corpus.weights.items()
+        if any(name in origin for origin in corpus.origins)
+    }
+    held_out = []
+    for phase in recipe.phases:
+        evaluated = phase.model_copy(update={"steps": _EVALUATION_BATCHES})
+        plan = BatchPlan(recipe.pretraining, [evaluated], recipe.seed, weights=weights)
+        try:
+            batches = TextBatches(corpus, plan, masking, special_ids(tokenizer))
+        except TrainError as error:
+            report(f"no held-out figures: {error}")
+            return []
+        held_out.append([batches(step, 0) for step in range(_EVALUATION_BATCHES)])
+    return held_out
+
+
+def make_masking(
+    tokenizer: Tokenizer, recipe: Pretraining, replace: tuple[float, float] = (0.8, 0.1)
+) -> Masking:
+    """Return the masking of a recipe for a vocabulary. `Masking` describes ``replace``."""
+    vocabulary = tokenizer.get_vocab()
+    special = np.zeros(tokenizer.get_vocab_size(), bool)
+    continues = np.zeros_like(special)
+    for token, number in vocabulary.items():
+        special[number] = token in SPECIAL_TOKENS
+        continues[number] = token.startswith(CONTINUATION)
+    return Masking(
+        recipe.unit,
+        recipe.rate,
+        special_ids(tokenizer).mask,
+        special,
+        continues,
+        replace,
+        recipe.final_rate,
+    )

@@ -1,0 +1,180 @@
+"""Question answering over windows: cuts paragraphs into windows, and reads answers from logits.
+
+Source: Devlin et al. 2019, sections 4.2 and 4.3 (the answer to an unanswerable question is
+``[CLS]``).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from export.evaluation.scorer import Scorer, equal_lengths, span_logits
+from export.evaluation.squad import Question
+from export.train.errors import TrainError
+from export.train.vocabulary import special_ids
+
+MAX_ANSWER_TOKENS = 30
+_START_CANDIDATES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """A question and one part of its paragraph.
+
+    Attributes:
+        question: index of the question.
+        input_ids: int64 [S].
+        token_type_ids: int64 [S].
+        offsets: int64 [S, 2], first and end character in the paragraph; -1 outside the paragraph.
+        start: first token of the answer; 0 (``[CLS]``) if the window does not hold the answer.
+        end: last token of the answer; 0 (``[CLS]``) if the window does not hold the answer.
+    """
+
+    question: int
+    input_ids: NDArray[np.int64]
+    token_type_ids: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    start: int
+    end: int
+
+
+def make_windows(
+    questions: Sequence[Question],
+    tokenizer: Tokenizer,
+    *,
+    tokens: int,
+    stride: int,
+    question_tokens: int,
+) -> list[Window]:
+    """Cut the paragraph of each question into windows.
+
+    Args:
+        questions: questions with their paragraphs.
+        tokenizer: tokenizer of the model.
+        tokens: maximum tokens per window, question and special tokens included.
+        stride: tokens that neighbouring windows share.
+        question_tokens: maximum tokens per question; longer questions are cut.
+
+    Raises:
+        TrainError: a window has no space for the paragraph.
+    """
+    if question_tokens + 3 + stride >= tokens:
+        raise TrainError(
+            f"windows of {tokens} tokens leave no room beside {question_tokens} of the question "
+            f"and a stride of {stride}"
+        )
+    encoded_questions = tokenizer.encode_batch(
+        [question.question for question in questions], add_special_tokens=False
+    )
+    encoded_contexts = tokenizer.encode_batch(
+        [question.context for question in questions], add_special_tokens=False
+    )
+    special = special_ids(tokenizer)
+    windows = []
+    rows = zip(questions, encoded_questions, encoded_contexts, strict=True)
+    for index, (question, encoded_question, context) in enumerate(rows):
+        prefix = [special.cls, *encoded_question.ids[:question_tokens], special.sep]
+        ids = np.asarray(context.ids, np.int64)
+        offsets = np.asarray(context.offsets, np.int64).reshape(-1, 2)
+        span = _answer_span(question, offsets)
+        part_tokens = tokens - len(prefix) - 1
+        for begin in range(0, max(len(ids) - stride, 1), part_tokens - stride):
+            part = slice(begin, begin + part_tokens)
+            windows.append(_window(index, prefix, ids, offsets, part, span))
+    return windows
+
+
+def _window(
+    question: int,
+    prefix: list[int],
+    context_ids: NDArray[np.int64],
+    context_offsets: NDArray[np.int64],
+    part: slice,
+    span: tuple[int, int] | None,
+) -> Window:
+    """Join the prefix ``[CLS] question [SEP]`` and a part of the paragraph to a window."""
+    ids, offsets = context_ids[part], context_offsets[part]
+    start, end = _span_in_part(span, part.start, len(ids), len(prefix))
+    outside = np.full((len(prefix), 2), -1)
+    return Window(
+        question,
+        np.concatenate([prefix, ids, prefix[-1:]]).astype(np.int64),
+        np.repeat([0, 1], [len(prefix), len(ids) + 1]),
+        np.concatenate([outside, offsets, outside[:1]]),
+        start,
+        end,
+    )
+
+
+def _answer_span(question: Question, offsets: NDArray[np.int64]) -> tuple[int, int] | None:
+    """Return the first and last paragraph token of the first answer with a position."""
+    for position, text in question.answers:
+        if position is not None:
+            overlaps = (offsets[:, 1] > position) & (offsets[:, 0] < position + len(text))
+            covered = np.flatnonzero(overlaps)
+            if len(covered):
+                return int(covered[0]), int(covered[-1])
+    return None
+
+
+def _span_in_part(
+    span: tuple[int, int] | None, begin: int, size: int, prefix_size: int
+) -> tuple[int, int]:
+    """Return the span in a window over ``size`` paragraph tokens from ``begin`` on.
+
+    The result is ``(0, 0)``, the position of ``[CLS]``, if the part does not hold the whole span.
+    """
+    if span is None or span[0] < begin or span[1] >= begin + size:
+        return 0, 0
+    return span[0] - begin + prefix_size, span[1] - begin + prefix_size
+
+
+def answer(
+    questions: Sequence[Question], windows: Sequence[Window], scorer: Scorer, *, batch: int = 16
+) -> dict[str, str]:
+    """Return the best answer to each question over its windows, by question id.
+
+    If any question is unanswerable, an answer is empty where ``[CLS]`` scores higher.
+    """
+    any_impossible = any(question.impossible for question in questions)
+    best = [(-np.inf, "")] * len(questions)
+    null_scores = [np.inf] * len(questions)
+    for members in equal_lengths([len(window.input_ids) for window in windows], batch):
+        group = [windows[index] for index in members]
+        logits = span_logits(
+            scorer,
+            np.stack([window.input_ids for window in group]),
+            np.stack([window.token_type_ids for window in group]),
+        )
+        for window, rows in zip(group, logits, strict=True):
+            number, offsets = window.question, window.offsets
+            score, (first, last) = _best_span(rows, offsets[:, 0] >= 0)
+            text = questions[number].context[offsets[first, 0] : offsets[last, 1]]
+            best[number] = max(best[number], (score, text))
+            null_scores[number] = min(null_scores[number], float(rows[0].sum()))
+    answers = {}
+    for question, (score, text), null_score in zip(questions, best, null_scores, strict=True):
+        answers[question.id] = "" if any_impossible and null_score > score else text
+    return answers
+
+
+def _best_span(
+    logits: NDArray[np.float32], in_context: NDArray[np.bool_]
+) -> tuple[float, tuple[int, int]]:
+    """Return the score and the tokens of the best span of at most `MAX_ANSWER_TOKENS` tokens.
+
+    Args:
+        logits: float32 [S, 2], start and end.
+        in_context: bool [S], True for tokens of the paragraph.
+    """
+    positions = np.flatnonzero(in_context)
+    starts = positions[np.argsort(-logits[positions, 0])[:_START_CANDIDATES]]
+    best = (-np.inf, (0, 0))
+    for start in starts:
+        ends = positions[(positions >= start) & (positions < start + MAX_ANSWER_TOKENS)]
+        end = ends[np.argmax(logits[ends, 1])]
+        best = max(best, (float(logits[start, 0] + logits[end, 1]), (int(start), int(end))))
+    return best

@@ -1,0 +1,75 @@
+"""Writes `docs/tensors.md`: the inputs and outputs of every graph, from their specifications.
+
+python -m model_store.tensor_reference > docs/tensors.md
+"""
+
+import sys
+from collections.abc import Iterable
+
+from model_store.heads import HEADS, Head
+from model_store.layouts import Layout
+from model_store.tensors import TRUNK_INPUTS, TensorSpec
+
+_INTRODUCTION = """\
+# Graph inputs and outputs
+
+<!-- Generated: python -m model_store.tensor_reference > docs/tensors.md -->
+
+This page is generated from `model_store/tensors.py` and `model_store/heads/`. Do not edit the page.
+After a change of a tensor, run `python -m model_store.tensor_reference > docs/tensors.md`.
+
+A graph has the inputs of the encoder, and the inputs and outputs of each head that the bundle has.
+The encoder computes `hidden`: one row of hidden states per token of the batch, `[T, H]`. `hidden`
+is not an output. Each head selects rows of `hidden` by their row numbers.
+
+| letter | size |
+|---|---|
+| B | sequences in the batch |
+| S | tokens of the longest sequence; in the dense layout all sequences have S tokens |
+| T | tokens of all sequences of the batch; in the dense layout T = B * S |
+| H | hidden size of the encoder |
+
+The other letters count what one head is asked for, for example M the masks to fill. A head that
+no encoding asks for gets inputs with zero rows. "absent": the layout does not have the tensor.
+"""
+
+_HEADER = """\
+| tensor | dtype | shape, dense | shape, packed | meaning |
+|---|---|---|---|---|
+"""
+
+
+def tensor_reference() -> str:
+    """Return the text of `docs/tensors.md`."""
+    sections = [_INTRODUCTION, "## Encoder\n\nInputs:\n\n" + _table(TRUNK_INPUTS)]
+    sections += [_head_section(head) for head in HEADS.values()]
+    return "\n".join(sections)
+
+
+def _head_section(head: Head) -> str:
+    parts = [f"## Head `{head.name}` (task `{head.task}`)\n"]
+    if head.inputs:
+        parts.append("Inputs:\n\n" + _table(head.inputs))
+    else:
+        parts.append("The head has no inputs of its own.\n")
+    parts.append("Outputs:\n\n" + _table(head.outputs))
+    return "\n".join(parts)
+
+
+def _table(tensors: Iterable[TensorSpec]) -> str:
+    return _HEADER + "".join(map(_row, tensors))
+
+
+def _row(tensor: TensorSpec) -> str:
+    dense, packed = (_shape(tensor, layout) for layout in (Layout.DENSE, Layout.PACKED))
+    return f"| `{tensor.name}` | {tensor.dtype} | {dense} | {packed} | {tensor.meaning} |\n"
+
+
+def _shape(tensor: TensorSpec, layout: Layout) -> str:
+    if not tensor.is_in(layout):
+        return "absent"
+    return f"[{', '.join(map(str, tensor.shape_in(layout)))}]"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(tensor_reference())

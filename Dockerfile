@@ -20,6 +20,7 @@ COPY scripts/install-serving scripts/
 RUN scripts/install-serving /opt/cloze
 COPY cloze cloze
 COPY model_store/*.py model_store/
+COPY model_store/heads model_store/heads
 COPY service service
 RUN scripts/install-serving /opt/cloze
 

@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install serve test test-slow test-gpu coverage bench lint format clean
+.PHONY: help docs install serve test test-slow test-gpu coverage bench lint format clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -61,6 +61,9 @@ coverage: install  ## Run the tests with branch coverage; fail below the thresho
 
 bench: install  ## Measure the default model: the engine alone and the server.
 	$(BIN)/cloze bench run
+
+docs: install  ## Renew the generated documents.
+	$(BIN)/python -m model_store.tensor_reference > docs/tensors.md
 
 format: install  ## Format the code.
 	$(BIN)/ruff format .

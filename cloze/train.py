@@ -69,14 +69,13 @@ def _one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**arguments: Any) -> None:
         try:
-            from export.errors import ExportError
-            from export.train.errors import TrainError
+            from export.errors import DataError, ExportError
         except ModuleNotFoundError as error:
             _fail_for_missing_module(error)
         try:
             with _sigterm_as_ctrl_c():
                 command(**arguments)
-        except (TrainError, ExportError, StoreError) as error:
+        except (DataError, ExportError, StoreError) as error:
             fail(str(error))
         except ModuleNotFoundError as error:
             _fail_for_missing_module(error)
@@ -93,7 +92,7 @@ def _one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
                 raise
             fail(
                 "there is not enough memory; "
-                "fewer sequences a batch, fewer tokens or a smaller model need less"
+                "fewer sequences per batch, fewer tokens or a smaller model need less"
             )
 
     return run
@@ -196,7 +195,7 @@ def pretrain(
     Examples:
       cloze train pretrain --corpus my.txt --out my-run
       cloze export my-run/checkpoint --name my-bert
-      cloze train pretrain --from ./my-bert --recipe pretrain-further --corpus more.txt --out further
+      cloze train pretrain --from ./my-bert --recipe pretrain-further --corpus b.txt --out further
     """
     from export.train.pretrain import pretrain as run
     from export.train.recipe import PretrainRecipe, load_recipe

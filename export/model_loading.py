@@ -67,8 +67,8 @@ def load_model(
     if model.masked_lm is not None:
         _check_tied(renamed)
         model.masked_lm.decoder.weight = model.encoder.embeddings.word.weight
-    if ignored := sorted({name.split(".")[0] for name in unknown}):
-        notes.append(f"ignored tensors of no known head: {', '.join(ignored)}")
+    if note := _ignored_note([*unknown, *_undeclared(renamed, heads)]):
+        notes.append(note)
     return model, notes
 
 
@@ -151,6 +151,29 @@ def _expand(names: Iterable[str]) -> list[str]:
         for name in names
     )
     return list(dict.fromkeys(name for group in expanded for name in group))
+
+
+def _undeclared(renamed: RenamedTensors, heads: list[str]) -> list[str]:
+    """Return the names of tensors that only heads of other architectures have.
+
+    For example, ``classifier.weight`` is ignored unless ``config.json`` names the architecture of
+    a head with that tensor.
+    """
+    undeclared = {
+        name
+        for name, head in EXPORT_HEADS.items()
+        if head.architecture is not None and name not in heads
+    }
+    heads_by_tensor: dict[str, set[str]] = {}
+    for ours, (theirs, _) in renamed.items():
+        heads_by_tensor.setdefault(theirs, set()).add(ours.split(".")[0])
+    return [theirs for theirs, owners in heads_by_tensor.items() if owners <= undeclared]
+
+
+def _ignored_note(names: list[str]) -> str | None:
+    """Return a note on ignored tensors; None if no tensor is ignored."""
+    prefixes = sorted({name.split(".")[0] for name in names})
+    return f"ignored tensors of no known head: {', '.join(prefixes)}" if prefixes else None
 
 
 def _check_whole_encoder(

@@ -59,7 +59,7 @@ TOKEN_TYPE_IDS: Final = TensorSpec(
     "token_type_ids",
     "int32",
     ("B", "S"),
-    "0 for the first text of a pair, 1 for the second; absent for DistilBERT",
+    "text of a pair, 0 or 1; absent for DistilBERT",
     packed_shape=("T",),
 )
 POSITION_IDS: Final = TensorSpec(
@@ -80,8 +80,7 @@ TOKEN_OFFSET: Final = TensorSpec(
     "token_offset",
     "int32",
     ("B", "S"),
-    "indices of the cells of a padded batch, S the longest length: first the cells that hold "
-    "tokens, in order, then the padding cells",
+    "the padded batch's cells: tokens first, then padding",
     "packed",
 )
 

@@ -81,7 +81,7 @@ def single_process(
         StartupError: the store is empty, a bundle does not open, or the device is missing.
     """
     bundles = open_bundles(settings)
-    metrics = _make_metrics(bundles, registries, shared=False)
+    metrics = _make_metrics(bundles, shared=False)
     callbacks = EngineCallbacks(metrics.observe_batch)
     models = local_models(settings, bundles, callbacks, make_engine)
     return Service(settings, models, metrics, registries)
@@ -98,11 +98,11 @@ def front_end(settings: Settings, engines: RemoteEngines) -> "Service":
         StartupError: the store is empty, or a bundle does not open.
     """
     bundles = open_bundles(settings)
-    metrics = _make_metrics(bundles, DEFAULT_REGISTRIES, shared=True)
+    metrics = _make_metrics(bundles, shared=True)
     return Service(settings, engines.models(bundles), metrics, DEFAULT_REGISTRIES)
 
 
-def _make_metrics(bundles: Sequence[Bundle], registries: Registries, *, shared: bool) -> Metrics:
+def _make_metrics(bundles: Sequence[Bundle], *, shared: bool) -> Metrics:
     return Metrics([bundle.manifest.reference for bundle in bundles], shared=shared)
 
 

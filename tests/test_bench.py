@@ -31,8 +31,8 @@ from bench.texts import make_texts, mask_a_word, read_texts
 from cloze.cli import cli
 from export.graph.reference import ReferenceSession
 from export.models import Model
-from export.publish import export
-from model_store import Bundle
+from export.publish import ExportOptions, export
+from model_store import Bundle, Store
 from service.batching.cost import BatchCostModel
 from service.core import Device, RequestedPrecision
 from service.engine import OnnxEngine
@@ -429,17 +429,16 @@ def on_reference(monkeypatch: pytest.MonkeyPatch) -> BatchCostModel:
         session = ReferenceSession(bundle.file("packed-fp16.onnx"))
         return OnnxEngine(bundle, Device.CUDA, asked, open_session=lambda *_: session)
 
+    def export_by_reference(source: str, name: str, store: Store, options: ExportOptions) -> Bundle:
+        return export(source, name, store, replace(options, cuda=False))
+
     cost = BatchCostModel(1e-3, 1e-5, 0.0)
     monkeypatch.setattr(one_size, "OnnxEngine", by_reference)
     monkeypatch.setattr(one_size, "measure_cost", lambda *_, **__: cost)
     monkeypatch.setattr(one_size, "torch_device", lambda _: torch.device("cpu"))
     monkeypatch.setattr(device, "peak_flops", lambda _: 1e12)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        sizes,
-        "export",
-        lambda *arguments, **options: export(*arguments, **options | {"cuda": False}),
-    )
+    monkeypatch.setattr(sizes, "export", export_by_reference)
     return cost
 
 
@@ -458,7 +457,7 @@ def test_a_device_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         programme, tmp_path, lambda _: None, lambda so_far: kept.append(len(so_far.cells))
     )
     fitted = cost.batch_tokens(Settings().batch_latency_ms / 1000)
-    assert "tiny: of a batch, one takes 1.00 ms and 10000 ns a token" in found.notes[1]
+    assert "tiny: of a batch, one takes 1.00 ms and 10000 ns per token" in found.notes[1]
     assert [
         (cell.group, cell.subject, cell.lengths, cell.batch_tokens) for cell in found.cells
     ] == [

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from export.train.evaluate import Data, evaluate, open_subject
+from export.train.evaluate import EvaluationData, evaluate, open_subject
 from model_store import Store
 from model_store.locations import DEFAULT_ROOT
 from model_store.manifest import Precision, Weights
@@ -63,7 +63,7 @@ def test_it_is_as_good_as_its_card_says(name: str, external_data: Path, text_fol
     """In int8, on documents, articles and pairs that it has not learnt from."""
     subject = open_subject(f"bundle:{name}", Store(DEFAULT_ROOT), torch.device("cpu"), Precision.INT8)
     text, questions = external_data / "corpus" / "corpus.jsonl.xz", external_data / "qa" / "squad-v1.1.json.xz"
-    data = Data([text], [external_data / "eval" / "stsb-en-dev.csv"], [questions], HELD_OUT, sequences=300)
+    data = EvaluationData([text], [external_data / "eval" / "stsb-en-dev.csv"], [questions], HELD_OUT, sequences=300)
     figures = evaluate(subject, data, text_folder, lambda _: None)
     for figure, floor in FLOORS[name].items():
         assert figures[figure] >= floor, figure

@@ -27,7 +27,7 @@ from export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
 from export.models import Model
 from export.publish import ExportOptions, export
 from export.smoothing import smoothing_factors
-from export.train.evaluate import Data, evaluate, open_subject
+from export.train.evaluate import EvaluationData, evaluate, open_subject
 from export.verify import GraphUnderTest, verify
 from model_store import Store, processor, tensors
 from model_store.batch import Encoding, HeadOutputs
@@ -152,7 +152,7 @@ def test_what_the_gate_measured_is_in_the_manifest_and_weights_are_stored_once(m
 
 
 def test_it_loses_next_to_nothing_on_sts(minilm_int8: Path, external_data: Path, tmp_path: Path) -> None:
-    data = Data([], [external_data / "eval" / "stsb-en-dev.csv"], [], 1.0)
+    data = EvaluationData([], [external_data / "eval" / "stsb-en-dev.csv"], [], 1.0)
     found = {
         precision: evaluate(
             open_subject("bundle:minilm", Store(minilm_int8), torch.device("cpu"), precision), data, tmp_path, lambda _: None

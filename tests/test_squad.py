@@ -12,9 +12,9 @@ from tokenizers import Tokenizer
 
 from export.evaluation.squad import Question, exact_match, f1, read_questions, score
 from export.heads import SPAN
-from export.train.corpus import Document
-from export.train.questions import Window, answer, make_windows
+from export.train.documents import Document
 from export.train.vocabulary import train_tokenizer
+from export.train.windows import Window, answer, make_windows
 from model_store.batch import Encoding, HeadOutputs
 from model_store.heads.span import SpanResult
 from tests.oracles.squad_v4 import GOLDEN, as_squad

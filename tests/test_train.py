@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,12 +33,13 @@ from export.publish import export
 from export.sentence import EmbeddingRecipe
 from export.train.corpus import Corpus
 from export.train.distill import distill, make_student
+from export.train.embedding_objective import EmbeddingData, EmbeddingObjective
 from export.train.errors import TrainError
-from export.train.evaluate import Data, evaluate, open_subject
-from export.train.loop import Schedule, train
+from export.train.evaluate import EvaluationData, evaluate, open_subject
+from export.train.loop import train
 from export.train.objectives import SpanBoundary
 from export.train.optimisation import learning_rate, make_optimizer
-from export.train.pairs import Sentence
+from export.train.pairs import SentenceObjective
 from export.train.pretrain import fill_positions, pretrain
 from export.train.progress import Progress, read_log
 from export.train.questions import finetune_questions
@@ -57,8 +57,9 @@ from export.train.recipe import (
     VocabularyRecipe,
     load_recipe,
 )
+from export.train.run_options import Report, RunOptions, Schedule
 from export.train.save import save_checkpoint
-from export.train.sentences import SentenceObjective, finetune_sentences
+from export.train.sentences import EmbeddingFiles, finetune_sentences
 from export.train.vocabulary import SpecialIds
 from model_store import Store
 from model_store.heads import Pooling
@@ -82,10 +83,14 @@ def quietly(_: str) -> None:
     """Nobody listens."""
 
 
+def run_options(run_dir: Path, schedule: Schedule = SCHEDULE, report: Report = quietly) -> RunOptions:
+    return RunOptions(run_dir, CPU, report, schedule)
+
+
 def run(folder: Path, recipe: PretrainRecipe, schedule: Schedule = SCHEDULE) -> Path:
     folder.mkdir(exist_ok=True)
     return pretrain(
-        [write_stories(folder / "stories.txt")], recipe, folder, vocabulary=None, device=CPU, schedule=schedule, say=quietly
+        [write_stories(folder / "stories.txt")], recipe, run_options(folder, schedule)
     )
 
 
@@ -206,16 +211,13 @@ def test_a_folder_belongs_to_one_recipe_on_one_text(tmp_path: Path) -> None:
     other = tmp_path / "other.txt"
     other.write_text((tmp_path / "stories.txt").read_text() + "\n\nAn owl.\n")
     with pytest.raises(TrainError, match="another text"):
-        pretrain([other], recipe, tmp_path, vocabulary=None, device=CPU, schedule=SCHEDULE, say=quietly)
+        pretrain([other], recipe, run_options(tmp_path))
     with pytest.raises(TrainError, match="another vocabulary"):
         pretrain(
             [tmp_path / "stories.txt"],
             recipe,
-            tmp_path,
+            run_options(tmp_path),
             vocabulary=tmp_path / "vocabulary",
-            device=CPU,
-            schedule=SCHEDULE,
-            say=quietly,
         )
     after = load_file(tmp_path / "checkpoint" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -234,9 +236,7 @@ def further_recipe(**changes: object) -> PretrainRecipe:
 def test_pre_training_goes_on_from_a_checkpoint(trained: Path, stories: Path, tmp_path: Path) -> None:
     """It begins where that ended: as good at its first steps, with that tokenizer, those sizes and those positions."""
     recipe = further_recipe()
-    further = pretrain(
-        [stories], recipe, tmp_path / "further", source=str(trained), vocabulary=None, device=CPU, schedule=SCHEDULE, say=quietly
-    )
+    further = pretrain([stories], recipe, run_options(tmp_path / "further"), source=str(trained))
     first, last_before = read_log(further.parent)[0], read_log(trained.parent)[-1]
     assert first["masked_loss"] < last_before["masked_loss"] + 0.5
     assert first["masked_loss"] < read_log(trained.parent)[0]["masked_loss"] / 2
@@ -248,12 +248,8 @@ def test_pre_training_goes_on_from_a_checkpoint(trained: Path, stories: Path, tm
         pretrain(
             [stories],
             recipe,
-            tmp_path / "further",
+            run_options(tmp_path / "further"),
             source=str(further),
-            vocabulary=None,
-            device=CPU,
-            schedule=SCHEDULE,
-            say=quietly,
         )
 
 
@@ -262,7 +258,7 @@ def test_pre_training_goes_on_from_a_checkpoint(trained: Path, stories: Path, tm
     [
         ({"model": Sizes(layers=3)}, r"\[model\] layers is given, but sizes and vocabulary are the checkpoint's"),
         ({"vocabulary": Vocabulary(size=300)}, "a vocabulary is given, but"),
-        ({"pretraining": Pretraining(method="rtd", sentence=Sentence.NONE)}, "not with replaced ones"),
+        ({"pretraining": Pretraining(method="rtd", sentence=SentenceObjective.NONE)}, "not with replaced ones"),
         ({"phases": [Phase(tokens=65, sequences=8, steps=3)]}, "a phase of 65 tokens exceeds the checkpoint's 64 positions"),
     ],
 )
@@ -273,12 +269,8 @@ def test_what_a_checkpoint_decides_is_not_asked_for(
         pretrain(
             [stories],
             further_recipe(**changes),
-            tmp_path,
+            run_options(tmp_path),
             source=str(trained),
-            vocabulary=None,
-            device=CPU,
-            schedule=SCHEDULE,
-            say=quietly,
         )
 
 
@@ -317,9 +309,7 @@ def test_heads_are_created_and_embeddings_kept(trained: Path, stories: Path, tmp
             phases=[Phase(tokens=40, sequences=8, steps=60)],
         )
         folder = tmp_path / str(keep)
-        result = pretrain(
-            [stories], recipe, folder, source=str(source), vocabulary=None, device=CPU, schedule=SCHEDULE, say=said.append
-        )
+        result = pretrain([stories], recipe, run_options(folder, report=said.append), source=str(source))
         cosines[keep] = float((before * embed_all(str(result), stories)).sum(1).mean())
     assert said[0] == "heads that the checkpoint does not have, with random weights: masked_lm, next_sentence"
     assert cosines[True] > 0.97
@@ -348,22 +338,23 @@ def test_pooling_and_prompts_of_the_source_are_kept(trained: Path, stories: Path
     }
     source = write_encoder(tmp_path / "encoder", trained, **fields)
     further = further_recipe(phases=[Phase(tokens=40, sequences=4, steps=2)])
-    how: dict[str, Any] = {"source": str(source), "device": CPU, "schedule": SCHEDULE, "say": quietly}
-    result = pretrain([stories], further, tmp_path / "run", vocabulary=trained, **how)  # its own vocabulary may be named
+    result = pretrain(
+        [stories], further, run_options(tmp_path / "run"), source=str(source), vocabulary=trained
+    )  # its own vocabulary may be named
     assert load_checkpoint(str(result)).recipe == recipe
     model = SentenceTransformer(str(result), device="cpu")
     assert model.max_seq_length == 16
     assert model.prompts["query"] == "q: "
     keeping = further_recipe(pretraining=Pretraining(keep_embeddings=True))
     with pytest.raises(TrainError, match=r"keeps the mean of the hidden states, but the checkpoint's embedding is another \(cls"):
-        pretrain([stories], keeping, tmp_path / "other", vocabulary=None, **how)
+        pretrain([stories], keeping, run_options(tmp_path / "other"), source=str(source))
 
 
 def test_a_run_ends_with_guesses_at_the_text_itself(tmp_path: Path) -> None:
     """What it shows is of the stories: of ten words in a row that a mask stands among, most are as some story has them."""
     said: list[str] = []
     text = write_stories(tmp_path / "stories.txt")
-    pretrain([text], tiny_recipe(steps=60), tmp_path, vocabulary=None, device=CPU, schedule=SCHEDULE, say=said.append)
+    pretrain([text], tiny_recipe(steps=60), run_options(tmp_path, report=said.append))
     shown = [line for line in said if "____" in line]
     words = set(re.findall(r"[a-z]+", text.read_text().lower()))
     assert shown
@@ -388,9 +379,8 @@ def test_fine_tuning_sees_each_pair_once_an_epoch_however_it_accumulates() -> No
             sequences=8,
         )
         corpus = Corpus(np.arange(60, dtype=np.uint16), np.arange(0, 61, 6), np.array([0, 10]))
-        objective = SentenceObjective(
-            torch.nn.Module(), recipe, sentences=corpus, pairs=pairs, text=None, special=SpecialIds(2, 3, 4), evaluate=dict
-        )
+        data = EmbeddingData(sentences=corpus, pairs=pairs, text=None, special=SpecialIds(2, 3, 4))
+        objective = EmbeddingObjective(torch.nn.Module(), recipe, data, held_out_figures=dict)
         seen = [
             int(token)
             for step in range(3, objective.steps)
@@ -450,7 +440,7 @@ def test_accumulated_batches_are_one_large_batch() -> None:
     def fitted(parts: int, folder: Path) -> torch.Tensor:
         objective = Fit(parts)
         recipe = Optimisation(learning_rate=0.1, accumulation=parts, precision="fp32")
-        train(objective, 1, recipe, folder, device=CPU, schedule=Schedule(), say=quietly)
+        train(objective, run_options(folder, Schedule()), seed=1, optimisation=recipe)
         return objective.module.weight.detach()
 
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as two:
@@ -495,7 +485,7 @@ class _Walking:
 def test_the_result_is_the_mean_of_the_last_weights(tmp_path: Path) -> None:
     objective, said = _Walking(), []
     recipe = Optimisation(learning_rate=0.1, warmup=0.0, average=0.3, precision="fp32")
-    train(objective, 1, recipe, tmp_path, device=CPU, schedule=Schedule(log=1), say=said.append)
+    train(objective, run_options(tmp_path, Schedule(log=1), said.append), seed=1, optimisation=recipe)
     last = float(torch.load(tmp_path / "state.pt", weights_only=True)["module"]["weight"])
     expected = np.mean([*objective.before[8:], last])  # after steps 8, 9 and 10
     assert float(objective.module.weight.detach()) == pytest.approx(expected, rel=1e-5)
@@ -504,7 +494,7 @@ def test_the_result_is_the_mean_of_the_last_weights(tmp_path: Path) -> None:
     assert read_log(tmp_path)[-1]["held_out_loss"] == pytest.approx(expected, rel=1e-4)
     assert "weights of the last 3 steps averaged" in said[-1]
     again = _Walking()
-    train(again, 1, recipe, tmp_path, device=CPU, schedule=Schedule(log=1), say=quietly)
+    train(again, run_options(tmp_path, Schedule(log=1)), seed=1, optimisation=recipe)
     assert float(again.module.weight.detach()) == pytest.approx(expected, rel=1e-5), "a finished run gives the same"
 
 
@@ -522,7 +512,7 @@ def test_a_checkpoint_is_written_when_time_has_passed(tmp_path: Path) -> None:
         folder = tmp_path / str(seconds)
         schedule = Schedule(checkpoint=1_000_000, checkpoint_seconds=seconds)
         with pytest.raises(StopAt):
-            train(Stopping(), 1, recipe, folder, device=CPU, schedule=schedule, say=quietly)
+            train(Stopping(), run_options(folder, schedule), seed=1, optimisation=recipe)
         assert (folder / "state.pt").exists() == kept
     assert torch.load(tmp_path / "0.0/state.pt", weights_only=True)["step"] == 4
 
@@ -717,9 +707,9 @@ def embedded(trained: Path, stories: Path, pairs: Path, tmp_path_factory: pytest
         text_sequences=8,
         held_out=0.1,
     )
-    data = {"pairs": [pairs], "held_out_pairs": [pairs], "text": [stories]}
+    files = EmbeddingFiles(pairs=[pairs], held_out_pairs=[pairs], text=[stories])
     folder = tmp_path_factory.mktemp("embedded")
-    return finetune_sentences(str(trained), recipe, folder, **data, device=CPU, schedule=SCHEDULE, say=quietly)
+    return finetune_sentences(str(trained), files, recipe, run_options(folder))
 
 
 def test_scored_pairs_are_learnt_and_the_heads_are_kept(embedded: Path, trained: Path, stories: Path, pairs: Path) -> None:
@@ -732,7 +722,7 @@ def test_scored_pairs_are_learnt_and_the_heads_are_kept(embedded: Path, trained:
 
 def figures(source: str, stories: Path, pairs: Path | None, store: Path = Path()) -> dict[str, float]:
     subject = open_subject(source, Store(store), CPU)
-    data = Data([stories], [pairs] if pairs else [], [], held_out=0.1, sequences=60, tokens=32)
+    data = EvaluationData([stories], [pairs] if pairs else [], [], held_out=0.1, sequences=60, tokens=32)
     with tempfile.TemporaryDirectory() as folder:
         return evaluate(subject, data, Path(folder), quietly)
 
@@ -789,13 +779,13 @@ def test_questions_are_learnt(trained: Path, tmp_path: Path) -> None:
     recipe = QuestionsRecipe(
         optimisation=Optimisation(learning_rate=3e-3), epochs=12, tokens=40, stride=8, question_tokens=12, held_out=0.2
     )
-    checkpoint = finetune_questions(str(trained), [file], recipe, tmp_path / "run", device=CPU, schedule=SCHEDULE, say=quietly)
+    checkpoint = finetune_questions(str(trained), [file], recipe, run_options(tmp_path / "run"))
     log = read_log(tmp_path / "run")
     assert log[-1]["held_out_f1"] > 0.6
     _, report = theirs(checkpoint, BertForQuestionAnswering)
     assert not report["missing_keys"]
     subject = open_subject(str(checkpoint), Store(Path()), CPU)
-    measured = evaluate(subject, Data([], [], [file], held_out=0.2), tmp_path, quietly)
+    measured = evaluate(subject, EvaluationData([], [], [file], held_out=0.2), tmp_path, quietly)
     assert measured["qa_f1"] == pytest.approx(100 * log[-1]["held_out_f1"], abs=1.5)
 
 
@@ -826,7 +816,7 @@ def test_distillation_keeps_most_of_the_teacher(trained: Path, stories: Path, tm
         dropout=0.0,
     )
     before = load_file(trained / "model.safetensors")
-    checkpoint = distill(str(trained), [stories], recipe, tmp_path / "run", device=CPU, schedule=SCHEDULE, say=quietly)
+    checkpoint = distill(str(trained), [stories], recipe, run_options(tmp_path / "run"))
     after = load_file(trained / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
     log = read_log(tmp_path / "run")
@@ -842,7 +832,7 @@ def test_distillation_keeps_most_of_the_teacher(trained: Path, stories: Path, tm
 def test_a_teacher_without_a_masked_lm_head_is_refused(checkpoints: dict[str, Path], stories: Path, tmp_path: Path) -> None:
     recipe = DistillRecipe(phases=[Phase(tokens=32, sequences=4, steps=1)])
     with pytest.raises(TrainError, match="masked-language-model head"):
-        distill(str(checkpoints["bert-qa"]), [stories], recipe, tmp_path, device=CPU, schedule=SCHEDULE, say=quietly)
+        distill(str(checkpoints["bert-qa"]), [stories], recipe, run_options(tmp_path))
 
 
 def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path, tmp_path: Path) -> None:

@@ -15,15 +15,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import BertTokenizerFast
 
-from export.train.batches import TextBatches, shuffled_batches
-from export.train.corpus import PreparedCorpus, is_held_out, prepare_corpus, read_documents, split_sentences
+from export.train.batches import BatchPlan, TextBatches, shuffled_batches
+from export.train.corpus import PreparedCorpus, prepare_corpus
+from export.train.documents import is_held_out, read_documents, split_sentences
 from export.train.embeddings import unmasked_texts
 from export.train.errors import TrainError
 from export.train.masking import Masking, Unit
-from export.train.pairs import IS_NEXT, Sentence, Sequences
-from export.train.pretrain import make_masking
+from export.train.pairs import IS_NEXT, EpochExamples, ExampleOptions, SentenceObjective
 from export.train.recipe import Phase, Pretraining
 from export.train.sampling import sampled_order
+from export.train.text_objective import make_masking
 from export.train.vocabulary import SPECIAL_TOKENS, save_vocabulary, special_ids, train_tokenizer
 from tests.training import STORIES, write_stories
 
@@ -37,7 +38,7 @@ def tokenizer() -> Tokenizer:
 def corpus(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
     folder = tmp_path_factory.mktemp("corpus")
     return prepare_corpus(
-        [write_stories(folder / "stories.txt")], tokenizer, folder / "prepared", held_out=0.2, say=lambda _: None
+        [write_stories(folder / "stories.txt")], tokenizer, folder / "prepared", held_out=0.2, report=lambda _: None
     )
 
 
@@ -89,7 +90,7 @@ def test_a_text_of_one_title_is_split_by_paragraphs(tokenizer: Tokenizer, tmp_pa
     book = tmp_path / "book.jsonl"
     book.write_text(json.dumps({"title": "One book", "text": "\n".join(paragraphs)}) + "\n")
     said: list[str] = []
-    corpus = prepare_corpus([book], tokenizer, tmp_path / "prepared", held_out=0.2, say=said.append)
+    corpus = prepare_corpus([book], tokenizer, tmp_path / "prepared", held_out=0.2, report=said.append)
     assert any("split by paragraphs" in line for line in said)
     sides = {True: [], False: []}
     runs = {True: 0, False: 0}
@@ -106,7 +107,7 @@ def test_a_text_of_one_title_is_split_by_paragraphs(tokenizer: Tokenizer, tmp_pa
 
 
 def test_documents_name_their_file_and_their_source(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    corpus = prepare_corpus([*_two_sources(tmp_path)], tokenizer, tmp_path / "prepared", held_out=0.0, say=lambda _: None).train
+    corpus = prepare_corpus([*_two_sources(tmp_path)], tokenizer, tmp_path / "prepared", held_out=0.0, report=lambda _: None).train
     origins = [corpus.origins[number] for number in corpus.origin_of]
     assert origins == [("books.jsonl", "novels")] * 30 + [("notes.txt", "")] * 30
 
@@ -152,7 +153,7 @@ def test_a_vocabulary_is_the_same_in_every_process(tmp_path: Path) -> None:
     rare = " ".join(chr(0x100 + number) + chr(0x400 + number % 60) for number in range(150))
     (tmp_path / "text.txt").write_text("\n\n".join([rare, *(story.text for story in STORIES)]))
     code = (
-        "import sys; from pathlib import Path; from export.train.corpus import read_documents;"
+        "import sys; from pathlib import Path; from export.train.documents import read_documents;"
         "from export.train.vocabulary import train_tokenizer;"
         "print(train_tokenizer(lambda: read_documents([Path(sys.argv[1])]), size=180, lowercase=False).to_str())"
     )
@@ -250,9 +251,12 @@ def test_every_token_is_as_likely_to_be_masked() -> None:
 # ---- pairs
 
 
-def sequences(corpus: PreparedCorpus, tokenizer: Tokenizer, sentence: Sentence, **more: Any) -> Sequences:
+def sequences(
+    corpus: PreparedCorpus, tokenizer: Tokenizer, sentence: SentenceObjective, **more: Any
+) -> EpochExamples:
     settings = {"length": 40, "seed": 3, "epoch": 0} | more
-    return Sequences(corpus.train, sentence=sentence, special=special_ids(tokenizer), **settings)
+    options = ExampleOptions(sentence=sentence, special=special_ids(tokenizer), **settings)
+    return EpochExamples(corpus.train, options)
 
 
 def split(sequence, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -264,7 +268,7 @@ def split(sequence, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
 
 
 def test_next_sentence_pairs_are_what_they_claim(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
-    source = sequences(corpus, tokenizer, Sentence.NSP)
+    source = sequences(corpus, tokenizer, SentenceObjective.NSP)
     documents = [[token for sentence in document for token in sentence] for document in _documents(corpus.train)]
     labels = []
     for number in range(len(source)):
@@ -296,7 +300,7 @@ def _contains(tokens: list[int], piece: list[int]) -> bool:
 
 
 def test_sentence_order_pairs_are_in_order_or_swapped(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
-    source = sequences(corpus, tokenizer, Sentence.SOP)
+    source = sequences(corpus, tokenizer, SentenceObjective.SOP)
     documents = [_tokens(corpus, number) for number in range(corpus.train.document_count)]
     labels = []
     for number in range(len(source)):
@@ -309,7 +313,7 @@ def test_sentence_order_pairs_are_in_order_or_swapped(tokenizer: Tokenizer, corp
 
 
 def test_single_texts_hold_the_whole_corpus(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
-    source = sequences(corpus, tokenizer, Sentence.NONE)
+    source = sequences(corpus, tokenizer, SentenceObjective.NONE)
     seen = np.zeros(len(corpus.train.tokens), bool)
     for number in range(len(source)):
         piece = source.make(number, source.rng(number)).input_ids[1:-1].tolist()
@@ -324,7 +328,7 @@ def test_single_texts_hold_the_whole_corpus(tokenizer: Tokenizer, corpus: Prepar
 
 def test_epochs_differ_and_a_seed_is_one_epoch(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
     def first(**more: int) -> list[list[int]]:
-        source = sequences(corpus, tokenizer, Sentence.NSP, **more)
+        source = sequences(corpus, tokenizer, SentenceObjective.NSP, **more)
         return [source.make(n, source.rng(n)).input_ids.tolist() for n in range(20)]
 
     assert first() == first()
@@ -336,8 +340,8 @@ def test_epochs_differ_and_a_seed_is_one_epoch(tokenizer: Tokenizer, corpus: Pre
 @pytest.mark.parametrize("share", [0.1, 0.8])
 def test_a_source_has_its_share_of_what_is_sampled(tokenizer: Tokenizer, tmp_path: Path, name: str, share: float) -> None:
     """By its source or by its file; random second texts follow the same shares."""
-    prepared = prepare_corpus([*_two_sources(tmp_path)], tokenizer, tmp_path / "prepared", held_out=0.0, say=lambda _: None)
-    source = sequences(prepared, tokenizer, Sentence.NSP, weights={name: share})
+    prepared = prepare_corpus([*_two_sources(tmp_path)], tokenizer, tmp_path / "prepared", held_out=0.0, report=lambda _: None)
+    source = sequences(prepared, tokenizer, SentenceObjective.NSP, weights={name: share})
     novels = [prepared.train.origins[prepared.train.origin_of[source.document(n)]].source == "novels" for n in range(len(source))]
     assert np.mean(novels) == pytest.approx(share, abs=0.03)
     documents = [_tokens(prepared, number) for number in range(60)]
@@ -372,33 +376,41 @@ def test_an_epoch_reads_the_scarcest_group_once_and_none_twice(groups: list[int]
     ],
 )
 def test_weights_that_do_not_apply(tokenizer: Tokenizer, tmp_path: Path, weights: dict[str, float], message: str) -> None:
-    prepared = prepare_corpus([*_two_sources(tmp_path)], tokenizer, tmp_path / "prepared", held_out=0.0, say=lambda _: None)
+    prepared = prepare_corpus([*_two_sources(tmp_path)], tokenizer, tmp_path / "prepared", held_out=0.0, report=lambda _: None)
     with pytest.raises(TrainError, match=message):
-        sequences(prepared, tokenizer, Sentence.NSP, weights=weights)
+        sequences(prepared, tokenizer, SentenceObjective.NSP, weights=weights)
 
 
 # ---- batches
 
 
+def text_batches(
+    corpus: PreparedCorpus, tokenizer: Tokenizer, recipe: Pretraining, phases: list[Phase], seed: int = 1
+) -> TextBatches:
+    plan = BatchPlan(recipe, phases, seed)
+    return TextBatches(corpus.train, plan, make_masking(tokenizer, recipe), special_ids(tokenizer))
+
+
 def test_the_mask_rate_falls_in_a_straight_line(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
     recipe = Pretraining(rate=0.3, final_rate=0.15)
     phases = [Phase(tokens=40, sequences=64, steps=51), Phase(tokens=40, sequences=64, steps=50)]
-    batches = TextBatches(corpus.train, recipe, phases, make_masking(tokenizer, recipe), special=special_ids(tokenizer), seed=1)
+    batches = text_batches(corpus, tokenizer, recipe, phases)
     for step, rate in ((0, 0.3), (50, 0.225), (100, 0.15)):
         batch = batches(step, 0)
         ordinary = batch.tokens - 3 * len(batch.input_ids)
         assert len(batch.positions) / ordinary == pytest.approx(rate, abs=0.012)
 
 
-@pytest.mark.parametrize("sentence", [Sentence.NSP, Sentence.NONE])
+@pytest.mark.parametrize("sentence", [SentenceObjective.NSP, SentenceObjective.NONE])
 @pytest.mark.parametrize("length", [8, 20, 40])
 def test_embeddings_are_of_the_unmasked_first_texts(
-    tokenizer: Tokenizer, corpus: PreparedCorpus, sentence: Sentence, length: int
+    tokenizer: Tokenizer, corpus: PreparedCorpus, sentence: SentenceObjective, length: int
 ) -> None:
     recipe = Pretraining(sentence=sentence, rate=0.5)
     phase = Phase(tokens=40, sequences=32, steps=3)
-    batches = TextBatches(corpus.train, recipe, [phase], make_masking(tokenizer, recipe), special=special_ids(tokenizer), seed=1)
-    source = Sequences(corpus.train, length=40, sentence=sentence, special=special_ids(tokenizer), seed=1, epoch=0)
+    batches = text_batches(corpus, tokenizer, recipe, [phase])
+    options = ExampleOptions(length=40, sentence=sentence, special=special_ids(tokenizer), seed=1, epoch=0)
+    source = EpochExamples(corpus.train, options)
     input_ids, mask = unmasked_texts(batches(0, 0), tokens=160, length=length)
     assert input_ids.shape == (160 // length, length)
     for row, (ids, real) in enumerate(zip(input_ids, mask, strict=True)):
@@ -415,7 +427,7 @@ def test_any_batch_can_be_asked_for_at_any_time(tokenizer: Tokenizer, corpus: Pr
     phases = [Phase(tokens=24, sequences=16, steps=40), Phase(tokens=40, sequences=8, steps=40)]
 
     def batches() -> TextBatches:
-        return TextBatches(corpus.train, recipe, phases, make_masking(tokenizer, recipe), special=special_ids(tokenizer), seed=1)
+        return text_batches(corpus, tokenizer, recipe, phases)
 
     straight, jumping = batches(), batches()
     in_order = [straight(step, 0) for step in range(80)]
@@ -430,7 +442,7 @@ def test_any_batch_can_be_asked_for_at_any_time(tokenizer: Tokenizer, corpus: Pr
 def test_longer_phases_are_told(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
     recipe = Pretraining()
     phases = [Phase(tokens=tokens, sequences=2, steps=3) for tokens in (16, 24, 24, 20, 40)]
-    batches = TextBatches(corpus.train, recipe, phases, make_masking(tokenizer, recipe), special=special_ids(tokenizer), seed=1)
+    batches = text_batches(corpus, tokenizer, recipe, phases)
     assert [batches.grows_from(step) for step in range(15)] == [None] * 3 + [16] + [None] * 8 + [24] + [None] * 2
 
 
@@ -441,9 +453,7 @@ def test_short_sequences_begin_anywhere_in_the_longest(
 ) -> None:
     recipe = Pretraining(shifted=0.5)
     phases = [Phase(tokens=24, sequences=64, steps=40), Phase(tokens=40, sequences=8, steps=40)]
-    batches = TextBatches(
-        corpus.train, recipe, phases, make_masking(tokenizer, recipe), special=special_ids(tokenizer), seed=seed
-    )
+    batches = text_batches(corpus, tokenizer, recipe, phases, seed)
     first = batches(step, 0).first_positions
     assert first is not None
     if step >= 40:
@@ -460,7 +470,7 @@ def test_short_sequences_begin_anywhere_in_the_longest(
 def test_static_masking_repeats_itself(tokenizer: Tokenizer, corpus: PreparedCorpus, dynamic: bool) -> None:
     recipe = Pretraining(dynamic=dynamic)
     phase = Phase(tokens=40, sequences=1, steps=10_000)
-    batches = TextBatches(corpus.train, recipe, [phase], make_masking(tokenizer, recipe), special=special_ids(tokenizer), seed=1)
+    batches = text_batches(corpus, tokenizer, recipe, [phase])
     epoch = batches.epoch_length(0, 0)
     same = [bool((batches(n, 0).input_ids == batches(n + epoch, 0).input_ids).all()) for n in range(30)]
     assert all(same) if not dynamic else not any(same)

@@ -3,7 +3,7 @@
 import random
 from pathlib import Path
 
-from export.train.corpus import Document
+from export.train.documents import Document
 from export.train.recipe import Optimisation, Phase, Pretraining, PretrainRecipe, Sizes, Vocabulary
 
 PEOPLE = ["the old king", "a young girl", "her brother", "the captain", "my teacher", "an owl"]

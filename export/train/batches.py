@@ -176,7 +176,10 @@ class TextBatches:
         self._row(0, 0, masking)  # raises before the run starts if the corpus does not suffice
 
     def grows_from(self, step: int) -> int | None:
-        """Return the longest sequence before ``step`` if a phase of longer ones starts there."""
+        """Return the longest length before ``step``, if ``step`` starts a longer phase.
+
+        Otherwise return None.
+        """
         first, longest = 0, 0
         for phase in self._plan.phases:
             if step == first and phase.tokens > longest > 0:

@@ -147,8 +147,8 @@ class EpochExamples:
         """Draw the position at which the second text starts.
 
         Returns:
-            Whether a sentence starts at the position, and the position. A sentence starts there if
-            the segment holds the start of a second sentence.
+            Whether the position is the start of a sentence, and the position. The position is the
+            start of a sentence whenever the segment holds the start of a second sentence.
         """
         sentences = self._corpus.sentences
         low, high = np.searchsorted(sentences, [start + 1, end])

@@ -100,8 +100,8 @@ def _check_recipe(recipe: EmbedRecipe, checkpoint: Checkpoint, files: EmbeddingF
         )
     if recipe.contrastive_steps and not recipe.dropout:
         raise TrainError(
-            "contrastive_steps tell two dropouts of a sentence from other sentences: "
-            "with dropout = 0 there is nothing to learn"
+            "contrastive_steps compare two dropout masks of one sentence, "
+            "so dropout = 0 leaves nothing to learn: raise dropout, or set contrastive_steps to 0"
         )
     if recipe.contrastive_steps and not files.text:
         raise TrainError(

@@ -22,18 +22,18 @@ POOL_ROWS: Final = TensorSpec(
     "pool_rows",
     "int32",
     ("E", "L"),
-    "the rows of `hidden` to pool for each embedding; L rows for the longest sequence",
+    "rows of `hidden` per embedding, L for the longest",
     "packed",
 )
 POOL_WEIGHTS: Final = TensorSpec(
     "pool_weights",
     "float32",
     ("E", "L"),
-    "weight of each row, 0 beyond its sequence; absent for max pooling",
+    "row weights, 0 for padding; absent for max pooling",
     "packed",
 )
 EMBEDDINGS: Final = TensorSpec(
-    "embeddings", "float32", ("E", "D"), "one embedding of D numbers per sequence, not normalised"
+    "embeddings", "float32", ("E", "D"), "one vector of D numbers each, not normalised"
 )
 
 

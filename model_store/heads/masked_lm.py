@@ -30,7 +30,7 @@ LOGSUMEXP: Final = TensorSpec(
     "logsumexp",
     "float32",
     ("M",),
-    "log-sum-exp of the logits over the vocabulary: `score = exp(logit - logsumexp)`",
+    "log-sum-exp of all logits of each mask",
 )
 TARGET_LOGITS: Final = TensorSpec("target_logits", "float32", ("N",), "the requested logits")
 
@@ -70,7 +70,8 @@ class MaskedLMResult:
     Attributes:
         top_logits: [m, k] float32, the largest logits in descending order.
         top_ids: [m, k] int64, the vocabulary ids of ``top_logits``.
-        logsumexp: [m] float32, log-sum-exp of the logits over the vocabulary.
+        logsumexp: [m] float32, log-sum-exp of the logits over the vocabulary; the probability of
+            a token is ``exp(logit - logsumexp)``.
         target_logits: [m, n] float32, the logits of the request's n targets.
     """
 

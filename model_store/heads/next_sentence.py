@@ -17,7 +17,7 @@ PAIR_ROWS: Final = TensorSpec(
     "pair_rows", "int32", ("P",), "the rows of `hidden` that hold `[CLS]`"
 )
 PAIR_LOGITS: Final = TensorSpec(
-    "pair_logits", "float32", ("P", 2), 'logits; column 0 is "is next", column 1 is "is not next"'
+    "pair_logits", "float32", ("P", 2), 'column 0 is "is next", column 1 is "is not next"'
 )
 
 

@@ -25,5 +25,9 @@ def profiled(prefix: str) -> Callable[[], ort.SessionOptions]:
 def placed(profiles: Iterable[Path]) -> Counter[str]:
     """How often each operator ran on each provider, as ``PROVIDER OPERATOR``."""
     events = [event for file in profiles for event in json.loads(file.read_text())]
-    nodes = [event["args"] for event in events if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")]
+    nodes = [
+        event["args"]
+        for event in events
+        if event.get("cat") == "Node" and event["name"].endswith("_kernel_time")
+    ]
     return Counter(f"{node['provider']} {node['op_name']}" for node in nodes)

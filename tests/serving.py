@@ -40,14 +40,22 @@ class Server:
 
 @contextmanager
 def running_server(
-    store: Path | None, *arguments: str, command: tuple[str, ...] = (), cwd: Path | None = None, **environment: str
+    store: Path | None,
+    *arguments: str,
+    command: tuple[str, ...] = (),
+    cwd: Path | None = None,
+    **environment: str,
 ) -> Iterator[Server]:
     """Run ``cloze serve`` on a free port, and end it if it still runs; without a store it serves the default one."""
     command = command or (sys.executable, "-m", "cloze", "serve")
     env = {k: v for k, v in os.environ.items() if not k.startswith("CLOZE_")} | environment
     chosen = ("--model-store", str(store)) if store else ()
     process = subprocess.Popen(
-        [*command, "--port", "0", *chosen, *arguments], env=env, cwd=cwd, stderr=subprocess.PIPE, text=True
+        [*command, "--port", "0", *chosen, *arguments],
+        env=env,
+        cwd=cwd,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     log: list[str] = []
     listening = threading.Event()

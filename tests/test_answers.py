@@ -60,22 +60,38 @@ def tokenizer_of(folder: Path) -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture(scope="module", params=["bert", "distilbert"])
-def fill_mask_pipeline(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> tuple[str, FillMaskPipeline]:
+def fill_mask_pipeline(
+    request: pytest.FixtureRequest, checkpoints: dict[str, Path]
+) -> tuple[str, FillMaskPipeline]:
     cls = {"bert": BertForMaskedLM, "distilbert": DistilBertForMaskedLM}[request.param]
     folder = checkpoints[request.param]
-    return request.param, FillMaskPipeline(model=cls.from_pretrained(folder), tokenizer=tokenizer_of(folder), device="cpu")
+    return request.param, FillMaskPipeline(
+        model=cls.from_pretrained(folder), tokenizer=tokenizer_of(folder), device="cpu"
+    )
 
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize(
-    "parameters", [{}, {"top_k": 1}, {"top_k": 20}, {"targets": ["paris", "king", "of"]}, {"targets": ["moon"], "top_k": 3}]
+    "parameters",
+    [
+        {},
+        {"top_k": 1},
+        {"top_k": 20},
+        {"targets": ["paris", "king", "of"]},
+        {"targets": ["moon"], "top_k": 3},
+    ],
 )
 def test_fill_mask(
-    server: Server, fill_mask_pipeline: tuple[str, FillMaskPipeline], text: str, parameters: dict[str, Any]
+    server: Server,
+    fill_mask_pipeline: tuple[str, FillMaskPipeline],
+    text: str,
+    parameters: dict[str, Any],
 ) -> None:
     name, pipeline = fill_mask_pipeline
     expected = pipeline(text, **parameters)
-    assert_alike(post(server, "/fill-mask", inputs=text, parameters=parameters, model=name), expected)
+    assert_alike(
+        post(server, "/fill-mask", inputs=text, parameters=parameters, model=name), expected
+    )
 
 
 def test_fill_mask_of_many_texts_is_each_texts_answer(server: Server) -> None:
@@ -85,10 +101,14 @@ def test_fill_mask_of_many_texts_is_each_texts_answer(server: Server) -> None:
 
 def test_a_target_of_several_tokens_is_its_first_with_a_warning(server: Server) -> None:
     response = httpx.post(
-        f"{server.url}/fill-mask", json={"inputs": "a [MASK]", "parameters": {"targets": ["kings", "king", "sun"]}}
+        f"{server.url}/fill-mask",
+        json={"inputs": "a [MASK]", "parameters": {"targets": ["kings", "king", "sun"]}},
     )
     assert {prediction["token_str"] for prediction in response.json()} == {"king", "sun"}
-    assert response.headers["x-warning"] == "target 'kings' is not in the vocabulary; 'king' stands for it"
+    assert (
+        response.headers["x-warning"]
+        == "target 'kings' is not in the vocabulary; 'king' stands for it"
+    )
 
 
 @pytest.mark.parametrize("kind", ["bert", "distilbert"])
@@ -98,14 +118,18 @@ def test_embed(server: Server, checkpoints: dict[str, Path], kind: str) -> None:
     expected = []
     with torch.no_grad():
         for text in texts:
-            hidden = model(**tokenizer(text, return_tensors="pt", return_token_type_ids=kind == "bert")).last_hidden_state
+            hidden = model(
+                **tokenizer(text, return_tensors="pt", return_token_type_ids=kind == "bert")
+            ).last_hidden_state
             expected.append(hidden[0].mean(0).numpy())
     raw = np.array(post(server, "/embed", inputs=texts, normalize=False, model=kind))
     np.testing.assert_allclose(raw, expected, atol=1e-4)
     scaled = np.array(post(server, "/embed", inputs=texts, model=kind))
     np.testing.assert_allclose(scaled, raw / np.linalg.norm(raw, axis=1, keepdims=True), atol=1e-5)
     short = np.array(post(server, "/embed", inputs=texts, model=kind, dimensions=10))
-    np.testing.assert_allclose(short, raw[:, :10] / np.linalg.norm(raw[:, :10], axis=1, keepdims=True), atol=1e-5)
+    np.testing.assert_allclose(
+        short, raw[:, :10] / np.linalg.norm(raw[:, :10], axis=1, keepdims=True), atol=1e-5
+    )
     assert np.array(post(server, "/embed", inputs=texts[0], model=kind)).shape == (1, 64)
 
 
@@ -120,7 +144,9 @@ def test_embed_takes_token_ids(server: Server, checkpoints: dict[str, Path]) -> 
 def test_embed_by_content_negotiation(server: Server) -> None:
     body = {"inputs": ["the king", "of Paris"]}
     expected = np.array(post(server, "/embed", **body), np.float32)
-    raw = httpx.post(f"{server.url}/embed", json=body, headers={"accept": "application/octet-stream"})
+    raw = httpx.post(
+        f"{server.url}/embed", json=body, headers={"accept": "application/octet-stream"}
+    )
     assert raw.headers["x-shape"] == "2,64"
     np.testing.assert_array_equal(np.frombuffer(raw.content, "<f4").reshape(2, 64), expected)
     npy = httpx.post(f"{server.url}/embed", json=body, headers={"accept": "application/x-npy"})
@@ -130,13 +156,21 @@ def test_embed_by_content_negotiation(server: Server) -> None:
 def test_nsp(server: Server, checkpoints: dict[str, Path]) -> None:
     tokenizer = tokenizer_of(checkpoints["bert"])
     model = BertForNextSentencePrediction.from_pretrained(checkpoints["bert"])
-    pairs = [("the king opened the door", "and saw the river"), ("a", "b"), ("who? " * 60, "moon " * 60)]
+    pairs = [
+        ("the king opened the door", "and saw the river"),
+        ("a", "b"),
+        ("who? " * 60, "moon " * 60),
+    ]
     expected = []
     for first, second in pairs:
         with torch.no_grad():
-            inputs = tokenizer(first, second, truncation="longest_first", max_length=160, return_tensors="pt")
+            inputs = tokenizer(
+                first, second, truncation="longest_first", max_length=160, return_tensors="pt"
+            )
             is_next, not_next = model(**inputs).logits[0].softmax(0).tolist()
-        expected.append([{"label": "IsNext", "score": is_next}, {"label": "NotNext", "score": not_next}])
+        expected.append(
+            [{"label": "IsNext", "score": is_next}, {"label": "NotNext", "score": not_next}]
+        )
     bodies = [{"text": first, "next": second} for first, second in pairs]
     assert_alike(post(server, "/nsp", inputs=bodies), expected)
     assert_alike(post(server, "/nsp", inputs=bodies[0]), expected[0])
@@ -147,12 +181,20 @@ def test_nsp(server: Server, checkpoints: dict[str, Path]) -> None:
 def test_nsp_ranks_candidates(server: Server) -> None:
     candidates = ["the moon", "a green house", "and saw the river"]
     ranked = post(server, "/nsp", inputs={"text": "the king", "candidates": candidates})
-    scores = [post(server, "/nsp", inputs={"text": "the king", "next": text})[0]["score"] for text in candidates]
+    scores = [
+        post(server, "/nsp", inputs={"text": "the king", "next": text})[0]["score"]
+        for text in candidates
+    ]
     order = sorted(range(3), key=lambda index: -scores[index])
-    assert_alike(ranked, [{"index": index, "score": scores[index], "text": candidates[index]} for index in order])
+    assert_alike(
+        ranked,
+        [{"index": index, "score": scores[index], "text": candidates[index]} for index in order],
+    )
 
 
-@pytest.mark.parametrize("case", QA_GOLDEN["cases"], ids=lambda case: f"{case['question'][:12]}-{case['parameters']}")
+@pytest.mark.parametrize(
+    "case", QA_GOLDEN["cases"], ids=lambda case: f"{case['question'][:12]}-{case['parameters']}"
+)
 def test_qa_as_transformers_4_answers(server: Server, case: dict[str, Any]) -> None:
     """But for one thing: spans that end before they begin, which it gives with a score of 0 when it runs out of others."""
     inputs = {"question": case["question"], "context": case["context"]}
@@ -163,12 +205,21 @@ def test_qa_as_transformers_4_answers(server: Server, case: dict[str, Any]) -> N
 
 
 def test_qa_of_many_questions_is_each_questions_answer(server: Server) -> None:
-    inputs = [{"question": case["question"], "context": case["context"]} for case in QA_GOLDEN["cases"]]
-    assert_alike(post(server, "/qa", inputs=inputs), [post(server, "/qa", inputs=one) for one in inputs])
+    inputs = [
+        {"question": case["question"], "context": case["context"]} for case in QA_GOLDEN["cases"]
+    ]
+    assert_alike(
+        post(server, "/qa", inputs=inputs), [post(server, "/qa", inputs=one) for one in inputs]
+    )
 
 
 def test_qa_offsets_point_into_the_context(server: Server) -> None:
     for case in QA_GOLDEN["cases"]:
-        answers = post(server, "/qa", inputs={"question": case["question"], "context": case["context"]}, parameters={"top_k": 5})
+        answers = post(
+            server,
+            "/qa",
+            inputs={"question": case["question"], "context": case["context"]},
+            parameters={"top_k": 5},
+        )
         for answer in answers if isinstance(answers, list) else [answers]:
             assert case["context"][answer["start"] : answer["end"]] == answer["answer"]

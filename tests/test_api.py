@@ -19,7 +19,9 @@ PAIR = {"question": "who?", "context": "the king"}
 
 def call(server: Server, route: str, content: bytes | None = None, **body: Any) -> httpx.Response:
     data = content if content is not None else json.dumps(body).encode()
-    return httpx.post(server.url + route, content=data, headers={"content-type": "application/json"}, timeout=30)
+    return httpx.post(
+        server.url + route, content=data, headers={"content-type": "application/json"}, timeout=30
+    )
 
 
 BAD: list[tuple[str, JSON | bytes, int, str, str]] = [
@@ -106,12 +108,19 @@ BAD: list[tuple[str, JSON | bytes, int, str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("route", "body", "status", "kind", "message"), BAD, ids=[f"{i}-{b[0]}-{b[2]}" for i, b in enumerate(BAD)]
+    ("route", "body", "status", "kind", "message"),
+    BAD,
+    ids=[f"{i}-{b[0]}-{b[2]}" for i, b in enumerate(BAD)],
 )
 def test_bad_input_is_told_what_is_wrong(
     server: Server, route: str, body: JSON | bytes, status: int, kind: str, message: str
 ) -> None:
-    response = call(server, route, content=body if isinstance(body, bytes) else None, **(body if isinstance(body, dict) else {}))
+    response = call(
+        server,
+        route,
+        content=body if isinstance(body, bytes) else None,
+        **(body if isinstance(body, dict) else {}),
+    )
     assert response.status_code == status, response.text[:300]
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]
@@ -145,20 +154,44 @@ def test_truncation_is_reported_and_can_be_turned(server: Server) -> None:
     assert left.json() == call(server, "/embed", inputs="a " * 157 + "moon").json()
     assert call(server, "/embed", inputs="a").headers["x-truncated"] == "0"
     assert call(server, "/nsp", inputs={"text": long, "next": long}).headers["x-truncated"] == "1"
-    assert call(server, "/qa", inputs={"question": "who " * 100, "context": "the king"}).headers["x-truncated"] == "1"
-    assert call(server, "/qa", inputs={"question": "who", "context": long}).headers["x-truncated"] == "0", "windows read it all"
+    assert (
+        call(server, "/qa", inputs={"question": "who " * 100, "context": "the king"}).headers[
+            "x-truncated"
+        ]
+        == "1"
+    )
+    assert (
+        call(server, "/qa", inputs={"question": "who", "context": long}).headers["x-truncated"]
+        == "0"
+    ), "windows read it all"
 
 
 def test_answers_say_where_the_time_went(server: Server) -> None:
     headers = call(server, "/fill-mask", inputs="the [MASK]").headers
-    for name in ("x-compute-time", "x-total-time", "x-tokenization-time", "x-queue-time", "x-inference-time"):
+    for name in (
+        "x-compute-time",
+        "x-total-time",
+        "x-tokenization-time",
+        "x-queue-time",
+        "x-inference-time",
+    ):
         assert 0 <= int(headers[name]) < 10_000
     assert headers["x-compute-tokens"] == "4"
 
 
 def test_a_request_id_is_echoed_if_it_is_harmless(server: Server) -> None:
-    assert httpx.get(f"{server.url}/healthz", headers={"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
-    assert httpx.get(f"{server.url}/healthz", headers={"x-request-id": "a b\tc"}).headers["x-request-id"] != "a b\tc"
+    assert (
+        httpx.get(f"{server.url}/healthz", headers={"x-request-id": "abc-1"}).headers[
+            "x-request-id"
+        ]
+        == "abc-1"
+    )
+    assert (
+        httpx.get(f"{server.url}/healthz", headers={"x-request-id": "a b\tc"}).headers[
+            "x-request-id"
+        ]
+        != "a b\tc"
+    )
 
 
 def test_a_model_is_chosen_by_name_version_or_default(server: Server) -> None:
@@ -229,7 +262,12 @@ def test_one_connection_serves_many_requests(server: Server) -> None:
 
 def test_info_names_models_tasks_and_limits(server: Server) -> None:
     info = httpx.get(f"{server.url}/info").json()
-    assert info["defaults"] == {"fill-mask": "bert@1", "embed": "bert@1", "nsp": "bert@1", "qa": "bert-qa@1"}
+    assert info["defaults"] == {
+        "fill-mask": "bert@1",
+        "embed": "bert@1",
+        "nsp": "bert@1",
+        "qa": "bert-qa@1",
+    }
     assert [model["name"] for model in info["models"]] == ["bert", "bert-qa", "distilbert"]
     assert info["max_input_length"] == 160
     assert info["max_client_batch_size"] == 2048
@@ -254,7 +292,9 @@ def test_openapi_describes_every_body(server: Server) -> None:
         "/qa": "QaBody",
         "/v1/embeddings": "OpenAiEmbeddingsBody",
     }.items():
-        schema = document["paths"][route]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        schema = document["paths"][route]["post"]["requestBody"]["content"]["application/json"][
+            "schema"
+        ]
         assert schema == {"$ref": f"#/components/schemas/{name}"}
     references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
     assert references <= document["components"]["schemas"].keys()
@@ -263,7 +303,11 @@ def test_openapi_describes_every_body(server: Server) -> None:
 def test_logs_hold_no_text_of_a_client(server: Server) -> None:
     call(server, "/embed", inputs="confidential xyzzy")
     call(server, "/fill-mask", inputs="confidential xyzzy")
-    httpx.post(f"{server.url}/embed", content=b"{confidential xyzzy", headers={"authorization": "Bearer xyzzy"})
+    httpx.post(
+        f"{server.url}/embed",
+        content=b"{confidential xyzzy",
+        headers={"authorization": "Bearer xyzzy"},
+    )
     assert not [line for line in server.log if "xyzzy" in line or "confidential" in line]
 
 
@@ -276,7 +320,9 @@ def client(server: Server, route: str) -> InferenceClient:
 
 def test_huggingface_client_fills_masks(server: Server) -> None:
     predictions = client(server, "/fill-mask").fill_mask("Paris is the [MASK] of France.", top_k=3)
-    assert [prediction.score for prediction in predictions] == sorted((p.score for p in predictions), reverse=True)
+    assert [prediction.score for prediction in predictions] == sorted(
+        (p.score for p in predictions), reverse=True
+    )
     assert len(predictions) == 3
     chosen = client(server, "/fill-mask").fill_mask("the [MASK]", targets=["king", "moon"])
     assert {prediction.token_str for prediction in chosen} == {"king", "moon"}

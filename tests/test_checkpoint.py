@@ -96,7 +96,10 @@ def with_old_names(folder: Path) -> None:
     edit_tensors(
         folder,
         lambda tensors: rename(
-            tensors, lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+            tensors,
+            lambda name: name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+                "LayerNorm.bias", "LayerNorm.beta"
+            ),
         ),
     )
 
@@ -104,16 +107,28 @@ def with_old_names(folder: Path) -> None:
 def with_buffers_and_tied_copies(folder: Path) -> None:
     def edit(tensors: dict[str, torch.Tensor]) -> None:
         tensors["bert.embeddings.position_ids"] = torch.arange(160)[None]
-        tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+        tensors["cls.predictions.decoder.weight"] = tensors[
+            "bert.embeddings.word_embeddings.weight"
+        ].clone()
         tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"].clone()
 
     edit_tensors(folder, edit)
 
 
 @pytest.mark.parametrize(
-    "transform", [as_pytorch, as_shards, as_pytorch_shards, without_prefix, with_old_names, with_buffers_and_tied_copies]
+    "transform",
+    [
+        as_pytorch,
+        as_shards,
+        as_pytorch_shards,
+        without_prefix,
+        with_old_names,
+        with_buffers_and_tied_copies,
+    ],
 )
-def test_every_form_gives_the_same_model(checkpoints: dict[str, Path], folder: Path, transform: Callable[[Path], None]) -> None:
+def test_every_form_gives_the_same_model(
+    checkpoints: dict[str, Path], folder: Path, transform: Callable[[Path], None]
+) -> None:
     expected = load_checkpoint(str(checkpoints["bert"]))
     transform(folder)
     loaded = load_checkpoint(str(folder))
@@ -123,10 +138,15 @@ def test_every_form_gives_the_same_model(checkpoints: dict[str, Path], folder: P
 
 
 def test_half_precision_weights_are_widened(checkpoints: dict[str, Path], folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))
+    edit_tensors(
+        folder,
+        lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}),
+    )
     loaded = load_checkpoint(str(folder))
     assert loaded.model.encoder.embeddings.word.weight.dtype is torch.float32
-    torch.testing.assert_close(hidden(loaded), hidden(load_checkpoint(str(checkpoints["bert"]))), atol=0.02, rtol=0)
+    torch.testing.assert_close(
+        hidden(loaded), hidden(load_checkpoint(str(checkpoints["bert"]))), atol=0.02, rtol=0
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,7 +169,9 @@ def test_a_checkpoint_offers_what_it_has_heads_for(
 
 
 def test_a_missing_pooler_takes_nsp_away_and_says_so(folder: Path) -> None:
-    edit_tensors(folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "pooler" in name])
+    edit_tensors(
+        folder, lambda tensors: [tensors.pop(name) for name in list(tensors) if "pooler" in name]
+    )
     loaded = load_checkpoint(str(folder))
     assert NEXT_SENTENCE not in {head.name for head in loaded.heads}
     assert any("classifier but no pooler" in note for note in loaded.notes)
@@ -186,11 +208,15 @@ def test_foreign_heads_are_named_and_ignored(folder: Path) -> None:
 
 
 def test_the_model_cards_license_is_read(folder: Path) -> None:
-    (folder / "README.md").write_text("---\nlanguage: en\nlicense: mit\n---\n# Model\nlicense: none\n")
+    (folder / "README.md").write_text(
+        "---\nlanguage: en\nlicense: mit\n---\n# Model\nlicense: none\n"
+    )
     assert load_checkpoint(str(folder)).license == "mit"
 
 
-@pytest.mark.parametrize("front", ["license:\n- mit\n- other", "license:\ntags: x", "license: [mit]", "lang: en"])
+@pytest.mark.parametrize(
+    "front", ["license:\n- mit\n- other", "license:\ntags: x", "license: [mit]", "lang: en"]
+)
 def test_a_license_that_is_not_one_name_is_not_guessed(folder: Path, front: str) -> None:
     (folder / "README.md").write_bytes(f"---\n{front}\n---\n".encode() + b"\xff")
     assert load_checkpoint(str(folder)).license is None
@@ -274,7 +300,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES.keys())
-def test_damage_gets_one_clear_line(folder: Path, damage: Callable[[Path], None], message: str) -> None:
+def test_damage_gets_one_clear_line(
+    folder: Path, damage: Callable[[Path], None], message: str
+) -> None:
     damage(folder)
     with pytest.raises(ExportError, match=message) as caught:
         load_checkpoint(str(folder))
@@ -284,7 +312,11 @@ def test_damage_gets_one_clear_line(folder: Path, damage: Callable[[Path], None]
 
 @pytest.mark.parametrize(
     ("source", "revision", "message"),
-    [("./nowhere", None, "no directory ./nowhere"), ("/a/b/c", None, "no directory"), (".", "main", "names a hub revision")],
+    [
+        ("./nowhere", None, "no directory ./nowhere"),
+        ("/a/b/c", None, "no directory"),
+        (".", "main", "names a hub revision"),
+    ],
 )
 def test_a_source_that_is_not_there(source: str, revision: str | None, message: str) -> None:
     with pytest.raises(ExportError, match=message):

@@ -23,9 +23,21 @@ def cloze(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
     )
 
 
-def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     store = ("--model-store", str(tmp_path / "store"))
-    done = cloze("export", str(checkpoints["bert"]), "--name", "tiny", "--task", "embed", "--task", "fill-mask", *store)
+    done = cloze(
+        "export",
+        str(checkpoints["bert"]),
+        "--name",
+        "tiny",
+        "--task",
+        "embed",
+        "--task",
+        "fill-mask",
+        *store,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("tiny@1: embed, fill-mask; differs from torch by ")
     assert "note: qa is not offered" in done.stderr
@@ -35,16 +47,26 @@ def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(checkpo
     assert "MultiHeadAttention 2" in described
     assert "EmbedLayerNormalization 1" in described
     assert "BiasGelu 3" in described
-    assert json.loads(cloze("store", "show", "tiny@1", "--json", *store).stdout)["tasks"] == ["embed", "fill-mask"]
-    assert cloze("store", "verify", CLOZE_MODEL_STORE=str(tmp_path / "store")).stdout == "tiny@1: ok\n"
+    assert json.loads(cloze("store", "show", "tiny@1", "--json", *store).stdout)["tasks"] == [
+        "embed",
+        "fill-mask",
+    ]
+    assert (
+        cloze("store", "verify", CLOZE_MODEL_STORE=str(tmp_path / "store")).stdout == "tiny@1: ok\n"
+    )
 
     weights = tmp_path / "store" / "tiny" / "1" / "weights.bin"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
     broken = cloze("store", "verify", "tiny", *store)
     assert broken.returncode == 1
-    assert broken.stderr == "cloze: bundle tiny@1: weights.bin was changed after it was published (wrong sha256)\n"
+    assert (
+        broken.stderr
+        == "cloze: bundle tiny@1: weights.bin was changed after it was published (wrong sha256)\n"
+    )
 
-    assert cloze("export", str(checkpoints["distilbert"]), "--name", "other", *store).returncode == 0
+    assert (
+        cloze("export", str(checkpoints["distilbert"]), "--name", "other", *store).returncode == 0
+    )
     (tmp_path / "store" / "tiny" / "1" / "manifest.json").write_text("{}")
     listed = cloze("store", "list", *store)
     assert listed.returncode == 1, "one damaged bundle"
@@ -60,13 +82,27 @@ def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(checkpo
     ("arguments", "code", "message"),
     [
         (("export", "./nowhere", "--name", "x"), 1, "cloze: no directory ./nowhere\n"),
-        (("store", "show", "x"), 1, "cloze: no bundle named 'x' in {store} (available: none; `cloze export` makes one)\n"),
+        (
+            ("store", "show", "x"),
+            1,
+            "cloze: no bundle named 'x' in {store} (available: none; `cloze export` makes one)\n",
+        ),
         (("store", "remove", "x@0"), 1, "cloze: '0' is not a version: versions are 1, 2, 3, ...\n"),
-        (("serve",), 2, "cloze: the model store {store} has no bundle; make one with `cloze export SOURCE --name NAME`\n"),
-        (("serve", "--port", "99999"), 2, "cloze: --port: input should be less than or equal to 65535, got '99999'\n"),
+        (
+            ("serve",),
+            2,
+            "cloze: the model store {store} has no bundle; make one with `cloze export SOURCE --name NAME`\n",
+        ),
+        (
+            ("serve", "--port", "99999"),
+            2,
+            "cloze: --port: input should be less than or equal to 65535, got '99999'\n",
+        ),
     ],
 )
-def test_errors_are_one_line(tmp_path: Path, arguments: tuple[str, ...], code: int, message: str) -> None:
+def test_errors_are_one_line(
+    tmp_path: Path, arguments: tuple[str, ...], code: int, message: str
+) -> None:
     store = str(tmp_path / "missing")
     done = cloze(*arguments, CLOZE_MODEL_STORE=store)
     assert done.returncode == code
@@ -89,9 +125,20 @@ def test_wrong_usage_says_so(arguments: tuple[str, ...], message: str) -> None:
 
 
 def test_a_task_without_a_head_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    done = cloze("export", str(checkpoints["distilbert"]), "--name", "x", "--task", "nsp", "--model-store", str(tmp_path))
+    done = cloze(
+        "export",
+        str(checkpoints["distilbert"]),
+        "--name",
+        "x",
+        "--task",
+        "nsp",
+        "--model-store",
+        str(tmp_path),
+    )
     assert done.returncode == 1
-    assert done.stderr.endswith("cloze: the checkpoint cannot do nsp: it has heads for fill-mask, embed\n")
+    assert done.stderr.endswith(
+        "cloze: the checkpoint cannot do nsp: it has heads for fill-mask, embed\n"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -110,7 +157,16 @@ def test_two_servers_on_one_port(tiny_store: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "cloze", "serve", "--port", port, "--model-store", str(tiny_store)]
+    command = [
+        sys.executable,
+        "-m",
+        "cloze",
+        "serve",
+        "--port",
+        port,
+        "--model-store",
+        str(tiny_store),
+    ]
     twins = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     deadline = time.monotonic() + 30
     while all(twin.poll() is None for twin in twins) and time.monotonic() < deadline:
@@ -121,13 +177,16 @@ def test_two_servers_on_one_port(tiny_store: Path) -> None:
             twin.terminate()
     outputs = [twin.communicate(timeout=30)[1] for twin in twins]
     assert [twin.returncode for twin in ended] == [2]
-    assert outputs[twins.index(ended[0])].endswith(f"cloze: cannot listen on 127.0.0.1:{port}: Address already in use\n")
+    assert outputs[twins.index(ended[0])].endswith(
+        f"cloze: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+    )
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.3, 0.6, 0.9, 1.2])
 def test_a_signal_during_the_start_ends_it(tiny_store: Path, delay_s: float) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "cloze", "serve", "--port", "0", "--model-store", str(tiny_store)], stderr=subprocess.PIPE
+        [sys.executable, "-m", "cloze", "serve", "--port", "0", "--model-store", str(tiny_store)],
+        stderr=subprocess.PIPE,
     )
     time.sleep(delay_s)
     process.terminate()
@@ -139,7 +198,9 @@ def test_an_unknown_model_and_a_misspelt_variable(tiny_store: Path) -> None:
     done = cloze("serve", "--model", "nobody", "--model-store", str(tiny_store), CLOZE_PROT="1")
     assert done.returncode == 2
     assert "the variable CLOZE_PROT is not a setting" in done.stderr
-    assert done.stderr.endswith(f"cloze: no bundle named 'nobody' in {tiny_store} (available: bert, bert-qa, distilbert)\n")
+    assert done.stderr.endswith(
+        f"cloze: no bundle named 'nobody' in {tiny_store} (available: bert, bert-qa, distilbert)\n"
+    )
 
 
 def test_help_names_every_setting_and_every_command() -> None:

@@ -26,7 +26,10 @@ def test_it_is_there_whole_and_described(name: str) -> None:
     assert set(bundle.manifest.tasks) == TASKS[name]
     assert bundle.manifest.license
     assert bundle.manifest.graph.weights is Weights.INT8
-    assert {lower.graph.precision for lower in bundle.manifest.lower_precisions()} == {Precision.INT8, Precision.FP16}
+    assert {lower.graph.precision for lower in bundle.manifest.lower_precisions()} == {
+        Precision.INT8,
+        Precision.FP16,
+    }
     card = (bundle.path / "README.md").read_text()
     for section in ("Data and licences", "How it was made", "Measured", "Weaknesses and biases"):
         assert f"## {section}" in card
@@ -34,7 +37,11 @@ def test_it_is_there_whole_and_described(name: str) -> None:
 
 def test_all_together_are_small() -> None:
     files = subprocess.run(
-        ["git", "ls-files", "model_store/bundles"], cwd=DEFAULT_ROOT.parents[1], capture_output=True, text=True, check=False
+        ["git", "ls-files", "model_store/bundles"],
+        cwd=DEFAULT_ROOT.parents[1],
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.split() or [str(file) for file in DEFAULT_ROOT.glob("cloze-*/*/*")]
     assert sum((DEFAULT_ROOT.parents[1] / file).stat().st_size for file in files) < LIMIT_BYTES
 
@@ -48,7 +55,11 @@ FLOORS = {
         "sts_spearman": 0.71,
     },
     "cloze-bert-qa": {"qa_f1": 19.0, "qa_exact_match": 11.0},
-    "cloze-distilbert": {"fill_mask_whole_word_top1": 0.24, "fill_mask_whole_word_top5": 0.43, "sts_spearman": 0.69},
+    "cloze-distilbert": {
+        "fill_mask_whole_word_top1": 0.24,
+        "fill_mask_whole_word_top5": 0.43,
+        "sts_spearman": 0.69,
+    },
 }
 
 
@@ -61,9 +72,16 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", TASKS)
 def test_it_is_as_good_as_its_card_says(name: str, external_data: Path, text_folder: Path) -> None:
     """In int8, on documents, articles and pairs that it has not learnt from."""
-    subject = open_subject(f"bundle:{name}", Store(DEFAULT_ROOT), torch.device("cpu"), Precision.INT8)
-    text, questions = external_data / "corpus" / "corpus.jsonl.xz", external_data / "qa" / "squad-v1.1.json.xz"
-    data = EvaluationData([text], [external_data / "eval" / "stsb-en-dev.csv"], [questions], HELD_OUT, sequences=300)
+    subject = open_subject(
+        f"bundle:{name}", Store(DEFAULT_ROOT), torch.device("cpu"), Precision.INT8
+    )
+    text, questions = (
+        external_data / "corpus" / "corpus.jsonl.xz",
+        external_data / "qa" / "squad-v1.1.json.xz",
+    )
+    data = EvaluationData(
+        [text], [external_data / "eval" / "stsb-en-dev.csv"], [questions], HELD_OUT, sequences=300
+    )
     figures = evaluate(subject, data, text_folder, lambda _: None)
     for figure, floor in FLOORS[name].items():
         assert figures[figure] >= floor, figure

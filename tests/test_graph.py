@@ -38,7 +38,9 @@ def open_graph(
 
 @pytest.mark.parametrize(("kind", "seed", "sizes"), CASES)
 @torch.no_grad()
-def test_every_head_agrees_with_transformers(kind: str, seed: int, sizes: dict[str, object], tmp_path: Path) -> None:
+def test_every_head_agrees_with_transformers(
+    kind: str, seed: int, sizes: dict[str, object], tmp_path: Path
+) -> None:
     oracle = make_model(kind, seed, **sizes)
     checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "checkpoint", kind, seed, **sizes)))
     session = open_graph(checkpoint, checkpoint.heads, tmp_path)
@@ -55,7 +57,9 @@ def test_every_head_agrees_with_transformers(kind: str, seed: int, sizes: dict[s
         out = oracle(**inputs, output_hidden_states=True)
         expected = {}
         if MASKED_LM in heads:
-            logits = (out.prediction_logits if "prediction_logits" in out else out.logits).flatten(0, 1)
+            logits = (out.prediction_logits if "prediction_logits" in out else out.logits).flatten(
+                0, 1
+            )
             rows = rng.choice(batch * length, 3, replace=False).astype(np.int32)
             top = logits[torch.from_numpy(rows).long()].topk(4)
             feeds |= {
@@ -67,16 +71,24 @@ def test_every_head_agrees_with_transformers(kind: str, seed: int, sizes: dict[s
             expected[masked_lm.TOP_LOGITS.name] = top.values
             expected[masked_lm.TOP_IDS.name] = top.indices
             expected[masked_lm.LOGSUMEXP.name] = logits[torch.from_numpy(rows).long()].logsumexp(1)
-            expected[masked_lm.TARGET_LOGITS.name] = torch.stack([logits[rows[2], 7], logits[rows[0], 9]])
+            expected[masked_lm.TARGET_LOGITS.name] = torch.stack(
+                [logits[rows[2], 7], logits[rows[0], 9]]
+            )
         if NEXT_SENTENCE in heads:
-            feeds[next_sentence.PAIR_ROWS.name] = np.arange(batch, dtype=np.int32) * np.int32(length)
+            feeds[next_sentence.PAIR_ROWS.name] = np.arange(batch, dtype=np.int32) * np.int32(
+                length
+            )
             expected[next_sentence.PAIR_LOGITS.name] = out.seq_relationship_logits
         if SPAN in heads:
-            expected[span.SPAN_LOGITS.name] = torch.stack([out.start_logits, out.end_logits], -1).flatten(0, 1)
+            expected[span.SPAN_LOGITS.name] = torch.stack(
+                [out.start_logits, out.end_logits], -1
+            ).flatten(0, 1)
         feeds[embedding.EMBED_SEQUENCES.name] = np.arange(batch, dtype=np.int32)
         expected[embedding.EMBEDDINGS.name] = out.hidden_states[-1].mean(1)
         for name, actual in zip(expected, session.run(list(expected), feeds), strict=True):
-            np.testing.assert_allclose(actual, expected[name].numpy(), atol=1e-4, err_msg=f"{name} at {batch} x {length}")
+            np.testing.assert_allclose(
+                actual, expected[name].numpy(), atol=1e-4, err_msg=f"{name} at {batch} x {length}"
+            )
 
 
 @torch.no_grad()
@@ -85,25 +97,40 @@ def test_our_modules_agree_with_transformers_on_padded_batches(tmp_path: Path) -
         oracle = make_model(kind)
         ids = torch.randint(5, len(vocabulary()), (3, 20))
         mask = torch.arange(20) < torch.tensor([[20], [7], [1]])
-        expected = oracle(input_ids=ids, attention_mask=mask.long(), output_hidden_states=True).hidden_states[-1]
-        ours = load_checkpoint(str(save_checkpoint(tmp_path / kind, kind))).model(ids, attention_mask=mask)
+        expected = oracle(
+            input_ids=ids, attention_mask=mask.long(), output_hidden_states=True
+        ).hidden_states[-1]
+        ours = load_checkpoint(str(save_checkpoint(tmp_path / kind, kind))).model(
+            ids, attention_mask=mask
+        )
         torch.testing.assert_close(ours[mask], expected[mask], atol=1e-4, rtol=0)
 
 
 @pytest.fixture(scope="module")
-def bert(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> ort.InferenceSession:
+def bert(
+    checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> ort.InferenceSession:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
     return open_graph(checkpoint, checkpoint.heads, tmp_path_factory.mktemp("graph"))
 
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_mix_of_heads_gives_each_what_it_gives_alone(bert: ort.InferenceSession, data: st.DataObject) -> None:
+def test_any_mix_of_heads_gives_each_what_it_gives_alone(
+    bert: ort.InferenceSession, data: st.DataObject
+) -> None:
     """Rows of one head never depend on what other heads are asked for, zero rows included."""
     batch, length = data.draw(st.integers(1, 4)), data.draw(st.integers(3, 40))
-    ids = np.random.default_rng(length).integers(0, len(vocabulary()), (batch, length)).astype(np.int32)
+    ids = (
+        np.random.default_rng(length)
+        .integers(0, len(vocabulary()), (batch, length))
+        .astype(np.int32)
+    )
     row_sets = st.lists(st.integers(0, batch * length - 1), max_size=5)
-    masks, pairs = data.draw(row_sets), data.draw(st.lists(st.integers(0, batch - 1), max_size=batch))
+    masks, pairs = (
+        data.draw(row_sets),
+        data.draw(st.lists(st.integers(0, batch - 1), max_size=batch)),
+    )
     embeds = data.draw(st.lists(st.integers(0, batch - 1), max_size=batch))
 
     def run(masks: list[int], pairs: list[int], embeds: list[int]) -> dict[str, np.ndarray]:
@@ -121,11 +148,18 @@ def test_any_mix_of_heads_gives_each_what_it_gives_alone(bert: ort.InferenceSess
 
     together = run(masks, pairs, embeds)
     assert together[masked_lm.TOP_LOGITS.name].shape == (len(masks), 3)
-    assert together[masked_lm.LOGSUMEXP.name].shape == together[masked_lm.TARGET_LOGITS.name].shape == (len(masks),)
+    assert (
+        together[masked_lm.LOGSUMEXP.name].shape
+        == together[masked_lm.TARGET_LOGITS.name].shape
+        == (len(masks),)
+    )
     assert together[next_sentence.PAIR_LOGITS.name].shape == (len(pairs), 2)
     assert together[embedding.EMBEDDINGS.name].shape == (len(embeds), 64)
     for alone, head in (
-        (run(masks, [], []), (masked_lm.TOP_LOGITS.name, masked_lm.LOGSUMEXP.name, masked_lm.TARGET_LOGITS.name)),
+        (
+            run(masks, [], []),
+            (masked_lm.TOP_LOGITS.name, masked_lm.LOGSUMEXP.name, masked_lm.TARGET_LOGITS.name),
+        ),
         (run([], pairs, []), (next_sentence.PAIR_LOGITS.name,)),
         (run([], [], embeds), (embedding.EMBEDDINGS.name,)),
     ):
@@ -135,7 +169,11 @@ def test_any_mix_of_heads_gives_each_what_it_gives_alone(bert: ort.InferenceSess
 
 def test_fused_operators_are_all_there(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    operators = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write().operators
+    operators = (
+        GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path)
+        .write()
+        .operators
+    )
     layers = checkpoint.model.config.layers
     assert operators["MultiHeadAttention"] == layers
     assert operators["LayerNormalization"] == 2 * layers + 1
@@ -144,7 +182,9 @@ def test_fused_operators_are_all_there(checkpoints: dict[str, Path], tmp_path: P
     assert "Softmax" not in operators
 
 
-def test_the_runtime_does_not_fuse_what_is_slower_fused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_the_runtime_does_not_fuse_what_is_slower_fused(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     """`SkipLayerNormalization` takes six times as long as its parts on a CPU (onnxruntime 1.31)."""
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
     graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write()
@@ -152,7 +192,10 @@ def test_the_runtime_does_not_fuse_what_is_slower_fused(checkpoints: dict[str, P
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 3
     ort.InferenceSession(tmp_path / graph.file, options, providers=["CPUExecutionProvider"])
-    nodes = [node.op_type for node in onnx.load(tmp_path / "optimised.onnx", load_external_data=False).graph.node]
+    nodes = [
+        node.op_type
+        for node in onnx.load(tmp_path / "optimised.onnx", load_external_data=False).graph.node
+    ]
     assert nodes.count("LayerNormalization") == 2 * checkpoint.model.config.layers + 1
     assert "SkipLayerNormalization" not in nodes
 
@@ -161,11 +204,18 @@ def test_the_tied_decoder_is_stored_once(checkpoints: dict[str, Path], tmp_path:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
     GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write()
     stored = (tmp_path / "weights.bin").stat().st_size
-    assert stored < 4 * checkpoint.model.parameter_count() + 4096 * 100  # alignment; an untied copy would not fit for large V
+    assert (
+        stored < 4 * checkpoint.model.parameter_count() + 4096 * 100
+    )  # alignment; an untied copy would not fit for large V
 
 
-@pytest.mark.parametrize("damage", ["encoder.layers.1.down.weight", "masked_lm.transform.bias", "next_sentence.pooler.weight"])
-def test_a_graph_that_differs_from_torch_is_not_published(checkpoints: dict[str, Path], tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    ["encoder.layers.1.down.weight", "masked_lm.transform.bias", "next_sentence.pooler.weight"],
+)
+def test_a_graph_that_differs_from_torch_is_not_published(
+    checkpoints: dict[str, Path], tmp_path: Path, damage: str
+) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
     graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write()
     with torch.no_grad():
@@ -174,7 +224,9 @@ def test_a_graph_that_differs_from_torch_is_not_published(checkpoints: dict[str,
         verify(tmp_path, GraphUnderTest(graph, checkpoint, checkpoint.heads, 160))
 
 
-def test_a_graph_with_wrong_ids_is_not_published(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_graph_with_wrong_ids_is_not_published(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     """Right logits under wrong names."""
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
     graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write()

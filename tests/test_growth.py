@@ -99,9 +99,7 @@ def test_the_task_answers(toy_server: Server) -> None:
         f"{toy_server.url}/embed", json={"inputs": "the king", "normalize": False}
     ).json()[0]
     response = httpx.post(f"{toy_server.url}/toy-length", json={"inputs": "the king"})
-    assert response.json() == {
-        "length": pytest.approx(sum(x * x for x in vector) ** 0.5, rel=1e-5)
-    }
+    assert response.json() == {"length": pytest.approx(sum(x * x for x in vector) ** 0.5, rel=1e-5)}
     assert response.headers["x-compute-tokens"] == "4"
     many = httpx.post(f"{toy_server.url}/toy-length", json={"inputs": ["the king", "a"]}).json()
     assert [list(row) for row in many] == [["length"], ["length"]]

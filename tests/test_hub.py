@@ -41,12 +41,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.asked.append(self.path)
         path = self.path.split("?")[0]
         for revision in ("main", "v1", COMMIT):
-            if path == f"/api/models/tiny/bert/revision/{revision}" or (path == "/api/models/tiny/bert" and revision == "main"):
+            if path == f"/api/models/tiny/bert/revision/{revision}" or (
+                path == "/api/models/tiny/bert" and revision == "main"
+            ):
                 files = [{"rfilename": name} for name in self.server.files]
-                return self._answer(200, json.dumps({"id": "tiny/bert", "sha": COMMIT, "siblings": files}).encode())
+                return self._answer(
+                    200, json.dumps({"id": "tiny/bert", "sha": COMMIT, "siblings": files}).encode()
+                )
             if path.startswith(f"/api/models/tiny/bert/tree/{revision}"):
                 tree = [
-                    {"type": "file", "path": name, "size": len(data), "oid": "0" * 40} for name, data in self.server.files.items()
+                    {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
+                    for name, data in self.server.files.items()
                 ]
                 return self._answer(200, json.dumps(tree).encode())
             if (name := path.removeprefix(f"/tiny/bert/resolve/{revision}/")) in self.server.files:
@@ -85,18 +90,35 @@ def hub(checkpoints: dict[str, Path], tmp_path: Path) -> Iterator[FakeHub]:
         thread.join()
 
 
-def export(endpoint: str, tmp_path: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def export(
+    endpoint: str, tmp_path: Path, *arguments: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "cloze", "export", *arguments, "--name", "x", "--model-store", str(tmp_path / "store")],
+        [
+            sys.executable,
+            "-m",
+            "cloze",
+            "export",
+            *arguments,
+            "--name",
+            "x",
+            "--model-store",
+            str(tmp_path / "store"),
+        ],
         capture_output=True,
         text=True,
         timeout=120,
-        env=bare_environment(HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "hub"), HF_HUB_DISABLE_XET="1") | environment,
+        env=bare_environment(
+            HF_ENDPOINT=endpoint, HF_HOME=str(tmp_path / "hub"), HF_HUB_DISABLE_XET="1"
+        )
+        | environment,
     )
 
 
 @pytest.mark.parametrize("revision", [(), ("--revision", "v1"), ("--revision", COMMIT)])
-def test_a_hub_id_is_downloaded_at_one_commit_that_is_recorded(hub: FakeHub, tmp_path: Path, revision: tuple[str, ...]) -> None:
+def test_a_hub_id_is_downloaded_at_one_commit_that_is_recorded(
+    hub: FakeHub, tmp_path: Path, revision: tuple[str, ...]
+) -> None:
     done = export(hub.url, tmp_path, "tiny/bert", *revision)
     assert done.returncode == 0, done.stderr
     manifest = Store(tmp_path / "store").open("x").manifest
@@ -104,7 +126,11 @@ def test_a_hub_id_is_downloaded_at_one_commit_that_is_recorded(hub: FakeHub, tmp
     assert manifest.source.location == "tiny/bert"
     assert manifest.source.revision == COMMIT
     assert manifest.license == "apache-2.0"
-    assert not [path for path in hub.asked if "pytorch_model.bin" in path or "tf_model" in path or "adapter" in path]
+    assert not [
+        path
+        for path in hub.asked
+        if "pytorch_model.bin" in path or "tf_model" in path or "adapter" in path
+    ]
     assert "%" in done.stderr, "a progress bar"
 
 
@@ -126,9 +152,20 @@ def test_weights_are_chosen_folder_by_folder() -> None:
         "2_Dense/pytorch_model.bin",
         "onnx/model.safetensors",
     ]
-    shards = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "pytorch_model.bin.index.json"]
-    assert sorted(_choose_files(names)) == ["2_Dense/config.json", "2_Dense/pytorch_model.bin", "config.json", "model.safetensors"]
-    assert sorted(_choose_files([*shards, "adapter_model.safetensors", "training_args.bin"])) == sorted(shards)
+    shards = [
+        "pytorch_model-00001-of-00002.bin",
+        "pytorch_model-00002-of-00002.bin",
+        "pytorch_model.bin.index.json",
+    ]
+    assert sorted(_choose_files(names)) == [
+        "2_Dense/config.json",
+        "2_Dense/pytorch_model.bin",
+        "config.json",
+        "model.safetensors",
+    ]
+    assert sorted(
+        _choose_files([*shards, "adapter_model.safetensors", "training_args.bin"])
+    ) == sorted(shards)
 
 
 @pytest.mark.parametrize(
@@ -151,4 +188,6 @@ def test_what_the_hub_does_not_have_is_one_clear_line(
 def test_a_hub_that_does_not_answer_is_one_clear_line(tmp_path: Path) -> None:
     done = export("http://127.0.0.1:9", tmp_path, "tiny/bert")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("cloze: cannot load tiny/bert from the hub (and no directory has that name): ")
+    assert done.stderr.splitlines()[-1].startswith(
+        "cloze: cannot load tiny/bert from the hub (and no directory has that name): "
+    )

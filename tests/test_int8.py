@@ -49,7 +49,9 @@ def open_session(file: Path) -> ort.InferenceSession:
 
 
 @pytest.mark.parametrize("kind", ["bert", "bert-qa", "distilbert"])
-def test_the_graph_is_int8_and_near_torch(kind: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_the_graph_is_int8_and_near_torch(
+    kind: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     """Over the whole grid, all heads; and the encoder has no other product left."""
     checkpoint = load_checkpoint(str(checkpoints[kind]))
     smooth = smoothing_factors(checkpoint.model, checkpoint.tokenizer.size)
@@ -64,7 +66,12 @@ def test_the_graph_is_int8_and_near_torch(kind: str, checkpoints: dict[str, Path
 
 
 @settings(deadline=None, max_examples=30)
-@given(rows=st.integers(1, 9), inner=st.integers(1, 40), seed=st.integers(0, 99), smoothed=st.booleans())
+@given(
+    rows=st.integers(1, 9),
+    inner=st.integers(1, 40),
+    seed=st.integers(0, 99),
+    smoothed=st.booleans(),
+)
 def test_a_product_is_exact_in_its_integers(
     tmp_path_factory: pytest.TempPathFactory, rows: int, inner: int, seed: int, smoothed: bool
 ) -> None:
@@ -82,15 +89,24 @@ def test_a_product_is_exact_in_its_integers(
     g.save(folder / "g.onnx", folder / "w.bin")
     actual = open_session(folder / "g.onnx").run(None, {"x": x.numpy()})[0]
 
-    divided, weight = (x * smooth.reciprocal(), linear.weight * smooth) if smoothed else (x, linear.weight)
+    divided, weight = (
+        (x * smooth.reciprocal(), linear.weight * smooth) if smoothed else (x, linear.weight)
+    )
     integers, steps = quantise(weight.detach())
     step = (divided.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
     expected = ((divided / step).round().double() @ integers.double().T) * steps * step
     np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-12)
 
 
-@given(rows=st.integers(1, 8), columns=st.integers(1, 8), seed=st.integers(0, 99), scale=st.floats(1e-6, 1e6))
-def test_weights_are_at_most_half_a_step_off(rows: int, columns: int, seed: int, scale: float) -> None:
+@given(
+    rows=st.integers(1, 8),
+    columns=st.integers(1, 8),
+    seed=st.integers(0, 99),
+    scale=st.floats(1e-6, 1e6),
+)
+def test_weights_are_at_most_half_a_step_off(
+    rows: int, columns: int, seed: int, scale: float
+) -> None:
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * scale
     integers, steps = quantise(weight)
     assert integers.abs().max() <= 127
@@ -106,9 +122,7 @@ def minilm_int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for i in range(len(SENTENCES))
         for j in range(i)
     ]
-    options = ExportOptions(
-        tasks=("embed",), precisions=(Precision.INT8,), pairs=tuple(pairs)
-    )
+    options = ExportOptions(tasks=("embed",), precisions=(Precision.INT8,), pairs=tuple(pairs))
     export(str(minilm_checkpoint()), "minilm", Store(root), options)
     return root
 
@@ -122,7 +136,9 @@ def session(minilm_int8: Path) -> ort.InferenceSession:
 
 @settings(max_examples=25, deadline=None)
 @given(batch=st.integers(2, 12), length=st.integers(3, 40), seed=st.integers(0, 1000))
-def test_a_text_alone_is_what_it_is_in_any_batch(session: ort.InferenceSession, batch: int, length: int, seed: int) -> None:
+def test_a_text_alone_is_what_it_is_in_any_batch(
+    session: ort.InferenceSession, batch: int, length: int, seed: int
+) -> None:
     ids = np.random.default_rng(seed).integers(1000, 30000, (batch, length)).astype(np.int32)
 
     def run(rows: np.ndarray) -> np.ndarray:
@@ -138,7 +154,9 @@ def test_a_text_alone_is_what_it_is_in_any_batch(session: ort.InferenceSession, 
         np.testing.assert_allclose(run(ids[row : row + 1])[0], together[row], atol=1e-5)
 
 
-def test_what_the_gate_measured_is_in_the_manifest_and_weights_are_stored_once(minilm_int8: Path) -> None:
+def test_what_the_gate_measured_is_in_the_manifest_and_weights_are_stored_once(
+    minilm_int8: Path,
+) -> None:
     bundle = Store(minilm_int8).open("minilm")
     int8 = bundle.manifest.int8
     assert int8 is not None
@@ -151,18 +169,25 @@ def test_what_the_gate_measured_is_in_the_manifest_and_weights_are_stored_once(m
     assert matrices <= added < 1.1 * matrices, "the embeddings are those of the fp32 graph"
 
 
-def test_it_loses_next_to_nothing_on_sts(minilm_int8: Path, external_data: Path, tmp_path: Path) -> None:
+def test_it_loses_next_to_nothing_on_sts(
+    minilm_int8: Path, external_data: Path, tmp_path: Path
+) -> None:
     data = EvaluationData([], [external_data / "eval" / "stsb-en-dev.csv"], [], 1.0)
     found = {
         precision: evaluate(
-            open_subject("bundle:minilm", Store(minilm_int8), torch.device("cpu"), precision), data, tmp_path, lambda _: None
+            open_subject("bundle:minilm", Store(minilm_int8), torch.device("cpu"), precision),
+            data,
+            tmp_path,
+            lambda _: None,
         )["sts_spearman"]
         for precision in (Precision.FP32, Precision.INT8)
     }
     assert found[Precision.INT8] > found[Precision.FP32] - 0.003
 
 
-def test_a_checkpoint_that_loses_too_much_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_that_loses_too_much_is_refused(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     """One weight of each row dwarfs the others, so that 127 steps leave these none."""
     from safetensors.torch import load_file, save_file
 
@@ -175,8 +200,16 @@ def test_a_checkpoint_that_loses_too_much_is_refused(checkpoints: dict[str, Path
         if "lin" in name and name.endswith("weight"):
             tensor[:, 0] = 8.0
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ExportError, match=r"differs from torch by \S+, more than 2e-01|loses too much of this checkpoint"):
-        export(str(folder), "spoilt", Store(tmp_path / "store"), ExportOptions(precisions=(Precision.INT8,)))
+    with pytest.raises(
+        ExportError,
+        match=r"differs from torch by \S+, more than 2e-01|loses too much of this checkpoint",
+    ):
+        export(
+            str(folder),
+            "spoilt",
+            Store(tmp_path / "store"),
+            ExportOptions(precisions=(Precision.INT8,)),
+        )
     assert not Store(tmp_path / "store").references()
 
 
@@ -213,7 +246,10 @@ def test_what_is_no_number_does_not_pass(checkpoints: dict[str, Path]) -> None:
     heads, texts = [HEADS[EMBEDDING]], gate_texts(checkpoint, 64)
     same = pass_gate(good, good, "same", heads, texts).measured
     assert same["embedding_cosine_mean"] == pytest.approx(1.0)
-    with pytest.raises(ExportError, match="the spoilt graph loses too much of this checkpoint: embedding_cosine_mean is nan"):
+    with pytest.raises(
+        ExportError,
+        match="the spoilt graph loses too much of this checkpoint: embedding_cosine_mean is nan",
+    ):
         pass_gate(good, spoilt, "spoilt graph", heads, texts)
 
 
@@ -231,11 +267,19 @@ def test_texts_are_cut_to_what_the_model_reads(checkpoints: dict[str, Path]) -> 
     ("precision", "tasks", "line"),
     [
         (Precision.FP32, ("embed",), "scored pairs say what a lower precision loses"),
-        (Precision.INT8, ("fill-mask",), "scored pairs are ranked by embeddings, which this export has not"),
+        (
+            Precision.INT8,
+            ("fill-mask",),
+            "scored pairs are ranked by embeddings, which this export has not",
+        ),
     ],
 )
 def test_pairs_that_nothing_would_rank_are_refused(
-    precision: Precision, tasks: tuple[str, ...], line: str, checkpoints: dict[str, Path], tmp_path: Path
+    precision: Precision,
+    tasks: tuple[str, ...],
+    line: str,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
     pairs = (ScoredPair("a", "b", 1.0),)
     options = ExportOptions(tasks=tasks, precisions=(precision,), pairs=pairs)
@@ -246,8 +290,16 @@ def test_pairs_that_nothing_would_rank_are_refused(
 @pytest.mark.parametrize(
     ("asked", "flags", "expected"),
     [
-        ("auto", "sse avx512_vnni", "int8: since the processor has avx512_vnni and the bundle's gate was passed"),
-        ("auto", "sse avx2", "fp32: since the processor has none of asimddp, avx512_vnni, avx_vnni, i8mm"),
+        (
+            "auto",
+            "sse avx512_vnni",
+            "int8: since the processor has avx512_vnni and the bundle's gate was passed",
+        ),
+        (
+            "auto",
+            "sse avx2",
+            "fp32: since the processor has none of asimddp, avx512_vnni, avx_vnni, i8mm",
+        ),
         (Precision.INT8, "sse", "int8: as asked"),
         (Precision.FP32, "avx512_vnni", "fp32: as asked"),
     ],
@@ -260,7 +312,9 @@ def test_the_engine_says_what_it_chose_and_why(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: avx_vnni in a name\nflags\t\t: {flags}\n")
+    (tmp_path / "cpuinfo").write_text(
+        f"processor\t: 0\nmodel name\t: avx_vnni in a name\nflags\t\t: {flags}\n"
+    )
     monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
     engine = OnnxEngine(Store(minilm_int8).open("minilm"), Device.CPU, asked)
     assert f"{engine.precision}: {engine.reason}" == expected
@@ -269,12 +323,21 @@ def test_the_engine_says_what_it_chose_and_why(
 def test_a_bundle_without_int8(tiny_store: Path) -> None:
     bundle = Store(tiny_store).open("bert")
     assert OnnxEngine(bundle, Device.CPU, "auto").reason == "since the bundle has nothing else"
-    with pytest.raises(StartupError, match="bundle bert@1 has no int8 graph; export it with --precision int8"):
+    with pytest.raises(
+        StartupError, match="bundle bert@1 has no int8 graph; export it with --precision int8"
+    ):
         OnnxEngine(bundle, Device.CPU, Precision.INT8)
 
 
 def test_the_server_logs_its_choice(minilm_int8: Path) -> None:
     with running_server(minilm_int8, "--precision", "int8") as server:
-        assert any("serving minilm@1 for embed on cpu in int8, as asked" in line for line in server.log)
+        assert any(
+            "serving minilm@1 for embed on cpu in int8, as asked" in line for line in server.log
+        )
         assert httpx.get(f"{server.url}/info").json()["model_dtype"] == "int8"
-        assert json.loads((minilm_int8 / "minilm/1/manifest.json").read_text())["int8"]["graph"]["precision"] == "int8"
+        assert (
+            json.loads((minilm_int8 / "minilm/1/manifest.json").read_text())["int8"]["graph"][
+                "precision"
+            ]
+            == "int8"
+        )

@@ -37,11 +37,15 @@ def embed_by_16_clients(url: str, texts: list[str]) -> np.ndarray:
 def test_own_texts_equal_sentence_transformers(minilm_store: Path) -> None:
     with running_server(minilm_store) as server:
         actual = embed_by_16_clients(server.url, OWN_TEXTS * 4)
-    expected = SentenceTransformer(str(minilm_checkpoint()), device="cpu").encode(OWN_TEXTS * 4, batch_size=1)
+    expected = SentenceTransformer(str(minilm_checkpoint()), device="cpu").encode(
+        OWN_TEXTS * 4, batch_size=1
+    )
     np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
-def test_500_real_questions_equal_sentence_transformers(minilm_store: Path, external_data: Path) -> None:
+def test_500_real_questions_equal_sentence_transformers(
+    minilm_store: Path, external_data: Path
+) -> None:
     """In any mix of lengths: single questions, and several joined to longer texts."""
     with (external_data / "traffic" / "queries.jsonl").open() as file:
         questions = [json.loads(line)["question"] for line in file]
@@ -50,6 +54,8 @@ def test_500_real_questions_equal_sentence_transformers(minilm_store: Path, exte
     with running_server(minilm_store) as server:
         actual = embed_by_16_clients(server.url, texts)
         bulk = httpx.post(f"{server.url}/embed", json={"inputs": texts}, timeout=120).json()
-    expected = SentenceTransformer(str(minilm_checkpoint()), device="cpu").encode(texts, batch_size=16)
+    expected = SentenceTransformer(str(minilm_checkpoint()), device="cpu").encode(
+        texts, batch_size=16
+    )
     np.testing.assert_allclose(actual, expected, atol=1e-4)
     np.testing.assert_allclose(bulk, actual, atol=1e-5)

@@ -20,7 +20,9 @@ TOKENS = 1_000_000
 
 
 def tokens_run(server: Server) -> float:
-    found = re.search(r"^cloze_tokens_total\{.*\} (\S+)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE)
+    found = re.search(
+        r"^cloze_tokens_total\{.*\} (\S+)$", httpx.get(f"{server.url}/metrics").text, re.MULTILINE
+    )
     assert found
     return float(found[1])
 
@@ -30,7 +32,10 @@ def test_it_is_flat_over_a_million_tokens_of_mixed_lengths() -> None:
     """Singles and bulk requests from 16 clients at once. What the first quarter of them needed is all that is ever needed."""
     texts = make_texts(words_of(Store(DEFAULT_ROOT).open("cloze-bert")), 3000).texts
     single = [Request(post("/embed", orjson.dumps({"inputs": text}))) for text in texts[:500]]
-    bulk = [Request(post("/embed", orjson.dumps({"inputs": texts[at : at + 64]})), 64) for at in range(0, 3000, 64)]
+    bulk = [
+        Request(post("/embed", orjson.dumps({"inputs": texts[at : at + 64]})), 64)
+        for at in range(0, 3000, 64)
+    ]
     requests = [*single, *bulk]
     random.Random(0).shuffle(requests)
     with running_server(DEFAULT_ROOT, "--model", "cloze-bert") as server:

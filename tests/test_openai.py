@@ -26,7 +26,9 @@ def test_the_client_gets_the_vectors_of_embed(server: Server, client: openai.Ope
     for options in ({}, {"encoding_format": "float"}):
         answer = client.embeddings.create(model="bert", input=texts, **options)
         assert [row.index for row in answer.data] == [0, 1]
-        np.testing.assert_array_equal(np.float32([row.embedding for row in answer.data]), np.float32(expected))
+        np.testing.assert_array_equal(
+            np.float32([row.embedding for row in answer.data]), np.float32(expected)
+        )
         assert answer.model == "bert"
         assert answer.usage.prompt_tokens == answer.usage.total_tokens > 4
 
@@ -34,7 +36,9 @@ def test_the_client_gets_the_vectors_of_embed(server: Server, client: openai.Ope
 def test_base64_is_of_little_endian_float32(server: Server) -> None:
     row = embed(server, input="the king", encoding_format="base64").json()["data"][0]
     vector = np.frombuffer(base64.b64decode(row["embedding"]), "<f4")
-    np.testing.assert_array_equal(vector, np.float32(embed(server, input="the king").json()["data"][0]["embedding"]))
+    np.testing.assert_array_equal(
+        vector, np.float32(embed(server, input="the king").json()["data"][0]["embedding"])
+    )
 
 
 def test_token_ids_and_dimensions(server: Server, client: openai.OpenAI) -> None:
@@ -56,15 +60,27 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
         ({"input": "a", "model": "gpt"}, 404, "model_not_found", "no model 'gpt' is served"),
         ({"input": "a", "model": "bert-qa"}, 424, None, "model bert-qa cannot do embed"),
         ({"input": "a", "dimensions": 0}, 400, None, "dimensions"),
-        ({"input": "a", "encoding_format": "hex"}, 400, None, "encoding_format: Input should be 'float' or 'base64'"),
+        (
+            {"input": "a", "encoding_format": "hex"},
+            400,
+            None,
+            "encoding_format: Input should be 'float' or 'base64'",
+        ),
         ({"input": ["a"] * 3000}, 400, None, "inputs has 3000 texts; the limit is 2048"),
         ({}, 400, None, "input: Field required"),
     ],
 )
-def test_errors_have_openai_s_shape(server: Server, body: dict[str, object], status: int, code: str | None, message: str) -> None:
+def test_errors_have_openai_s_shape(
+    server: Server, body: dict[str, object], status: int, code: str | None, message: str
+) -> None:
     response = embed(server, **body)
     error = response.json()["error"]
-    assert (response.status_code, error["type"], error["code"], error["param"]) == (status, "invalid_request_error", code, None)
+    assert (response.status_code, error["type"], error["code"], error["param"]) == (
+        status,
+        "invalid_request_error",
+        code,
+        None,
+    )
     assert message in error["message"]
 
 

@@ -17,38 +17,66 @@ from tests.fake_cuda.build import build
 
 pytestmark = pytest.mark.gpu
 
-HEADERS = (Path(sysconfig.get_paths()["purelib"]) / "triton/backends/nvidia/include", Path("/usr/local/cuda/include"))
+HEADERS = (
+    Path(sysconfig.get_paths()["purelib"]) / "triton/backends/nvidia/include",
+    Path("/usr/local/cuda/include"),
+)
 """Those that torch's builds for CUDA bring along, or a toolkit's."""
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
     provider = Path(ort.__file__).parent / "capi" / "libonnxruntime_providers_cuda.so"
-    headers = next((folder for folder in HEADERS if (folder / "crt/host_defines.h").is_file()), None)
+    headers = next(
+        (folder for folder in HEADERS if (folder / "crt/host_defines.h").is_file()), None
+    )
     if not provider.is_file() or headers is None:
-        pytest.skip("no onnxruntime-gpu" if headers else f"no headers of CUDA's runtime in {' or '.join(map(str, HEADERS))}")
+        pytest.skip(
+            "no onnxruntime-gpu"
+            if headers
+            else f"no headers of CUDA's runtime in {' or '.join(map(str, HEADERS))}"
+        )
     folder = tmp_path_factory.mktemp("fake-cuda")
     build(folder, provider, headers)
     return folder
 
 
 @pytest.mark.parametrize("name", ["bert", "bert-qa"])
-def test_every_node_is_cudas_and_every_launch_is_possible(name: str, packed_store: Path, libraries: Path) -> None:
+def test_every_node_is_cudas_and_every_launch_is_possible(
+    name: str, packed_store: Path, libraries: Path
+) -> None:
     command = [sys.executable, "-m", "tests.fake_cuda.run", str(libraries), str(packed_store), name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     layers = Store(packed_store).open(name).manifest.architecture.layers
     assert {placed.split()[0] for placed in found["placed"]} == {"CUDAExecutionProvider"}
-    assert not [placed for placed in found["placed"] if "Memcpy" in placed], "nothing goes between host and device within a run"
+    assert not [placed for placed in found["placed"] if "Memcpy" in placed], (
+        "nothing goes between host and device within a run"
+    )
     for asked, batch in found["batches"].items():
         assert not batch["impossible"], f"{asked or 'nothing'} asked: zero rows launch nothing"
         assert batch["to device"] == 1, "all inputs go over in one copy"
         assert batch["to host"] == len(batch["shapes"]), "each output comes back in one"
-        flash = sum(count for kernel, count in batch["launches"].items() if "flash_fwd_kernel" in kernel)
+        flash = sum(
+            count for kernel, count in batch["launches"].items() if "flash_fwd_kernel" in kernel
+        )
         assert flash == layers, "attention of unlike lengths is the flash kernel's"
-    assert found["grown"] < 0.05 * found["held"], "after a start, batches of other shapes ask for next to no memory"
+    assert found["grown"] < 0.05 * found["held"], (
+        "after a start, batches of other shapes ask for next to no memory"
+    )
     everything, nothing = (found["batches"][key] for key in (max(found["batches"], key=len), ""))
-    rows = {"top_ids": [2, 3], "target_logits": [2], "pair_logits": [3, 2], "embeddings": [3, 64], "span_logits": [42, 2]}
-    assert everything["shapes"].items() >= {output: rows[output] for output in everything["shapes"] if output in rows}.items()
-    assert all(shape[0] == 0 for output, shape in nothing["shapes"].items() if output != "span_logits")
+    rows = {
+        "top_ids": [2, 3],
+        "target_logits": [2],
+        "pair_logits": [3, 2],
+        "embeddings": [3, 64],
+        "span_logits": [42, 2],
+    }
+    assert (
+        everything["shapes"].items()
+        >= {output: rows[output] for output in everything["shapes"] if output in rows}.items()
+    )
+    assert all(
+        shape[0] == 0 for output, shape in nothing["shapes"].items() if output != "span_logits"
+    )

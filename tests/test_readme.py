@@ -14,7 +14,9 @@ from tests.serving import Server, running_server
 from tests.test_answers import assert_alike
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
-EXAMPLES = re.findall(r"^    curl localhost:8000(/\S+) -d '(.*)'\n\n((?:    .*\n)+)", README, re.MULTILINE)
+EXAMPLES = re.findall(
+    r"^    curl localhost:8000(/\S+) -d '(.*)'\n\n((?:    .*\n)+)", README, re.MULTILINE
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,9 @@ def test_there_is_an_example_of_each_task() -> None:
     assert [route for route, _, _ in EXAMPLES] == ["/embed", "/fill-mask", "/nsp", "/qa"]
 
 
-@pytest.mark.parametrize(("route", "body", "answer"), EXAMPLES, ids=[route for route, _, _ in EXAMPLES])
+@pytest.mark.parametrize(
+    ("route", "body", "answer"), EXAMPLES, ids=[route for route, _, _ in EXAMPLES]
+)
 def test_the_answers(default_server: Server, route: str, body: str, answer: str) -> None:
     actual = httpx.post(default_server.url + route, content=body).raise_for_status().json()
     if route == "/embed":

@@ -25,7 +25,9 @@ def load(path: str) -> Any:
 
 def tracked_files() -> Iterator[tuple[str, str]]:
     """Yield the path and the text of every file that git tracks."""
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if listed.returncode != 0:
         pytest.skip("not a git checkout: the project's own files cannot be told from others")
     for path in listed.stdout.splitlines():
@@ -61,12 +63,23 @@ def test_the_workflow_only_calls_the_makefile() -> None:
     ],
     ids=["unset", "wrong"],
 )
-def test_external_data_is_skipped_only_when_nobody_names_it(folder: str | None, outcome: str, reason: str) -> None:
+def test_external_data_is_skipped_only_when_nobody_names_it(
+    folder: str | None, outcome: str, reason: str
+) -> None:
     environment = {name: value for name, value in os.environ.items() if name != DATA_VARIABLE}
     if folder:
         environment[DATA_VARIABLE] = folder
-    command = [sys.executable, "-m", "pytest", "tests/test_tokenizer.py", "-k", "test_golden_questions"]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "tests/test_tokenizer.py",
+        "-k",
+        "test_golden_questions",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert outcome in done.stdout
     assert reason in done.stdout
 
@@ -82,7 +95,9 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 
 
 def test_the_version_is_written_down_once() -> None:
-    alone = re.compile(rf"(?<![\w.=]){re.escape(VERSION)}(?![\w.])")  # not the ==0.1.0 of a requirement
+    alone = re.compile(
+        rf"(?<![\w.=]){re.escape(VERSION)}(?![\w.])"
+    )  # not the ==0.1.0 of a requirement
     places = [
         f"{path}: {line.strip()}"
         for path, text in tracked_files()

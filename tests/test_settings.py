@@ -36,14 +36,28 @@ def test_models_are_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
     ("variable", "value", "message"),
     [
         ("CLOZE_PORT", "http", r"^CLOZE_PORT: input should be a valid integer.*, got 'http'$"),
-        ("CLOZE_PORT", "70000", r"^CLOZE_PORT: input should be less than or equal to 65535, got '70000'$"),
+        (
+            "CLOZE_PORT",
+            "70000",
+            r"^CLOZE_PORT: input should be less than or equal to 65535, got '70000'$",
+        ),
         ("CLOZE_PORT", "tcp://10.0.0.1:8000", r"^CLOZE_PORT: .*'tcp://10.0.0.1:8000'$"),
-        ("CLOZE_DEVICE", "tpu", r"^CLOZE_DEVICE: input should be 'auto', 'cpu' or 'cuda', got 'tpu'$"),
-        ("CLOZE_MAX_QUEUE_TOKENS", "0", r"^CLOZE_MAX_QUEUE_TOKENS: .*greater than or equal to 1, got '0'$"),
+        (
+            "CLOZE_DEVICE",
+            "tpu",
+            r"^CLOZE_DEVICE: input should be 'auto', 'cpu' or 'cuda', got 'tpu'$",
+        ),
+        (
+            "CLOZE_MAX_QUEUE_TOKENS",
+            "0",
+            r"^CLOZE_MAX_QUEUE_TOKENS: .*greater than or equal to 1, got '0'$",
+        ),
         ("CLOZE_LOG_LEVEL", "loud", r"^CLOZE_LOG_LEVEL: .*got 'loud'$"),
     ],
 )
-def test_a_bad_value_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str) -> None:
+def test_a_bad_value_is_one_clear_line(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, message: str
+) -> None:
     monkeypatch.setenv(variable, value)
     with pytest.raises(StartupError, match=message):
         load_settings()
@@ -74,7 +88,9 @@ def test_misspelt_variables_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"cpu.max": "rubbish"}, 64),
     ],
 )
-def test_a_container_s_quota_bounds_the_cores_of_its_host(files: dict[str, str], cpus: int, tmp_path: Path) -> None:
+def test_a_container_s_quota_bounds_the_cores_of_its_host(
+    files: dict[str, str], cpus: int, tmp_path: Path
+) -> None:
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
@@ -96,7 +112,9 @@ def test_the_readme_has_every_setting() -> None:
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     rows = {
         name: (default, text)
-        for name, default, text in re.findall(r"^\| `CLOZE_(\w+)` \| (.*?) \| (.*?) \|$", readme, re.MULTILINE)
+        for name, default, text in re.findall(
+            r"^\| `CLOZE_(\w+)` \| (.*?) \| (.*?) \|$", readme, re.MULTILINE
+        )
     }
     assert list(rows) == [name.upper() for name in Settings.model_fields]
     for name, field in Settings.model_fields.items():

@@ -27,7 +27,9 @@ CASES = json.loads(GOLDEN.read_text())
 def test_scores_equal_the_official_evaluation(case: dict, tmp_path: Path) -> None:
     file = tmp_path / "squad.json"
     file.write_text(json.dumps(as_squad(case["rows"])))
-    figures = score({f"q{n}": text for n, (_, text) in enumerate(case["rows"])}, read_questions([file]))
+    figures = score(
+        {f"q{n}": text for n, (_, text) in enumerate(case["rows"])}, read_questions([file])
+    )
     official = case["figures"]
     assert figures["exact_match"] == pytest.approx(official["exact"])
     assert figures["f1"] == pytest.approx(official["f1"])
@@ -40,7 +42,10 @@ def test_scores_equal_the_official_evaluation(case: dict, tmp_path: Path) -> Non
 
 
 def test_a_question_without_a_prediction_counts_as_wrong() -> None:
-    questions = [Question("a", "t", "?", "yes", ((0, "yes"),)), Question("b", "t", "?", "yes", ((0, "yes"),))]
+    questions = [
+        Question("a", "t", "?", "yes", ((0, "yes"),)),
+        Question("b", "t", "?", "yes", ((0, "yes"),)),
+    ]
     assert score({"a": "yes"}, questions) == {"exact_match": 50.0, "f1": 50.0}
 
 
@@ -59,15 +64,27 @@ def test_an_answer_is_found_where_it_stands_nearest(tmp_path: Path) -> None:
         "answers": [{"text": "red door", "answer_start": 24}, {"text": "blue", "answer_start": 3}],
     }
     file = tmp_path / "squad.json"
-    file.write_text(json.dumps({"data": [{"title": "t", "paragraphs": [{"context": context, "qas": [entry]}]}]}))
+    file.write_text(
+        json.dumps({"data": [{"title": "t", "paragraphs": [{"context": context, "qas": [entry]}]}]})
+    )
     (question,) = read_questions([file])
     assert question.answers == ((27, "red door"), (None, "blue"))
-    assert score({"1": "blue"}, [question])["exact_match"] == 100  # it is accepted, though nothing can be learnt from it
+    assert (
+        score({"1": "blue"}, [question])["exact_match"] == 100
+    )  # it is accepted, though nothing can be learnt from it
 
 
-CONTEXT = " ".join(f"In {1700 + n} the Café of Müller no. {n} sold {3 * n} cakes." for n in range(12))
+CONTEXT = " ".join(
+    f"In {1700 + n} the Café of Müller no. {n} sold {3 * n} cakes." for n in range(12)
+)
 QUESTIONS = [
-    Question(str(n), "t", f"How many cakes did no. {n} sell?", CONTEXT, ((CONTEXT.index(f"{3 * n} cakes"), f"{3 * n} cakes"),))
+    Question(
+        str(n),
+        "t",
+        f"How many cakes did no. {n} sell?",
+        CONTEXT,
+        ((CONTEXT.index(f"{3 * n} cakes"), f"{3 * n} cakes"),),
+    )
     for n in range(1, 12)
 ]
 
@@ -79,7 +96,9 @@ def tokenizer() -> Tokenizer:
 
 @settings(deadline=None, max_examples=25)
 @given(tokens=st.integers(40, 120), stride=st.integers(1, 15), cut=st.integers(4, 16))
-def test_windows_cover_the_paragraph_and_point_at_the_answer(tokenizer: Tokenizer, tokens: int, stride: int, cut: int) -> None:
+def test_windows_cover_the_paragraph_and_point_at_the_answer(
+    tokenizer: Tokenizer, tokens: int, stride: int, cut: int
+) -> None:
     windows = make_windows(QUESTIONS, tokenizer, tokens=tokens, stride=stride, question_tokens=cut)
     for number, question in enumerate(QUESTIONS):
         mine = [window for window in windows if window.question == number]
@@ -123,11 +142,15 @@ def test_right_logits_give_the_right_answers(tokenizer: Tokenizer) -> None:
     assert answers["none"] == ""
 
 
-def test_a_question_whose_answer_is_not_in_the_paragraph_is_not_one_without_an_answer(tokenizer: Tokenizer) -> None:
+def test_a_question_whose_answer_is_not_in_the_paragraph_is_not_one_without_an_answer(
+    tokenizer: Tokenizer,
+) -> None:
     elsewhere = Question("e", "t", "Who?", CONTEXT, ((None, "nobody"),))
     assert not elsewhere.impossible
     assert not elsewhere.is_placed
-    windows = make_windows([*QUESTIONS, elsewhere], tokenizer, tokens=110, stride=20, question_tokens=40)
+    windows = make_windows(
+        [*QUESTIONS, elsewhere], tokenizer, tokens=110, stride=20, question_tokens=40
+    )
     answers = answer([*QUESTIONS, elsewhere], windows, Oracle(windows))
     assert all(answers.values())  # SQuAD 1.1: there is always an answer to give
 
@@ -140,7 +163,9 @@ def test_of_a_question_that_comes_again_the_first_counts(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["cakes ", " cakes ", "cakes.\u00ad"])
-def test_an_answer_is_labelled_though_its_edges_have_no_token(tokenizer: Tokenizer, text: str) -> None:
+def test_an_answer_is_labelled_though_its_edges_have_no_token(
+    tokenizer: Tokenizer, text: str
+) -> None:
     context = f"The owl sold {text} and ate."
     question = Question("1", "t", "What?", context, ((context.index(text), text),))
     (window,) = make_windows([question], tokenizer, tokens=60, stride=5, question_tokens=10)

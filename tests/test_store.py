@@ -38,7 +38,9 @@ SPEC = BundleSpec.model_validate(
 )  # fmt: skip
 
 
-def publish(root: Path, name: str = "tiny", payload: bytes = b"weights", pause_s: float = 0.0) -> Manifest:
+def publish(
+    root: Path, name: str = "tiny", payload: bytes = b"weights", pause_s: float = 0.0
+) -> Manifest:
     store = Store(root)
     with store.staging() as folder:
         for file in ("t.json", "g.onnx", "golden.json"):
@@ -74,7 +76,9 @@ def test_versions_count_up_and_resolve(tmp_path: Path) -> None:
         (".staging", "not a bundle name"),
     ],
 )
-def test_a_reference_to_nothing_is_one_clear_line(tmp_path: Path, reference: str, message: str) -> None:
+def test_a_reference_to_nothing_is_one_clear_line(
+    tmp_path: Path, reference: str, message: str
+) -> None:
     publish(tmp_path)
     with pytest.raises(StoreError, match=message):
         Store(tmp_path).open(reference)
@@ -149,13 +153,24 @@ try:
 except StoreError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[1])
-    assert done.stdout == "['tiny@1']\nbundle tiny@1: g.onnx cannot be read (Permission denied)\n", done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=Path(__file__).parents[1],
+    )
+    assert (
+        done.stdout == "['tiny@1']\nbundle tiny@1: g.onnx cannot be read (Permission denied)\n"
+    ), done.stderr
 
 
 def test_a_full_disk_is_one_clear_line(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    with pytest.raises(StoreError, match=r"cannot write to the model store .*: No space left"), store.staging():
+    with (
+        pytest.raises(StoreError, match=r"cannot write to the model store .*: No space left"),
+        store.staging(),
+    ):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -178,7 +193,10 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_store_that_cannot_be_written_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot write to the model store"), Store(tmp_path / "file").staging():
+    with (
+        pytest.raises(StoreError, match="cannot write to the model store"),
+        Store(tmp_path / "file").staging(),
+    ):
         pass
 
 
@@ -197,7 +215,9 @@ def test_killed_publishers_leave_only_whole_bundles(tmp_path: Path) -> None:
     rng = random.Random(0)
     for _ in range(4):
         process = subprocess.Popen(
-            [sys.executable, "-c", PUBLISHER, str(tmp_path)], stdout=subprocess.PIPE, cwd=Path(__file__).parents[1]
+            [sys.executable, "-c", PUBLISHER, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[1],
         )
         assert process.stdout is not None
         with process.stdout as output:
@@ -225,14 +245,19 @@ def _publish_some(root: Path, payload: bytes) -> None:
 
 def test_two_publishers_at_once_lose_nothing(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=_publish_some, args=(tmp_path, bytes([n]) * 50_000)) for n in range(3)]
+    processes = [
+        context.Process(target=_publish_some, args=(tmp_path, bytes([n]) * 50_000))
+        for n in range(3)
+    ]
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
         assert process.exitcode == 0
     store = Store(tmp_path)
-    payloads = [store.open(reference).file("g.onnx").read_bytes()[:1] for reference in store.references()]
+    payloads = [
+        store.open(reference).file("g.onnx").read_bytes()[:1] for reference in store.references()
+    ]
     assert sorted(payloads) == sorted(bytes([n]) for n in range(3) for _ in range(5))
 
 
@@ -244,7 +269,10 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
-    name=names, version=st.integers(1, 10**6), license_name=st.none() | texts, prompts=st.dictionaries(texts, texts, max_size=3)
+    name=names,
+    version=st.integers(1, 10**6),
+    license_name=st.none() | texts,
+    prompts=st.dictionaries(texts, texts, max_size=3),
 )
 def test_a_manifest_comes_back_as_it_was_written(
     name: str, version: int, license_name: str | None, prompts: dict[str, str]
@@ -256,7 +284,9 @@ def test_a_manifest_comes_back_as_it_was_written(
         "created": "2026-01-02T03:04:05Z",
     }
     data["embedding"]["prompts"] = prompts
-    data["files"] = {file: {"sha256": "a" * 64, "size": 1} for file in ("t.json", "g.onnx", "golden.json")}
+    data["files"] = {
+        file: {"sha256": "a" * 64, "size": 1} for file in ("t.json", "g.onnx", "golden.json")
+    }
     manifest = Manifest.model_validate(data)
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
     assert parse_reference(manifest.reference) == (name, version)
@@ -274,7 +304,9 @@ def test_a_manifest_comes_back_as_it_was_written(
         ({"surprise": 1}, "surprise"),
     ],
 )
-def test_a_manifest_that_promises_nonsense_is_refused(tmp_path: Path, change: dict[str, object], message: str) -> None:
+def test_a_manifest_that_promises_nonsense_is_refused(
+    tmp_path: Path, change: dict[str, object], message: str
+) -> None:
     good = json.loads(publish(tmp_path).model_dump_json())
     Manifest.model_validate(good)
     with pytest.raises(ValueError, match=message):

@@ -95,7 +95,8 @@ def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "parameters", [{}, {"top_k": 2}, {"function_to_apply": "sigmoid"}, {"function_to_apply": "none"}]
+    "parameters",
+    [{}, {"top_k": 2}, {"function_to_apply": "sigmoid"}, {"function_to_apply": "none"}],
 )
 def test_answers_are_those_of_transformers(
     server: Server, classifiers: dict[str, Path], kind: str, parameters: dict[str, Any]
@@ -137,9 +138,7 @@ def test_bad_input_is_refused(server: Server, body: dict[str, Any], message: str
     assert re.search(message, response.json()["error"])
 
 
-def test_a_batch_mixes_it_with_other_tasks(
-    tmp_path: Path, classifiers: dict[str, Path]
-) -> None:
+def test_a_batch_mixes_it_with_other_tasks(tmp_path: Path, classifiers: dict[str, Path]) -> None:
     """A checkpoint whose owner asks for embeddings too serves both from one graph."""
     options = ExportOptions(tasks=("text-classification", "embed"))
     bundle = export(str(classifiers["single"]), "both", Store(tmp_path), options)

@@ -78,7 +78,9 @@ def same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
     for one, other in zip(ours, theirs, strict=True):
         assert one.keys() == other.keys()
         assert one.pop("score") == pytest.approx(float(other.pop("score")), abs=1e-4)
-        assert one == {key: getattr(value, "item", lambda v=value: v)() for key, value in other.items()}
+        assert one == {
+            key: getattr(value, "item", lambda v=value: v)() for key, value in other.items()
+        }
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -121,7 +123,11 @@ def test_offsets_are_of_the_text(server: Server) -> None:
         ("", {}, "inputs is empty"),
         (["a", " \n"], {}, r"inputs\[1\] has no token"),
         ("a", {"stride": 158}, "stride must be between 0 and 157, got 158"),
-        ("a", {"stride": 5, "aggregation_strategy": "none"}, "stride needs an aggregation_strategy"),
+        (
+            "a",
+            {"stride": 5, "aggregation_strategy": "none"},
+            "stride needs an aggregation_strategy",
+        ),
         ("a", {"aggregation_strategy": "last"}, "parameters.aggregation_strategy: Input should be"),
         ("a " * 400_000, {"stride": 150}, "the limit of a request is 1048576"),
     ],

@@ -40,12 +40,20 @@ def test_golden_questions_come_out_identical(external_data: Path, tmp_path: Path
     for source in (folder, tmp_path):
         tokenizer = load_tokenizer(source).tokenizer
         encodings = tokenizer.encode_batch(texts, add_special_tokens=False)
-        wrong = [text for text, encoding, expected in zip(texts, encodings, ids, strict=True) if encoding.ids != expected]
+        wrong = [
+            text
+            for text, encoding, expected in zip(texts, encodings, ids, strict=True)
+            if encoding.ids != expected
+        ]
         assert not wrong
 
 
-@pytest.mark.parametrize("name", ["bert-base-uncased", "bert-base-multilingual-cased", "bert-base-chinese"])
-def test_published_vocabularies_agree_with_their_tokenizer_json(external_data: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["bert-base-uncased", "bert-base-multilingual-cased", "bert-base-chinese"]
+)
+def test_published_vocabularies_agree_with_their_tokenizer_json(
+    external_data: Path, tmp_path: Path, name: str
+) -> None:
     folder = external_data / "tokenization" / name
     expected = Backend.from_file(str(folder / "tokenizer.json"))
     shutil.copy(folder / "vocab.txt", tmp_path)
@@ -63,8 +71,12 @@ def test_published_vocabularies_agree_with_their_tokenizer_json(external_data: P
             assert loaded.tokenizer.decode(ours.ids) == expected.decode(theirs.ids)
 
 
-@pytest.mark.parametrize(("name", "lowercase"), [("bert-base-uncased", True), ("bert-base-multilingual-cased", False)])
-def test_case_is_read_off_a_vocabulary_alone(external_data: Path, tmp_path: Path, name: str, lowercase: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "lowercase"), [("bert-base-uncased", True), ("bert-base-multilingual-cased", False)]
+)
+def test_case_is_read_off_a_vocabulary_alone(
+    external_data: Path, tmp_path: Path, name: str, lowercase: bool
+) -> None:
     shutil.copy(external_data / "tokenization" / name / "vocab.txt", tmp_path)
     loaded = load_tokenizer(tmp_path)
     assert loaded.lowercase is lowercase
@@ -82,13 +94,24 @@ def test_case_is_read_off_a_vocabulary_alone(external_data: Path, tmp_path: Path
         ({"tokenize_chinese_chars": False, "do_lower_case": True}, "北京 the"),
     ],
 )
-def test_settings_overrule_tokenizer_json_as_in_transformers(tmp_path: Path, settings: dict[str, bool], text: str) -> None:
-    pieces = [*vocabulary(), *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *"é北京", *(f"##{c}" for c in "éECDT北京")]
+def test_settings_overrule_tokenizer_json_as_in_transformers(
+    tmp_path: Path, settings: dict[str, bool], text: str
+) -> None:
+    pieces = [
+        *vocabulary(),
+        *"ABCDEFGHIJKLMNOPQRSTUVWXYZ",
+        *"é北京",
+        *(f"##{c}" for c in "éECDT北京"),
+    ]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n")
     BertTokenizerFast(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path)
     (tmp_path / "vocab.txt").unlink(missing_ok=True)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizerFast"} | settings))
-    expected = BertTokenizerFast.from_pretrained(tmp_path)(text, add_special_tokens=False)["input_ids"]
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "BertTokenizerFast"} | settings)
+    )
+    expected = BertTokenizerFast.from_pretrained(tmp_path)(text, add_special_tokens=False)[
+        "input_ids"
+    ]
     loaded = load_tokenizer(tmp_path)
     assert loaded.tokenizer.encode(text, add_special_tokens=False).ids == expected
     assert loaded.lowercase is settings.get("do_lower_case", True)
@@ -101,7 +124,10 @@ def test_tokens_added_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
     size = len(vocabulary())
     (tmp_path / "vocab.txt").write_text("\n".join(vocabulary()) + "\n")
     (tmp_path / "added_tokens.json").write_text(json.dumps({"covid": size, "[E1]": size + 1}))
-    decoder = {str(size + 1): {"content": "[E1]", "special": True}, "0": {"content": "[PAD]", "special": True}}
+    decoder = {
+        str(size + 1): {"content": "[E1]", "special": True},
+        "0": {"content": "[PAD]", "special": True},
+    }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": decoder}))
     loaded = load_tokenizer(tmp_path)
     assert loaded.size == size + 2
@@ -133,19 +159,28 @@ def test_special_tokens_may_have_other_names(tmp_path: Path) -> None:
         (
             {
                 "tokenizer.json": json.dumps(
-                    {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, "added_tokens": []}
+                    {
+                        "version": "1.0",
+                        "model": {"type": "BPE", "vocab": {}, "merges": []},
+                        "added_tokens": [],
+                    }
                 ).encode()
             },
             "BPE tokenizer",
         ),
         ({"vocab.txt": b"[UNK]\n", "tokenizer_config.json": b"[]"}, "not a JSON object"),
         (
-            {"vocab.txt": b"[UNK]\n", "tokenizer_config.json": b'{"tokenizer_class": "BertJapaneseTokenizer"}'},
+            {
+                "vocab.txt": b"[UNK]\n",
+                "tokenizer_config.json": b'{"tokenizer_class": "BertJapaneseTokenizer"}',
+            },
             "is a BertJapaneseTokenizer",
         ),
     ],
 )
-def test_a_wrong_tokenizer_gets_one_clear_line(tmp_path: Path, files: dict[str, bytes], message: str) -> None:
+def test_a_wrong_tokenizer_gets_one_clear_line(
+    tmp_path: Path, files: dict[str, bytes], message: str
+) -> None:
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     with pytest.raises(ExportError, match=message) as caught:

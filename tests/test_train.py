@@ -83,15 +83,15 @@ def quietly(_: str) -> None:
     """Nobody listens."""
 
 
-def run_options(run_dir: Path, schedule: Schedule = SCHEDULE, report: Report = quietly) -> RunOptions:
+def run_options(
+    run_dir: Path, schedule: Schedule = SCHEDULE, report: Report = quietly
+) -> RunOptions:
     return RunOptions(run_dir, CPU, report, schedule)
 
 
 def run(folder: Path, recipe: PretrainRecipe, schedule: Schedule = SCHEDULE) -> Path:
     folder.mkdir(exist_ok=True)
-    return pretrain(
-        [write_stories(folder / "stories.txt")], recipe, run_options(folder, schedule)
-    )
+    return pretrain([write_stories(folder / "stories.txt")], recipe, run_options(folder, schedule))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,9 @@ def stories(trained: Path) -> Path:
 def test_it_learns(trained: Path) -> None:
     log = read_log(trained.parent)
     assert log[-1]["loss"] < 0.6 * log[0]["loss"]
-    assert log[-1]["held_out_accuracy"] > 0.3  # person and place can be told from the rest, the act cannot
+    assert (
+        log[-1]["held_out_accuracy"] > 0.3
+    )  # person and place can be told from the rest, the act cannot
     assert log[-1]["step"] == 500
     assert log[-1]["tokens_seen"] > log[0]["tokens_seen"] > 0
     png = (trained.parent / "curves.png").read_bytes()
@@ -118,8 +120,12 @@ def test_it_learns(trained: Path) -> None:
     assert '"seed": 1' in card
 
 
-def theirs(folder: Path, kind: type[PreTrainedModel]) -> tuple[PreTrainedModel, dict[str, list[str]]]:
-    model, report = kind.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
+def theirs(
+    folder: Path, kind: type[PreTrainedModel]
+) -> tuple[PreTrainedModel, dict[str, list[str]]]:
+    model, report = kind.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager"
+    )
     return model.eval(), report
 
 
@@ -129,18 +135,27 @@ def test_transformers_reads_the_checkpoint_alike(trained: Path) -> None:
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     ours = load_checkpoint(str(trained)).model
-    batch = AutoTokenizer.from_pretrained(trained)(TEXT, "An owl saw the moon.", return_tensors="pt")
+    batch = AutoTokenizer.from_pretrained(trained)(
+        TEXT, "An owl saw the moon.", return_tensors="pt"
+    )
     hidden = ours(batch["input_ids"], batch["token_type_ids"])
     expected = model(**batch)
     assert ours.masked_lm is not None
     assert ours.next_sentence is not None
-    torch.testing.assert_close(ours.masked_lm(hidden[0]), expected.prediction_logits[0], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(ours.next_sentence(hidden[:, 0]), expected.seq_relationship_logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        ours.masked_lm(hidden[0]), expected.prediction_logits[0], atol=1e-4, rtol=1e-4
+    )
+    torch.testing.assert_close(
+        ours.next_sentence(hidden[:, 0]), expected.seq_relationship_logits, atol=1e-4, rtol=1e-4
+    )
 
 
 def test_one_seed_gives_one_result(tmp_path: Path) -> None:
     first, second, other = (
-        load_file(run(tmp_path / name, tiny_recipe(steps=6).model_copy(update={"seed": seed})) / "model.safetensors")
+        load_file(
+            run(tmp_path / name, tiny_recipe(steps=6).model_copy(update={"seed": seed}))
+            / "model.safetensors"
+        )
         for name, seed in (("first", 1), ("second", 1), ("other", 2))
     )
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -151,7 +166,13 @@ class StopAt(RuntimeError):
     """A stop in the middle of a run."""
 
 
-EVERYTHING = {"optimizer": "muon", "average": 0.6, "decay": 0.5, "embedding_learning_rate": 1e-3, "head_learning_rate": 2e-3}
+EVERYTHING = {
+    "optimizer": "muon",
+    "average": 0.6,
+    "decay": 0.5,
+    "embedding_learning_rate": 1e-3,
+    "head_learning_rate": 2e-3,
+}
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -165,7 +186,10 @@ EVERYTHING = {"optimizer": "muon", "average": 0.6, "decay": 0.5, "embedding_lear
     ids=["masked", "replaced", "every field"],
 )
 def test_going_on_equals_not_stopping(
-    tmp_path: Path, pretraining: dict[str, object], optimisation: dict[str, object], accumulation: int
+    tmp_path: Path,
+    pretraining: dict[str, object],
+    optimisation: dict[str, object],
+    accumulation: int,
 ) -> None:
     """Stopped at several steps, between checkpoints and phases; dropout is on."""
     recipe = tiny_recipe(steps=10, shifted=0.5, **pretraining)
@@ -233,7 +257,9 @@ def further_recipe(**changes: object) -> PretrainRecipe:
     return PretrainRecipe(**fields | changes)  # type: ignore[arg-type]
 
 
-def test_pre_training_goes_on_from_a_checkpoint(trained: Path, stories: Path, tmp_path: Path) -> None:
+def test_pre_training_goes_on_from_a_checkpoint(
+    trained: Path, stories: Path, tmp_path: Path
+) -> None:
     """It begins where that ended: as good at its first steps, with that tokenizer, those sizes and those positions."""
     recipe = further_recipe()
     further = pretrain([stories], recipe, run_options(tmp_path / "further"), source=str(trained))
@@ -256,10 +282,19 @@ def test_pre_training_goes_on_from_a_checkpoint(trained: Path, stories: Path, tm
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"model": Sizes(layers=3)}, r"\[model\] layers is given, but sizes and vocabulary are the checkpoint's"),
+        (
+            {"model": Sizes(layers=3)},
+            r"\[model\] layers is given, but sizes and vocabulary are the checkpoint's",
+        ),
         ({"vocabulary": Vocabulary(size=300)}, "a vocabulary is given, but"),
-        ({"pretraining": Pretraining(method="rtd", sentence=SentenceObjective.NONE)}, "not with replaced ones"),
-        ({"phases": [Phase(tokens=65, sequences=8, steps=3)]}, "a phase of 65 tokens exceeds the checkpoint's 64 positions"),
+        (
+            {"pretraining": Pretraining(method="rtd", sentence=SentenceObjective.NONE)},
+            "not with replaced ones",
+        ),
+        (
+            {"phases": [Phase(tokens=65, sequences=8, steps=3)]},
+            "a phase of 65 tokens exceeds the checkpoint's 64 positions",
+        ),
     ],
 )
 def test_what_a_checkpoint_decides_is_not_asked_for(
@@ -284,7 +319,9 @@ def write_encoder(folder: Path, trained: Path, **recipe: object) -> Path:
     checkpoint = load_checkpoint(str(trained))
     model = Model(checkpoint.model.config)
     model.load_state_dict(checkpoint.model.encoder.state_dict(prefix="encoder."))
-    save_checkpoint(model, checkpoint.tokenizer.tokenizer, folder, embedding=EmbeddingRecipe(**recipe))  # type: ignore[arg-type]
+    save_checkpoint(
+        model, checkpoint.tokenizer.tokenizer, folder, embedding=EmbeddingRecipe(**recipe)
+    )  # type: ignore[arg-type]
     return folder
 
 
@@ -297,7 +334,9 @@ def embed_all(source: str, stories: Path) -> torch.Tensor:
     return torch.nn.functional.normalize(torch.cat(vectors), dim=1)
 
 
-def test_heads_are_created_and_embeddings_kept(trained: Path, stories: Path, tmp_path: Path) -> None:
+def test_heads_are_created_and_embeddings_kept(
+    trained: Path, stories: Path, tmp_path: Path
+) -> None:
     """From an encoder alone: it says which heads are new, learns them, stays what it was for embeddings, exports as one bundle."""
     source = write_encoder(tmp_path / "encoder", trained, max_tokens=24)
     assert tasks_of(source) == ["embed"]
@@ -305,13 +344,20 @@ def test_heads_are_created_and_embeddings_kept(trained: Path, stories: Path, tmp
     cosines, said = {}, []
     for keep in (True, False):
         recipe = further_recipe(
-            pretraining=Pretraining(keep_embeddings=keep, embedding_weight=50.0, z_loss=1e-4, rate=0.3, final_rate=0.15),
+            pretraining=Pretraining(
+                keep_embeddings=keep, embedding_weight=50.0, z_loss=1e-4, rate=0.3, final_rate=0.15
+            ),
             phases=[Phase(tokens=40, sequences=8, steps=60)],
         )
         folder = tmp_path / str(keep)
-        result = pretrain([stories], recipe, run_options(folder, report=said.append), source=str(source))
+        result = pretrain(
+            [stories], recipe, run_options(folder, report=said.append), source=str(source)
+        )
         cosines[keep] = float((before * embed_all(str(result), stories)).sum(1).mean())
-    assert said[0] == "heads that the checkpoint does not have, with random weights: masked_lm, next_sentence"
+    assert (
+        said[0]
+        == "heads that the checkpoint does not have, with random weights: masked_lm, next_sentence"
+    )
     assert cosines[True] > 0.97
     assert cosines[True] > cosines[False] + 0.02
     kept = tmp_path / "True"
@@ -327,8 +373,16 @@ def test_heads_are_created_and_embeddings_kept(trained: Path, stories: Path, tmp
     assert bundle.manifest.embedding.normalize
 
 
-def test_pooling_and_prompts_of_the_source_are_kept(trained: Path, stories: Path, tmp_path: Path) -> None:
-    recipe = EmbeddingRecipe(Pooling.CLS, normalize=False, max_tokens=16, prompts={"query": "q: "}, default_prompt="query")
+def test_pooling_and_prompts_of_the_source_are_kept(
+    trained: Path, stories: Path, tmp_path: Path
+) -> None:
+    recipe = EmbeddingRecipe(
+        Pooling.CLS,
+        normalize=False,
+        max_tokens=16,
+        prompts={"query": "q: "},
+        default_prompt="query",
+    )
     fields = {
         "pooling": recipe.pooling,
         "normalize": False,
@@ -346,7 +400,10 @@ def test_pooling_and_prompts_of_the_source_are_kept(trained: Path, stories: Path
     assert model.max_seq_length == 16
     assert model.prompts["query"] == "q: "
     keeping = further_recipe(pretraining=Pretraining(keep_embeddings=True))
-    with pytest.raises(TrainError, match=r"keeps the mean of the hidden states, but the checkpoint's embedding is another \(cls"):
+    with pytest.raises(
+        TrainError,
+        match=r"keeps the mean of the hidden states, but the checkpoint's embedding is another \(cls",
+    ):
         pretrain([stories], keeping, run_options(tmp_path / "other"), source=str(source))
 
 
@@ -363,8 +420,14 @@ def test_a_run_ends_with_guesses_at_the_text_itself(tmp_path: Path) -> None:
         assert np.mean([word in words for word in seen]) > 0.7, line
         assert (found := re.search(r"was '(##)?(\w+|\W)'", answer)) is not None
         assert found[2] in words or found[2] in " ".join(words) or found[2] == ".", answer
-    pairs = {f"{a} {b}" for a, b in itertools.pairwise(re.findall(r"[a-z]+", text.read_text().lower()))}
-    neighbours = [f"{a} {b}" for line in shown for a, b in itertools.pairwise(re.findall(r"[a-z]+", line.split("\n")[0]))]
+    pairs = {
+        f"{a} {b}" for a, b in itertools.pairwise(re.findall(r"[a-z]+", text.read_text().lower()))
+    }
+    neighbours = [
+        f"{a} {b}"
+        for line in shown
+        for a, b in itertools.pairwise(re.findall(r"[a-z]+", line.split("\n")[0]))
+    ]
     assert np.mean([pair in pairs for pair in neighbours]) > 0.5, shown
 
 
@@ -398,7 +461,9 @@ def test_a_head_that_tells_order_is_not_kept_as_one_of_next_sentences(tmp_path: 
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.toml")), ids=lambda file: file.stem)
 def test_the_recipes_that_come_with_the_package_are_recipes(file: Path) -> None:
     kinds = {"pretrain": PretrainRecipe, "vocabulary": VocabularyRecipe, "distill": DistillRecipe}
-    kind = {"finetune-qa": QuestionsRecipe, "finetune-embed": EmbedRecipe}.get(file.stem) or kinds[file.stem.split("-")[0]]
+    kind = {"finetune-qa": QuestionsRecipe, "finetune-embed": EmbedRecipe}.get(file.stem) or kinds[
+        file.stem.split("-")[0]
+    ]
     assert load_recipe(file.stem, kind, seed=7).seed == 7
 
 
@@ -485,7 +550,9 @@ class _Walking:
 def test_the_result_is_the_mean_of_the_last_weights(tmp_path: Path) -> None:
     objective, said = _Walking(), []
     recipe = Optimisation(learning_rate=0.1, warmup=0.0, average=0.3, precision="fp32")
-    train(objective, run_options(tmp_path, Schedule(log=1), said.append), seed=1, optimisation=recipe)
+    train(
+        objective, run_options(tmp_path, Schedule(log=1), said.append), seed=1, optimisation=recipe
+    )
     last = float(torch.load(tmp_path / "state.pt", weights_only=True)["module"]["weight"])
     expected = np.mean([*objective.before[8:], last])  # after steps 8, 9 and 10
     assert float(objective.module.weight.detach()) == pytest.approx(expected, rel=1e-5)
@@ -495,7 +562,9 @@ def test_the_result_is_the_mean_of_the_last_weights(tmp_path: Path) -> None:
     assert "weights of the last 3 steps averaged" in said[-1]
     again = _Walking()
     train(again, run_options(tmp_path, Schedule(log=1)), seed=1, optimisation=recipe)
-    assert float(again.module.weight.detach()) == pytest.approx(expected, rel=1e-5), "a finished run gives the same"
+    assert float(again.module.weight.detach()) == pytest.approx(expected, rel=1e-5), (
+        "a finished run gives the same"
+    )
 
 
 def test_a_checkpoint_is_written_when_time_has_passed(tmp_path: Path) -> None:
@@ -521,7 +590,11 @@ def test_muon_takes_the_matrices_of_the_layers(trained: Path) -> None:
     """And nothing else: embeddings, heads, biases and norms are AdamW's, at their own rates."""
     model = load_checkpoint(str(trained)).model
     recipe = Optimisation(
-        optimizer="muon", learning_rate=1e-3, embedding_learning_rate=2e-3, head_learning_rate=3e-3, weight_decay=0.1
+        optimizer="muon",
+        learning_rate=1e-3,
+        embedding_learning_rate=2e-3,
+        head_learning_rate=3e-3,
+        weight_decay=0.1,
     )
     optimizer = make_optimizer(model, recipe)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -541,7 +614,9 @@ def test_muon_takes_the_matrices_of_the_layers(trained: Path) -> None:
     heads = set(names.values()) - layers - embeddings
     assert by_rate[False, 3e-3, 0.1] | by_rate[False, 3e-3, 0.0] == heads
     optimizer.step(0.5)
-    assert [group["lr"] for group in optimizer.param_groups] == [g["peak_learning_rate"] / 2 for g in optimizer.param_groups]
+    assert [group["lr"] for group in optimizer.param_groups] == [
+        g["peak_learning_rate"] / 2 for g in optimizer.param_groups
+    ]
 
 
 def test_muon_learns(tmp_path: Path) -> None:
@@ -561,7 +636,9 @@ def test_the_rate_is_constant_between_warm_up_and_decay() -> None:
     np.testing.assert_allclose(np.diff(rates[801:]), -0.5 / 200, rtol=1e-6)
 
 
-def test_contention_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contention_is_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of two threads for ten seconds: 19 seconds of processor time are all there is to have, 8 are not."""
     clock = iter([0.0, 0.0, 10.0, 20.0])
     used = iter([0.0, 19.0, 27.0])
@@ -580,7 +657,9 @@ def test_contention_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str],
 
 
 def test_decay_spares_biases_and_layer_norms() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Embedding(3, 4))
+    module = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.LayerNorm(4), torch.nn.Embedding(3, 4)
+    )
     decayed, spared = make_optimizer(module, Optimisation(weight_decay=0.1)).param_groups
     assert decayed["weight_decay"] == 0.1
     assert spared["weight_decay"] == 0
@@ -621,7 +700,9 @@ def test_a_shifted_sequence_has_the_positions_it_begins_at(trained: Path) -> Non
     shifted = model(ids, first_positions=torch.tensor([0, 2, 30]))
     for row, first in enumerate((0, 2, 30)):
         moved = deepcopy(model)
-        moved.encoder.embeddings.position.weight.copy_(model.encoder.embeddings.position.weight.roll(-first, 0))
+        moved.encoder.embeddings.position.weight.copy_(
+            model.encoder.embeddings.position.weight.roll(-first, 0)
+        )
         torch.testing.assert_close(shifted[row], moved(ids[row : row + 1])[0])
     torch.testing.assert_close(shifted[0], model(ids[:1])[0])
 
@@ -642,7 +723,11 @@ def test_a_shifted_sequence_has_the_positions_it_begins_at(trained: Path) -> Non
 def test_every_objective_learns(tmp_path: Path, pretraining: dict[str, object]) -> None:
     checkpoint = run(tmp_path / "run", tiny_recipe(steps=80, **pretraining))
     log = read_log(tmp_path / "run")
-    names = [name for name in log[0] if name.endswith("loss") and name not in ("sentence_loss", "finding_loss")]
+    names = [
+        name
+        for name in log[0]
+        if name.endswith("loss") and name not in ("sentence_loss", "finding_loss")
+    ]
     for name in names:
         assert log[-1][name] < 0.9 * log[0][name], name
     if pretraining.get("method") == "rtd":
@@ -686,7 +771,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = []
     for _ in range(200):
         one, other = rng.choice(PEOPLE, 2)
-        texts = [f"{person.capitalize()} {rng.choice(ACTS)} {rng.choice(PLACES)}." for person in (one, other)]
+        texts = [
+            f"{person.capitalize()} {rng.choice(ACTS)} {rng.choice(PLACES)}."
+            for person in (one, other)
+        ]
         rows.append(f"{texts[0]},{texts[1]},{5.0 if one == other else 0.0}")
     file = tmp_path_factory.mktemp("pairs") / "pairs.csv"
     file.write_text("\n".join(rows) + "\n")
@@ -694,7 +782,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def embedded(trained: Path, stories: Path, pairs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def embedded(
+    trained: Path, stories: Path, pairs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     recipe = EmbedRecipe(
         optimisation=Optimisation(learning_rate=2e-3),
         contrastive_steps=10,
@@ -712,7 +802,9 @@ def embedded(trained: Path, stories: Path, pairs: Path, tmp_path_factory: pytest
     return finetune_sentences(str(trained), files, recipe, run_options(folder))
 
 
-def test_scored_pairs_are_learnt_and_the_heads_are_kept(embedded: Path, trained: Path, stories: Path, pairs: Path) -> None:
+def test_scored_pairs_are_learnt_and_the_heads_are_kept(
+    embedded: Path, trained: Path, stories: Path, pairs: Path
+) -> None:
     before, after = (figures(str(folder), stories, pairs) for folder in (trained, embedded))
     assert after["sts_spearman"] > before["sts_spearman"]
     assert after["sts_spearman"] > 0.5
@@ -720,9 +812,13 @@ def test_scored_pairs_are_learnt_and_the_heads_are_kept(embedded: Path, trained:
     assert after["nsp_accuracy"] > before["nsp_accuracy"] - 0.15
 
 
-def figures(source: str, stories: Path, pairs: Path | None, store: Path = Path()) -> dict[str, float]:
+def figures(
+    source: str, stories: Path, pairs: Path | None, store: Path = Path()
+) -> dict[str, float]:
     subject = open_subject(source, Store(store), CPU)
-    data = EvaluationData([stories], [pairs] if pairs else [], [], held_out=0.1, sequences=60, tokens=32)
+    data = EvaluationData(
+        [stories], [pairs] if pairs else [], [], held_out=0.1, sequences=60, tokens=32
+    )
     with tempfile.TemporaryDirectory() as folder:
         return evaluate(subject, data, Path(folder), quietly)
 
@@ -740,16 +836,27 @@ def test_sentence_transformers_gives_the_same_embeddings(embedded: Path) -> None
 
 def test_similarity_is_scipys(embedded: Path) -> None:
     subject = open_subject(str(embedded), Store(Path()), CPU)
-    texts = [f"{person.capitalize()} {act} {place}." for person in PEOPLE for act in ACTS for place in PLACES]
+    texts = [
+        f"{person.capitalize()} {act} {place}."
+        for person in PEOPLE
+        for act in ACTS
+        for place in PLACES
+    ]
     rng = np.random.default_rng(1)
     scored = [ScoredPair(*rng.choice(texts, 2), float(rng.integers(6))) for _ in range(40)]
-    vectors = SentenceTransformer(str(embedded), device="cpu").encode([t for p in scored for t in (p.first, p.second)])
+    vectors = SentenceTransformer(str(embedded), device="cpu").encode(
+        [t for p in scored for t in (p.first, p.second)]
+    )
     cosines = (vectors[0::2] * vectors[1::2]).sum(1)
     expected = spearmanr(np.round(cosines, 5), [pair.score for pair in scored]).statistic
-    assert similarity(scored, subject.tokenizer, subject.scorer, 32) == pytest.approx(expected, abs=0.01)
+    assert similarity(scored, subject.tokenizer, subject.scorer, 32) == pytest.approx(
+        expected, abs=0.01
+    )
 
 
-def test_bundle_and_checkpoint_are_measured_alike(embedded: Path, stories: Path, pairs: Path, tmp_path: Path) -> None:
+def test_bundle_and_checkpoint_are_measured_alike(
+    embedded: Path, stories: Path, pairs: Path, tmp_path: Path
+) -> None:
     export(str(embedded), "embedded", Store(tmp_path))
     checkpoint = figures(str(embedded), stories, pairs)
     bundle = figures("bundle:embedded", stories, pairs, tmp_path)
@@ -777,7 +884,12 @@ def write_questions(file: Path) -> Path:
 def test_questions_are_learnt(trained: Path, tmp_path: Path) -> None:
     file = write_questions(tmp_path / "questions.json")
     recipe = QuestionsRecipe(
-        optimisation=Optimisation(learning_rate=3e-3), epochs=12, tokens=40, stride=8, question_tokens=12, held_out=0.2
+        optimisation=Optimisation(learning_rate=3e-3),
+        epochs=12,
+        tokens=40,
+        stride=8,
+        question_tokens=12,
+        held_out=0.2,
     )
     checkpoint = finetune_questions(str(trained), [file], recipe, run_options(tmp_path / "run"))
     log = read_log(tmp_path / "run")
@@ -803,12 +915,19 @@ def test_the_student_starts_from_every_second_layer_of_the_teacher(trained: Path
     assert student.next_sentence is None
     # What enters the first layer is what enters the teacher's, since token type 0 moved into the positions.
     ids = torch.randint(5, 100, (2, 9))
-    torch.testing.assert_close(student.encoder.embeddings(ids, None), teacher.encoder.embeddings(ids, None))
+    torch.testing.assert_close(
+        student.encoder.embeddings(ids, None), teacher.encoder.embeddings(ids, None)
+    )
     # The copy is one: training the student leaves the teacher as it was.
-    assert student.encoder.layers[0].up.weight.data_ptr() != teacher.encoder.layers[0].up.weight.data_ptr()
+    assert (
+        student.encoder.layers[0].up.weight.data_ptr()
+        != teacher.encoder.layers[0].up.weight.data_ptr()
+    )
 
 
-def test_distillation_keeps_most_of_the_teacher(trained: Path, stories: Path, tmp_path: Path) -> None:
+def test_distillation_keeps_most_of_the_teacher(
+    trained: Path, stories: Path, tmp_path: Path
+) -> None:
     recipe = DistillRecipe(
         phases=[Phase(tokens=32, sequences=16, steps=120)],
         optimisation=Optimisation(learning_rate=3e-3),
@@ -829,7 +948,9 @@ def test_distillation_keeps_most_of_the_teacher(trained: Path, stories: Path, tm
     assert student["fill_mask_token_top1"] > 0.8 * teacher["fill_mask_token_top1"]
 
 
-def test_a_teacher_without_a_masked_lm_head_is_refused(checkpoints: dict[str, Path], stories: Path, tmp_path: Path) -> None:
+def test_a_teacher_without_a_masked_lm_head_is_refused(
+    checkpoints: dict[str, Path], stories: Path, tmp_path: Path
+) -> None:
     recipe = DistillRecipe(phases=[Phase(tokens=32, sequences=4, steps=1)])
     with pytest.raises(TrainError, match="masked-language-model head"):
         distill(str(checkpoints["bert-qa"]), [stories], recipe, run_options(tmp_path))
@@ -850,8 +971,13 @@ def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path, tmp_p
     share = stereotype_preference(pairs, subject.tokenizer, subject.scorer, 32)
     assert share > 0.8
     swapped = [(less, more) for more, less in pairs]
-    assert stereotype_preference(swapped, subject.tokenizer, subject.scorer, 32) == pytest.approx(1 - share)
-    assert stereotype_preference([("The owl.", "The owl.")], subject.tokenizer, subject.scorer, 32) == 0.5
+    assert stereotype_preference(swapped, subject.tokenizer, subject.scorer, 32) == pytest.approx(
+        1 - share
+    )
+    assert (
+        stereotype_preference([("The owl.", "The owl.")], subject.tokenizer, subject.scorer, 32)
+        == 0.5
+    )
 
 
 def test_perplexity_is_that_of_the_true_tokens(trained: Path, stories: Path) -> None:

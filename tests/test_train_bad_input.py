@@ -54,7 +54,11 @@ EMBED_RECIPE = "epochs = 1\nsequences = 4\ntokens = 16\n"
 DISTILL_RECIPE = 'held_out = 0.1\n[pretraining]\nsentence = "none"\n[[phases]]\ntokens = 16\nsequences = 4\nsteps = 4\n'
 
 LINE = '{"text": "The old king sang a song."}\n'
-QUESTION = {"id": "1", "question": "Who sang?", "answers": [{"text": "The king", "answer_start": 0}]}
+QUESTION = {
+    "id": "1",
+    "question": "Who sang?",
+    "answers": [{"text": "The king", "answer_start": 0}],
+}
 PARAGRAPH = {"context": "The king sang a song.", "qas": [QUESTION]}
 
 
@@ -116,7 +120,11 @@ def pretrain_command(folder: Path, recipe: str, *text: Path) -> list[str]:
     """The recipe lies beside the run's folder."""
     file = folder.parent / "recipe.toml"
     file.write_text(recipe)
-    return ["pretrain", *(part for name in text for part in ("--corpus", str(name))), *options(file, folder)]
+    return [
+        "pretrain",
+        *(part for name in text for part in ("--corpus", str(name))),
+        *options(file, folder),
+    ]
 
 
 def options(recipe: Path, folder: Path) -> list[str]:
@@ -145,11 +153,23 @@ def state(folder: Path) -> dict[str, object]:
     [
         ("empty.txt", b"", RECIPE, "there is no text to learn a vocabulary from"),
         ("blank.txt", b" \n\n \n", RECIPE, "there is no text to learn a vocabulary from"),
-        ("word.txt", b"king", RECIPE, r"the text allows a vocabulary of \d+ tokens, 120 were asked for"),
-        ("word.txt", b"king", RECIPE.replace("120", "1_000_000"), r"the text allows a vocabulary of \d+ tokens, 1,000,000 were"),
+        (
+            "word.txt",
+            b"king",
+            RECIPE,
+            r"the text allows a vocabulary of \d+ tokens, 120 were asked for",
+        ),
+        (
+            "word.txt",
+            b"king",
+            RECIPE.replace("120", "1_000_000"),
+            r"the text allows a vocabulary of \d+ tokens, 1,000,000 were",
+        ),
     ],
 )
-def test_a_text_without_a_vocabulary(tmp_path: Path, name: str, content: bytes, recipe: str, message: str) -> None:
+def test_a_text_without_a_vocabulary(
+    tmp_path: Path, name: str, content: bytes, recipe: str, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     assert re.match(message, refused(*pretrain_command(tmp_path / "run", recipe, tmp_path / name)))
 
@@ -159,22 +179,72 @@ def test_a_text_without_a_vocabulary(tmp_path: Path, name: str, content: bytes, 
     [
         ("empty.txt", b"", RECIPE, r"there is no text: .*empty\.txt$"),
         ("empty.jsonl", b"\n", RECIPE, r"there is no text: .*empty\.jsonl$"),
-        ("one.txt", b"The king sang a song. An owl saw it.\n", RECIPE, "next-sentence prediction needs at least 2 documents"),
+        (
+            "one.txt",
+            b"The king sang a song. An owl saw it.\n",
+            RECIPE,
+            "next-sentence prediction needs at least 2 documents",
+        ),
         ("word.txt", b"king", RECIPE, "next-sentence prediction needs at least 2 documents"),
         ("letter.txt", b"a", ORDER, "the text is too short to make a single pair of sentences"),
-        ("letters.txt", b"a\n\ne\n\no\n\ni\n\nu\n\ns", RECIPE, "the text is too short to make a single pair of sentences"),
+        (
+            "letters.txt",
+            b"a\n\ne\n\no\n\ni\n\nu\n\ns",
+            RECIPE,
+            "the text is too short to make a single pair of sentences",
+        ),
         ("foreign.txt", "犬\n\n猫".encode(), SINGLE, "the vocabulary has no word of the text"),
-        ("foreign.txt", "犬 犬\n\na".encode(), ORDER.replace("0.1", "0.0", 1), "the vocabulary has no word of the text"),
-        ("one.txt", b"The king sang.\n", SINGLE.replace("held_out = 0.1", "held_out = 0.999999"), "no document is left"),
+        (
+            "foreign.txt",
+            "犬 犬\n\na".encode(),
+            ORDER.replace("0.1", "0.0", 1),
+            "the vocabulary has no word of the text",
+        ),
+        (
+            "one.txt",
+            b"The king sang.\n",
+            SINGLE.replace("held_out = 0.1", "held_out = 0.999999"),
+            "no document is left",
+        ),
         ("rubbish.txt", bytes(range(256)) * 9, RECIPE, r".*rubbish\.txt is not UTF-8 text"),
         ("zeros.txt", bytes(999), RECIPE, r".*zeros\.txt is not text: it holds a zero byte"),
-        ("rubbish.txt.xz", bytes(range(256)) * 9, RECIPE, r".*rubbish\.txt\.xz is no whole \.xz file"),
+        (
+            "rubbish.txt.xz",
+            bytes(range(256)) * 9,
+            RECIPE,
+            r".*rubbish\.txt\.xz is no whole \.xz file",
+        ),
         ("empty.txt.xz", b"", RECIPE, r".*empty\.txt\.xz is no whole \.xz file"),
-        ("cut.txt.xz", lzma.compress(b"The king sang.\n" * 999)[:-20], RECIPE, r".*cut\.txt\.xz is no whole \.xz file"),
-        ("cut.jsonl.xz", lzma.compress(LINE.encode() * 999)[:-20], RECIPE, r".*cut\.jsonl\.xz is no whole \.xz file"),
-        ("not.jsonl", f"{LINE}\nking\n".encode(), RECIPE, r".*not\.jsonl, line 3 is not a JSON object with a \"text\""),
-        ("list.jsonl", f"{LINE}[1]\n".encode(), RECIPE, r".*list\.jsonl, line 2 is not a JSON object with a \"text\""),
-        ("key.jsonl", f'{LINE}{{"body": "a"}}\n'.encode(), RECIPE, r".*key\.jsonl, line 2 is not a JSON object with a \"text\""),
+        (
+            "cut.txt.xz",
+            lzma.compress(b"The king sang.\n" * 999)[:-20],
+            RECIPE,
+            r".*cut\.txt\.xz is no whole \.xz file",
+        ),
+        (
+            "cut.jsonl.xz",
+            lzma.compress(LINE.encode() * 999)[:-20],
+            RECIPE,
+            r".*cut\.jsonl\.xz is no whole \.xz file",
+        ),
+        (
+            "not.jsonl",
+            f"{LINE}\nking\n".encode(),
+            RECIPE,
+            r".*not\.jsonl, line 3 is not a JSON object with a \"text\"",
+        ),
+        (
+            "list.jsonl",
+            f"{LINE}[1]\n".encode(),
+            RECIPE,
+            r".*list\.jsonl, line 2 is not a JSON object with a \"text\"",
+        ),
+        (
+            "key.jsonl",
+            f'{LINE}{{"body": "a"}}\n'.encode(),
+            RECIPE,
+            r".*key\.jsonl, line 2 is not a JSON object with a \"text\"",
+        ),
         (
             "type.jsonl",
             f'{LINE}{{"text": 1}}\n'.encode(),
@@ -187,13 +257,30 @@ def test_a_text_without_a_vocabulary(tmp_path: Path, name: str, content: bytes, 
             RECIPE,
             r".*source\.jsonl, line 2: \"source\" must be a",
         ),
-        ("deep.jsonl", f"{LINE}{'[' * 99_999}\n".encode(), RECIPE, r".*deep\.jsonl, line 2 is not a JSON object"),
-        ("bytes.jsonl", LINE.encode() + b'{"text": "\xff"}\n', RECIPE, r".*bytes\.jsonl, line 2 is not UTF-8 text"),
-        ("half.jsonl", f'{LINE}{{"text": "a \\ud800"}}\n'.encode(), RECIPE, r".*half\.jsonl, line 2 is not UTF-8 text"),
+        (
+            "deep.jsonl",
+            f"{LINE}{'[' * 99_999}\n".encode(),
+            RECIPE,
+            r".*deep\.jsonl, line 2 is not a JSON object",
+        ),
+        (
+            "bytes.jsonl",
+            LINE.encode() + b'{"text": "\xff"}\n',
+            RECIPE,
+            r".*bytes\.jsonl, line 2 is not UTF-8 text",
+        ),
+        (
+            "half.jsonl",
+            f'{LINE}{{"text": "a \\ud800"}}\n'.encode(),
+            RECIPE,
+            r".*half\.jsonl, line 2 is not UTF-8 text",
+        ),
         ("rubbish.jsonl", bytes(range(256)), RECIPE, r".*rubbish\.jsonl, line 1 is not"),
     ],
 )
-def test_a_bad_text(finished: Path, tmp_path: Path, name: str, content: bytes, recipe: str, message: str) -> None:
+def test_a_bad_text(
+    finished: Path, tmp_path: Path, name: str, content: bytes, recipe: str, message: str
+) -> None:
     (tmp_path / name).write_bytes(content)
     command = pretrain_command(tmp_path / "run", recipe, tmp_path / name)
     assert re.match(message, refused(*command, "--vocab", finished / "vocabulary"))
@@ -208,26 +295,40 @@ def test_a_text_that_is_no_file(finished: Path, tmp_path: Path, given: bool) -> 
     assert refused(*pretrain_command(tmp_path / "run", RECIPE, there), *vocabulary) == (
         f"{there} is a directory; name the files in it"
     )
-    assert refused(*pretrain_command(tmp_path / "run", RECIPE, gone), *vocabulary) == f"{gone}: no such file"
-    assert refused(*pretrain_command(tmp_path / "run", RECIPE), *vocabulary) == "there is no text: name a file with --corpus"
+    assert (
+        refused(*pretrain_command(tmp_path / "run", RECIPE, gone), *vocabulary)
+        == f"{gone}: no such file"
+    )
+    assert (
+        refused(*pretrain_command(tmp_path / "run", RECIPE), *vocabulary)
+        == "there is no text: name a file with --corpus"
+    )
 
 
 @pytest.mark.parametrize("text", ["king", "The old king sang a song in the green house."])
-def test_one_document_is_enough_where_no_other_is_needed(finished: Path, tmp_path: Path, text: str) -> None:
+def test_one_document_is_enough_where_no_other_is_needed(
+    finished: Path, tmp_path: Path, text: str
+) -> None:
     file = tmp_path / "one.txt"
     file.write_text(text)
     recipe = SINGLE.replace("held_out = 0.1", "held_out = 0.0")
-    result = train(*pretrain_command(tmp_path / "run", recipe, file), "--vocab", finished / "vocabulary")
+    result = train(
+        *pretrain_command(tmp_path / "run", recipe, file), "--vocab", finished / "vocabulary"
+    )
     assert result.exit_code == 0, result.output
     assert weights(tmp_path / "run")
 
 
 @pytest.mark.parametrize("recipe", [SINGLE, RECIPE])
-def test_a_document_of_unknown_words_is_no_loss_of_nothing(finished: Path, tmp_path: Path, recipe: str) -> None:
+def test_a_document_of_unknown_words_is_no_loss_of_nothing(
+    finished: Path, tmp_path: Path, recipe: str
+) -> None:
     """One sequence a batch: some batch would have no word to mask."""
     file = tmp_path / "mixed.txt"
     file.write_text("\n\n".join(["The old king sang a song.", "犬 猫 犬 猫 犬"] * 20))
-    command = pretrain_command(tmp_path / "run", recipe.replace("sequences = 4", "sequences = 1"), file)
+    command = pretrain_command(
+        tmp_path / "run", recipe.replace("sequences = 4", "sequences = 1"), file
+    )
     result = train(*command, "--vocab", finished / "vocabulary")
     assert result.exit_code == 0, result.output
 
@@ -242,21 +343,57 @@ def test_a_document_of_unknown_words_is_no_loss_of_nothing(finished: Path, tmp_p
         ("size = 120", "sise = 120", "unknown key vocabulary.sise"),
         ("[[phases]]", "[[phase]]", "unknown key phase"),
         ("steps = 10", "", "phases.0.steps: Field required"),
-        ("size = 120", 'size = "many"', "vocabulary.size: Input should be a valid integer, got 'many'"),
-        ("size = 120", 'size = "120"', "vocabulary.size: Input should be a valid integer, got '120'"),
+        (
+            "size = 120",
+            'size = "many"',
+            "vocabulary.size: Input should be a valid integer, got 'many'",
+        ),
+        (
+            "size = 120",
+            'size = "120"',
+            "vocabulary.size: Input should be a valid integer, got '120'",
+        ),
         ("layers = 1", "layers = true", "model.layers: Input should be a valid integer, got True"),
         ("layers = 1", "layers = 1.5", "model.layers: Input should be a valid integer, got 1.5"),
         ("seed = 1", "seed = [1]", "seed: Input should be a valid integer, got [1]"),
-        ("seed = 1", f"seed = {2**32}", "seed: Input should be less than or equal to 4294967295, got 4294967296"),
-        ("size = 120", "size = 31", "vocabulary.size: Input should be greater than or equal to 32, got 31"),
-        ("size = 120", "size = 1_000_001", "vocabulary.size: Input should be less than or equal to 1000000, got 1000001"),
+        (
+            "seed = 1",
+            f"seed = {2**32}",
+            "seed: Input should be less than or equal to 4294967295, got 4294967296",
+        ),
+        (
+            "size = 120",
+            "size = 31",
+            "vocabulary.size: Input should be greater than or equal to 32, got 31",
+        ),
+        (
+            "size = 120",
+            "size = 1_000_001",
+            "vocabulary.size: Input should be less than or equal to 1000000, got 1000001",
+        ),
         ("dropout = 0.1", "dropout = 1.5", "model.dropout: Input should be less than 1, got 1.5"),
-        ("learning_rate = 3e-3", "learning_rate = nan", "optimisation.learning_rate: Input should be a finite number, got nan"),
-        ("sequences = 4", "sequences = 99_999", "phases.0.sequences: Input should be less than or equal to 65536, got 99999"),
+        (
+            "learning_rate = 3e-3",
+            "learning_rate = nan",
+            "optimisation.learning_rate: Input should be a finite number, got nan",
+        ),
+        (
+            "sequences = 4",
+            "sequences = 99_999",
+            "phases.0.sequences: Input should be less than or equal to 65536, got 99999",
+        ),
         ("steps = 10", "steps = 0", "phases.0.steps: Input should be greater than 0, got 0"),
         ("tokens = 16", "tokens = 64", "a phase of 64 tokens exceeds the model's max_tokens of 32"),
-        ("heads = 2", "heads = 3", "model: hidden size 32 is not a multiple of the 3 attention heads"),
-        ('"nsp"', '"next"', "pretraining.sentence: Input should be 'nsp', 'sop' or 'none', got 'next'"),
+        (
+            "heads = 2",
+            "heads = 3",
+            "model: hidden size 32 is not a multiple of the 3 attention heads",
+        ),
+        (
+            '"nsp"',
+            '"next"',
+            "pretraining.sentence: Input should be 'nsp', 'sop' or 'none', got 'next'",
+        ),
         (
             "[optimisation]",
             '[optimisation]\noptimizer = "lion"',
@@ -272,8 +409,16 @@ def test_a_document_of_unknown_words_is_no_loss_of_nothing(finished: Path, tmp_p
             "[corpus.weights]\nbooks = 1.5\n[optimisation]",
             "corpus.weights.books: Input should be less than or equal to 1, got 1.5",
         ),
-        ('"nsp"', '"none"\nmethod = "rtd"\nz_loss = 1e-4', "pretraining: keep_embeddings and z_loss need method = 'mlm'"),
-        ('"nsp"', '"nsp"\nspan_boundary = true', "pretraining: span_boundary = true needs unit = 'span' and method = 'mlm'"),
+        (
+            '"nsp"',
+            '"none"\nmethod = "rtd"\nz_loss = 1e-4',
+            "pretraining: keep_embeddings and z_loss need method = 'mlm'",
+        ),
+        (
+            '"nsp"',
+            '"nsp"\nspan_boundary = true',
+            "pretraining: span_boundary = true needs unit = 'span' and method = 'mlm'",
+        ),
     ],
 )
 def test_a_bad_recipe(stories: Path, tmp_path: Path, old: str, new: str, message: str) -> None:
@@ -293,20 +438,28 @@ def test_a_recipe_that_is_not_toml(stories: Path, tmp_path: Path, content: bytes
 
 def test_a_recipe_that_is_not_there(stories: Path, tmp_path: Path) -> None:
     for name in ("pretrain-my-own", str(tmp_path / "gone.toml")):
-        message = refused("pretrain", "--corpus", stories, "--recipe", name, "--out", tmp_path / "run")
+        message = refused(
+            "pretrain", "--corpus", stories, "--recipe", name, "--out", tmp_path / "run"
+        )
         there = ", ".join(sorted(file.stem for file in RECIPES.glob("*.toml")))
         assert message == f"there is no recipe {name}; a file, or one of: {there}"
-    assert "is not TOML" in refused("pretrain", "--corpus", stories, "--recipe", tmp_path, "--out", tmp_path / "run")
+    assert "is not TOML" in refused(
+        "pretrain", "--corpus", stories, "--recipe", tmp_path, "--out", tmp_path / "run"
+    )
 
 
 def test_a_recipe_of_another_kind(stories: Path, tmp_path: Path) -> None:
-    message = refused("pretrain", "--corpus", stories, "--recipe", "distill", "--out", tmp_path / "run")
+    message = refused(
+        "pretrain", "--corpus", stories, "--recipe", "distill", "--out", tmp_path / "run"
+    )
     assert message.startswith("distill.toml: unknown key ")
 
 
 def test_a_model_beyond_the_memory(stories: Path, tmp_path: Path) -> None:
     recipe = RECIPE.replace("hidden_size = 32", "hidden_size = 65536")
-    process = start(pretrain_command(tmp_path / "run", recipe, stories), {resource.RLIMIT_AS: 12 << 30})
+    process = start(
+        pretrain_command(tmp_path / "run", recipe, stories), {resource.RLIMIT_AS: 12 << 30}
+    )
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
     assert the_line(stderr).startswith("there is not enough memory; ")
@@ -325,7 +478,10 @@ def test_a_device_that_is_not_there(stories: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["", "gpu", "meta", "cpu:1", "mps", "cuda:-1"])
 def test_a_device_that_none_is_called(stories: Path, tmp_path: Path, name: str) -> None:
     command = pretrain_command(tmp_path / "run", RECIPE, stories)
-    assert refused(*command, "--device", name) == f"device {name!r} is unknown; auto, cpu, cuda or cuda:N"
+    assert (
+        refused(*command, "--device", name)
+        == f"device {name!r} is unknown; auto, cpu, cuda or cuda:N"
+    )
 
 
 def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_path: Path) -> None:
@@ -338,14 +494,18 @@ def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_pat
     for damaged in (b"", b"{}", whole[:-9], b"\xff" + whole):
         (folder / "tokenizer.json").write_bytes(damaged)
         assert refused(*command).startswith(f"{folder / 'tokenizer.json'} is damaged: ")
-    Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")).save(
+        str(folder / "tokenizer.json")
+    )
     assert refused(*command) == "the tokenizer lacks [CLS], [SEP], [MASK]"
 
 
 FURTHER = 'held_out = 0.1\n[pretraining]\nsentence = "nsp"\n[[phases]]\ntokens = 16\nsequences = 4\nsteps = 2\n'
 
 
-def test_what_does_not_apply_to_a_start_is_said(finished: Path, stories: Path, tmp_path: Path) -> None:
+def test_what_does_not_apply_to_a_start_is_said(
+    finished: Path, stories: Path, tmp_path: Path
+) -> None:
     """A vocabulary that is not the checkpoint's, embeddings to keep of nothing, sizes that the checkpoint has."""
     other = tmp_path / "vocabulary"
     assert train("vocab", "--corpus", stories, "--size", 110, "--out", other).exit_code == 0
@@ -358,7 +518,9 @@ def test_what_does_not_apply_to_a_start_is_said(finished: Path, stories: Path, t
     assert refused(*pretrain_command(tmp_path / "run", keeping, stories)) == (
         "keep_embeddings = true needs a checkpoint whose embeddings to keep: name one with --from"
     )
-    assert refused(*pretrain_command(tmp_path / "run", RECIPE, stories), *start_from).startswith("[model] heads, hidden_size, ")
+    assert refused(*pretrain_command(tmp_path / "run", RECIPE, stories), *start_from).startswith(
+        "[model] heads, hidden_size, "
+    )
 
 
 def test_a_weight_for_text_that_is_not_there(stories: Path, tmp_path: Path) -> None:
@@ -366,15 +528,22 @@ def test_a_weight_for_text_that_is_not_there(stories: Path, tmp_path: Path) -> N
         '"gone.jsonl" = 0.3': "the corpus weight of 'gone.jsonl' names no source and no file of the text; it has stories.txt",
         '"stories.txt" = 0.3': "the corpus weights name every source, so they must sum to 1, but they sum to 0.3",
     }.items():
-        command = pretrain_command(tmp_path / "run", f"{RECIPE}[corpus.weights]\n{weights}\n", stories)
+        command = pretrain_command(
+            tmp_path / "run", f"{RECIPE}[corpus.weights]\n{weights}\n", stories
+        )
         assert refused(*command) == message
 
 
 def test_a_vocabulary_larger_than_the_text(stories: Path, tmp_path: Path) -> None:
     """By the recipe that the command has if none is given, and by its option."""
     command = ["vocab", "--corpus", stories, "--out", tmp_path / "vocabulary"]
-    assert re.match(r"the text allows a vocabulary of \d+ tokens, 12,000 were asked for", refused(*command))
-    assert re.match(r"the text allows a vocabulary of \d+ tokens, 900 were asked for", refused(*command, "--size", 900))
+    assert re.match(
+        r"the text allows a vocabulary of \d+ tokens, 12,000 were asked for", refused(*command)
+    )
+    assert re.match(
+        r"the text allows a vocabulary of \d+ tokens, 900 were asked for",
+        refused(*command, "--size", 900),
+    )
     beyond = train(*command, "--size", 10**12)  # more than the library can make room for
     assert beyond.exit_code == 2
     assert "1000000000000 is not in the range 32<=x<=1000000" in beyond.stderr
@@ -383,8 +552,13 @@ def test_a_vocabulary_larger_than_the_text(stories: Path, tmp_path: Path) -> Non
 
 def test_a_folder_that_is_a_file(stories: Path, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    assert refused(*pretrain_command(tmp_path / "run", RECIPE, stories)) == f"{tmp_path / 'run'} is not a folder"
-    assert str(tmp_path / "run") in refused("vocab", "--corpus", stories, "--size", "120", "--out", tmp_path / "run")
+    assert (
+        refused(*pretrain_command(tmp_path / "run", RECIPE, stories))
+        == f"{tmp_path / 'run'} is not a folder"
+    )
+    assert str(tmp_path / "run") in refused(
+        "vocab", "--corpus", stories, "--size", "120", "--out", tmp_path / "run"
+    )
 
 
 def test_a_folder_of_another_run(copy: Path, stories: Path, tmp_path: Path) -> None:
@@ -396,14 +570,20 @@ def test_a_folder_of_another_run(copy: Path, stories: Path, tmp_path: Path) -> N
     another = refused(*pretrain_command(copy, RECIPE, shorter))
     assert another == f"{copy} holds a run with another text; give another folder, or remove it"
     another = refused(*pretrain_command(copy, RECIPE, stories), "--vocab", copy / "vocabulary")
-    assert another == f"{copy} holds a run with another vocabulary; give another folder, or remove it"
+    assert (
+        another == f"{copy} holds a run with another vocabulary; give another folder, or remove it"
+    )
     assert weights(copy) == before
 
 
-def test_a_try_that_failed_has_no_claim_on_its_folder(finished: Path, stories: Path, tmp_path: Path) -> None:
+def test_a_try_that_failed_has_no_claim_on_its_folder(
+    finished: Path, stories: Path, tmp_path: Path
+) -> None:
     folder, too_little = tmp_path / "run", tmp_path / "little.txt"
     too_little.write_text("The king sang a song and read a book. " * 9)
-    assert "ask for less or give more text" in refused(*pretrain_command(folder, RECIPE, too_little))
+    assert "ask for less or give more text" in refused(
+        *pretrain_command(folder, RECIPE, too_little)
+    )
     little = RECIPE.replace("size = 120", "size = 32")
     assert "needs at least 2 documents" in refused(*pretrain_command(folder, little, too_little))
     assert weights(done(folder, RECIPE, stories)) == weights(finished)
@@ -419,11 +599,15 @@ def test_a_try_that_failed_has_no_claim_on_its_folder(finished: Path, stories: P
         lambda whole: whole[:200] + bytes(200) + whole[400:],
     ],
 )
-def test_a_damaged_state(copy: Path, finished: Path, stories: Path, damage: Callable[[bytes], bytes]) -> None:
+def test_a_damaged_state(
+    copy: Path, finished: Path, stories: Path, damage: Callable[[bytes], bytes]
+) -> None:
     file = copy / "state.pt"
     file.write_bytes(damage(file.read_bytes()))
     command = pretrain_command(copy, RECIPE, stories)
-    assert re.match(rf"{re.escape(str(file))} is damaged \(\w+\); remove it to begin anew$", refused(*command))
+    assert re.match(
+        rf"{re.escape(str(file))} is damaged \(\w+\); remove it to begin anew$", refused(*command)
+    )
     file.unlink()
     assert train(*command).exit_code == 0, "what the line says helps"
     assert weights(copy) == weights(finished)
@@ -433,7 +617,11 @@ def test_a_state_of_something_else(copy: Path, stories: Path) -> None:
     file = copy / "state.pt"
     whole = state(copy)
     whole["module"] = {"weight": torch.zeros(2)}
-    for other, message in ((whole, "is of another model"), ({"step": 3}, "is damaged"), ([1], "is damaged")):
+    for other, message in (
+        (whole, "is of another model"),
+        ({"step": 3}, "is damaged"),
+        ([1], "is damaged"),
+    ):
         torch.save(other, file)
         assert refused(*pretrain_command(copy, RECIPE, stories)).startswith(f"{file} {message}")
 
@@ -441,7 +629,9 @@ def test_a_state_of_something_else(copy: Path, stories: Path) -> None:
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"recipe": 1}'])
 def test_a_damaged_description_of_a_run(copy: Path, stories: Path, content: str) -> None:
     (copy / "run.json").write_text(content)
-    assert refused(*pretrain_command(copy, RECIPE, stories)).endswith("; give another folder, or remove it")
+    assert refused(*pretrain_command(copy, RECIPE, stories)).endswith(
+        "; give another folder, or remove it"
+    )
 
 
 def test_damaged_tokens(copy: Path, finished: Path, stories: Path) -> None:
@@ -460,12 +650,16 @@ def test_damaged_tokens(copy: Path, finished: Path, stories: Path) -> None:
     for content in ("", "{", "[]"):
         (copy / "corpus/corpus.json").write_text(content)
         assert train(*command).exit_code == 0
-    assert (copy / "corpus/train.tokens").read_bytes() == (finished / "corpus/train.tokens").read_bytes()
+    assert (copy / "corpus/train.tokens").read_bytes() == (
+        finished / "corpus/train.tokens"
+    ).read_bytes()
 
 
 def test_a_damaged_log(copy: Path, stories: Path) -> None:
     (copy / "log.jsonl").write_bytes(b"5\n\xff\n[1]\n{}\n")
-    assert refused(*pretrain_command(copy, RECIPE, stories)).startswith(f"{copy / 'log.jsonl'} of the finished run is damaged")
+    assert refused(*pretrain_command(copy, RECIPE, stories)).startswith(
+        f"{copy / 'log.jsonl'} of the finished run is damaged"
+    )
 
 
 # --- questions, pairs, checkpoints
@@ -482,49 +676,107 @@ def squad(**changes: object) -> dict[str, object]:
         (bytes(range(256)), "is not in SQuAD's format: "),
         (b"[]", "is not in SQuAD's format: TypeError"),
         (b'{"data": 1}', "is not in SQuAD's format: TypeError"),
-        (b'{"data": [{"paragraphs": [{"qas": [{}]}]}]}', "is not in SQuAD's format: KeyError 'context'"),
+        (
+            b'{"data": [{"paragraphs": [{"qas": [{}]}]}]}',
+            "is not in SQuAD's format: KeyError 'context'",
+        ),
         (json.dumps(squad(question=None)).encode(), "is not in SQuAD's format: AttributeError"),
-        (json.dumps(squad(question="a \ud800")).encode(), "is not in SQuAD's format: UnicodeEncodeError"),
-        (json.dumps(squad() | {"data": [{"title": 3, "paragraphs": [PARAGRAPH]}]}).encode(), "is not in SQuAD's format: "),
-        (json.dumps({"data": [{"paragraphs": [PARAGRAPH | {"context": None}]}]}).encode(), "is not in SQuAD's format: "),
-        (json.dumps(squad(answers=[{"text": "song"}])).encode(), "is not in SQuAD's format: KeyError 'answer_start'"),
-        (json.dumps(squad(answers=[{"text": "song", "answer_start": "x"}])).encode(), "is not in SQuAD's format: ValueError"),
+        (
+            json.dumps(squad(question="a \ud800")).encode(),
+            "is not in SQuAD's format: UnicodeEncodeError",
+        ),
+        (
+            json.dumps(squad() | {"data": [{"title": 3, "paragraphs": [PARAGRAPH]}]}).encode(),
+            "is not in SQuAD's format: ",
+        ),
+        (
+            json.dumps({"data": [{"paragraphs": [PARAGRAPH | {"context": None}]}]}).encode(),
+            "is not in SQuAD's format: ",
+        ),
+        (
+            json.dumps(squad(answers=[{"text": "song"}])).encode(),
+            "is not in SQuAD's format: KeyError 'answer_start'",
+        ),
+        (
+            json.dumps(squad(answers=[{"text": "song", "answer_start": "x"}])).encode(),
+            "is not in SQuAD's format: ValueError",
+        ),
     ],
 )
-def test_questions_in_another_format(finished: Path, tmp_path: Path, content: bytes, message: str) -> None:
+def test_questions_in_another_format(
+    finished: Path, tmp_path: Path, content: bytes, message: str
+) -> None:
     file, recipe = tmp_path / "questions.json", tmp_path / "recipe.toml"
     file.write_bytes(content)
     recipe.write_text(QUESTIONS_RECIPE)
-    command = ["finetune-qa", finished / "checkpoint", "--questions", file, *options(recipe, tmp_path / "run")]
+    command = [
+        "finetune-qa",
+        finished / "checkpoint",
+        "--questions",
+        file,
+        *options(recipe, tmp_path / "run"),
+    ]
     assert refused(*command).startswith(f"{file} {message}")
 
 
 def test_questions_that_are_not_there(finished: Path, tmp_path: Path) -> None:
     file, recipe = tmp_path / "questions.json", tmp_path / "recipe.toml"
     recipe.write_text(QUESTIONS_RECIPE)
-    command = ["finetune-qa", finished / "checkpoint", "--questions", file, *options(recipe, tmp_path / "run")]
+    command = [
+        "finetune-qa",
+        finished / "checkpoint",
+        "--questions",
+        file,
+        *options(recipe, tmp_path / "run"),
+    ]
     assert refused(*command) == f"{file}: no such file"
     file.write_text('{"data": []}')
     assert refused(*command) == f"there are no questions in {file}"
     packed = file.with_suffix(".json.xz")
     packed.write_bytes(lzma.compress(json.dumps(squad()).encode())[:-9])
-    command = ["finetune-qa", finished / "checkpoint", "--questions", packed, *options(recipe, tmp_path / "other-run")]
+    command = [
+        "finetune-qa",
+        finished / "checkpoint",
+        "--questions",
+        packed,
+        *options(recipe, tmp_path / "other-run"),
+    ]
     assert refused(*command).startswith(f"{packed} is not in SQuAD's format: LZMAError")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("tokens = 32\nstride", "tokens = 64\nstride", "windows of 64 tokens exceed the checkpoint's 32 positions"),
-        ("stride = 4", "stride = 30", "windows of 32 tokens leave no room beside 8 of the question and a stride of 30"),
-        ("epochs = 1", "epochs = 1\nheld_out = 0.999999", "every question is of a held-out article; lower held_out or give more"),
+        (
+            "tokens = 32\nstride",
+            "tokens = 64\nstride",
+            "windows of 64 tokens exceed the checkpoint's 32 positions",
+        ),
+        (
+            "stride = 4",
+            "stride = 30",
+            "windows of 32 tokens leave no room beside 8 of the question and a stride of 30",
+        ),
+        (
+            "epochs = 1",
+            "epochs = 1\nheld_out = 0.999999",
+            "every question is of a held-out article; lower held_out or give more",
+        ),
     ],
 )
-def test_windows_that_do_not_fit(finished: Path, tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_windows_that_do_not_fit(
+    finished: Path, tmp_path: Path, old: str, new: str, message: str
+) -> None:
     file, recipe = tmp_path / "questions.json", tmp_path / "recipe.toml"
     file.write_text(json.dumps(squad()))
     recipe.write_text(QUESTIONS_RECIPE.replace(old, new))
-    command = ["finetune-qa", finished / "checkpoint", "--questions", file, *options(recipe, tmp_path / "run")]
+    command = [
+        "finetune-qa",
+        finished / "checkpoint",
+        "--questions",
+        file,
+        *options(recipe, tmp_path / "run"),
+    ]
     assert refused(*command).startswith(message)
 
 
@@ -532,19 +784,40 @@ def test_windows_that_do_not_fit(finished: Path, tmp_path: Path, old: str, new: 
     ("content", "message"),
     [
         (b"", "there are no pairs in {file}"),
-        (b"a king,a girl,2.5\nan owl,the moon,2.5\n", "all 2 pairs have the score 2.5: there is nothing to rank"),
-        (b"a king,a girl,2.5\nan owl,3\n", "{file}, line 2 is not 'sentence,sentence,score': 'an owl,3'"),
-        (b"a king,a girl,2.5\nan owl,the moon,high\n", "{file}, line 2 is not 'sentence,sentence,score': 'an owl,the moon,high'"),
+        (
+            b"a king,a girl,2.5\nan owl,the moon,2.5\n",
+            "all 2 pairs have the score 2.5: there is nothing to rank",
+        ),
+        (
+            b"a king,a girl,2.5\nan owl,3\n",
+            "{file}, line 2 is not 'sentence,sentence,score': 'an owl,3'",
+        ),
+        (
+            b"a king,a girl,2.5\nan owl,the moon,high\n",
+            "{file}, line 2 is not 'sentence,sentence,score': 'an owl,the moon,high'",
+        ),
         (b"a king,a girl,nan\n", "{file}, line 1: the score nan is not a finite number"),
         (b"a king,a girl,2.5\n\n", "{file}, line 2 is not 'sentence,sentence,score': ''"),
-        (b"a" * 200_000 + b",a girl,2.5\n", "{file} cannot be read: field larger than field limit (131072)"),
-        (b"\xff,a girl,2.5\n", "{file} cannot be read: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
+        (
+            b"a" * 200_000 + b",a girl,2.5\n",
+            "{file} cannot be read: field larger than field limit (131072)",
+        ),
+        (
+            b"\xff,a girl,2.5\n",
+            "{file} cannot be read: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte",
+        ),
     ],
 )
 def test_bad_pairs(finished: Path, tmp_path: Path, content: bytes, message: str) -> None:
     file, recipe = tmp_path / "pairs.csv", tmp_path / "recipe.toml"
     recipe.write_text(EMBED_RECIPE)
-    command = ["finetune-embed", finished / "checkpoint", "--pairs", file, *options(recipe, tmp_path / "run")]
+    command = [
+        "finetune-embed",
+        finished / "checkpoint",
+        "--pairs",
+        file,
+        *options(recipe, tmp_path / "run"),
+    ]
     assert refused(*command) == f"{file}: no such file"
     file.write_bytes(content)
     assert refused(*command) == message.format(file=file)
@@ -554,14 +827,19 @@ def test_bad_pairs(finished: Path, tmp_path: Path, content: bytes, message: str)
     ("added", "message"),
     [
         ("tokens = 64", "sentences of 64 tokens exceed the checkpoint's 32 positions"),
-        ("tokens = 16\ncontrastive_tokens = 64", "sentences of 64 tokens exceed the checkpoint's 32 positions"),
+        (
+            "tokens = 16\ncontrastive_tokens = 64",
+            "sentences of 64 tokens exceed the checkpoint's 32 positions",
+        ),
         (
             "tokens = 16\ncontrastive_tokens = 7",
             "recipe.toml: contrastive_tokens: Input should be greater than or equal to 8, got 7",
         ),
     ],
 )
-def test_sentences_that_do_not_fit(finished: Path, stories: Path, tmp_path: Path, added: str, message: str) -> None:
+def test_sentences_that_do_not_fit(
+    finished: Path, stories: Path, tmp_path: Path, added: str, message: str
+) -> None:
     file, recipe = tmp_path / "pairs.csv", tmp_path / "recipe.toml"
     file.write_text("a king,a girl,2.5\nan owl,the moon,1\n")
     recipe.write_text(f"epochs = 1\nsequences = 4\ncontrastive_steps = 2\n{added}\n")
@@ -573,10 +851,14 @@ def test_embeddings_of_nothing(finished: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(EMBED_RECIPE)
     command = ["finetune-embed", finished / "checkpoint", *options(recipe, tmp_path / "run")]
-    assert refused(*command).startswith("there is nothing to learn from: give scored pairs (--pairs), or ")
+    assert refused(*command).startswith(
+        "there is nothing to learn from: give scored pairs (--pairs), or "
+    )
     recipe.write_text(EMBED_RECIPE + "contrastive_steps = 2\ncontrastive_tokens = 16\n")
     command = ["finetune-embed", finished / "checkpoint", *options(recipe, tmp_path / "other-run")]
-    assert refused(*command).startswith("the recipe has contrastive_steps, which need text (--corpus); or set them to 0")
+    assert refused(*command).startswith(
+        "the recipe has contrastive_steps, which need text (--corpus); or set them to 0"
+    )
 
 
 def test_a_source_that_cannot_be_loaded(stories: Path, tmp_path: Path) -> None:
@@ -590,36 +872,66 @@ def test_a_source_that_cannot_be_loaded(stories: Path, tmp_path: Path) -> None:
         stories: f"{stories} is a file; give the directory that holds config.json and the weights",
         "no-such-model": "cannot load no-such-model from the hub (and no directory has that name): ",
     }.items():
-        assert refused("distill", source, "--corpus", stories, *options(recipe, tmp_path / "run")).startswith(message)
+        assert refused(
+            "distill", source, "--corpus", stories, *options(recipe, tmp_path / "run")
+        ).startswith(message)
         assert refused("evaluate", source, "--corpus", stories).startswith(message)
     store = tmp_path / "store"
-    assert refused("evaluate", "bundle:gone", "--model-store", store).startswith(f"no bundle named 'gone' in {store}")
+    assert refused("evaluate", "bundle:gone", "--model-store", store).startswith(
+        f"no bundle named 'gone' in {store}"
+    )
 
 
 @pytest.mark.parametrize(
     ("source", "recipe", "message"),
     [
-        ("answers", DISTILL_RECIPE, "the teacher has no masked-language-model head, which distillation needs"),
-        ("masks", DISTILL_RECIPE.replace("16", "64"), "a phase of 64 tokens exceeds the teacher's 32 positions"),
-        ("masks", DISTILL_RECIPE.replace('"none"', '"nsp"'), "distillation learns from single texts with masked tokens: set "),
+        (
+            "answers",
+            DISTILL_RECIPE,
+            "the teacher has no masked-language-model head, which distillation needs",
+        ),
+        (
+            "masks",
+            DISTILL_RECIPE.replace("16", "64"),
+            "a phase of 64 tokens exceeds the teacher's 32 positions",
+        ),
+        (
+            "masks",
+            DISTILL_RECIPE.replace('"none"', '"nsp"'),
+            "distillation learns from single texts with masked tokens: set ",
+        ),
     ],
 )
 def test_a_teacher_that_cannot_teach(
-    finished: Path, checkpoints: dict[str, Path], stories: Path, tmp_path: Path, source: str, recipe: str, message: str
+    finished: Path,
+    checkpoints: dict[str, Path],
+    stories: Path,
+    tmp_path: Path,
+    source: str,
+    recipe: str,
+    message: str,
 ) -> None:
     file = tmp_path / "recipe.toml"
     file.write_text(recipe)
     teacher = checkpoints["bert-qa"] if source == "answers" else finished / "checkpoint"
-    assert refused("distill", teacher, "--corpus", stories, *options(file, tmp_path / "run")).startswith(message)
+    assert refused(
+        "distill", teacher, "--corpus", stories, *options(file, tmp_path / "run")
+    ).startswith(message)
 
 
 def test_nothing_to_measure(finished: Path, tmp_path: Path) -> None:
-    assert refused("evaluate", finished / "checkpoint").startswith("there is nothing to measure: give --corpus, --pairs or ")
+    assert refused("evaluate", finished / "checkpoint").startswith(
+        "there is nothing to measure: give --corpus, --pairs or "
+    )
     text = tmp_path / "text.txt"
     text.write_text("The king sang.\n\nAn owl saw the moon.\n")
-    assert refused("evaluate", finished / "checkpoint", "--corpus", text).startswith("no held-out document has two sentences")
+    assert refused("evaluate", finished / "checkpoint", "--corpus", text).startswith(
+        "no held-out document has two sentences"
+    )
     text.write_text("The king sang.\n")
-    assert refused("evaluate", finished / "checkpoint", "--corpus", text).startswith("next-sentence prediction needs at least 2")
+    assert refused("evaluate", finished / "checkpoint", "--corpus", text).startswith(
+        "next-sentence prediction needs at least 2"
+    )
 
 
 # --- runs that end early
@@ -653,7 +965,11 @@ def wait_for(reached: Callable[[], bool], process: subprocess.Popen[str]) -> Non
 def steps_logged(folder: Path) -> list[int]:
     file = folder / "log.jsonl"
     return (
-        [json.loads(line)["step"] for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        [
+            json.loads(line)["step"]
+            for line in file.read_text().splitlines(keepends=True)
+            if line.endswith("\n")
+        ]
         if file.exists()
         else []
     )
@@ -673,7 +989,9 @@ def caught_in_the_middle(folder: Path, text: Path) -> Iterator[subprocess.Popen[
         process.stderr.close()
 
 
-def test_a_killed_run_goes_on_as_if_it_had_not_been(undisturbed: Path, stories: Path, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_as_if_it_had_not_been(
+    undisturbed: Path, stories: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     with caught_in_the_middle(folder, stories) as process:
         process.kill()
@@ -697,14 +1015,19 @@ def test_an_interrupted_run_saves_its_last_step_and_goes_on(
         process.send_signal(number)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert the_line(stderr) == f"interrupted; the checkpoint in {folder} is kept, the same command goes on from there"
+    assert (
+        the_line(stderr)
+        == f"interrupted; the checkpoint in {folder} is kept, the same command goes on from there"
+    )
     assert 120 <= state(folder)["step"] == steps_logged(folder)[-1] < 300
     assert done(folder, LONG, stories)
     assert weights(folder) == weights(undisturbed)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_before_the_first_step(stories: Path, tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interruption_before_the_first_step(
+    stories: Path, tmp_path: Path, number: signal.Signals
+) -> None:
     """While the text is read: at once, and nothing half done is taken for done."""
     long_text = tmp_path / "long.txt"
     long_text.write_text(stories.read_text() * 100)
@@ -715,7 +1038,10 @@ def test_an_interruption_before_the_first_step(stories: Path, tmp_path: Path, nu
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert the_line(stderr) == "interrupted; what is saved is kept, the same command goes on from there"
+    assert (
+        the_line(stderr)
+        == "interrupted; what is saved is kept, the same command goes on from there"
+    )
     assert not (folder / "vocabulary/vocab.txt").exists()
     assert not (folder / "corpus/corpus.json").exists()
 
@@ -732,7 +1058,9 @@ def full_disk(free: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("free", [0, 1_000, 2_000, 4_000, 8_000, 20_000, 50_000])
-def test_a_disk_that_is_full_from_the_start(finished: Path, stories: Path, tmp_path: Path, free: int) -> None:
+def test_a_disk_that_is_full_from_the_start(
+    finished: Path, stories: Path, tmp_path: Path, free: int
+) -> None:
     """It ends the run at its description, its vocabulary, its tokens or its checkpoint; with room again, the run is as any other."""
     folder = tmp_path / "run"
     command = pretrain_command(folder, RECIPE, stories)
@@ -745,7 +1073,9 @@ def test_a_disk_that_is_full_from_the_start(finished: Path, stories: Path, tmp_p
 
 
 @pytest.mark.parametrize("free", [0, 20_000, 62_000])
-def test_a_disk_that_is_full_at_the_end(copy: Path, finished: Path, stories: Path, free: int) -> None:
+def test_a_disk_that_is_full_at_the_end(
+    copy: Path, finished: Path, stories: Path, free: int
+) -> None:
     """Log, curves or weights cannot be written; those of before stay."""
     command = pretrain_command(copy, RECIPE, stories)
     with full_disk(free):
@@ -758,7 +1088,9 @@ def test_a_disk_that_is_full_at_the_end(copy: Path, finished: Path, stories: Pat
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="only Linux limits a running process")
 @pytest.mark.parametrize("free", [100, 20_000])
-def test_a_disk_that_fills_during_a_run(undisturbed: Path, stories: Path, tmp_path: Path, free: int) -> None:
+def test_a_disk_that_fills_during_a_run(
+    undisturbed: Path, stories: Path, tmp_path: Path, free: int
+) -> None:
     """It cannot write its log, or its next checkpoint: the last one is whole, and from there the run comes to the same end."""
     folder = tmp_path / "run"
     with caught_in_the_middle(folder, stories) as process:
@@ -783,25 +1115,39 @@ def test_a_loss_that_is_no_number_any_more(stories: Path, tmp_path: Path) -> Non
     for number, rate in enumerate((5e-3, 4e-3, 6e-3, 3e-3, 7e-3, 2e-3)):
         folder = tmp_path / str(number) / "run"
         folder.parent.mkdir()
-        recipe = LONG.replace("learning_rate = 3e-3", f"learning_rate = {rate}\nbeta2 = 1e-30\nwarmup = 0.99\nclip = 1e30")
-        result = train(*pretrain_command(folder, recipe.replace("dropout = 0.1", "dropout = 0.0"), stories))
+        recipe = LONG.replace(
+            "learning_rate = 3e-3",
+            f"learning_rate = {rate}\nbeta2 = 1e-30\nwarmup = 0.99\nclip = 1e30",
+        )
+        result = train(
+            *pretrain_command(folder, recipe.replace("dropout = 0.1", "dropout = 0.0"), stories)
+        )
         if result.exit_code and (folder / "state.pt").exists():
             break
     assert isinstance(result.exception, SystemExit)
     assert result.exit_code == 1
     line = the_line(result.stderr)
     found = re.fullmatch(
-        r"(the loss is (nan|inf)|a weight is no number any more) at step (\d+); (.*); try a lower learning_rate", line
+        r"(the loss is (nan|inf)|a weight is no number any more) at step (\d+); (.*); try a lower learning_rate",
+        line,
     )
     assert found, line
     assert found[4] == f"the checkpoint in {folder} is kept"
     kept = state(folder)
     assert kept["step"] == (int(found[3]) - 1) // 100 * 100, "the last before that step"
     assert all(tensor.isfinite().all() for tensor in kept["module"].values())
-    assert all(json.loads(line)["loss"] < float("inf") for line in (folder / "log.jsonl").read_text().splitlines())
+    assert all(
+        json.loads(line)["loss"] < float("inf")
+        for line in (folder / "log.jsonl").read_text().splitlines()
+    )
     again = refused(*pretrain_command(folder, (folder.parent / "recipe.toml").read_text(), stories))
-    assert re.sub(r"^the loss is (nan|inf)|step \d+", "", again) == re.sub(r"^the loss is (nan|inf)|step \d+", "", line)
+    assert re.sub(r"^the loss is (nan|inf)|step \d+", "", again) == re.sub(
+        r"^the loss is (nan|inf)|step \d+", "", line
+    )
 
 
 def test_a_finished_checkpoint_is_finite(finished: Path) -> None:
-    assert all(tensor.isfinite().all() for tensor in load_file(finished / "checkpoint/model.safetensors").values())
+    assert all(
+        tensor.isfinite().all()
+        for tensor in load_file(finished / "checkpoint/model.safetensors").values()
+    )

@@ -38,7 +38,11 @@ def tokenizer() -> Tokenizer:
 def corpus(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> PreparedCorpus:
     folder = tmp_path_factory.mktemp("corpus")
     return prepare_corpus(
-        [write_stories(folder / "stories.txt")], tokenizer, folder / "prepared", held_out=0.2, report=lambda _: None
+        [write_stories(folder / "stories.txt")],
+        tokenizer,
+        folder / "prepared",
+        held_out=0.2,
+        report=lambda _: None,
     )
 
 
@@ -69,7 +73,9 @@ def test_documents_of_every_form_are_the_same(tmp_path: Path) -> None:
     with lzma.open(tmp_path / "b.jsonl.xz", "wt") as stream:
         stream.write("\n".join(lines))
     write_stories(tmp_path / "c.txt")
-    jsonl, compressed, plain = (list(read_documents([tmp_path / name])) for name in ("a.jsonl", "b.jsonl.xz", "c.txt"))
+    jsonl, compressed, plain = (
+        list(read_documents([tmp_path / name])) for name in ("a.jsonl", "b.jsonl.xz", "c.txt")
+    )
     assert jsonl == compressed == STORIES[:3]
     assert [document.text.rstrip("\n") for document in plain] == [story.text for story in STORIES]
 
@@ -78,7 +84,10 @@ def test_tokens_are_the_texts(tokenizer: Tokenizer, corpus: PreparedCorpus, tmp_
     """Each document's tokens, sentence by sentence, in order, in one part or the other."""
     parts = {True: iter(_documents(corpus.held_out)), False: iter(_documents(corpus.train))}
     for story in read_documents([write_stories(tmp_path / "stories.txt")]):
-        expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in split_sentences(story.text)]
+        expected = [
+            tokenizer.encode(text, add_special_tokens=False).ids
+            for text in split_sentences(story.text)
+        ]
         assert next(parts[is_held_out(story.key, 0.2)]) == expected
     assert not list(parts[True])
     assert not list(parts[False])
@@ -86,11 +95,16 @@ def test_tokens_are_the_texts(tokenizer: Tokenizer, corpus: PreparedCorpus, tmp_
 
 def test_a_text_of_one_title_is_split_by_paragraphs(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Each paragraph is on one side, a run of neighbours is a document, and the run says what was done."""
-    paragraphs = [story.text.replace("\n", " ") + f" The owl saw it {'again ' * number}." for number, story in enumerate(STORIES)]
+    paragraphs = [
+        story.text.replace("\n", " ") + f" The owl saw it {'again ' * number}."
+        for number, story in enumerate(STORIES)
+    ]
     book = tmp_path / "book.jsonl"
     book.write_text(json.dumps({"title": "One book", "text": "\n".join(paragraphs)}) + "\n")
     said: list[str] = []
-    corpus = prepare_corpus([book], tokenizer, tmp_path / "prepared", held_out=0.2, report=said.append)
+    corpus = prepare_corpus(
+        [book], tokenizer, tmp_path / "prepared", held_out=0.2, report=said.append
+    )
     assert any("split by paragraphs" in line for line in said)
     sides = {True: [], False: []}
     runs = {True: 0, False: 0}
@@ -103,11 +117,20 @@ def test_a_text_of_one_title_is_split_by_paragraphs(tokenizer: Tokenizer, tmp_pa
     assert sides[True]
     assert corpus.held_out.tokens.tolist() == sides[True]
     assert corpus.train.tokens.tolist() == sides[False]
-    assert (corpus.held_out.document_count, corpus.train.document_count) == (runs[True], runs[False])
+    assert (corpus.held_out.document_count, corpus.train.document_count) == (
+        runs[True],
+        runs[False],
+    )
 
 
 def test_documents_name_their_file_and_their_source(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    corpus = prepare_corpus([*_two_sources(tmp_path)], tokenizer, tmp_path / "prepared", held_out=0.0, report=lambda _: None).train
+    corpus = prepare_corpus(
+        [*_two_sources(tmp_path)],
+        tokenizer,
+        tmp_path / "prepared",
+        held_out=0.0,
+        report=lambda _: None,
+    ).train
     origins = [corpus.origins[number] for number in corpus.origin_of]
     assert origins == [("books.jsonl", "novels")] * 30 + [("notes.txt", "")] * 30
 
@@ -115,7 +138,9 @@ def test_documents_name_their_file_and_their_source(tokenizer: Tokenizer, tmp_pa
 def _two_sources(folder: Path) -> tuple[Path, Path]:
     """Half of the stories with the source "novels", told by their letter case; the others as plain text."""
     novels, notes = folder / "books.jsonl", folder / "notes.txt"
-    lines = [json.dumps({"title": s.title, "text": s.text, "source": "novels"}) for s in STORIES[:30]]
+    lines = [
+        json.dumps({"title": s.title, "text": s.text, "source": "novels"}) for s in STORIES[:30]
+    ]
     novels.write_text("\n".join(lines))
     notes.write_text("\n\n".join(story.text for story in STORIES[30:]))
     return novels, notes
@@ -137,7 +162,10 @@ def test_the_split_goes_by_titles_in_any_spelling() -> None:
     titles = [f"Title {number}" for number in range(4000)]
     share = np.mean([is_held_out(title, 0.1) for title in titles])
     assert 0.08 < share < 0.12
-    assert all(is_held_out(title, 0.1) == is_held_out(title.upper().replace(" ", "_"), 0.1) for title in titles)
+    assert all(
+        is_held_out(title, 0.1) == is_held_out(title.upper().replace(" ", "_"), 0.1)
+        for title in titles
+    )
 
 
 def test_the_vocabulary_is_read_alike_by_transformers(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -145,7 +173,10 @@ def test_the_vocabulary_is_read_alike_by_transformers(tokenizer: Tokenizer, tmp_
     assert (tmp_path / "vocab.txt").read_text().splitlines()[:5] == list(SPECIAL_TOKENS)
     theirs = BertTokenizerFast(vocab=str(tmp_path / "vocab.txt"), do_lower_case=True)
     for story in STORIES[:5]:
-        assert theirs(story.text, "A second text.").input_ids == tokenizer.encode(story.text, "A second text.").ids
+        assert (
+            theirs(story.text, "A second text.").input_ids
+            == tokenizer.encode(story.text, "A second text.").ids
+        )
 
 
 def test_a_vocabulary_is_the_same_in_every_process(tmp_path: Path) -> None:
@@ -158,7 +189,9 @@ def test_a_vocabulary_is_the_same_in_every_process(tmp_path: Path) -> None:
         "print(train_tokenizer(lambda: read_documents([Path(sys.argv[1])]), size=180, lowercase=False).to_str())"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "text.txt")]
-    first, second, third = (subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(3))
+    first, second, third = (
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout for _ in range(3)
+    )
     assert first == second == third
     specials = [token["content"] for token in json.loads(first)["added_tokens"]]
     assert specials == list(SPECIAL_TOKENS)
@@ -177,7 +210,9 @@ CONTINUES = np.arange(V) % 3 == 2
 SPECIAL = np.arange(V) < 5
 MASK_ID = 4
 
-ids = st.lists(st.integers(5, V - 1), min_size=1, max_size=60).map(lambda middle: np.array([2, *middle, 3], np.int64))
+ids = st.lists(st.integers(5, V - 1), min_size=1, max_size=60).map(
+    lambda middle: np.array([2, *middle, 3], np.int64)
+)
 
 
 def masking(unit: Unit, rate: float = 0.15, replace: tuple[float, float] = (0.8, 0.1)) -> Masking:
@@ -186,7 +221,9 @@ def masking(unit: Unit, rate: float = 0.15, replace: tuple[float, float] = (0.8,
 
 @settings(deadline=None)
 @given(ids, st.sampled_from(list(Unit)), st.floats(0.05, 0.6), st.integers(0, 2**32))
-def test_masking_changes_only_what_it_chose(input_ids: np.ndarray, unit: Unit, rate: float, seed: int) -> None:
+def test_masking_changes_only_what_it_chose(
+    input_ids: np.ndarray, unit: Unit, rate: float, seed: int
+) -> None:
     masked = masking(unit, rate)(input_ids, np.random.default_rng(seed))
     assert len(masked.positions) >= 1
     assert (np.diff(masked.positions) > 0).all()
@@ -194,7 +231,9 @@ def test_masking_changes_only_what_it_chose(input_ids: np.ndarray, unit: Unit, r
     np.testing.assert_array_equal(masked.labels, input_ids[masked.positions])
     untouched = np.setdiff1d(np.arange(len(input_ids)), masked.positions)
     np.testing.assert_array_equal(masked.input_ids[untouched], input_ids[untouched])
-    assert not SPECIAL[np.delete(masked.input_ids, [0, len(input_ids) - 1])][masked.input_ids[1:-1] != MASK_ID].any()
+    assert not SPECIAL[np.delete(masked.input_ids, [0, len(input_ids) - 1])][
+        masked.input_ids[1:-1] != MASK_ID
+    ].any()
     for position, (first, last) in zip(masked.positions, masked.spans, strict=True):
         assert first <= position <= last
         assert set(range(first, last + 1)) <= set(masked.positions)
@@ -221,11 +260,17 @@ def test_masking_has_the_papers_shares(unit: Unit) -> None:
         masked = masking(unit)(input_ids, rng)
         seen = masked.input_ids[masked.positions]
         chosen, total = chosen + len(seen), total + 100
-        kinds += [(seen == MASK_ID).sum(), ((seen != MASK_ID) & (seen != masked.labels)).sum(), (seen == masked.labels).sum()]
+        kinds += [
+            (seen == MASK_ID).sum(),
+            ((seen != MASK_ID) & (seen != masked.labels)).sum(),
+            (seen == masked.labels).sum(),
+        ]
     # A span may exceed what is left of the 15 % only if it is the first; a word likewise.
     assert chosen / total == pytest.approx(0.15, abs=0.008)
     random_hits = 0.1 / (V - 5)  # a random token may be the right one
-    np.testing.assert_allclose(kinds / chosen, [0.8, 0.1 - random_hits, 0.1 + random_hits], atol=0.01)
+    np.testing.assert_allclose(
+        kinds / chosen, [0.8, 0.1 - random_hits, 0.1 + random_hits], atol=0.01
+    )
 
 
 def test_span_lengths_are_geometric_and_at_most_10_words() -> None:
@@ -233,7 +278,9 @@ def test_span_lengths_are_geometric_and_at_most_10_words() -> None:
     lengths = []
     for _ in range(3000):
         chosen = masking(Unit.SPAN)._choose_spans(list(np.arange(1, 401)[:, None]), 60, rng)
-        lengths += [len(span) for span in chosen[:3]]  # the last ones are cut to what is left of the 15 %
+        lengths += [
+            len(span) for span in chosen[:3]
+        ]  # the last ones are cut to what is left of the 15 %
     shares = np.bincount(lengths, minlength=11) / len(lengths)
     expected = 0.8 ** np.arange(10) / (0.8 ** np.arange(10)).sum()
     np.testing.assert_allclose(shares[1:11], expected, atol=0.03)
@@ -267,9 +314,14 @@ def split(sequence, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     return first[:-1].tolist(), second[:-1].tolist()
 
 
-def test_next_sentence_pairs_are_what_they_claim(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
+def test_next_sentence_pairs_are_what_they_claim(
+    tokenizer: Tokenizer, corpus: PreparedCorpus
+) -> None:
     source = sequences(corpus, tokenizer, SentenceObjective.NSP)
-    documents = [[token for sentence in document for token in sentence] for document in _documents(corpus.train)]
+    documents = [
+        [token for sentence in document for token in sentence]
+        for document in _documents(corpus.train)
+    ]
     labels = []
     for number in range(len(source)):
         sequence = source.make(number, source.rng(number))
@@ -299,7 +351,9 @@ def _contains(tokens: list[int], piece: list[int]) -> bool:
     return f",{part}," in f",{text},"
 
 
-def test_sentence_order_pairs_are_in_order_or_swapped(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
+def test_sentence_order_pairs_are_in_order_or_swapped(
+    tokenizer: Tokenizer, corpus: PreparedCorpus
+) -> None:
     source = sequences(corpus, tokenizer, SentenceObjective.SOP)
     documents = [_tokens(corpus, number) for number in range(corpus.train.document_count)]
     labels = []
@@ -326,7 +380,9 @@ def test_single_texts_hold_the_whole_corpus(tokenizer: Tokenizer, corpus: Prepar
     assert not sequence.token_type_ids.any()
 
 
-def test_epochs_differ_and_a_seed_is_one_epoch(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
+def test_epochs_differ_and_a_seed_is_one_epoch(
+    tokenizer: Tokenizer, corpus: PreparedCorpus
+) -> None:
     def first(**more: int) -> list[list[int]]:
         source = sequences(corpus, tokenizer, SentenceObjective.NSP, **more)
         return [source.make(n, source.rng(n)).input_ids.tolist() for n in range(20)]
@@ -338,11 +394,22 @@ def test_epochs_differ_and_a_seed_is_one_epoch(tokenizer: Tokenizer, corpus: Pre
 
 @pytest.mark.parametrize("name", ["novels", "books.jsonl"])
 @pytest.mark.parametrize("share", [0.1, 0.8])
-def test_a_source_has_its_share_of_what_is_sampled(tokenizer: Tokenizer, tmp_path: Path, name: str, share: float) -> None:
+def test_a_source_has_its_share_of_what_is_sampled(
+    tokenizer: Tokenizer, tmp_path: Path, name: str, share: float
+) -> None:
     """By its source or by its file; random second texts follow the same shares."""
-    prepared = prepare_corpus([*_two_sources(tmp_path)], tokenizer, tmp_path / "prepared", held_out=0.0, report=lambda _: None)
+    prepared = prepare_corpus(
+        [*_two_sources(tmp_path)],
+        tokenizer,
+        tmp_path / "prepared",
+        held_out=0.0,
+        report=lambda _: None,
+    )
     source = sequences(prepared, tokenizer, SentenceObjective.NSP, weights={name: share})
-    novels = [prepared.train.origins[prepared.train.origin_of[source.document(n)]].source == "novels" for n in range(len(source))]
+    novels = [
+        prepared.train.origins[prepared.train.origin_of[source.document(n)]].source == "novels"
+        for n in range(len(source))
+    ]
     assert np.mean(novels) == pytest.approx(share, abs=0.03)
     documents = [_tokens(prepared, number) for number in range(60)]
     seconds = []
@@ -350,14 +417,20 @@ def test_a_source_has_its_share_of_what_is_sampled(tokenizer: Tokenizer, tmp_pat
         sequence = source.make(number, source.rng(number))
         if sequence.label != IS_NEXT and len(second := split(sequence, tokenizer)[1]) > 8:
             in_novels = any(_contains(tokens, second) for tokens in documents[:30])
-            if in_novels != any(_contains(tokens, second) for tokens in documents[30:]):  # the stories repeat their sentences
+            if in_novels != any(
+                _contains(tokens, second) for tokens in documents[30:]
+            ):  # the stories repeat their sentences
                 seconds.append(in_novels)
     assert len(seconds) > 20
     assert np.mean(seconds) == pytest.approx(share, abs=0.2)
 
 
-@given(st.lists(st.integers(0, 2), min_size=3, max_size=300), st.floats(0.05, 0.9), st.integers(0, 99))
-def test_an_epoch_reads_the_scarcest_group_once_and_none_twice(groups: list[int], share: float, seed: int) -> None:
+@given(
+    st.lists(st.integers(0, 2), min_size=3, max_size=300), st.floats(0.05, 0.9), st.integers(0, 99)
+)
+def test_an_epoch_reads_the_scarcest_group_once_and_none_twice(
+    groups: list[int], share: float, seed: int
+) -> None:
     group_of = np.array([0, 1, *groups])
     group_of[group_of == 2] = 1
     order = sampled_order(group_of, np.array([share, 1 - share]), np.random.default_rng(seed))
@@ -370,13 +443,24 @@ def test_an_epoch_reads_the_scarcest_group_once_and_none_twice(groups: list[int]
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"gone.jsonl": 0.3}, "'gone.jsonl' names no source and no file of the text; it has books.jsonl, notes.txt, novels"),
+        (
+            {"gone.jsonl": 0.3},
+            "'gone.jsonl' names no source and no file of the text; it has books.jsonl, notes.txt, novels",
+        ),
         ({"novels": 1.0}, "the corpus weights sum to 1, which leaves nothing to the other sources"),
         ({"novels": 0.3, "notes.txt": 0.3}, "must sum to 1, but they sum to 0.6"),
     ],
 )
-def test_weights_that_do_not_apply(tokenizer: Tokenizer, tmp_path: Path, weights: dict[str, float], message: str) -> None:
-    prepared = prepare_corpus([*_two_sources(tmp_path)], tokenizer, tmp_path / "prepared", held_out=0.0, report=lambda _: None)
+def test_weights_that_do_not_apply(
+    tokenizer: Tokenizer, tmp_path: Path, weights: dict[str, float], message: str
+) -> None:
+    prepared = prepare_corpus(
+        [*_two_sources(tmp_path)],
+        tokenizer,
+        tmp_path / "prepared",
+        held_out=0.0,
+        report=lambda _: None,
+    )
     with pytest.raises(TrainError, match=message):
         sequences(prepared, tokenizer, SentenceObjective.NSP, weights=weights)
 
@@ -385,13 +469,19 @@ def test_weights_that_do_not_apply(tokenizer: Tokenizer, tmp_path: Path, weights
 
 
 def text_batches(
-    corpus: PreparedCorpus, tokenizer: Tokenizer, recipe: Pretraining, phases: list[Phase], seed: int = 1
+    corpus: PreparedCorpus,
+    tokenizer: Tokenizer,
+    recipe: Pretraining,
+    phases: list[Phase],
+    seed: int = 1,
 ) -> TextBatches:
     plan = BatchPlan(recipe, phases, seed)
     return TextBatches(corpus.train, plan, make_masking(tokenizer, recipe), special_ids(tokenizer))
 
 
-def test_the_mask_rate_falls_in_a_straight_line(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
+def test_the_mask_rate_falls_in_a_straight_line(
+    tokenizer: Tokenizer, corpus: PreparedCorpus
+) -> None:
     recipe = Pretraining(rate=0.3, final_rate=0.15)
     phases = [Phase(tokens=40, sequences=64, steps=51), Phase(tokens=40, sequences=64, steps=50)]
     batches = text_batches(corpus, tokenizer, recipe, phases)
@@ -409,7 +499,9 @@ def test_embeddings_are_of_the_unmasked_first_texts(
     recipe = Pretraining(sentence=sentence, rate=0.5)
     phase = Phase(tokens=40, sequences=32, steps=3)
     batches = text_batches(corpus, tokenizer, recipe, [phase])
-    options = ExampleOptions(length=40, sentence=sentence, special=special_ids(tokenizer), seed=1, epoch=0)
+    options = ExampleOptions(
+        length=40, sentence=sentence, special=special_ids(tokenizer), seed=1, epoch=0
+    )
     source = EpochExamples(corpus.train, options)
     input_ids, mask = unmasked_texts(batches(0, 0), tokens=160, length=length)
     assert input_ids.shape == (160 // length, length)
@@ -422,7 +514,9 @@ def test_embeddings_are_of_the_unmasked_first_texts(
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_any_batch_can_be_asked_for_at_any_time(tokenizer: Tokenizer, corpus: PreparedCorpus, dynamic: bool) -> None:
+def test_any_batch_can_be_asked_for_at_any_time(
+    tokenizer: Tokenizer, corpus: PreparedCorpus, dynamic: bool
+) -> None:
     recipe = Pretraining(dynamic=dynamic)
     phases = [Phase(tokens=24, sequences=16, steps=40), Phase(tokens=40, sequences=8, steps=40)]
 
@@ -443,7 +537,9 @@ def test_longer_phases_are_told(tokenizer: Tokenizer, corpus: PreparedCorpus) ->
     recipe = Pretraining()
     phases = [Phase(tokens=tokens, sequences=2, steps=3) for tokens in (16, 24, 24, 20, 40)]
     batches = text_batches(corpus, tokenizer, recipe, phases)
-    assert [batches.grows_from(step) for step in range(15)] == [None] * 3 + [16] + [None] * 8 + [24] + [None] * 2
+    assert [batches.grows_from(step) for step in range(15)] == [None] * 3 + [16] + [None] * 8 + [
+        24
+    ] + [None] * 2
 
 
 @settings(deadline=None, max_examples=20)
@@ -467,18 +563,26 @@ def test_short_sequences_begin_anywhere_in_the_longest(
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_static_masking_repeats_itself(tokenizer: Tokenizer, corpus: PreparedCorpus, dynamic: bool) -> None:
+def test_static_masking_repeats_itself(
+    tokenizer: Tokenizer, corpus: PreparedCorpus, dynamic: bool
+) -> None:
     recipe = Pretraining(dynamic=dynamic)
     phase = Phase(tokens=40, sequences=1, steps=10_000)
     batches = text_batches(corpus, tokenizer, recipe, [phase])
     epoch = batches.epoch_length(0, 0)
-    same = [bool((batches(n, 0).input_ids == batches(n + epoch, 0).input_ids).all()) for n in range(30)]
+    same = [
+        bool((batches(n, 0).input_ids == batches(n + epoch, 0).input_ids).all()) for n in range(30)
+    ]
     assert all(same) if not dynamic else not any(same)
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=200), st.integers(1, 33), st.integers(0, 99))
-def test_shuffled_batches_hold_every_example_once_an_epoch(lengths: list[int], size: int, seed: int) -> None:
+@given(
+    st.lists(st.integers(1, 100), min_size=1, max_size=200), st.integers(1, 33), st.integers(0, 99)
+)
+def test_shuffled_batches_hold_every_example_once_an_epoch(
+    lengths: list[int], size: int, seed: int
+) -> None:
     batch = shuffled_batches(lengths, size, seed)
     count = -(-len(lengths) // size)
     for epoch in range(2):

@@ -38,14 +38,20 @@ def test_each_halves_the_bytes(kind: str, checkpoints: dict[str, Path], tmp_path
     """What is published has passed parity with torch on the rounded weights, at fp32's tolerance."""
     store = Store(tmp_path)
     fp32 = export(str(checkpoints[kind]), "fp32", store).manifest
-    fp16 = export(str(checkpoints[kind]), "fp16", store, ExportOptions(weights=Weights.FP16)).manifest
+    fp16 = export(
+        str(checkpoints[kind]), "fp16", store, ExportOptions(weights=Weights.FP16)
+    ).manifest
     assert fp16.graph.weights is Weights.FP16
     assert fp16.parity.tolerance == fp32.parity.tolerance
-    assert weight_bytes(fp16) < 0.7 * weight_bytes(fp32)  # pages, and vectors that stay fp32: the models are tiny
+    assert weight_bytes(fp16) < 0.7 * weight_bytes(
+        fp32
+    )  # pages, and vectors that stay fp32: the models are tiny
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_int8_keeps_one_copy_for_both_graphs(kind: str, checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_int8_keeps_one_copy_for_both_graphs(
+    kind: str, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
     """Of a random model; the gate, which compares first choices, is for models whose choices are none by a hair."""
     checkpoint = load_checkpoint(str(checkpoints[kind]))
     model, recipe, heads = checkpoint.model, checkpoint.recipe, checkpoint.heads
@@ -60,8 +66,12 @@ def test_int8_keeps_one_copy_for_both_graphs(kind: str, checkpoints: dict[str, P
     subjects = [GraphUnderTest(graph, checkpoint, heads, 64) for graph in (fp32, int8)]
     parity = verify(folder, subjects[0])
     assert max(parity.max_error.values()) <= parity.tolerance <= 1e-4
-    assert [file.name for file in folder.glob("*.bin")] == ["weights.bin"], "int8 has no weight that fp32 has not"
-    assert (folder / "weights.bin").stat().st_size < 0.55 * (tmp_path / "fp32" / "weights.bin").stat().st_size
+    assert [file.name for file in folder.glob("*.bin")] == ["weights.bin"], (
+        "int8 has no weight that fp32 has not"
+    )
+    assert (folder / "weights.bin").stat().st_size < 0.55 * (
+        tmp_path / "fp32" / "weights.bin"
+    ).stat().st_size
     one, other = (
         GraphScorer(open_session(folder / subject.graph.file, subject.graph.layout), subject.spec)
         for subject in subjects
@@ -82,13 +92,22 @@ def test_int8_keeps_one_copy_for_both_graphs(kind: str, checkpoints: dict[str, P
 
 
 def test_int8_weights_need_the_int8_graph(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ExportError, match="weights int8 are those of the int8 graph: ask for --precision int8 as well"):
-        export(str(checkpoints["bert"]), "bert", Store(tmp_path), ExportOptions(weights=Weights.INT8))
+    with pytest.raises(
+        ExportError,
+        match="weights int8 are those of the int8 graph: ask for --precision int8 as well",
+    ):
+        export(
+            str(checkpoints["bert"]), "bert", Store(tmp_path), ExportOptions(weights=Weights.INT8)
+        )
 
 
-@pytest.mark.parametrize(("weights", "smoothed"), [(Weights.FP16, False), (Weights.INT8, False), (Weights.INT8, True)])
+@pytest.mark.parametrize(
+    ("weights", "smoothed"), [(Weights.FP16, False), (Weights.INT8, False), (Weights.INT8, True)]
+)
 @torch.no_grad()
-def test_rounding_is_to_the_nearest_and_only_once(weights: Weights, smoothed: bool, checkpoints: dict[str, Path]) -> None:
+def test_rounding_is_to_the_nearest_and_only_once(
+    weights: Weights, smoothed: bool, checkpoints: dict[str, Path]
+) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
     model, recipe = checkpoint.model, checkpoint.recipe
     smooth = smoothing_factors(model, checkpoint.tokenizer.size) if smoothed else {}
@@ -98,16 +117,22 @@ def test_rounding_is_to_the_nearest_and_only_once(weights: Weights, smoothed: bo
     round_weights(model, recipe, weights, smooth)
     moved = 0
     for original, first, second in zip(before, once, model.parameters(), strict=True):
-        torch.testing.assert_close(first, second, rtol=1e-6 if weights is Weights.INT8 else 0, atol=0)
+        torch.testing.assert_close(
+            first, second, rtol=1e-6 if weights is Weights.INT8 else 0, atol=0
+        )
         moved += int(not torch.equal(original, first))
         if not smoothed:
-            assert (original - first).abs().max() <= original.abs().max() / 250, "half a step of 127, and fp16's"
+            assert (original - first).abs().max() <= original.abs().max() / 250, (
+                "half a step of 127, and fp16's"
+            )
     assert moved, "something was rounded"
 
 
 @settings(max_examples=50, deadline=None)
 @given(rows=st.integers(1, 8), columns=st.integers(1, 8), seed=st.integers(0, 99))
-def test_integers_of_what_integers_stand_for_are_the_same(rows: int, columns: int, seed: int) -> None:
+def test_integers_of_what_integers_stand_for_are_the_same(
+    rows: int, columns: int, seed: int
+) -> None:
     """So that both graphs, each quantising the rounded model, find the same bytes."""
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     integers, steps = quantise(weight)

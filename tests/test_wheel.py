@@ -54,7 +54,12 @@ class Install:
 
 
 def pip(*arguments: str) -> None:
-    done = subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "--quiet", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -63,7 +68,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from a copy, where no earlier build left files, and unpack it."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "source", ignore=NOT_SOURCE)
-    pip("wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(folder / "source"))
+    pip(
+        "wheel",
+        "--no-deps",
+        "--no-index",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(folder),
+        str(folder / "source"),
+    )
     (wheel,) = folder.glob("cloze-*.whl")
     pip("install", "--no-deps", "--no-index", "--target", str(folder / "target"), str(wheel))
     return folder / "target"
@@ -91,7 +104,9 @@ def test_the_wheel_is_what_runs(install: Install) -> None:
 
 def test_its_bundles_are_listed_and_whole_and_nothing_is_written(install: Install) -> None:
     assert install.listed() == [f"{name}@1" for name in SHIPPED]
-    assert install.cloze("store", "verify").stdout.splitlines() == [f"{name}@1: ok" for name in SHIPPED]
+    assert install.cloze("store", "verify").stdout.splitlines() == [
+        f"{name}@1: ok" for name in SHIPPED
+    ]
     assert list(install.home.iterdir()) == []
 
 
@@ -117,19 +132,26 @@ def test_an_export_goes_to_the_user_and_is_served_beside_what_ships(
         models = httpx.get(f"{server.url}/v1/models").raise_for_status().json()["data"]
         assert {"mine@1", "cloze-bert@1"} <= {model["id"] for model in models}
         for model in ("mine", "cloze-bert"):
-            httpx.post(f"{server.url}/embed", json={"inputs": "a city", "model": model}).raise_for_status()
+            httpx.post(
+                f"{server.url}/embed", json={"inputs": "a city", "model": model}
+            ).raise_for_status()
 
 
 def test_a_name_that_ships_gets_its_next_version_and_only_this_one_is_removed(
     install: Install, checkpoints: dict[str, Path]
 ) -> None:
     data = install.home / "elsewhere"
-    exported = install.cloze("export", str(checkpoints["bert"]), "--name", "cloze-bert", XDG_DATA_HOME=str(data))
+    exported = install.cloze(
+        "export", str(checkpoints["bert"]), "--name", "cloze-bert", XDG_DATA_HOME=str(data)
+    )
     assert exported.stdout.startswith("cloze-bert@2: "), exported.stderr
     assert (data / "cloze/bundles/cloze-bert/2/manifest.json").is_file()
     assert install.listed(XDG_DATA_HOME=str(data))[:2] == ["cloze-bert@1", "cloze-bert@2"]
 
-    assert install.cloze("store", "remove", "cloze-bert", XDG_DATA_HOME=str(data)).stdout == "removed cloze-bert\n"
+    assert (
+        install.cloze("store", "remove", "cloze-bert", XDG_DATA_HOME=str(data)).stdout
+        == "removed cloze-bert\n"
+    )
     assert install.listed(XDG_DATA_HOME=str(data)) == [f"{name}@1" for name in SHIPPED]
     for reference in ("cloze-bert", "cloze-bert@1"):
         refused = install.cloze("store", "remove", reference, XDG_DATA_HOME=str(data))
@@ -142,7 +164,9 @@ def test_a_checkout_keeps_its_bundles(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert DEFAULT_ROOT == SHIPPED_ROOT == ROOT / "model_store/bundles" == default_root(ROOT)
 
 
-def test_another_project_s_pyproject_makes_no_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_project_s_pyproject_makes_no_checkout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     for text in ('[project]\nname = "other"\n', "[tool.other]\n", "not toml"):
         (tmp_path / "pyproject.toml").write_text(text)
@@ -150,7 +174,9 @@ def test_another_project_s_pyproject_makes_no_checkout(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("value", [None, "", "relative/data"])
-def test_the_data_folder_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str | None) -> None:
+def test_the_data_folder_is_absolute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str | None
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_DATA_HOME", raising=False)
     if value is not None:
@@ -158,7 +184,9 @@ def test_the_data_folder_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert default_root(tmp_path) == tmp_path / ".local/share/cloze/bundles"
 
 
-def test_a_user_without_a_home_reads_what_ships(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_user_without_a_home_reads_what_ships(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A container's user may be a number without an entry in /etc/passwd."""
 
     def no_entry(_: int) -> None:

@@ -20,12 +20,27 @@ from tests.vocabulary import vocabulary
 
 
 def config(family: str, **sizes: object) -> BertConfig | DistilBertConfig:
-    common: dict[str, object] = {"vocab_size": len(vocabulary()), "max_position_embeddings": 160, "attn_implementation": "eager"}
+    common: dict[str, object] = {
+        "vocab_size": len(vocabulary()),
+        "max_position_embeddings": 160,
+        "attn_implementation": "eager",
+    }
     if family == "bert":
         return BertConfig(
-            **(common | {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128} | sizes)
+            **(
+                common
+                | {
+                    "hidden_size": 64,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                    "intermediate_size": 128,
+                }
+                | sizes
+            )
         )
-    return DistilBertConfig(**(common | {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128} | sizes))
+    return DistilBertConfig(
+        **(common | {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128} | sizes)
+    )
 
 
 CLASSES = {
@@ -62,7 +77,9 @@ def make_model(kind: str, seed: int = 0, **sizes: object) -> PreTrainedModel:
     model = CLASSES[kind](config(kind.split("-")[0], **sizes))
     # Wider models need smaller weights, or 24 layers of them magnify rounding beyond any tolerance.
     spread = 0.8 * model.config.hidden_size**-0.5
-    torch.manual_seed(seed)  # after the library's own draws, so that the weights do not depend on its version
+    torch.manual_seed(
+        seed
+    )  # after the library's own draws, so that the weights do not depend on its version
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             is_norm = "norm" in name.lower() and name.endswith("weight")

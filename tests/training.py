@@ -7,8 +7,21 @@ from export.train.documents import Document
 from export.train.recipe import Optimisation, Phase, Pretraining, PretrainRecipe, Sizes, Vocabulary
 
 PEOPLE = ["the old king", "a young girl", "her brother", "the captain", "my teacher", "an owl"]
-PLACES = ["in the green house", "by the cold river", "on the long road", "under the big tree", "at the red door"]
-ACTS = ["sang a song", "read a book", "ate some bread", "found a coin", "told a story", "saw the moon"]
+PLACES = [
+    "in the green house",
+    "by the cold river",
+    "on the long road",
+    "under the big tree",
+    "at the red door",
+]
+ACTS = [
+    "sang a song",
+    "read a book",
+    "ate some bread",
+    "found a coin",
+    "told a story",
+    "saw the moon",
+]
 
 
 def _story(number: int) -> Document:
@@ -32,9 +45,14 @@ def tiny_recipe(steps: int = 30, **pretraining: object) -> PretrainRecipe:
     """Two layers of 32."""
     return PretrainRecipe(
         vocabulary=Vocabulary(size=130),
-        model=Sizes(hidden_size=32, layers=2, heads=2, intermediate_size=64, max_tokens=64, dropout=0.1),
+        model=Sizes(
+            hidden_size=32, layers=2, heads=2, intermediate_size=64, max_tokens=64, dropout=0.1
+        ),
         pretraining=Pretraining.model_validate(pretraining),
         optimisation=Optimisation(learning_rate=5e-3, precision="fp32"),
-        phases=[Phase(tokens=24, sequences=16, steps=steps), Phase(tokens=40, sequences=8, steps=steps)],
+        phases=[
+            Phase(tokens=24, sequences=16, steps=steps),
+            Phase(tokens=40, sequences=8, steps=steps),
+        ],
         held_out=0.1,
     )

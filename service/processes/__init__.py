@@ -1,6 +1,7 @@
-"""Several processes behind one port: front ends speak HTTP and tokenize, an engine process a device runs batches.
+"""Several processes behind one port: front ends, and one engine process per device.
 
-`supervisor` starts them and restarts those that die; `frontend` and `engine_process` are what it starts; `remote` is the queue
-as a front end sees it; `frames` are the bytes between them. Unless `frontends` is set, one process does all of it: see
-`service.app`.
+A front end answers HTTP and tokenizes; an engine process runs batches. `supervisor` starts and
+restarts both; `frontend` and `engine_process` are their programs. `remote` is the queue as a front
+end sees it; `frames` are the messages between them. Without the setting `frontends`, one process
+does everything: see `service.app`.
 """

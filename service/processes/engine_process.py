@@ -1,7 +1,7 @@
-"""One device's engine process: takes requests from all front ends, runs them through its models' schedulers, sends answers back.
+"""One device's engine process: runs the requests of all front ends and sends their results.
 
-Started by the supervisor as ``python -m service.processes.engine_process``. Ends with 1 when an engine dies, with 2 if it cannot
-start.
+The supervisor starts it with ``python -m service.processes.engine_process``. The exit code is 1
+when an engine dies, and 2 when the process cannot start.
 """
 
 import json
@@ -17,19 +17,25 @@ from types import FrameType
 import zmq
 
 from service import server as http_server
-from service.core import BatchResult, BatchReport, EngineFailed, Queue, ServiceError, StartupError
-from service.served_models import EngineCallbacks, EngineFactory, ServedModel, local_models, open_bundles
+from service.core import BatchReport, BatchResult, EngineFailed, Queue, ServiceError, StartupError
 from service.metrics import Metrics, write_as
 from service.processes import frames, start
+from service.served_models import (
+    EngineCallbacks,
+    EngineFactory,
+    ServedModel,
+    local_models,
+    open_bundles,
+)
 
 log = logging.getLogger("cloze")
 
 _POLL_MS = 200
 _LOOK_EVERY_S = 0.5
-"""For front ends that ended."""
+"""Interval of the search for front ends that have exited."""
 
 _UNSENT = 100_000
-"""Answers that may wait for a front end to take them; beyond that it hangs, and its answers are dropped."""
+"""Answers that may wait for a front end to take them; further answers are dropped."""
 
 
 class FrontEnd:
@@ -45,7 +51,7 @@ class FrontEnd:
         self.running: dict[int, Future[BatchResult]] = {}
 
     def send(self, message: frames.Frames) -> None:
-        """Unless nobody takes it."""
+        """Send a message; drop it if the peer takes no more."""
         with self._lock:
             if self._socket.closed:
                 return
@@ -55,7 +61,7 @@ class FrontEnd:
                 log.warning("a front end takes no answers")
 
     def close(self) -> None:
-        """It ended: nobody waits for its requests."""
+        """Cancel the requests of a front end that has exited."""
         for future in list(self.running.values()):
             future.cancel()
         with self._lock:
@@ -78,12 +84,15 @@ class EngineServer:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._front_ends: dict[str, FrontEnd] = {}
-        rows = [{"reference": model.bundle.manifest.reference, "precision": model.precision()} for model in models]
+        rows = [
+            {"reference": model.bundle.manifest.reference, "precision": model.precision()}
+            for model in models
+        ]
         self._welcome = [frames.WELCOME, json.dumps({"pid": os.getpid(), "models": rows}).encode()]
         self.stopping = False
 
     def serve(self) -> None:
-        """Until `stopping`, and until no front end is left: whoever stops all processes at once still gets their answers."""
+        """Handle messages until `stopping` is set and no front end is left."""
         looked = time.monotonic()
         while not self.stopping or self._front_ends:
             if self._socket.poll(_POLL_MS):
@@ -92,7 +101,9 @@ class EngineServer:
                 looked = time.monotonic()
                 self._drop_gone()
             for model in self._models:
-                self._metrics.observe_queue(model.bundle.manifest.reference, model.queue.queued_tokens)
+                self._metrics.observe_queue(
+                    model.bundle.manifest.reference, model.queue.queued_tokens
+                )
 
     def _handle(self, message: list[bytes]) -> None:
         kind, address, rest = message[0], message[1].decode(), [message[0], *message[2:]]
@@ -102,7 +113,10 @@ class EngineServer:
             log.warning("a front end that did not say hello")
         elif kind == frames.RUN:
             self._run(front_end, frames.decode_run(rest))
-        elif kind == frames.CANCEL and (future := front_end.running.get(frames.decode_cancel(rest))) is not None:
+        elif (
+            kind == frames.CANCEL
+            and (future := front_end.running.get(frames.decode_cancel(rest))) is not None
+        ):
             future.cancel()
 
     def _greet(self, address: str) -> None:
@@ -112,12 +126,16 @@ class EngineServer:
 
     def _drop_gone(self) -> None:
         """Nobody waits for what a front end asked that ended."""
-        for gone in [known for known, front_end in self._front_ends.items() if not _is_alive(front_end.pid)]:
+        for gone in [
+            known for known, front_end in self._front_ends.items() if not _is_alive(front_end.pid)
+        ]:
             self._front_ends.pop(gone).close()
 
     def _run(self, front_end: FrontEnd, asked: frames.Run) -> None:
         try:
-            future = self._models[asked.model].queue.submit(asked.encodings, asked.deadline, accepted=asked.accepted)
+            future = self._models[asked.model].queue.submit(
+                asked.encodings, asked.deadline, accepted=asked.accepted
+            )
         except ServiceError as error:
             front_end.send(frames.encode_fail(asked.number, error))
             return
@@ -134,7 +152,11 @@ def _answer(front_end: FrontEnd, number: int, future: Future[BatchResult]) -> No
     if error is None:
         front_end.send(frames.encode_done(number, future.result()))
     else:
-        known = error if isinstance(error, ServiceError) else EngineFailed(f"the engine process failed ({type(error).__name__})")
+        known = (
+            error
+            if isinstance(error, ServiceError)
+            else EngineFailed(f"the engine process failed ({type(error).__name__})")
+        )
         front_end.send(frames.encode_fail(number, known))
 
 
@@ -167,7 +189,13 @@ def main(make_engine: EngineFactory | None = None) -> int:
             if model in queues:
                 metrics.observe_queue(model, queues[model].queued_tokens)
 
-        models = local_models(config.settings, bundles, EngineCallbacks(observe, die), make_engine, device_id=config.device_id)
+        models = local_models(
+            config.settings,
+            bundles,
+            EngineCallbacks(observe, die),
+            make_engine,
+            device_id=config.device_id,
+        )
     except StartupError as error:
         sys.stderr.write(f"cloze: {error}\n")
         return 2

@@ -142,9 +142,7 @@ def encode_done(number: int, result: BatchResult) -> Frames:
                 shapes = shapes[:1]
             columns.append(_Column(head, name, values[0].dtype.name, asked, shapes))
             arrays.append(b"".join([value.tobytes() for value in values]))
-    header = _DoneHeader(
-        number, result.queue_s, result.inference_s, len(result.outputs), columns
-    )
+    header = _DoneHeader(number, result.queue_s, result.inference_s, len(result.outputs), columns)
     return [DONE, _encoder.encode(header), *arrays]
 
 
@@ -166,10 +164,9 @@ def decode_done(frames: Sequence[bytes]) -> tuple[int, BatchResult]:
 
 def _split(column: _Column, data: bytes) -> Sequence[NDArray[Any]]:
     """Return the column's array of each encoding, without copying."""
-    array = np.frombuffer(data, column.dtype)
+    array: NDArray[Any] = np.frombuffer(data, column.dtype)
     if len(column.shapes) == 1:
-        rows: Sequence[NDArray[Any]] = array.reshape(len(column.encodings), *column.shapes[0])
-        return rows
+        return list(array.reshape(len(column.encodings), *column.shapes[0]))
     sizes = [int(np.prod(shape)) for shape in column.shapes]
     bounds = pairwise(accumulate(sizes, initial=0))
     return [

@@ -13,14 +13,16 @@ import zmq
 from model_store import Bundle
 from service import app, server
 from service.core import StartupError
-from service.served_models import ServedModel
 from service.metrics import write_as
 from service.processes import start
 from service.processes.remote import Link, RemoteQueue
+from service.served_models import ServedModel
 
 _ENGINE_WAIT_S = 5.0
-"""For an engine, before clients are let in: others are ready already, and nobody should meet the one that is not. While there is
-no engine at all, probes must be answered."""
+"""Longest wait for an engine before the front end accepts clients.
+
+After that time probes must be answered, even if no engine runs.
+"""
 
 
 def main() -> int:
@@ -35,9 +37,14 @@ def main() -> int:
     class Engines:
         def models(self, bundles: Sequence[Bundle]) -> list[ServedModel]:
             references = [bundle.manifest.reference for bundle in bundles]
-            links.extend(Link(context, config.folder, name, references, came) for name in config.engines)
+            links.extend(
+                Link(context, config.folder, name, references, came) for name in config.engines
+            )
             queues = [RemoteQueue(links, number) for number in range(len(bundles))]
-            return [ServedModel(b, queue, queue.precision) for b, queue in zip(bundles, queues, strict=True)]
+            return [
+                ServedModel(b, queue, queue.precision)
+                for b, queue in zip(bundles, queues, strict=True)
+            ]
 
     try:
         service = app.front_end(config.settings, Engines())

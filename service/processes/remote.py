@@ -1,7 +1,7 @@
-"""The queue as a front end sees it: requests go to the engine process with the least to do, answers come back as futures.
+"""The queue as a front end sees it: requests go to an engine process, futures end with its answers.
 
-One thread a link receives. That an engine process ended is seen at its process descriptor, not guessed from silence: what it
-still owed fails at once, and the link waits for its successor.
+One thread per link receives. The end of an engine process is seen at its process descriptor: its
+pending requests fail at once, and the link waits for the next engine process.
 """
 
 import itertools
@@ -46,7 +46,12 @@ class Link:
     """
 
     def __init__(
-        self, context: "zmq.Context[zmq.Socket[bytes]]", folder: Path, name: str, references: Sequence[str], came: threading.Event
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        folder: Path,
+        name: str,
+        references: Sequence[str],
+        came: threading.Event,
     ) -> None:
         self._came = came
         self.models: list[RemoteModel] = []
@@ -76,7 +81,9 @@ class Link:
         """Why no engine is there; None while one is."""
         return self._dead
 
-    def submit(self, model: int, encodings: Sequence[Encoding], deadline: float, *, accepted: bool) -> Future[BatchResult]:
+    def submit(
+        self, model: int, encodings: Sequence[Encoding], deadline: float, *, accepted: bool
+    ) -> Future[BatchResult]:
         """Send a request; see `core.Queue`."""
         future: Future[BatchResult] = Future()
         tokens = sum(map(len, encodings))
@@ -86,8 +93,13 @@ class Link:
             if self._dead is not None:
                 raise EngineDead(f"the engine is dead: {self._dead}")
             number = next(self._numbers)
-            message = frames.encode_run(frames.Run(number, deadline, model, accepted, list(encodings)))
-            self._pending[number] = future, tokens  # before it is sent: the answer may be quicker than we are
+            message = frames.encode_run(
+                frames.Run(number, deadline, model, accepted, list(encodings))
+            )
+            self._pending[number] = (
+                future,
+                tokens,
+            )  # before it is sent: the answer may be quicker than we are
             self.tokens += tokens
             try:
                 self._send(message)
@@ -125,15 +137,19 @@ class Link:
             future.set_running_or_notify_cancel()  # tells those who wait on it in other threads
 
     def _send(self, message: frames.Frames) -> None:
-        """With where the answer goes; the lock is held. Raises `zmq.Again` where nobody takes it."""
+        """Send a message with the address of its answer; the caller holds the lock.
+
+        Raises:
+            zmq.Again: no engine takes the message.
+        """
         self._to.send_multipart([message[0], self._address.encode(), *message[1:]], zmq.NOBLOCK)
 
-    # ---- the receiving thread --------------------------------------------------------------------------------------
+    # ---- the receiving thread ------------------------------------------------------------------
 
     def _receive(self) -> None:
         try:
             self._receive_all()
-        except BaseException:  # without this thread nobody here is ever answered: the supervisor starts another front end
+        except BaseException:  # without this thread no request is answered: end the process
             log.exception("the link to %s failed", self._name)
             logging.shutdown()
             os._exit(1)
@@ -164,7 +180,9 @@ class Link:
     def _handle(self, message: list[bytes], poller: zmq.Poller, engine: int | None) -> int | None:
         """One message; returns the descriptor of the engine's process."""
         if message[0] == frames.WELCOME:
-            return engine if engine is not None else self._engine_came(json.loads(message[1]), poller)
+            return (
+                engine if engine is not None else self._engine_came(json.loads(message[1]), poller)
+            )
         if message[0] == frames.DONE:
             number, answer = frames.decode_done(message)
             if (known := self._pending.get(number)) is not None:  # else it was cancelled
@@ -183,7 +201,9 @@ class Link:
             return None
         try:
             engine = os.pidfd_open(told["pid"])
-        except OSError:  # it is gone again, or there is no descriptor left: it will be asked once more
+        except (
+            OSError
+        ):  # it is gone again, or there is no descriptor left: it will be asked once more
             return None
         poller.register(engine, zmq.POLLIN)
         with self._lock:
@@ -236,7 +256,9 @@ class RemoteQueue:
         """Whether new requests are refused."""
         return self._draining
 
-    def submit(self, encodings: Sequence[Encoding], deadline: float, *, accepted: bool = False) -> Future[BatchResult]:
+    def submit(
+        self, encodings: Sequence[Encoding], deadline: float, *, accepted: bool = False
+    ) -> Future[BatchResult]:
         """See `core.Queue`; that the engine's queue is full, the future says."""
         if self._draining and not accepted:
             raise ShuttingDown("the server is shutting down")

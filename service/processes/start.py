@@ -41,15 +41,25 @@ class ChildConfig:
 
     def to_argument(self) -> str:
         """For `from_arguments`."""
-        body = {name: getattr(self, name) for name in ("name", "engines", "ready", "listener", "device_id", "parent")}
-        return json.dumps(body | {"folder": str(self.folder), "settings": self.settings.model_dump(mode="json")})
+        body = {
+            name: getattr(self, name)
+            for name in ("name", "engines", "ready", "listener", "device_id", "parent")
+        }
+        return json.dumps(
+            body | {"folder": str(self.folder), "settings": self.settings.model_dump(mode="json")}
+        )
 
     @classmethod
     def from_arguments(cls) -> "ChildConfig":
         """Of this process, which from now on ends when its parent does."""
         body = json.loads(sys.argv[1])
         config = cls(
-            **body | {"folder": Path(body["folder"]), "engines": tuple(body["engines"]), "settings": Settings(**body["settings"])}
+            **body
+            | {
+                "folder": Path(body["folder"]),
+                "engines": tuple(body["engines"]),
+                "settings": Settings(**body["settings"]),
+            }
         )
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != config.parent:  # it ended a moment ago

@@ -1,4 +1,4 @@
-"""Starts engine processes and front ends, restarts those that die, and ends them in order. Speaks no HTTP."""
+"""Starts engine processes and front ends, restarts those that die, and ends them in order."""
 
 import logging
 import os
@@ -16,9 +16,9 @@ from types import FrameType
 
 from service import server
 from service.core import Device, StartupError
-from service.served_models import open_bundles
 from service.metrics import forget_process, share_folder
 from service.processes.start import ChildConfig
+from service.served_models import open_bundles
 from service.settings import Settings
 
 log = logging.getLogger("cloze")
@@ -67,12 +67,20 @@ class Supervisor:
         StartupError: the store is empty, or a bundle does not open.
     """
 
-    def __init__(self, settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMAND) -> None:
-        # By version: a process that starts again must not take up what was published meanwhile, which the others do not know.
+    def __init__(
+        self, settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMAND
+    ) -> None:
+        # With versions: a restarted process must serve what the other processes serve, whatever
+        # was published since.
         references = tuple(bundle.manifest.reference for bundle in open_bundles(settings))
-        self._settings, self._engine_command = settings.model_copy(update={"model": references}), engine_command
+        self._settings, self._engine_command = (
+            settings.model_copy(update={"model": references}),
+            engine_command,
+        )
         self._engines = [Child(f"engine-{number}", number) for number in range(settings.gpus)]
-        self._front_ends = [Child(f"frontend-{number}", None) for number in range(settings.frontends)]
+        self._front_ends = [
+            Child(f"frontend-{number}", None) for number in range(settings.frontends)
+        ]
         self._stopping = False
         self._signalled, told = os.pipe()  # can be read after a signal
         os.set_blocking(self._signalled, False)
@@ -116,7 +124,7 @@ class Supervisor:
         self._stopping = True
 
     def _start_all(self, children: list[Child], listener: socket.socket) -> int | None:
-        """Start them together and wait until all are ready, or we are to stop; the exit code if one of them ended instead."""
+        """Start processes and wait until all are ready; return the exit code of one that ended."""
         waiting = {self._start(child, listener): child for child in children}
         try:
             while waiting:
@@ -235,13 +243,18 @@ def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMA
         StartupError: a setting does not fit, or see `Supervisor`.
     """
     if settings.gpus > 1 and not settings.frontends:
-        raise StartupError(f"gpus is {settings.gpus}, which needs front ends: set frontends to at least 1")
+        raise StartupError(
+            f"gpus is {settings.gpus}, which needs front ends: set frontends to at least 1"
+        )
     if settings.gpus > 1 and settings.device is not Device.CUDA:
         raise StartupError(
-            f"gpus is {settings.gpus}, but the device is {settings.device}: set it to cuda, so that none runs on a CPU"
+            f"gpus is {settings.gpus}, but the device is {settings.device}: "
+            "set it to cuda, so that none runs on a CPU"
         )
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (OSError, AttributeError) as error:
-        raise StartupError(f"front ends need pidfd_open, which this system refuses ({error}): set frontends to 0") from error
+        raise StartupError(
+            f"front ends need pidfd_open, which this system refuses ({error}): set frontends to 0"
+        ) from error
     return Supervisor(settings, engine_command).run()

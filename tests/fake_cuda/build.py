@@ -21,27 +21,42 @@ def build(folder: Path, provider: Path, headers: Path) -> list[Path]:
     """
     needed = re.findall(r"\(NEEDED\).*\[(libcu.*)\]", _said("readelf", "-d", provider))
     symbols: dict[str, list[str]] = {library: [] for library in needed}
-    for symbol in (line.split()[-1] for line in _said("nm", "-D", "--undefined-only", provider).splitlines()):
+    for symbol in (
+        line.split()[-1] for line in _said("nm", "-D", "--undefined-only", provider).splitlines()
+    ):
         name, _, library = symbol.partition("@")
         if library in symbols:
             symbols[library].append(name)
         elif name.startswith("cu"):  # the driver's own have no version
             symbols["libcuda.so.1"].append(name)
     built = []
-    for library, names in sorted(symbols.items(), key=lambda entry: not entry[0].startswith("libcudart")):
+    for library, names in sorted(
+        symbols.items(), key=lambda entry: not entry[0].startswith("libcudart")
+    ):
         sources = [Path(__file__).parent / "runtime.cpp"] if library.startswith("libcudart") else []
         own = sources[0].read_text() if sources else ""
         stubs = folder / f"{library}.c"
         stubs.write_text(
-            "#include <stdlib.h>\n" + "".join(_stub(name) for name in names if f" {name}(" not in own.replace("*", " "))
+            "#include <stdlib.h>\n"
+            + "".join(_stub(name) for name in names if f" {name}(" not in own.replace("*", " "))
         )
         exports = folder / f"{library}.map"
         exports.write_text(f"{library} {{ global: *; }};\n")
         objects = [folder / f"{library}.{number}.o" for number in range(1 + len(sources))]
         for source, object_file in zip([stubs, *sources], objects, strict=True):
             compiler = ["gcc", "-w"] if source is stubs else ["g++", f"-I{headers}"]
-            subprocess.run([*compiler, "-fPIC", "-c", source, "-o", object_file], check=True, capture_output=True)
-        linked = [f"-Wl,-soname,{library}", f"-Wl,--version-script={exports}", *objects, "-o", folder / library]
+            subprocess.run(
+                [*compiler, "-fPIC", "-c", source, "-o", object_file],
+                check=True,
+                capture_output=True,
+            )
+        linked = [
+            f"-Wl,-soname,{library}",
+            f"-Wl,--version-script={exports}",
+            *objects,
+            "-o",
+            folder / library,
+        ]
         subprocess.run(["g++", "-shared", *linked], check=True, capture_output=True)
         built.append(folder / library)
     return built

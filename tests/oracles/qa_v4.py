@@ -20,9 +20,13 @@ SHORT = "Paris is the capital of France. The river Seine runs through the old ci
 LONG = " ".join(
     f"In year {year} the king of the {color} house saw {count} people walk from the river to the moon-lit city; they asked who "
     f"had opened door no. {year % 7}, but there was no answer (not from him, nor from her)."
-    for year, color, count in zip(range(1790, 1806), ["red", "green", "old", "new"] * 4, range(3, 99, 6), strict=True)
+    for year, color, count in zip(
+        range(1790, 1806), ["red", "green", "old", "new"] * 4, range(3, 99, 6), strict=True
+    )
 )
-UNICODE = "Café Müller — «naïve» 北京 is a city. Emoji 😀😀 stand here; the ﬁrst answer isn't far. " * 4
+UNICODE = (
+    "Café Müller — «naïve» 北京 is a city. Emoji 😀😀 stand here; the ﬁrst answer isn't far. " * 4
+)
 
 CASES: list[tuple[str, str, dict[str, object]]] = [
     ("What is the capital of France?", SHORT, {}),
@@ -34,9 +38,21 @@ CASES: list[tuple[str, str, dict[str, object]]] = [
     ("Who opened the door?", LONG, {}),
     ("Who opened the door?", LONG, {"top_k": 10}),
     ("Who opened the door?", LONG, {"top_k": 3, "doc_stride": 10}),
-    ("Who opened the door?", LONG, {"top_k": 3, "max_seq_len": 64, "doc_stride": 32, "max_answer_len": 4}),
-    ("Who opened the door?", LONG, {"top_k": 6, "max_seq_len": 100, "doc_stride": 50, "handle_impossible_answer": True}),
-    ("Who opened the door?", LONG, {"top_k": 7, "max_seq_len": 80, "doc_stride": 0, "align_to_words": False}),
+    (
+        "Who opened the door?",
+        LONG,
+        {"top_k": 3, "max_seq_len": 64, "doc_stride": 32, "max_answer_len": 4},
+    ),
+    (
+        "Who opened the door?",
+        LONG,
+        {"top_k": 6, "max_seq_len": 100, "doc_stride": 50, "handle_impossible_answer": True},
+    ),
+    (
+        "Who opened the door?",
+        LONG,
+        {"top_k": 7, "max_seq_len": 80, "doc_stride": 0, "align_to_words": False},
+    ),
     ("Where is 北京?", UNICODE, {}),
     ("Where is 北京?", UNICODE, {"top_k": 8, "max_seq_len": 70, "doc_stride": 20}),
     ("A?", "x", {"top_k": 1}),
@@ -52,9 +68,21 @@ def main() -> None:
         golden = []
         for question, context, parameters in CASES:
             answers = pipeline(question=question, context=context, **parameters)
-            golden.append({"question": question, "context": context, "parameters": parameters, "answers": answers})
+            golden.append(
+                {
+                    "question": question,
+                    "context": context,
+                    "parameters": parameters,
+                    "answers": answers,
+                }
+            )
     GOLDEN.write_text(
-        json.dumps({"transformers": transformers.__version__, "cases": golden}, indent=1, ensure_ascii=False) + "\n"
+        json.dumps(
+            {"transformers": transformers.__version__, "cases": golden},
+            indent=1,
+            ensure_ascii=False,
+        )
+        + "\n"
     )
 
 

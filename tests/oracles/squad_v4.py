@@ -48,7 +48,10 @@ def as_squad(rows: list[tuple[list[str], str]]) -> dict[str, object]:
         for number, (accepted, _) in enumerate(rows)
     ]
     context = " | ".join(text for accepted, _ in rows for text in accepted)
-    return {"version": "v2.0", "data": [{"title": "Rows", "paragraphs": [{"context": context, "qas": questions}]}]}
+    return {
+        "version": "v2.0",
+        "data": [{"title": "Rows", "paragraphs": [{"context": context, "qas": questions}]}],
+    }
 
 
 if __name__ == "__main__":
@@ -57,10 +60,21 @@ if __name__ == "__main__":
 
     def official(rows: list[tuple[list[str], str]]) -> dict[str, float]:
         examples = [
-            SquadExample(f"q{n}", "?", "c", None, None, "t", [{"text": text} for text in accepted], not accepted)
+            SquadExample(
+                f"q{n}",
+                "?",
+                "c",
+                None,
+                None,
+                "t",
+                [{"text": text} for text in accepted],
+                not accepted,
+            )
             for n, (accepted, _) in enumerate(rows)
         ]
-        return dict(squad_evaluate(examples, {f"q{n}": answer for n, (_, answer) in enumerate(rows)}))
+        return dict(
+            squad_evaluate(examples, {f"q{n}": answer for n, (_, answer) in enumerate(rows)})
+        )
 
     answered = [row for row in ROWS if row[0]]
     golden = [{"rows": rows, "figures": official(rows)} for rows in (ROWS, answered)]

@@ -93,6 +93,11 @@ class _Job:
     limits: Limits
     smoothing: dict[str, Tensor]
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """The task names of the heads, in the order of the options if they name any."""
+        return tuple(dict.fromkeys(self.options.tasks)) or tuple(h.task for h in self.heads)
+
 
 @dataclass(frozen=True, slots=True)
 class _WrittenGraph:
@@ -219,7 +224,7 @@ def _describe(name: str, job: _Job, graphs: dict[Precision, _WrittenGraph]) -> B
     names = {head.name for head in job.heads}
     return BundleSpec(
         name=name,
-        tasks=tuple(head.task for head in job.heads),
+        tasks=job.tasks,
         architecture=_architecture(checkpoint),
         source=checkpoint.source,
         license=checkpoint.license,

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Threads of torch that spin while they wait would starve the servers that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell ignores SIGINT in background jobs. The processes of the tests would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)

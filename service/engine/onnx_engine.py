@@ -24,6 +24,7 @@ from service.engine.session import CUDA, Session, cpu_session, cuda_session, pro
 OpenSession = Callable[[Bundle, Graph], Session]
 """Opens a session with a graph of a bundle."""
 """Opens a session with a graph of a bundle."""
+"""Opens a session with a graph of a bundle."""
 
 _DTYPES = {
     tensor.name: tensor.numpy_dtype
@@ -48,6 +49,30 @@ class SessionOptions:
 
 
 _DEFAULT_OPTIONS = SessionOptions()
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """The graph to run.
+
+    Attributes:
+        graph: one of a bundle's graphs.
+        parity: the golden outputs of the graph and their tolerance.
+        reason: why this graph was chosen, for the log.
+    """
+
+    graph: Graph
+    parity: Parity
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenGraph:
+    """A chosen graph with its session on a device."""
+
+    choice: _Choice
+    device: Device
+    session: Session
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,8 +245,7 @@ def _choose_for_cpu(manifest: Manifest, requested: RequestedPrecision) -> _Choic
     if requested is Precision.INT8:
         return _Choice(int8.graph, int8.parity, "as asked")
     if instructions := int8_instructions():
-        names = ", ".join(instructions)
-        reason = f"since the processor has {names} and the bundle's gate was passed"
+        reason = f"since the processor has {', '.join(instructions)} and the bundle's gate was passed"
         return _Choice(int8.graph, int8.parity, reason)
     return _Choice(*fp32, f"since the processor has none of {INT8_NAMES}")
 

@@ -137,6 +137,8 @@ def test_labels_stay_bounded_whatever_is_asked(fresh: Server) -> None:
         "/embed",
         "/nsp",
         "/qa",
+        "/classify",
+        "/token-classification",
         "/v1/embeddings",
         "/healthz",
         "/readyz",

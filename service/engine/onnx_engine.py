@@ -245,7 +245,8 @@ def _choose_for_cpu(manifest: Manifest, requested: RequestedPrecision) -> _Choic
     if requested is Precision.INT8:
         return _Choice(int8.graph, int8.parity, "as asked")
     if instructions := int8_instructions():
-        reason = f"since the processor has {', '.join(instructions)} and the bundle's gate was passed"
+        names = ", ".join(instructions)
+        reason = f"since the processor has {names} and the bundle's gate was passed"
         return _Choice(int8.graph, int8.parity, reason)
     return _Choice(*fp32, f"since the processor has none of {INT8_NAMES}")
 

@@ -16,7 +16,7 @@ def serve(settings: Settings) -> int:
         StartupError: a setting, a bundle, a device or the port is wrong.
     """
     if settings.frontends or settings.gpus > 1:
-        from service.processes.supervisor import supervise  # a single process works without zmq
+        from service.processes.supervisor import supervise  # a single process works without msgspec
 
         return supervise(settings)
     return serve_in_one_process(settings)

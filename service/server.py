@@ -49,6 +49,15 @@ def warn_of_unknown_variables() -> None:
 
 def run(service: Service, settings: Settings, listener: socket.socket) -> None:
     """Answer requests on a listening socket until a signal, or until a local engine dies."""
+    _make_server(service, settings).run(sockets=[listener])
+
+
+async def serve(service: Service, settings: Settings, listener: socket.socket) -> None:
+    """Do what `run` does, on the running event loop."""
+    await _make_server(service, settings).serve(sockets=[listener])
+
+
+def _make_server(service: Service, settings: Settings) -> "_Server":
     server = _Server(service, settings)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -59,7 +68,7 @@ def run(service: Service, settings: Settings, listener: socket.socket) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    server.run(sockets=[listener])
+    return server
 
 
 def exit_if_dead(service: Service) -> None:

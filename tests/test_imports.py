@@ -36,12 +36,12 @@ def test_the_service_never_imports_what_export_needs() -> None:
 
 def test_a_front_end_holds_no_runtime() -> None:
     loaded = modules_after("import service.processes.frontend")
-    assert "zmq" in loaded
+    assert "msgspec" in loaded
     assert not [name for name in [*HEAVY, "onnxruntime"] if name in loaded]
 
 
 def test_one_process_needs_no_messages() -> None:
-    assert "zmq" not in modules_after("import service.serve, service.processes.supervisor")
+    assert "msgspec" not in modules_after("import service.serve, service.processes.supervisor")
 
 
 def test_the_command_line_imports_a_room_only_when_asked() -> None:

@@ -70,8 +70,8 @@ def microseconds(length: int) -> float:
     return fastest / (REQUESTS * TEXTS) * 1e6
 
 
-def _message(length: int) -> list[bytes]:
-    """Return the frames of one request, as a front end sends them."""
+def _message(length: int) -> bytes:
+    """Return the message of one request, as a front end sends them."""
     rng = np.random.default_rng(0)
     requests = {HEAD.name: EmbeddingRequest()}
     encodings = [
@@ -81,11 +81,12 @@ def _message(length: int) -> list[bytes]:
     return frames.encode_run(frames.Run(1, float("inf"), 0, False, encodings))
 
 
-def _round_s(scheduler: Scheduler, message: list[bytes]) -> float:
-    """Return the processor seconds of all requests, from received frames to encoded answers."""
+def _round_s(scheduler: Scheduler, message: bytes) -> float:
+    """Return the processor seconds of all requests, from received messages to encoded answers."""
     began = time.thread_time()
     for _ in range(REQUESTS):
-        run = frames.decode_run(message)
+        run = frames.decode_request(message)
+        assert isinstance(run, frames.Run)
         scheduler.submit(run.encodings, run.deadline).add_done_callback(_encode_answer)
     while scheduler.queued_tokens:
         scheduler._run(0, scheduler._take_now())
@@ -93,7 +94,7 @@ def _round_s(scheduler: Scheduler, message: list[bytes]) -> float:
 
 
 def _encode_answer(done: Future[BatchResult]) -> None:
-    frames.encode_done(1, done.result())
+    frames.encode_answer(frames.Answer(1, done.result()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Several processes behind one port: front ends, and one engine process per device.
+"""Several processes that serve one port: front ends speak HTTP, engine processes run batches.
 
-A front end answers HTTP and tokenizes; an engine process runs batches. `supervisor` starts and
-restarts both; `frontend` and `engine_process` are their programs. `remote` is the queue as a front
-end sees it; `frames` are the messages between them. Without the setting `frontends`, one process
-does everything: see `service.app`.
+`supervisor` starts the processes and restarts those that die. `frontend` and `engine_process` are
+the two kinds of process. `remote` is the queue as a front end sees it. `channel` carries messages
+over a Unix stream socket, and `frames` turns requests and results into messages. Without the
+setting `frontends`, one process does all of this: see `service.app`.
 """

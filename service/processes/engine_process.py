@@ -1,25 +1,28 @@
 """One device's engine process: runs the requests of all front ends and sends their results.
 
-The supervisor starts it with ``python -m service.processes.engine_process``. The exit code is 1
-when an engine dies, and 2 when the process cannot start.
+The supervisor starts it with ``python -m service.processes.engine_process``. The event loop, on
+the main thread, owns the connections; the schedulers own the threads that run batches. The exit
+code is 1 when an engine dies, and 2 when the process cannot start.
 """
 
-import json
+import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
-import threading
-import time
+from collections.abc import Sequence
 from concurrent.futures import Future
-from types import FrameType
+from functools import partial
 
-import zmq
+import uvloop
 
-from service import server as http_server
+from service import server
 from service.core import BatchReport, BatchResult, EngineFailed, Queue, ServiceError, StartupError
 from service.metrics import Metrics, write_as
-from service.processes import frames, start
+from service.processes import frames
+from service.processes.channel import MAX_UNSENT_BYTES, Channel
+from service.processes.start import ChildConfig
 from service.served_models import (
     EngineCallbacks,
     EngineFactory,
@@ -30,186 +33,204 @@ from service.served_models import (
 
 log = logging.getLogger("cloze")
 
-_POLL_MS = 200
-_LOOK_EVERY_S = 0.5
-"""Interval of the search for front ends that have exited."""
 
-_UNSENT = 100_000
-"""Answers that may wait for a front end to take them; further answers are dropped."""
+class FrontEndChannel(Channel):
+    """The connection to one front end: admits its requests and sends their results.
 
+    Args:
+        engine: the server that accepted the connection.
+        max_unsent_bytes: a front end that leaves more unread is dropped.
+    """
 
-class FrontEnd:
-    """The way back to one front end. Any thread may send."""
+    def __init__(self, engine: "EngineServer", max_unsent_bytes: int) -> None:
+        super().__init__("a front end", max_unsent_bytes)
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._pending: dict[int, Future[BatchResult]] = {}
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", address: str) -> None:
-        self._socket = context.socket(zmq.PUSH)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.SNDHWM, _UNSENT)
-        self._socket.connect(address)
-        self._lock = threading.Lock()
-        self.pid = int(address.rsplit("-", 1)[1])
-        self.running: dict[int, Future[BatchResult]] = {}
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Send the greeting."""
+        super().connection_made(transport)
+        self._engine.opened(self)
+        self.send(self._engine.greeting)
 
-    def send(self, message: frames.Frames) -> None:
-        """Send a message; drop it if the peer takes no more."""
-        with self._lock:
-            if self._socket.closed:
-                return
-            try:
-                self._socket.send_multipart(message, zmq.NOBLOCK)
-            except zmq.Again:
-                log.warning("a front end takes no answers")
-
-    def close(self) -> None:
-        """Cancel the requests of a front end that has exited."""
-        for future in list(self.running.values()):
+    def received(self, message: memoryview) -> None:
+        """Handle a request or a cancellation."""
+        request = frames.decode_request(message)
+        if isinstance(request, frames.Run):
+            self._submit(request)
+        elif (future := self._pending.get(request.number)) is not None:
             future.cancel()
-        with self._lock:
-            self._socket.close()
+
+    def lost(self) -> None:
+        """Cancel the requests of a front end that has exited."""
+        for future in list(self._pending.values()):
+            future.cancel()
+        self._engine.closed(self)
+
+    def _submit(self, run: frames.Run) -> None:
+        try:
+            future = self._engine.submit(run)
+        except ServiceError as error:
+            self.send(frames.encode_answer(frames.Answer(run.number, error)))
+            return
+        self._pending[run.number] = future
+        future.add_done_callback(partial(self._encode_answer, run.number, run.model))
+
+    def _encode_answer(self, number: int, model: int, future: Future[BatchResult]) -> None:
+        """Encode a request's answer. Called on the thread that ended the future."""
+        self._engine.observe_queue(model)
+        message = None if future.cancelled() else frames.encode_answer(_answer(number, future))
+        self._loop.call_soon_threadsafe(self._end, number, message)
+
+    def _end(self, number: int, message: bytes | None) -> None:
+        del self._pending[number]
+        if message is not None:
+            self.send(message)
+
+
+def _answer(number: int, future: Future[BatchResult]) -> frames.Answer:
+    error = future.exception()
+    if error is None:
+        return frames.Answer(number, future.result())
+    if isinstance(error, ServiceError):
+        return frames.Answer(number, error)
+    failed = EngineFailed(f"the engine process failed ({type(error).__name__})")
+    return frames.Answer(number, failed)
 
 
 class EngineServer:
-    """The loop that receives.
+    """Accepts front ends and admits their requests.
 
     Args:
         models: the served models.
-        metrics: told how much waits.
-        address: where to listen.
+        metrics: records the length of each queue.
+        max_unsent_bytes: a front end that leaves more unread is dropped.
+
+    Attributes:
+        greeting: the first message to every front end.
     """
 
-    def __init__(self, models: list[ServedModel], metrics: Metrics, address: str) -> None:
-        self._models, self._metrics = models, metrics
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(address)
-        self._front_ends: dict[str, FrontEnd] = {}
-        rows = [
-            {"reference": model.bundle.manifest.reference, "precision": model.precision()}
-            for model in models
-        ]
-        self._welcome = [frames.WELCOME, json.dumps({"pid": os.getpid(), "models": rows}).encode()]
-        self.stopping = False
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        metrics: Metrics,
+        max_unsent_bytes: int = MAX_UNSENT_BYTES,
+    ) -> None:
+        self._queues = [model.queue for model in models]
+        self._references = [model.bundle.manifest.reference for model in models]
+        self._metrics = metrics
+        self._max_unsent_bytes = max_unsent_bytes
+        self._channels: set[FrontEndChannel] = set()
+        self._stopping = asyncio.Event()
+        self._changed = asyncio.Event()  # set when a front end disconnects
+        served = map(frames.EngineModel, self._references, [model.precision() for model in models])
+        self.greeting = frames.encode(frames.Greeting(list(served)))
 
-    def serve(self) -> None:
-        """Handle messages until `stopping` is set and no front end is left."""
-        looked = time.monotonic()
-        while not self.stopping or self._front_ends:
-            if self._socket.poll(_POLL_MS):
-                self._handle(self._socket.recv_multipart())
-            if self.stopping or time.monotonic() - looked > _LOOK_EVERY_S:
-                looked = time.monotonic()
-                self._drop_gone()
-            for model in self._models:
-                self._metrics.observe_queue(
-                    model.bundle.manifest.reference, model.queue.queued_tokens
-                )
+    async def serve(self, listener: socket.socket) -> None:
+        """Serve until `stop` is called and every front end has disconnected.
 
-    def _handle(self, message: list[bytes]) -> None:
-        kind, address, rest = message[0], message[1].decode(), [message[0], *message[2:]]
-        if kind == frames.HELLO:
-            self._greet(address)
-        elif (front_end := self._front_ends.get(address)) is None:
-            log.warning("a front end that did not say hello")
-        elif kind == frames.RUN:
-            self._run(front_end, frames.decode_run(rest))
-        elif (
-            kind == frames.CANCEL
-            and (future := front_end.running.get(frames.decode_cancel(rest))) is not None
-        ):
-            future.cancel()
-
-    def _greet(self, address: str) -> None:
-        if address not in self._front_ends:
-            self._front_ends[address] = FrontEnd(self._context, address)
-        self._front_ends[address].send(self._welcome)
-
-    def _drop_gone(self) -> None:
-        """Nobody waits for what a front end asked that ended."""
-        for gone in [
-            known for known, front_end in self._front_ends.items() if not _is_alive(front_end.pid)
-        ]:
-            self._front_ends.pop(gone).close()
-
-    def _run(self, front_end: FrontEnd, asked: frames.Run) -> None:
+        Front ends may still need answers when all processes receive SIGTERM at once.
+        """
+        for model in range(len(self._queues)):  # the series exist before the first request
+            self.observe_queue(model)
+        loop = asyncio.get_running_loop()
+        make_channel = partial(FrontEndChannel, self, self._max_unsent_bytes)
+        server = await loop.create_unix_server(make_channel, sock=listener)
         try:
-            future = self._models[asked.model].queue.submit(
-                asked.encodings, asked.deadline, accepted=asked.accepted
-            )
-        except ServiceError as error:
-            front_end.send(frames.encode_fail(asked.number, error))
-            return
-        front_end.running[asked.number] = future
-        future.add_done_callback(lambda ended: _answer(front_end, asked.number, ended))
+            await self._stopping.wait()
+            while self._channels:
+                self._changed.clear()
+                await self._changed.wait()
+        finally:
+            server.close()  # else the event loop does not end
+
+    def stop(self) -> None:
+        """End `serve` after the last front end has disconnected."""
+        self._stopping.set()
+
+    def submit(self, run: frames.Run) -> Future[BatchResult]:
+        """Admit a request; see `core.Queue`."""
+        future = self._queues[run.model].submit(run.encodings, run.deadline, accepted=run.accepted)
+        self.observe_queue(run.model)
+        return future
+
+    def observe_queue(self, model: int) -> None:
+        """Record how many tokens wait. Any thread may call this."""
+        self._metrics.observe_queue(self._references[model], self._queues[model].queued_tokens)
+
+    def opened(self, channel: FrontEndChannel) -> None:
+        """Add a front end."""
+        self._channels.add(channel)
+
+    def closed(self, channel: FrontEndChannel) -> None:
+        """Remove a front end that has disconnected."""
+        self._channels.remove(channel)
+        self._changed.set()
 
 
-def _answer(front_end: FrontEnd, number: int, future: Future[BatchResult]) -> None:
-    """On a worker's thread: send what came out."""
-    front_end.running.pop(number, None)
-    if future.cancelled():
-        return
-    error = future.exception()
-    if error is None:
-        front_end.send(frames.encode_done(number, future.result()))
-    else:
-        known = (
-            error
-            if isinstance(error, ServiceError)
-            else EngineFailed(f"the engine process failed ({type(error).__name__})")
-        )
-        front_end.send(frames.encode_fail(number, known))
+class BatchObserver:
+    """Records each batch, and the queue that the batch has left.
+
+    Args:
+        metrics: of this process.
+
+    Attributes:
+        queues: by the model's full name; set before the first request.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self.queues: dict[str, Queue] = {}
+
+    def on_batch(self, reference: str, report: BatchReport) -> None:
+        """Record a batch. Called on a worker thread."""
+        self._metrics.observe_batch(reference, report)
+        self._metrics.observe_queue(reference, self.queues[reference].queued_tokens)
 
 
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+async def serve(config: ChildConfig, make_engine: EngineFactory | None) -> None:
+    """Start the engines, and serve until SIGTERM.
+
+    Raises:
+        StartupError: a bundle does not open, or a device is missing.
+    """
+    bundles = open_bundles(config.settings)
+    metrics = Metrics([bundle.manifest.reference for bundle in bundles], shared=True)
+    observer = BatchObserver(metrics)
+    callbacks = EngineCallbacks(observer.on_batch, _exit_dead)
+    models = local_models(
+        config.settings, bundles, callbacks, make_engine, device_id=config.device_id
+    )
+    observer.queues = {model.bundle.manifest.reference: model.queue for model in models}
+    engine = EngineServer(models, metrics)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, engine.stop)
+    config.report_ready()
+    await engine.serve(socket.socket(fileno=config.listener))
+    for model in models:
+        model.queue.close()
+
+
+def _exit_dead(_: str) -> None:
+    """End the process: its front ends see the end of file, and the supervisor restarts it."""
+    logging.shutdown()
+    os._exit(1)
 
 
 def main(make_engine: EngineFactory | None = None) -> int:
-    """Serve until SIGTERM; returns the exit code."""
-    config = start.ChildConfig.from_arguments()
-    http_server.begin(config.settings)
+    """Serve until SIGTERM; return the exit code.
+
+    Args:
+        make_engine: opens a bundle's engine; None: onnxruntime does.
+    """
+    config = ChildConfig.from_arguments()
+    server.begin(config.settings)
     write_as(config.name)
     try:
-        bundles = open_bundles(config.settings)
-        references = [bundle.manifest.reference for bundle in bundles]
-        metrics = Metrics(references, shared=True)
-
-        def die(_: str) -> None:
-            logging.shutdown()
-            os._exit(1)
-
-        queues: dict[str, Queue] = {}
-
-        def observe(model: str, report: BatchReport) -> None:
-            metrics.observe_batch(model, report)
-            if model in queues:
-                metrics.observe_queue(model, queues[model].queued_tokens)
-
-        models = local_models(
-            config.settings,
-            bundles,
-            EngineCallbacks(observe, die),
-            make_engine,
-            device_id=config.device_id,
-        )
+        uvloop.run(serve(config, make_engine))
     except StartupError as error:
         sys.stderr.write(f"cloze: {error}\n")
         return 2
-    queues |= {model.bundle.manifest.reference: model.queue for model in models}
-    server = EngineServer(models, metrics, f"ipc://{config.folder}/{config.name}")
-
-    def stop(_: int, __: FrameType | None) -> None:
-        server.stopping = True
-
-    signal.signal(signal.SIGTERM, stop)
-    config.say_ready()
-    server.serve()
-    for model in models:
-        model.queue.close()
     return 0
 
 

@@ -1,11 +1,11 @@
-"""The messages between front ends and engine processes, as bytes.
+"""The messages between front ends and engine processes, in MessagePack.
 
-A message is a list of byte strings: a kind, a header in MessagePack, and the arrays as they lie in
-memory. Both sides are processes of one release on one machine: messages carry no version, and
-byte order is the machine's. Requests and results of any head cross without code of their own:
-they are dataclasses of numbers, lists and arrays.
+Both sides are processes of one release on one machine: messages carry no version, and the byte
+order is the machine's. Requests and results of any head cross without code of their own: they are
+dataclasses of numbers, lists and arrays. Decoded arrays are views of the message.
 
-To an engine: ``run`` and ``cancel``. To a front end: ``done`` and ``fail``.
+To an engine: `Run` and `Cancel`. To a front end: `Greeting`, which is the engine's first message,
+and `Answer`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,21 +22,17 @@ from model_store.heads import HEADS
 from service import core
 from service.core import BatchResult, ServiceError
 
-Frames = list[bytes]
-
-HELLO, WELCOME = b"hello", b"welcome"
-RUN, CANCEL, DONE, FAIL = b"run", b"cancel", b"done", b"fail"
-
 _REQUESTS = {name: msgspec.msgpack.Decoder(head.request) for name, head in HEADS.items()}
 _FIELDS = {name: [field.name for field in fields(head.result)] for name, head in HEADS.items()}
+_RUN = "run"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a front end asks of an engine.
+    """A request of a front end.
 
     Attributes:
-        number: the front end's own, for the answer.
+        number: chosen by the front end, for the answer.
         deadline: `time.monotonic` time, which all processes of a machine share.
         model: index of the served model.
         accepted: whether the request arrived before a drain.
@@ -47,10 +43,37 @@ class Run:
     deadline: float
     model: int
     accepted: bool
-    encodings: list[Encoding]
+    encodings: Sequence[Encoding]
 
 
-class _RunHeader(msgspec.Struct, array_like=True, gc=False):
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a request: its result, or why it has none."""
+
+    number: int
+    outcome: BatchResult | ServiceError
+
+
+class EngineModel(msgspec.Struct, array_like=True, frozen=True):
+    """A model as an engine process serves it: its full name, and the precision of its graph."""
+
+    reference: str
+    precision: str
+
+
+class Greeting(msgspec.Struct, tag="greeting", array_like=True, frozen=True):
+    """The models of an engine process, in order."""
+
+    models: list[EngineModel]
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
+    """A front end no longer waits for a request."""
+
+    number: int
+
+
+class _Run(msgspec.Struct, tag=_RUN, array_like=True, gc=False):
     number: int
     deadline: float
     model: int
@@ -58,6 +81,8 @@ class _RunHeader(msgspec.Struct, array_like=True, gc=False):
     lengths: list[int]
     requests: list[dict[str, msgspec.Raw]]  # the distinct ones
     request_of: list[int]  # index into `requests`, per encoding
+    input_ids: memoryview
+    token_type_ids: memoryview
 
 
 class _Column(msgspec.Struct, array_like=True, gc=False):
@@ -68,9 +93,10 @@ class _Column(msgspec.Struct, array_like=True, gc=False):
     dtype: str
     encodings: list[int]
     shapes: list[list[int]]  # a single one if all arrays have one shape
+    data: memoryview
 
 
-class _DoneHeader(msgspec.Struct, array_like=True, gc=False):
+class _Done(msgspec.Struct, tag="done", array_like=True, gc=False):
     number: int
     queue_s: float
     inference_s: float
@@ -78,28 +104,32 @@ class _DoneHeader(msgspec.Struct, array_like=True, gc=False):
     columns: list[_Column]
 
 
-class _FailHeader(msgspec.Struct, array_like=True, gc=False):
+class _Fail(msgspec.Struct, tag="fail", array_like=True, gc=False):
     number: int
     error: str
     message: str
-    retry_after_s: int | None
+    retry_after_s: int
 
 
 _encoder = msgspec.msgpack.Encoder()
-_run_header = msgspec.msgpack.Decoder(_RunHeader)
-_done_header = msgspec.msgpack.Decoder(_DoneHeader)
-_fail_header = msgspec.msgpack.Decoder(_FailHeader)
-_number = msgspec.msgpack.Decoder(int)
+_to_engine = msgspec.msgpack.Decoder(_Run | Cancel)
+_to_front_end = msgspec.msgpack.Decoder(Greeting | _Done | _Fail)
 
 
-def encode_run(run: Run) -> Frames:
-    """Return the message of a run."""
+def encode(message: Greeting | Cancel) -> bytes:
+    """Return a message without arrays."""
+    return _encoder.encode(message)
+
+
+def encode_run(run: Run) -> bytes:
+    """Return the message of a request."""
     encodings = run.encodings
     distinct: dict[int, tuple[int, Mapping[str, Any]]] = {}  # by identity: encodings share them
     request_of = [
         distinct.setdefault(id(e.requests), (len(distinct), e.requests))[0] for e in encodings
     ]
-    header = [
+    message = [  # as `_Run`, whose requests are not encoded yet
+        _RUN,
         run.number,
         run.deadline,
         run.model,
@@ -107,64 +137,83 @@ def encode_run(run: Run) -> Frames:
         [len(encoding) for encoding in encodings],
         [requests for _, requests in distinct.values()],
         request_of,
+        np.concatenate([encoding.input_ids for encoding in encodings]).data,
+        np.concatenate([encoding.token_type_ids for encoding in encodings]).data,
     ]
-    ids = np.concatenate([encoding.input_ids for encoding in encodings])
-    types = np.concatenate([encoding.token_type_ids for encoding in encodings])
-    return [RUN, _encoder.encode(header), ids.tobytes(), types.tobytes()]
+    return _encoder.encode(message)
 
 
-def decode_run(frames: Sequence[bytes]) -> Run:
-    """Return what `encode_run` was given."""
-    header = _run_header.decode(frames[1])
-    ids, types = np.frombuffer(frames[2], np.int32), np.frombuffer(frames[3], np.int32)
+def encode_answer(answer: Answer) -> bytes:
+    """Return the message of an answer."""
+    number, outcome = answer.number, answer.outcome
+    if isinstance(outcome, ServiceError):
+        retry_after_s = outcome.retry_after_s if isinstance(outcome, core.Overloaded) else 0
+        return _encoder.encode(_Fail(number, type(outcome).__name__, str(outcome), retry_after_s))
+    columns: list[_Column] = []
+    for head, names in _FIELDS.items():
+        asked = [index for index, output in enumerate(outcome.outputs) if head in output]
+        for name in names if asked else ():
+            values = [getattr(outcome.outputs[index][head], name) for index in asked]
+            columns.append(_join(head, name, asked, values))
+    message = _Done(number, outcome.queue_s, outcome.inference_s, len(outcome.outputs), columns)
+    return _encoder.encode(message)
+
+
+def decode_request(message: memoryview | bytes) -> Run | Cancel:
+    """Return what a front end sent.
+
+    Raises:
+        msgspec.MsgspecError: the message is malformed.
+        ValueError: an array is malformed.
+    """
+    decoded = _to_engine.decode(message)
+    if isinstance(decoded, Cancel):
+        return decoded
+    ids = np.frombuffer(decoded.input_ids, np.int32)
+    types = np.frombuffer(decoded.token_type_ids, np.int32)
     requests = [
         {name: _REQUESTS[name].decode(raw) for name, raw in by_head.items()}
-        for by_head in header.requests
+        for by_head in decoded.requests
     ]
-    bounds = pairwise(accumulate(header.lengths, initial=0))
+    bounds = pairwise(accumulate(decoded.lengths, initial=0))
     encodings = [
         Encoding(ids[first:end], types[first:end], requests[index])
-        for (first, end), index in zip(bounds, header.request_of, strict=True)
+        for (first, end), index in zip(bounds, decoded.request_of, strict=True)
     ]
-    return Run(header.number, header.deadline, header.model, header.accepted, encodings)
+    return Run(decoded.number, decoded.deadline, decoded.model, decoded.accepted, encodings)
 
 
-def encode_done(number: int, result: BatchResult) -> Frames:
-    """Return the message of a result."""
-    columns: list[_Column] = []
-    arrays: list[bytes] = []
-    for head, names in _FIELDS.items():
-        asked = [index for index, output in enumerate(result.outputs) if head in output]
-        for name in names if asked else ():
-            values = [getattr(result.outputs[index][head], name) for index in asked]
-            shapes = [list(value.shape) for value in values]
-            if all(shape == shapes[0] for shape in shapes):
-                shapes = shapes[:1]
-            columns.append(_Column(head, name, values[0].dtype.name, asked, shapes))
-            arrays.append(b"".join([value.tobytes() for value in values]))
-    header = _DoneHeader(number, result.queue_s, result.inference_s, len(result.outputs), columns)
-    return [DONE, _encoder.encode(header), *arrays]
-
-
-def decode_done(frames: Sequence[bytes]) -> tuple[int, BatchResult]:
-    """Return the request's number and what `encode_done` was given."""
-    header = _done_header.decode(frames[1])
-    outputs: list[dict[str, Any]] = [{} for _ in range(header.encodings)]
+def decode_answer(message: memoryview | bytes) -> Greeting | Answer:
+    """Return what an engine process sent; see `decode_request`."""
+    decoded = _to_front_end.decode(message)
+    if isinstance(decoded, Greeting):
+        return decoded
+    if isinstance(decoded, _Fail):
+        return Answer(decoded.number, _error(decoded))
+    outputs: list[dict[str, Any]] = [{} for _ in range(decoded.encodings)]
     columns: dict[str, tuple[list[int], list[Sequence[NDArray[Any]]]]] = {}
-    for column, data in zip(header.columns, frames[2:], strict=True):
-        _, values = columns.setdefault(column.head, (column.encodings, []))
-        values.append(_split(column, data))
+    for column in decoded.columns:
+        columns.setdefault(column.head, (column.encodings, []))[1].append(_split(column))
     for head, (encodings, values) in columns.items():
         result = HEADS[head].result
         for index, row in zip(encodings, zip(*values, strict=True), strict=True):
             outputs[index][head] = result(*row)
     done: list[HeadOutputs] = list(outputs)
-    return header.number, BatchResult(done, header.queue_s, header.inference_s)
+    return Answer(decoded.number, BatchResult(done, decoded.queue_s, decoded.inference_s))
 
 
-def _split(column: _Column, data: bytes) -> Sequence[NDArray[Any]]:
+def _join(head: str, name: str, asked: list[int], values: list[NDArray[Any]]) -> _Column:
+    """Return a field's arrays as one column."""
+    shapes = [list(value.shape) for value in values]
+    if all(shape == shapes[0] for shape in shapes):
+        shapes = shapes[:1]
+    data = memoryview(b"".join([value.tobytes() for value in values]))
+    return _Column(head, name, values[0].dtype.name, asked, shapes, data)
+
+
+def _split(column: _Column) -> Sequence[NDArray[Any]]:
     """Return the column's array of each encoding, without copying."""
-    array: NDArray[Any] = np.frombuffer(data, column.dtype)
+    array = np.frombuffer(column.data, column.dtype)
     if len(column.shapes) == 1:
         return list(array.reshape(len(column.encodings), *column.shapes[0]))
     sizes = [int(np.prod(shape)) for shape in column.shapes]
@@ -175,28 +224,8 @@ def _split(column: _Column, data: bytes) -> Sequence[NDArray[Any]]:
     ]
 
 
-def encode_fail(number: int, error: ServiceError) -> Frames:
-    """Return the message of an error."""
-    retry_after_s = error.retry_after_s if isinstance(error, core.Overloaded) else None
-    header = _FailHeader(number, type(error).__name__, str(error), retry_after_s)
-    return [FAIL, _encoder.encode(header)]
-
-
-def decode_fail(frames: Sequence[bytes]) -> tuple[int, ServiceError]:
-    """Return the request's number and the error that `encode_fail` was given."""
-    header = _fail_header.decode(frames[1])
-    kind: type[ServiceError] = getattr(core, header.error)
-    assert issubclass(kind, ServiceError)
+def _error(failed: _Fail) -> ServiceError:
+    kind: type[ServiceError] = getattr(core, failed.error)
     if kind is core.Overloaded:
-        return header.number, core.Overloaded(header.message, header.retry_after_s or 1)
-    return header.number, kind(header.message)
-
-
-def encode_cancel(number: int) -> Frames:
-    """Return the message that a request is cancelled."""
-    return [CANCEL, _encoder.encode(number)]
-
-
-def decode_cancel(frames: Sequence[bytes]) -> int:
-    """Return the number of a cancelled request."""
-    return _number.decode(frames[1])
+        return core.Overloaded(failed.message, failed.retry_after_s)
+    return kind(failed.message)

@@ -1,59 +1,86 @@
-"""One front-end process: speaks HTTP, validates, tokenizes; its engines are other processes.
+"""One front-end process: speaks HTTP, validates and tokenizes; its engines are other processes.
 
-Started by the supervisor as ``python -m service.processes.frontend``.
+The supervisor starts it with ``python -m service.processes.frontend``.
 """
 
+import asyncio
 import socket
 import sys
-import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
-import zmq
+import uvloop
 
 from model_store import Bundle
 from service import app, server
 from service.core import StartupError
 from service.metrics import write_as
-from service.processes import start
-from service.processes.remote import Link, RemoteQueue
+from service.processes.remote import EngineLink, RemoteQueue
+from service.processes.start import ChildConfig
 from service.served_models import ServedModel
 
 _ENGINE_WAIT_S = 5.0
-"""Longest wait for an engine before the front end accepts clients.
+"""For a running engine, before the front end accepts connections.
 
-After that time probes must be answered, even if no engine runs.
+A restarted front end must not answer 503 beside others that are ready. Without any engine it must
+still answer probes.
 """
 
 
+class EngineProcesses:
+    """The engine processes of the server; see `service.app.RemoteEngines`.
+
+    Args:
+        config: names the engines' sockets and the served models.
+
+    Attributes:
+        links: one per engine process.
+    """
+
+    def __init__(self, config: ChildConfig) -> None:
+        self._up = asyncio.Event()
+        references = config.settings.model
+        self.links = [EngineLink(path, references, self._up) for path in config.engine_sockets]
+
+    def models(self, bundles: Sequence[Bundle]) -> list[ServedModel]:
+        """Return the served models, in the order of their bundles."""
+        queues = [RemoteQueue(self.links, model) for model in range(len(bundles))]
+        pairs = zip(bundles, queues, strict=True)
+        return [ServedModel(bundle, queue, queue.precision) for bundle, queue in pairs]
+
+    async def wait_for_one(self) -> None:
+        """Return once an engine runs, or after `_ENGINE_WAIT_S`."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._up.wait(), _ENGINE_WAIT_S)
+
+
+async def serve(config: ChildConfig) -> None:
+    """Answer HTTP until SIGTERM.
+
+    Raises:
+        StartupError: a bundle does not open.
+    """
+    engines = EngineProcesses(config)
+    service = app.front_end(config.settings, engines)
+    async with asyncio.TaskGroup() as tasks:
+        connections = [tasks.create_task(link.run()) for link in engines.links]
+        await engines.wait_for_one()
+        config.report_ready()
+        await server.serve(service, config.settings, socket.socket(fileno=config.listener))
+        for connection in connections:
+            connection.cancel()
+
+
 def main() -> int:
-    """Serve until SIGTERM; returns the exit code."""
-    config = start.ChildConfig.from_arguments()
+    """Serve until SIGTERM; return the exit code."""
+    config = ChildConfig.from_arguments()
     server.begin(config.settings)
     write_as(config.name)
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    links: list[Link] = []
-    came = threading.Event()
-
-    class Engines:
-        def models(self, bundles: Sequence[Bundle]) -> list[ServedModel]:
-            references = [bundle.manifest.reference for bundle in bundles]
-            links.extend(
-                Link(context, config.folder, name, references, came) for name in config.engines
-            )
-            queues = [RemoteQueue(links, number) for number in range(len(bundles))]
-            return [
-                ServedModel(b, queue, queue.precision)
-                for b, queue in zip(bundles, queues, strict=True)
-            ]
-
     try:
-        service = app.front_end(config.settings, Engines())
+        uvloop.run(serve(config))
     except StartupError as error:
         sys.stderr.write(f"cloze: {error}\n")
         return 2
-    came.wait(_ENGINE_WAIT_S)
-    config.say_ready()
-    server.run(service, config.settings, socket.socket(fileno=config.listener))
     return 0
 
 

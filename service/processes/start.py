@@ -1,4 +1,4 @@
-"""How the supervisor's children begin: what they are told, and that they end with it."""
+"""How the supervisor's children start: their configuration, and that they end with their parent."""
 
 import ctypes
 import json
@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from service.settings import Settings
@@ -17,22 +17,20 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class ChildConfig:
-    """What a child is told, in its one argument.
+    """The configuration of a child process, which is its only argument.
 
     Attributes:
-        folder: of the sockets between processes.
-        name: its own.
-        engines: the names of all engines.
-        ready: descriptor to write a byte to once it is ready.
-        listener: descriptor of the listening socket; -1 for an engine.
-        device_id: which GPU; of an engine.
+        name: of the child.
+        engine_sockets: of all engine processes, which accept front ends there.
+        ready: descriptor to which the child writes a byte when it is ready.
+        listener: descriptor of the listening socket: of an engine its own, of a front end HTTP's.
+        device_id: which GPU; for an engine.
         parent: the supervisor's process id.
         settings: see `Settings`.
     """
 
-    folder: Path
     name: str
-    engines: tuple[str, ...]
+    engine_sockets: tuple[Path, ...]
     ready: int
     listener: int
     device_id: int
@@ -40,34 +38,24 @@ class ChildConfig:
     settings: Settings
 
     def to_argument(self) -> str:
-        """For `from_arguments`."""
-        body = {
-            name: getattr(self, name)
-            for name in ("name", "engines", "ready", "listener", "device_id", "parent")
-        }
-        return json.dumps(
-            body | {"folder": str(self.folder), "settings": self.settings.model_dump(mode="json")}
-        )
+        """Return the configuration as JSON."""
+        sockets = [str(path) for path in self.engine_sockets]
+        settings = self.settings.model_dump(mode="json")
+        return json.dumps(asdict(self) | {"engine_sockets": sockets, "settings": settings})
 
     @classmethod
     def from_arguments(cls) -> "ChildConfig":
-        """Of this process, which from now on ends when its parent does."""
+        """Return this process's configuration; from now on the process ends with its parent."""
         body = json.loads(sys.argv[1])
-        config = cls(
-            **body
-            | {
-                "folder": Path(body["folder"]),
-                "engines": tuple(body["engines"]),
-                "settings": Settings(**body["settings"]),
-            }
-        )
+        sockets = tuple(map(Path, body["engine_sockets"]))
+        config = cls(**body | {"engine_sockets": sockets, "settings": Settings(**body["settings"])})
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != config.parent:  # it ended a moment ago
+        if os.getppid() != config.parent:  # the parent ended before the call
             os._exit(1)
         return config
 
-    def say_ready(self) -> None:
-        """Once; after a restart nobody listens."""
-        with suppress(BrokenPipeError):
+    def report_ready(self) -> None:
+        """Report that the child is ready; call this once."""
+        with suppress(BrokenPipeError):  # after a restart the supervisor does not wait for it
             os.write(self.ready, b"1")
         os.close(self.ready)

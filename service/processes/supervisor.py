@@ -1,4 +1,8 @@
-"""Starts engine processes and front ends, restarts those that die, and ends them in order."""
+"""Starts engine processes and front ends, restarts those that die, and ends them in order.
+
+The supervisor binds every socket: the HTTP port, and a Unix socket per engine process. A socket
+outlives the processes that accept on it. Speaks no HTTP.
+"""
 
 import logging
 import os
@@ -10,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -26,34 +31,46 @@ log = logging.getLogger("cloze")
 ENGINE_COMMAND = (sys.executable, "-m", "service.processes.engine_process")
 FRONTEND_COMMAND = (sys.executable, "-m", "service.processes.frontend")
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 30.0
-"""Before a process that died is started again; doubled each time."""
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 30.0
+"""Before a child that died is restarted; doubled at each restart."""
 
 _STEADY_S = 60.0
-"""After a process has lived so long, its next wait is the first again."""
+"""Reset the restart delay after a child has run for this long."""
 
 _END_GRACE_S = 10.0
+
+_BACKLOG = 1024
+"""Front ends that may wait for an engine process: at most 256, and some that died meanwhile."""
 
 
 @dataclass(slots=True)
 class Child:
-    """A process that is to run for ever.
+    """A process that the supervisor keeps running.
 
     Attributes:
-        name: for the log, and for an engine's socket.
-        device_id: which GPU; None for a front end.
-        process: None while it waits to be started.
-        ended: descriptor that can be read once it has; of a process.
-        started: when it was, or will be.
-        wait_s: before the next start.
+        name: for the log and the metrics.
+        command: without the configuration.
+        listener: the socket on which the child accepts connections.
+        device_id: which GPU; for an engine.
+        process: None while the child waits to be started.
+        started: when the process was started, or will be.
+        delay_s: before the next restart.
     """
 
     name: str
-    device_id: int | None
+    command: tuple[str, ...]
+    listener: socket.socket
+    device_id: int = 0
     process: subprocess.Popen[bytes] | None = None
-    ended: int = -1
     started: float = 0.0
-    wait_s: float = field(default=_FIRST_WAIT_S)
+    delay_s: float = field(default=_FIRST_DELAY_S)
+
+    def postpone(self, reason: str) -> None:
+        """Schedule the next start."""
+        log.error("%s %s; it starts again in %.2g s", self.name, reason, self.delay_s)
+        self.process = None
+        self.started = time.monotonic() + self.delay_s
+        self.delay_s = min(self.delay_s * 2, _LONGEST_DELAY_S)
 
 
 class Supervisor:
@@ -61,186 +78,203 @@ class Supervisor:
 
     Args:
         settings: with at least one front end.
+        listener: the bound HTTP socket.
+        folder: private to the server; holds the engines' sockets and the metrics.
         engine_command: starts an engine process.
 
     Raises:
-        StartupError: the store is empty, or a bundle does not open.
+        StartupError: the store is empty, a bundle does not open, or a path is too long.
     """
 
     def __init__(
-        self, settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMAND
+        self,
+        settings: Settings,
+        listener: socket.socket,
+        folder: Path,
+        engine_command: tuple[str, ...] = ENGINE_COMMAND,
     ) -> None:
-        # With versions: a restarted process must serve what the other processes serve, whatever
-        # was published since.
+        # By version: a restarted process must not serve what was published in the meantime.
         references = tuple(bundle.manifest.reference for bundle in open_bundles(settings))
-        self._settings, self._engine_command = (
-            settings.model_copy(update={"model": references}),
-            engine_command,
-        )
-        self._engines = [Child(f"engine-{number}", number) for number in range(settings.gpus)]
+        self._settings = settings.model_copy(update={"model": references})
+        self._listener = listener
+        self._folder = folder
+        self._sockets = tuple(folder / f"engine-{n}.sock" for n in range(settings.gpus))
+        self._engines = [
+            Child(path.stem, engine_command, _listen(path), device_id)
+            for device_id, path in enumerate(self._sockets)
+        ]
         self._front_ends = [
-            Child(f"frontend-{number}", None) for number in range(settings.frontends)
+            Child(f"frontend-{number}", FRONTEND_COMMAND, listener)
+            for number in range(settings.frontends)
         ]
         self._stopping = False
-        self._signalled, told = os.pipe()  # can be read after a signal
-        os.set_blocking(self._signalled, False)
-        os.set_blocking(told, False)
-        signal.set_wakeup_fd(told)
+        self._signals = _signal_pipe()
+        # SIGCHLD writes to the pipe, and so wakes the loop, only if it has a handler.
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
 
     def run(self) -> int:
-        """Until SIGTERM or SIGINT.
+        """Serve until SIGTERM or SIGINT.
 
         Returns:
-            The exit code: 0 after a drain; that of a process that did not even start.
+            The exit code: 0 after a drain, or the code of a child that did not start.
 
         Raises:
-            StartupError: the port is taken.
+            StartupError: another program listens on the port.
         """
-        server.begin(self._settings)
-        server.warn_of_unknown_variables()
-        listener = server.bind(self._settings)
-        self._folder = Path(tempfile.mkdtemp(prefix="cloze-"))
         try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                signal.signal(number, self._on_signal)
-            if (code := self._start_all(self._engines, listener)) is not None:
+            if (code := self._start_all(self._engines)) is not None:
                 return code
             if self._stopping:
                 return 128 + signal.SIGTERM
-            server.listen(listener, self._settings)
-            if (code := self._start_all(self._front_ends, listener)) is not None:
+            server.listen(self._listener, self._settings)
+            if (code := self._start_all(self._front_ends)) is not None:
                 return code
             while not self._stopping:
-                self._tend(listener)
+                self._tend()
                 self._wait()
             return 0
         finally:
-            listener.close()  # ours too, or clients would go on to queue for a server that ends
-            self._end(self._front_ends, self._settings.shutdown_grace_ms / 1000 + _END_GRACE_S)
-            self._end(self._engines, _END_GRACE_S)
-            shutil.rmtree(self._folder, ignore_errors=True)
+            # Clients would go on to queue for a server that ends.
+            self._listener.close()
+            _end(self._front_ends, self._settings.shutdown_grace_ms / 1000 + _END_GRACE_S)
+            _end(self._engines, _END_GRACE_S)
+            for child in self._engines:
+                child.listener.close()
 
     def _on_signal(self, _: int, __: FrameType | None) -> None:
         self._stopping = True
 
-    def _start_all(self, children: list[Child], listener: socket.socket) -> int | None:
-        """Start processes and wait until all are ready; return the exit code of one that ended."""
-        waiting = {self._start(child, listener): child for child in children}
+    def _start_all(self, children: Sequence[Child]) -> int | None:
+        """Start children together, and wait until all are ready or a signal arrives.
+
+        Returns:
+            The exit code of the first child that ended instead; None if no child did.
+        """
+        starting = {self._start(child): child for child in children}
         try:
-            while waiting:
-                for descriptor in waiting.keys() & self._readable(list(waiting)):
-                    if not os.read(descriptor, 1):  # its end was closed, and nothing said
-                        process = waiting[descriptor].process
+            while starting and not self._stopping:
+                for descriptor in starting.keys() & self._readable(list(starting)):
+                    if not os.read(descriptor, 1):  # the child closed its end
+                        process = starting[descriptor].process
                         assert process is not None
                         return process.wait() or 1
-                    waiting.pop(descriptor)
+                    starting.pop(descriptor)
                     os.close(descriptor)
-                if self._stopping:
-                    break
             return None
         finally:
-            for descriptor in waiting:
+            for descriptor in starting:
                 os.close(descriptor)
 
-    def _start(self, child: Child, listener: socket.socket) -> int:
-        """Start a process; returns the descriptor that says when it is ready."""
-        ready, say_ready = os.pipe()
+    def _start(self, child: Child) -> int:
+        """Start a process; return the descriptor that becomes readable when it is ready.
+
+        Raises:
+            OSError: the system has no memory, process or descriptor left.
+        """
+        ready, ready_writer = os.pipe()
+        config = ChildConfig(
+            name=child.name,
+            engine_sockets=self._sockets,
+            ready=ready_writer,
+            listener=child.listener.fileno(),
+            device_id=child.device_id,
+            parent=os.getpid(),
+            settings=self._settings,
+        )
         try:
-            self._spawn(child, say_ready, listener)
+            child.process = subprocess.Popen(
+                [*child.command, config.to_argument()],
+                pass_fds=[ready_writer, child.listener.fileno()],
+                env=os.environ | share_folder(self._folder),
+                # Ctrl-C reaches the supervisor alone: front ends finish before engines end.
+                start_new_session=True,
+            )
         except OSError:
             os.close(ready)
             raise
         finally:
-            os.close(say_ready)
+            os.close(ready_writer)
         child.started = time.monotonic()
         return ready
 
     def _wait(self) -> None:
-        """Until a child ends, the time comes to start one again, or a signal."""
+        """Wait until a child ends, a restart is due, or a signal arrives."""
         children = (*self._engines, *self._front_ends)
         starts = [child.started for child in children if child.process is None]
         timeout_s = max(0.0, min(starts) - time.monotonic()) if starts else None
-        self._readable([child.ended for child in children if child.process is not None], timeout_s)
+        self._readable([], timeout_s)
 
     def _readable(self, descriptors: list[int], timeout_s: float | None = None) -> list[int]:
-        """Those that can be read; waits until one can, a signal comes, or the time is over."""
-        ready, _, _ = select.select([*descriptors, self._signalled], [], [], timeout_s)
-        if self._signalled in ready:
-            os.read(self._signalled, 4096)
+        """Return readable descriptors; wait for one, for a signal, or until the time is over."""
+        ready, _, _ = select.select([*descriptors, self._signals], [], [], timeout_s)
+        if self._signals in ready:
+            os.read(self._signals, 4096)
         return ready
 
-    def _spawn(self, child: Child, say_ready: int, listener: socket.socket) -> None:
-        is_engine = child.device_id is not None
-        config = ChildConfig(
-            folder=self._folder,
-            name=child.name,
-            engines=tuple(engine.name for engine in self._engines),
-            ready=say_ready,
-            listener=-1 if is_engine else listener.fileno(),
-            device_id=child.device_id or 0,
-            parent=os.getpid(),
-            settings=self._settings,
-        )
-        child.process = subprocess.Popen(
-            [*(self._engine_command if is_engine else FRONTEND_COMMAND), config.to_argument()],
-            pass_fds=[say_ready] if is_engine else [say_ready, listener.fileno()],
-            env=os.environ | share_folder(self._folder),
-            start_new_session=True,  # Ctrl-C is for us: front ends finish before engines end
-        )
-        try:
-            child.ended = os.pidfd_open(child.process.pid)
-        except OSError:  # no descriptor left
-            child.process.kill()
-            child.process.wait()
-            child.process = None
-            raise
-
-    def _tend(self, listener: socket.socket) -> None:
-        """See who died, and start those again whose wait is over."""
+    def _tend(self) -> None:
+        """Note which children ended, and restart those whose delay is over."""
         for child in (*self._engines, *self._front_ends):
             now = time.monotonic()
             if child.process is None:
                 if now >= child.started:
-                    self._start_again(child, listener)
+                    self._restart(child)
             elif (code := child.process.poll()) is not None:
                 forget_process(self._folder, child.name)
-                os.close(child.ended)
                 if now - child.started > _STEADY_S:
-                    child.wait_s = _FIRST_WAIT_S
-                child.process = None
-                self._postpone(child, f"ended with {code}")
+                    child.delay_s = _FIRST_DELAY_S
+                child.postpone(f"ended with {code}")
 
-    def _start_again(self, child: Child, listener: socket.socket) -> None:
+    def _restart(self, child: Child) -> None:
         try:
-            os.close(self._start(child, listener))  # when it is ready, its peers notice
-        except OSError as error:  # no memory, no process left: the others go on
-            self._postpone(child, f"does not start ({error.strerror})")
+            os.close(self._start(child))  # its peers see when it is ready
+        except OSError as error:
+            child.postpone(f"does not start ({error.strerror})")
 
-    @staticmethod
-    def _postpone(child: Child, why: str) -> None:
-        log.error("%s %s; it starts again in %.2g s", child.name, why, child.wait_s)
-        child.started = time.monotonic() + child.wait_s
-        child.wait_s = min(child.wait_s * 2, _LONGEST_WAIT_S)
 
-    def _end(self, children: list[Child], grace_s: float) -> None:
-        """SIGTERM to all, and wait; SIGKILL to whoever has not ended by then."""
-        running = [child.process for child in children if child.process is not None]
-        for process in running:
-            process.terminate()
-        end = time.monotonic() + grace_s
-        for process in running:
-            try:
-                process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+def _listen(path: Path) -> socket.socket:
+    """Return a Unix socket that listens; connections wait until an engine process accepts them."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(str(path))
+    except OSError as error:  # a path has at most 107 bytes
+        listener.close()
+        raise StartupError(
+            f"cannot listen on {path}: {error}; set TMPDIR to a short path"
+        ) from error
+    listener.listen(_BACKLOG)
+    return listener
+
+
+def _signal_pipe() -> int:
+    """Return a descriptor that becomes readable after a signal."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    return reader
+
+
+def _end(children: Sequence[Child], grace_s: float) -> None:
+    """Send SIGTERM to all children and wait; kill those that have not ended in time."""
+    running = [child.process for child in children if child.process is not None]
+    for process in running:
+        process.terminate()
+    end = time.monotonic() + grace_s
+    for process in running:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMAND) -> int:
     """Serve with several processes; see `Supervisor.run`.
 
     Raises:
-        StartupError: a setting does not fit, or see `Supervisor`.
+        StartupError: a setting is wrong, the port is taken, or see `Supervisor`.
     """
     if settings.gpus > 1 and not settings.frontends:
         raise StartupError(
@@ -251,10 +285,11 @@ def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMA
             f"gpus is {settings.gpus}, but the device is {settings.device}: "
             "set it to cuda, so that none runs on a CPU"
         )
+    server.begin(settings)
+    server.warn_of_unknown_variables()
+    folder = Path(tempfile.mkdtemp(prefix="cloze-"))
     try:
-        os.close(os.pidfd_open(os.getpid()))
-    except (OSError, AttributeError) as error:
-        raise StartupError(
-            f"front ends need pidfd_open, which this system refuses ({error}): set frontends to 0"
-        ) from error
-    return Supervisor(settings, engine_command).run()
+        with server.bind(settings) as listener:
+            return Supervisor(settings, listener, folder, engine_command).run()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

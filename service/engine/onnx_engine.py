@@ -75,30 +75,6 @@ class _OpenGraph:
     session: Session
 
 
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    """The graph to run.
-
-    Attributes:
-        graph: one of a bundle's graphs.
-        parity: the golden outputs of the graph and their tolerance.
-        reason: why this graph was chosen, for the log.
-    """
-
-    graph: Graph
-    parity: Parity
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenGraph:
-    """A chosen graph with its session on a device."""
-
-    choice: _Choice
-    device: Device
-    session: Session
-
-
 class OnnxEngine:
     """Runs one graph of a bundle, after a check of the graph's golden outputs.
 

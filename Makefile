@@ -63,7 +63,7 @@ bench: install  ## Measure the default model: the engine alone and the server.
 	$(BIN)/cloze bench run
 
 docs: install  ## Renew the generated documents.
-	$(BIN)/python -m model_store.tensor_reference > docs/tensors.md
+	$(BIN)/python -m cloze.model_store.tensor_reference > docs/tensors.md
 
 format: install  ## Format the code.
 	$(BIN)/ruff format .

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bench.result import Result
+from cloze.bench.result import Result
 
 _FIGURES = {"texts_per_s": 1, "p50": -1, "p99": -1, "rss_mb": -1}
 """The compared figures: 1 if a larger value is better, else -1."""

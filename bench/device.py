@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bench.errors import BenchError
-from bench.one_size import SQUAD, SizeBenchmark, SizeOptions, peak_flops
-from bench.result import Cell, Start, Turn
-from bench.run import Plan, Report, measure
-from bench.sizes import squad_lengths
-from bench.subjects import EngineAlone, MeasuredModel, MeasuredServer, cloze_server
-from bench.texts import make_texts, words_of
-from model_store import Bundle
-from service.core import Device, first_line
-from service.tasks import embed
+from cloze.bench.errors import BenchError
+from cloze.bench.one_size import SQUAD, SizeBenchmark, SizeOptions, peak_flops
+from cloze.bench.result import Cell, Start, Turn
+from cloze.bench.run import Plan, Report, measure
+from cloze.bench.sizes import squad_lengths
+from cloze.bench.subjects import EngineAlone, MeasuredModel, MeasuredServer, cloze_server
+from cloze.bench.texts import make_texts, words_of
+from cloze.model_store import Bundle
+from cloze.service.core import Device, first_line
+from cloze.service.tasks import embed
 
 _TORCH_VARIANTS: Mapping[str, Mapping[str, bool]] = {
     "padded": {},
@@ -40,7 +40,7 @@ class DevicePlan:
 
     Attributes:
         device: on a CPU, the fp32 graph runs in batches of one length.
-        sizes: of `bench.sizes.SIZES`.
+        sizes: of `cloze.bench.sizes.SIZES`.
         lengths: of all sequences of a batch, in tokens.
         batch_tokens: tokens per batch.
         frontends: front end processes, one server each; 0 is a single process.

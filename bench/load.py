@@ -16,8 +16,8 @@ import numpy as np
 from hdrh.histogram import HdrHistogram
 from numpy.typing import NDArray
 
-from bench.errors import BenchError
-from bench.http_client import Connection, Response
+from cloze.bench.errors import BenchError
+from cloze.bench.http_client import Connection, Response
 
 _MAX_LATENCY_US = 3_600_000_000
 _SIGNIFICANT_DIGITS = 3

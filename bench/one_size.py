@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bench.errors import BenchError
-from bench.peers.torch_encoder import TorchEncoder
-from bench.result import COMPARED, ONE_LENGTH, Cell
-from bench.sizes import SIZES, flops, random_bundle, squad_lengths
-from bench.throughput import batches_for, cut_batches, rounds_per_s, run_all
-from model_store.batch import Encoding
-from model_store.heads.embedding import HEAD, EmbeddingRequest
-from service.batching.cost import BatchCostModel, measure_cost
-from service.core import Device
-from service.engine import OnnxEngine
-from service.settings import CPU_BATCH_TOKENS, Settings
+from cloze.bench.errors import BenchError
+from cloze.bench.peers.torch_encoder import TorchEncoder
+from cloze.bench.result import COMPARED, ONE_LENGTH, Cell
+from cloze.bench.sizes import SIZES, flops, random_bundle, squad_lengths
+from cloze.bench.throughput import batches_for, cut_batches, rounds_per_s, run_all
+from cloze.model_store.batch import Encoding
+from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest
+from cloze.service.batching.cost import BatchCostModel, measure_cost
+from cloze.service.core import Device
+from cloze.service.engine import OnnxEngine
+from cloze.service.settings import CPU_BATCH_TOKENS, Settings
 
 SQUAD = "SQuAD"
 """The name of a mix of lengths, used in place of a length."""

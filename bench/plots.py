@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.result import Result
+from cloze.bench.result import Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from bench.result import COMPARED, ONE_LENGTH, Cell, Result
+from cloze.bench.result import COMPARED, ONE_LENGTH, Cell, Result
 
 _COLUMNS = {
     "texts/s": "texts_per_s",

@@ -19,13 +19,13 @@ import orjson
 import uvloop
 from starlette.types import ASGIApp, Message
 
-from model_store import Bundle
-from model_store.batch import Encoding, HeadOutputs
-from model_store.heads.embedding import HEAD, EmbeddingResult
-from model_store.manifest import Precision
-from service.app import single_process
-from service.core import Device, RequestedPrecision
-from service.settings import Settings
+from cloze.model_store import Bundle
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads.embedding import HEAD, EmbeddingResult
+from cloze.model_store.manifest import Precision
+from cloze.service.app import single_process
+from cloze.service.core import Device, RequestedPrecision
+from cloze.service.settings import Settings
 
 BODY = orjson.dumps({"inputs": "what is the capital of france and how many people live there"})
 REQUESTS, ROUNDS = 500, 7

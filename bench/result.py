@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from bench.load import LoadResult
+from cloze.bench.load import LoadResult
 
 _PERCENTILES = (50.0, 90.0, 99.0, 99.9)
 

@@ -9,12 +9,12 @@ import numpy as np
 import uvloop
 from numpy.typing import NDArray
 
-from bench.errors import BenchError
-from bench.load import LoadResult, closed_loop, open_loop, poisson, rescaled
-from bench.parts import parts_ms, scrape
-from bench.processes import RunningServer
-from bench.result import ResourceUsage, Start, Turn, make_turn
-from bench.subjects import EngineAlone, MeasuredServer
+from cloze.bench.errors import BenchError
+from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson, rescaled
+from cloze.bench.parts import parts_ms, scrape
+from cloze.bench.processes import RunningServer
+from cloze.bench.result import ResourceUsage, Start, Turn, make_turn
+from cloze.bench.subjects import EngineAlone, MeasuredServer
 
 _BULK_TEXTS = 2048
 _WARM_UP_S = 1.0

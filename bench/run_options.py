@@ -12,9 +12,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.errors import BenchError
-from bench.run import Plan
-from bench.subjects import (
+from cloze.bench.errors import BenchError
+from cloze.bench.run import Plan
+from cloze.bench.subjects import (
     EngineAlone,
     MeasuredModel,
     MeasuredServer,
@@ -22,11 +22,11 @@ from bench.subjects import (
     infinity_server,
     pipeline_server,
 )
-from bench.texts import Texts, make_texts, mask_a_word, read_texts, words_of
-from model_store import Store
-from model_store.manifest import Precision
-from service.core import Device
-from service.tasks import TASKS, Task
+from cloze.bench.texts import Texts, make_texts, mask_a_word, read_texts, words_of
+from cloze.model_store import Store
+from cloze.model_store.manifest import Precision
+from cloze.service.core import Device
+from cloze.service.tasks import TASKS, Task
 
 _INFINITY_ENGINES = ("torch", "optimum")
 

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from export.checkpoint import Checkpoint, load_checkpoint
-from export.models import EncoderConfig, Model
-from export.publish import ExportOptions, export
-from export.train.save import save_checkpoint
-from export.train.vocabulary import SPECIAL_TOKENS, wordpiece
-from model_store import Bundle, Store
-from model_store.manifest import Precision
+from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.models import EncoderConfig, Model
+from cloze.export.publish import ExportOptions, export
+from cloze.export.train.save import save_checkpoint
+from cloze.export.train.vocabulary import SPECIAL_TOKENS, wordpiece
+from cloze.model_store import Bundle, Store
+from cloze.model_store.manifest import Precision
 
 
 def _size(

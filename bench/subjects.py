@@ -12,18 +12,18 @@ from pathlib import Path
 import orjson
 from hdrh.histogram import HdrHistogram
 
-from bench.http_client import post
-from bench.load import Request, histogram
-from bench.processes import RunningServer, free_port, running
-from bench.throughput import batches_for, rounds_per_s, run_all
-from model_store import Manifest, Store
-from model_store.batch import Encoding
-from service.core import Device, RequestedPrecision
-from service.engine import OnnxEngine
-from service.served_models import batch_tokens
-from service.settings import Settings
-from service.tasks import Task, TaskCall, TaskContext, TaskLimits
-from service.tokenizer import Tokenizer
+from cloze.bench.http_client import post
+from cloze.bench.load import Request, histogram
+from cloze.bench.processes import RunningServer, free_port, running
+from cloze.bench.throughput import batches_for, rounds_per_s, run_all
+from cloze.model_store import Manifest, Store
+from cloze.model_store.batch import Encoding
+from cloze.service.core import Device, RequestedPrecision
+from cloze.service.engine import OnnxEngine
+from cloze.service.served_models import batch_tokens
+from cloze.service.settings import Settings
+from cloze.service.tasks import Task, TaskCall, TaskContext, TaskLimits
+from cloze.service.tokenizer import Tokenizer
 
 _WARM_UP_RUNS = 20
 """Runs of the engine before its latencies count."""
@@ -167,7 +167,7 @@ def pipeline_server(python: str, checkpoint: Path, task: Task) -> MeasuredServer
         checkpoint: a Hugging Face directory.
         task: of every request.
     """
-    application = ("-m", "bench.peers.pipeline_app")
+    application = ("-m", "cloze.bench.peers.pipeline_app")
     return MeasuredServer(
         "FastAPI + transformers",
         (python, *application, str(checkpoint.resolve()), task.name, "{port}"),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from model_store import Bundle
+from cloze.model_store import Bundle
 
 _QUESTION_WORDS = {
     7: 47,

@@ -5,8 +5,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from model_store.batch import Encoding
-from service.core import Engine
+from cloze.model_store.batch import Encoding
+from cloze.service.core import Engine
 
 
 def rounds_per_s(play_round: Callable[[], object], seconds: float) -> float:

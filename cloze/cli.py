@@ -13,13 +13,12 @@ from typing import Any, TypeVar
 
 import click
 
-from cloze.bench import bench
+from cloze.bench_command import bench
 from cloze.failing import fail
-from cloze.train import train
-from model_store.heads import HEADS
-from model_store.layouts import Layout
-from model_store.locations import DEFAULT_ROOT
-from model_store.manifest import (
+from cloze.model_store.heads import HEADS
+from cloze.model_store.layouts import Layout
+from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.model_store.manifest import (
     NAME_PATTERN,
     Architecture,
     Embedding,
@@ -29,7 +28,8 @@ from model_store.manifest import (
     Precision,
     Weights,
 )
-from model_store.store import Bundle, Store, StoreError
+from cloze.model_store.store import Bundle, Store, StoreError
+from cloze.train import train
 
 T = TypeVar("T")
 
@@ -153,11 +153,11 @@ def export(
       cloze export google-bert/bert-base-uncased --name bert --revision main
     """
     try:
-        from export.errors import DataError, ExportError
-        from export.evaluation.pairs import read_pairs
-        from export.graph.write import check_layout
-        from export.publish import ExportOptions
-        from export.publish import export as export_checkpoint
+        from cloze.export.errors import DataError, ExportError
+        from cloze.export.evaluation.pairs import read_pairs
+        from cloze.export.graph.write import check_layout
+        from cloze.export.publish import ExportOptions
+        from cloze.export.publish import export as export_checkpoint
     except ModuleNotFoundError as error:
         fail(
             f"export needs {error.name}, which the serving install leaves out; "
@@ -329,7 +329,7 @@ class _ServeCommand(click.Command):
 
 
 def _setting_options() -> list[click.Parameter]:
-    from service.settings import ENV_PREFIX, Settings
+    from cloze.service.settings import ENV_PREFIX, Settings
 
     options: list[click.Parameter] = []
     for name, field in Settings.model_fields.items():
@@ -360,9 +360,9 @@ def serve(**flags: Any) -> None:
     and 2 if the server cannot start.
     """
     try:
-        from service.core import StartupError
-        from service.serve import serve as serve_forever
-        from service.settings import load_settings
+        from cloze.service.core import StartupError
+        from cloze.service.serve import serve as serve_forever
+        from cloze.service.settings import load_settings
     except ModuleNotFoundError as error:
         fail(f"serve needs {error.name}, which is not installed", code=2)
     try:

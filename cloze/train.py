@@ -1,4 +1,4 @@
-"""``cloze train``: parses arguments, calls `export.train`, and reports each error as one line.
+"""``cloze train``: parses arguments, calls `cloze.export.train`, reports each error as one line.
 
 Training packages are imported inside the commands, because a serving installation lacks them.
 """
@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from cloze.failing import fail
-from model_store.locations import DEFAULT_ROOT
-from model_store.manifest import Precision
-from model_store.store import Store, StoreError
+from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.model_store.manifest import Precision
+from cloze.model_store.store import Store, StoreError
 
 if TYPE_CHECKING:
     import torch
 
-    from export.train.run_options import RunOptions
+    from cloze.export.train.run_options import RunOptions
 
 # Without existence checks: the code that opens a path reports errors, in one line.
 _FILE = click.Path(path_type=Path)
@@ -69,7 +69,7 @@ def _one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def run(**arguments: Any) -> None:
         try:
-            from export.errors import DataError, ExportError
+            from cloze.export.errors import DataError, ExportError
         except ModuleNotFoundError as error:
             _fail_for_missing_module(error)
         try:
@@ -141,9 +141,9 @@ def vocab(
     corpus: tuple[Path, ...], recipe: str, size: int | None, cased: bool | None, out: Path
 ) -> None:
     """Learn a WordPiece vocabulary; write tokenizer.json and vocab.txt."""
-    from export.train.documents import read_documents
-    from export.train.recipe import VocabularyRecipe, load_recipe
-    from export.train.vocabulary import save_vocabulary, train_tokenizer
+    from cloze.export.train.documents import read_documents
+    from cloze.export.train.recipe import VocabularyRecipe, load_recipe
+    from cloze.export.train.vocabulary import save_vocabulary, train_tokenizer
 
     settings = load_recipe(recipe, VocabularyRecipe).vocabulary
     size = size or settings.size
@@ -197,8 +197,8 @@ def pretrain(
       cloze export my-run/checkpoint --name my-bert
       cloze train pretrain --from ./my-bert --recipe pretrain-further --corpus b.txt --out further
     """
-    from export.train.pretrain import pretrain as run
-    from export.train.recipe import PretrainRecipe, load_recipe
+    from cloze.export.train.pretrain import pretrain as run
+    from cloze.export.train.recipe import PretrainRecipe, load_recipe
 
     settings = load_recipe(recipe, PretrainRecipe, seed=seed)
     files, options = _required(corpus), _run_options(out, device, threads)
@@ -230,8 +230,8 @@ def finetune_qa(
     threads: int | None,
 ) -> None:
     """Fine-tune the checkpoint SOURCE for question answering."""
-    from export.train.questions import finetune_questions
-    from export.train.recipe import QuestionsRecipe, load_recipe
+    from cloze.export.train.questions import finetune_questions
+    from cloze.export.train.recipe import QuestionsRecipe, load_recipe
 
     settings = load_recipe(recipe, QuestionsRecipe, seed=seed)
     options = _run_options(out, device, threads)
@@ -269,8 +269,8 @@ def finetune_embed(
 
     The other heads of SOURCE are kept. With --corpus, training also keeps them accurate.
     """
-    from export.train.recipe import EmbedRecipe, load_recipe
-    from export.train.sentences import EmbeddingFiles, finetune_sentences
+    from cloze.export.train.recipe import EmbedRecipe, load_recipe
+    from cloze.export.train.sentences import EmbeddingFiles, finetune_sentences
 
     settings = load_recipe(recipe, EmbedRecipe, seed=seed)
     files = EmbeddingFiles(list(pairs), list(held_out_pairs), list(corpus))
@@ -297,8 +297,8 @@ def distill(
     threads: int | None,
 ) -> None:
     """Distil the BERT checkpoint TEACHER into a DistilBERT of half its layers."""
-    from export.train.distill import distill as run
-    from export.train.recipe import DistillRecipe, load_recipe
+    from cloze.export.train.distill import distill as run
+    from cloze.export.train.recipe import DistillRecipe, load_recipe
 
     settings = load_recipe(recipe, DistillRecipe, seed=seed)
     files, options = _required(corpus), _run_options(out, device, threads)
@@ -373,8 +373,8 @@ def evaluate(
     """
     import tempfile
 
-    from export.train.evaluate import EvaluationData, open_subject
-    from export.train.evaluate import evaluate as measure
+    from cloze.export.train.evaluate import EvaluationData, open_subject
+    from cloze.export.train.evaluate import evaluate as measure
 
     opened_device = _open_device(device, threads)
     subject = open_subject(source, Store(model_store), opened_device, Precision(precision))
@@ -395,7 +395,7 @@ def evaluate(
 
 
 def _required(corpus: tuple[Path, ...]) -> list[Path]:
-    from export.train.errors import TrainError
+    from cloze.export.train.errors import TrainError
 
     if not corpus:
         raise TrainError("there is no text: name a file with --corpus")
@@ -403,7 +403,7 @@ def _required(corpus: tuple[Path, ...]) -> list[Path]:
 
 
 def _run_options(run_dir: Path, device: str, threads: int | None) -> "RunOptions":
-    from export.train.run_options import RunOptions
+    from cloze.export.train.run_options import RunOptions
 
     return RunOptions(run_dir, _open_device(device, threads), _print_event)
 
@@ -412,7 +412,7 @@ def _open_device(name: str, threads: int | None) -> "torch.device":
     """Set the number of CPU threads, and open the device."""
     import torch
 
-    from export.train.device import open_device
+    from cloze.export.train.device import open_device
 
     if threads:
         torch.set_num_threads(threads)

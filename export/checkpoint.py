@@ -9,19 +9,19 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from export.errors import ExportError
-from export.heads import EMBEDDING, EXPORT_HEADS, ExportHead
-from export.model_loading import load_model, read_head_options
-from export.models import FAMILIES, EncoderConfig, Family, Model
-from export.models.activations import ACTIVATIONS
-from export.sentence import EmbeddingRecipe, encoder_folder, read_recipe
-from export.settings_files import read_settings
-from export.source import CheckpointFiles, locate
-from export.tensors import read_tensors, sha256_of, weight_files
-from export.tokenizer import CheckpointTokenizer, load_tokenizer
-from model_store.heads import Head
-from model_store.heads.head import Frozen
-from model_store.manifest import Source
+from cloze.export.errors import ExportError
+from cloze.export.heads import EMBEDDING, EXPORT_HEADS, ExportHead
+from cloze.export.model_loading import load_model, read_head_options
+from cloze.export.models import FAMILIES, EncoderConfig, Family, Model
+from cloze.export.models.activations import ACTIVATIONS
+from cloze.export.sentence import EmbeddingRecipe, encoder_folder, read_recipe
+from cloze.export.settings_files import read_settings
+from cloze.export.source import CheckpointFiles, locate
+from cloze.export.tensors import read_tensors, sha256_of, weight_files
+from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
+from cloze.model_store.heads import Head
+from cloze.model_store.heads.head import Frozen
+from cloze.model_store.manifest import Source
 
 _MAX_PADDING_ROWS = 127
 """The most rows of an embedding beyond the vocabulary; many are padded to a multiple of 128."""

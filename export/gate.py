@@ -1,17 +1,17 @@
 """The quality gate: compares a rounded graph with its checkpoint and refuses large differences.
 
-Parity (`export.verify`) compares a graph with torch on the same rounded weights. The gate compares
-the graph with the checkpoint before rounding.
+Parity (`cloze.export.verify`) compares a graph with torch on the same rounded weights. The gate
+compares the graph with the checkpoint before rounding.
 """
 
 from collections.abc import Sequence
 
-from export.errors import ExportError
-from export.evaluation.scorer import Scorer
-from export.evaluation.texts import GateTexts
-from export.heads import EXPORT_HEADS
-from model_store.heads import Head
-from model_store.manifest import Gate
+from cloze.export.errors import ExportError
+from cloze.export.evaluation.scorer import Scorer
+from cloze.export.evaluation.texts import GateTexts
+from cloze.export.heads import EXPORT_HEADS
+from cloze.model_store.heads import Head
+from cloze.model_store.manifest import Gate
 
 
 def pass_gate(

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from export.errors import ExportError
-from export.heads import EXPORT_HEADS, ExportHead, tensor_names
-from export.models import EncoderConfig, Family, Model
-from model_store.heads.head import Frozen
+from cloze.export.errors import ExportError
+from cloze.export.heads import EXPORT_HEADS, ExportHead, tensor_names
+from cloze.export.models import EncoderConfig, Family, Model
+from cloze.model_store.heads.head import Frozen
 
 _ENCODER_PREFIXES = ("embeddings.", "encoder.", "transformer.")
 """The first parts of the names of an encoder's tensors, after the family's prefix."""

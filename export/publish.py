@@ -8,19 +8,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from export.checkpoint import Checkpoint, load_checkpoint
-from export.errors import ExportError
-from export.evaluation.pairs import ScoredPair
-from export.evaluation.scorer import GraphScorer, Scorer, TorchScorer
-from export.evaluation.texts import GateTexts
-from export.gate import pass_gate
-from export.graph.write import GraphWriter, round_weights
-from export.heads import EMBEDDING
-from export.session import open_session
-from export.smoothing import smoothing_factors
-from export.verify import GraphUnderTest, verify
-from model_store.heads import Head
-from model_store.manifest import (
+from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.errors import ExportError
+from cloze.export.evaluation.pairs import ScoredPair
+from cloze.export.evaluation.scorer import GraphScorer, Scorer, TorchScorer
+from cloze.export.evaluation.texts import GateTexts
+from cloze.export.gate import pass_gate
+from cloze.export.graph.write import GraphWriter, round_weights
+from cloze.export.heads import EMBEDDING
+from cloze.export.session import open_session
+from cloze.export.smoothing import smoothing_factors
+from cloze.export.verify import GraphUnderTest, verify
+from cloze.model_store.heads import Head
+from cloze.model_store.manifest import (
     Architecture,
     BundleSpec,
     Embedding,
@@ -33,7 +33,7 @@ from model_store.manifest import (
     TokenizerSpec,
     Weights,
 )
-from model_store.store import Bundle, Store
+from cloze.model_store.store import Bundle, Store
 
 TOKENIZER_FILE = "tokenizer.json"
 CARD_FILE = "README.md"
@@ -126,7 +126,7 @@ def export(
 
     Raises:
         ExportError: the checkpoint cannot be loaded or lacks a head, a graph does not agree with
-            torch, or a rounded graph loses too much quality (`export.gate`).
+            torch, or a rounded graph loses too much quality (`cloze.export.gate`).
         StoreError: the store is not writable.
     """
     checkpoint = _load(source, options, report)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from export.errors import ExportError
-from export.settings_files import read_settings
-from export.tensors import read_tensors, weight_files
-from model_store.heads import Pooling
+from cloze.export.errors import ExportError
+from cloze.export.settings_files import read_settings
+from cloze.export.tensors import read_tensors, weight_files
+from cloze.model_store.heads import Pooling
 
 POOLING_FLAGS = {
     "pooling_mode_cls_token": "cls",

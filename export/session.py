@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from export.errors import ExportError, first_line
-from export.graph.reference import ReferenceSession
-from model_store.layouts import Layout
-from model_store.processor import cuda_settings, int8_instructions, int8_settings
+from cloze.export.errors import ExportError, first_line
+from cloze.export.graph.reference import ReferenceSession
+from cloze.model_store.layouts import Layout
+from cloze.model_store.processor import cuda_settings, int8_instructions, int8_settings
 
 # The official builds send telemetry from the import on, unless this variable is set.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from export.errors import ExportError
+from cloze.export.errors import ExportError
 
 
 def read_settings(file: Path) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from export.models import Model
-from export.models.encoder import Layer
+from cloze.export.models import Model
+from cloze.export.models.encoder import Layer
 
 _AFTER_NORM = ("query", "up")
 """The products whose input is LayerNorm's output."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from export.errors import ExportError, first_line
+from cloze.export.errors import ExportError, first_line
 
 _SMALL_FILES = (
     "config.json",

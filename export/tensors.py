@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from export.errors import ExportError, first_line
+from cloze.export.errors import ExportError, first_line
 
 
 def weight_files(folder: Path) -> list[Path]:

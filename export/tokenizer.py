@@ -15,8 +15,8 @@ from tokenizers import (
     processors,
 )
 
-from export.errors import ExportError
-from export.settings_files import read_settings
+from cloze.export.errors import ExportError
+from cloze.export.settings_files import read_settings
 
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from export.checkpoint import Checkpoint
-from export.errors import ExportError
-from export.evaluation.scorer import torch_outputs
-from export.heads import EXPORT_HEADS
-from export.models import Model
-from export.session import Session, open_session
-from model_store.batch import BatchCodec, Encoding
-from model_store.heads import GraphSpec, Head
-from model_store.layouts import Int32, Layout
-from model_store.manifest import Graph, Parity, Precision
-from model_store.parity import output_errors
+from cloze.export.checkpoint import Checkpoint
+from cloze.export.errors import ExportError
+from cloze.export.evaluation.scorer import torch_outputs
+from cloze.export.heads import EXPORT_HEADS
+from cloze.export.models import Model
+from cloze.export.session import Session, open_session
+from cloze.model_store.batch import BatchCodec, Encoding
+from cloze.model_store.heads import GraphSpec, Head
+from cloze.model_store.layouts import Int32, Layout
+from cloze.model_store.manifest import Graph, Parity, Precision
+from cloze.model_store.parity import output_errors
 
 GOLDEN_FILES = {
     Precision.FP32: "golden.json",

@@ -3,7 +3,7 @@
 This package depends on numpy and pydantic only, not on torch, onnx, onnxruntime or HTTP libraries.
 """
 
-from model_store.manifest import Manifest
-from model_store.store import Bundle, Store, StoreError
+from cloze.model_store.manifest import Manifest
+from cloze.model_store.store import Bundle, Store, StoreError
 
 __all__ = ["Bundle", "Manifest", "Store", "StoreError"]

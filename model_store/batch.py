@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model_store import tensors
-from model_store.heads import HEADS, GraphSpec, Head, HeadRequest
-from model_store.layouts import Feeds, Int32, Placement
+from cloze.model_store import tensors
+from cloze.model_store.heads import HEADS, GraphSpec, Head, HeadRequest
+from cloze.model_store.layouts import Feeds, Int32, Placement
 
 HeadOutputs = Mapping[str, Any]
 """Results of one encoding, by head name; one result per head that the encoding asks for."""

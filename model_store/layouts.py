@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model_store import tensors
+from cloze.model_store import tensors
 
 Int32 = NDArray[np.int32]
 Feeds = dict[str, NDArray[Any]]

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from model_store.heads import (
+from cloze.model_store.heads import (
     HEADS,
     GraphSpec,
     Head,
@@ -27,8 +27,8 @@ from model_store.heads import (
     heads_of_tasks,
     masked_lm,
 )
-from model_store.heads.head import Frozen
-from model_store.layouts import Layout
+from cloze.model_store.heads.head import Frozen
+from cloze.model_store.layouts import Layout
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 SCHEMA_VERSION = 1
@@ -166,7 +166,7 @@ class Graph(Frozen):
 
 
 class Parity(Frozen):
-    """Differences from torch, which `export.verify` measured before the bundle was published."""
+    """Differences from torch that `cloze.export.verify` measured before publication."""
 
     tolerance: float = Field(
         gt=0, description="largest accepted |ours - torch| / max(1, max |torch|)"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from model_store.heads import masked_lm
+from cloze.model_store.heads import masked_lm
 
 Arrays = Mapping[str, NDArray[Any]]
 """Outputs by tensor name."""

@@ -24,8 +24,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from model_store.locations import DEFAULT_ROOT, folders_to_read
-from model_store.manifest import NAME_PATTERN, BundleSpec, Manifest, StoredFile, parse_reference
+from cloze.model_store.locations import DEFAULT_ROOT, folders_to_read
+from cloze.model_store.manifest import (
+    NAME_PATTERN,
+    BundleSpec,
+    Manifest,
+    StoredFile,
+    parse_reference,
+)
 
 _MANIFEST = "manifest.json"
 _STAGING_PREFIX = ".staging-"

@@ -1,22 +1,22 @@
 """Writes `docs/tensors.md`: the inputs and outputs of every graph, from their specifications.
 
-python -m model_store.tensor_reference > docs/tensors.md
+python -m cloze.model_store.tensor_reference > docs/tensors.md
 """
 
 import sys
 from collections.abc import Iterable
 
-from model_store.heads import HEADS, Head
-from model_store.layouts import Layout
-from model_store.tensors import TRUNK_INPUTS, TensorSpec
+from cloze.model_store.heads import HEADS, Head
+from cloze.model_store.layouts import Layout
+from cloze.model_store.tensors import TRUNK_INPUTS, TensorSpec
 
 _INTRODUCTION = """\
 # Graph inputs and outputs
 
-<!-- Generated: python -m model_store.tensor_reference > docs/tensors.md -->
+<!-- Generated: python -m cloze.model_store.tensor_reference > docs/tensors.md -->
 
 This page is generated from `model_store/tensors.py` and `model_store/heads/`. Do not edit the page.
-After a change of a tensor, run `python -m model_store.tensor_reference > docs/tensors.md`.
+After a change of a tensor, run `python -m cloze.model_store.tensor_reference > docs/tensors.md`.
 
 A graph has the inputs of the encoder, and the inputs and outputs of each head that the bundle has.
 The encoder computes `hidden`: one row of hidden states per token of the batch, `[T, H]`. `hidden`

@@ -1,7 +1,7 @@
 """The inputs and outputs of a bundle's graph: how one is described, and the inputs of the trunk.
 
 The tensors of a head are in the head's module. `docs/tensors.md` is generated from both by
-`model_store.tensor_reference`.
+`cloze.model_store.tensor_reference`.
 """
 
 from dataclasses import dataclass

@@ -17,24 +17,30 @@ from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 
-from model_store import Bundle
-from service.core import ServiceError
-from service.http.connection import Connection, DirectRoutes
-from service.http.errors import STATUS
-from service.http.openapi import document
-from service.http.routes import Route
-from service.metrics import Metrics
-from service.pipeline import Models, Pipeline
-from service.protocols import PROTOCOLS, ApiLimits, ErrorResponder, ProtocolContext, WireProtocol
-from service.served_models import (
+from cloze.model_store import Bundle
+from cloze.service.core import ServiceError
+from cloze.service.http.connection import Connection, DirectRoutes
+from cloze.service.http.errors import STATUS
+from cloze.service.http.openapi import document
+from cloze.service.http.routes import Route
+from cloze.service.metrics import Metrics
+from cloze.service.pipeline import Models, Pipeline
+from cloze.service.protocols import (
+    PROTOCOLS,
+    ApiLimits,
+    ErrorResponder,
+    ProtocolContext,
+    WireProtocol,
+)
+from cloze.service.served_models import (
     EngineCallbacks,
     EngineFactory,
     ServedModel,
     local_models,
     open_bundles,
 )
-from service.settings import Settings
-from service.tasks import TASKS, Task, TaskLimits
+from cloze.service.settings import Settings
+from cloze.service.tasks import TASKS, Task, TaskLimits
 
 _JOIN_TIMEOUT_S = 5.0
 """Longest wait in `Service.close` for the threads of all models.

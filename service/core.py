@@ -29,8 +29,8 @@ from typing import Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from model_store.batch import Encoding, HeadOutputs
-from model_store.manifest import Precision
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.manifest import Precision
 
 Float32 = NDArray[np.float32]
 

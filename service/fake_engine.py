@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from model_store.batch import Encoding, HeadOutputs
-from model_store.heads.embedding import HEAD, EmbeddingResult
-from model_store.manifest import Precision
-from service.core import Device
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads.embedding import HEAD, EmbeddingResult
+from cloze.model_store.manifest import Precision
+from cloze.service.core import Device
 
 
 class FakeEngine:

@@ -24,7 +24,7 @@ from prometheus_client import (
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from service.core import BatchReport, Timings
+from cloze.service.core import BatchReport, Timings
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

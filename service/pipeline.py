@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from model_store import Manifest
-from service.core import DeadlineExceeded, Timings, UnknownModel, WrongTask
-from service.served_models import ServedModel
-from service.tasks import Task, TaskCall, TaskContext, TaskLimits
-from service.tokenizer import Tokenizer
+from cloze.model_store import Manifest
+from cloze.service.core import DeadlineExceeded, Timings, UnknownModel, WrongTask
+from cloze.service.served_models import ServedModel
+from cloze.service.tasks import Task, TaskCall, TaskContext, TaskLimits
+from cloze.service.tokenizer import Tokenizer
 
 _INLINE_BYTES = 4_000
 """Shorter requests are tokenized on the event loop.

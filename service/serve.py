@@ -1,9 +1,9 @@
 """Serves until a signal, in one process or in front ends and engine processes."""
 
-from service import server
-from service.app import DEFAULT_REGISTRIES, Registries, single_process
-from service.served_models import EngineFactory
-from service.settings import Settings
+from cloze.service import server
+from cloze.service.app import DEFAULT_REGISTRIES, Registries, single_process
+from cloze.service.served_models import EngineFactory
+from cloze.service.settings import Settings
 
 
 def serve(settings: Settings) -> int:
@@ -16,7 +16,9 @@ def serve(settings: Settings) -> int:
         StartupError: a setting, a bundle, a device or the port is wrong.
     """
     if settings.frontends or settings.gpus > 1:
-        from service.processes.supervisor import supervise  # a single process works without msgspec
+        from cloze.service.processes.supervisor import (
+            supervise,  # a single process works without msgspec
+        )
 
         return supervise(settings)
     return serve_in_one_process(settings)

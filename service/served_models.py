@@ -5,10 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from model_store import Bundle, Manifest, Store, StoreError
-from service.batching.cost import largest_batch, measure_cost
-from service.batching.scheduler import Scheduler, SchedulerLimits
-from service.core import (
+from cloze.model_store import Bundle, Manifest, Store, StoreError
+from cloze.service.batching.cost import largest_batch, measure_cost
+from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.core import (
     BatchReport,
     Device,
     Engine,
@@ -17,7 +17,7 @@ from service.core import (
     StartupError,
     first_line,
 )
-from service.settings import CPU_BATCH_TOKENS, Settings
+from cloze.service.settings import CPU_BATCH_TOKENS, Settings
 
 log = logging.getLogger("cloze")
 
@@ -120,7 +120,7 @@ def _precision_of(engine: Engine) -> Callable[[], str]:
 def _onnx_engine(settings: Settings, device_id: int) -> EngineFactory:
     try:
         # Front ends import this module too, and use less memory without onnxruntime.
-        from service.engine import OnnxEngine, SessionOptions
+        from cloze.service.engine import OnnxEngine, SessionOptions
     except ModuleNotFoundError as error:
         raise StartupError(
             f"{error.name} is not installed; install cloze[cpu] or, for CUDA, cloze[gpu]"

@@ -12,10 +12,10 @@ from typing import NoReturn
 
 import uvicorn
 
-from service.app import Service
-from service.core import StartupError
-from service.http.connection import BoundedHeaders
-from service.settings import Settings, unknown_variables
+from cloze.service.app import Service
+from cloze.service.core import StartupError
+from cloze.service.http.connection import BoundedHeaders
+from cloze.service.settings import Settings, unknown_variables
 
 log = logging.getLogger("cloze")
 

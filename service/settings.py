@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from model_store.locations import DEFAULT_ROOT
-from service.core import Device, RequestedPrecision, StartupError
+from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.service.core import Device, RequestedPrecision, StartupError
 
 ENV_PREFIX = "CLOZE_"
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer as Backend
 
-from model_store import Bundle
-from model_store.batch import Encoding
-from service.core import StartupError
+from cloze.model_store import Bundle
+from cloze.model_store.batch import Encoding
+from cloze.service.core import StartupError
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,9 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 
 import pytest
 
-from export.publish import ExportOptions, export
-from model_store import Store
-from model_store.manifest import Precision
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.model_store.manifest import Precision
 from tests.serving import Server, running_server
 from tests.tiny import save_checkpoint
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from model_store.batch import Encoding
-from model_store.heads import HeadRequest
-from model_store.heads.embedding import EmbeddingRequest
-from model_store.heads.masked_lm import MaskedLMRequest
-from model_store.heads.next_sentence import NextSentenceRequest
-from model_store.heads.span import SpanRequest
+from cloze.model_store.batch import Encoding
+from cloze.model_store.heads import HeadRequest
+from cloze.model_store.heads.embedding import EmbeddingRequest
+from cloze.model_store.heads.masked_lm import MaskedLMRequest
+from cloze.model_store.heads.next_sentence import NextSentenceRequest
+from cloze.model_store.heads.span import SpanRequest
 
 
 def encoding(

@@ -2,9 +2,9 @@
 
 import sys
 
-from service.processes import engine_process
-from service.processes.supervisor import supervise
-from service.settings import load_settings
+from cloze.service.processes import engine_process
+from cloze.service.processes.supervisor import supervise
+from cloze.service.settings import load_settings
 from tests.faulty_server import FaultyEngine
 
 if __name__ == "__main__":

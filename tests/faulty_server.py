@@ -5,12 +5,12 @@ import threading
 import time
 from collections.abc import Sequence
 
-from model_store import Bundle
-from model_store.batch import Encoding, HeadOutputs
-from service.core import Device, RequestedPrecision
-from service.engine import OnnxEngine
-from service.serve import serve_in_one_process
-from service.settings import load_settings
+from cloze.model_store import Bundle
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.service.core import Device, RequestedPrecision
+from cloze.service.engine import OnnxEngine
+from cloze.service.serve import serve_in_one_process
+from cloze.service.settings import load_settings
 from tests.vocabulary import vocabulary
 
 WORDS = {vocabulary().index(word): word for word in ("moon", "sun", "tree", "king", "war")}

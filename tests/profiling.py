@@ -7,7 +7,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from service.engine import session
+from cloze.service.engine import session
 
 
 def profiled(prefix: str) -> Callable[[], ort.SessionOptions]:

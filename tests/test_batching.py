@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from model_store import Bundle
-from model_store.batch import Encoding, HeadOutputs
-from service.app import single_process
-from service.core import Device, RequestedPrecision
-from service.engine import OnnxEngine
-from service.settings import load_settings
+from cloze.model_store import Bundle
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.service.app import single_process
+from cloze.service.core import Device, RequestedPrecision
+from cloze.service.engine import OnnxEngine
+from cloze.service.settings import load_settings
 from tests.test_promises import assert_close
 
 

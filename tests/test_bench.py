@@ -19,24 +19,24 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import device, one_size, sizes
-from bench.compare import compare
-from bench.errors import BenchError
-from bench.http_client import Connection, post
-from bench.load import Request, closed_loop, open_loop, poisson, rescaled
-from bench.processes import running
-from bench.report import table
-from bench.result import COMPARED, ONE_LENGTH, Result, Turn
-from bench.texts import make_texts, mask_a_word, read_texts
+from cloze.bench import device, one_size, sizes
+from cloze.bench.compare import compare
+from cloze.bench.errors import BenchError
+from cloze.bench.http_client import Connection, post
+from cloze.bench.load import Request, closed_loop, open_loop, poisson, rescaled
+from cloze.bench.processes import running
+from cloze.bench.report import table
+from cloze.bench.result import COMPARED, ONE_LENGTH, Result, Turn
+from cloze.bench.texts import make_texts, mask_a_word, read_texts
 from cloze.cli import cli
-from export.graph.reference import ReferenceSession
-from export.models import Model
-from export.publish import ExportOptions, export
-from model_store import Bundle, Store
-from service.batching.cost import BatchCostModel
-from service.core import Device, RequestedPrecision
-from service.engine import OnnxEngine
-from service.settings import Settings
+from cloze.export.graph.reference import ReferenceSession
+from cloze.export.models import Model
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Bundle, Store
+from cloze.service.batching.cost import BatchCostModel
+from cloze.service.core import Device, RequestedPrecision
+from cloze.service.engine import OnnxEngine
+from cloze.service.settings import Settings
 from tests.serving import Server
 
 WORDS = ["river", "stone", "house", "winter"]

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from export.checkpoint import Checkpoint, load_checkpoint
-from export.errors import ExportError
-from export.heads import NEXT_SENTENCE
-from export.publish import export
-from model_store import Store
-from model_store.heads import Head
-from model_store.heads.next_sentence import NextSentenceRequest
-from service.core import Device
-from service.engine import OnnxEngine
-from service.tokenizer import Tokenizer
+from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.errors import ExportError
+from cloze.export.heads import NEXT_SENTENCE
+from cloze.export.publish import export
+from cloze.model_store import Store
+from cloze.model_store.heads import Head
+from cloze.model_store.heads.next_sentence import NextSentenceRequest
+from cloze.service.core import Device
+from cloze.service.engine import OnnxEngine
+from cloze.service.tokenizer import Tokenizer
 from tests.tiny import make_model, save_checkpoint
 from tests.vocabulary import vocabulary
 

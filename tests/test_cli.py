@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from service.settings import Settings
+from cloze.service.settings import Settings
 from tests.serving import bare_environment
 
 

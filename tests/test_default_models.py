@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from export.train.evaluate import EvaluationData, evaluate, open_subject
-from model_store import Store
-from model_store.locations import DEFAULT_ROOT
-from model_store.manifest import Precision, Weights
+from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
+from cloze.model_store import Store
+from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.model_store.manifest import Precision, Weights
 
 TASKS = {
     "cloze-bert": {"fill-mask", "nsp", "embed"},

@@ -20,9 +20,9 @@ import pytest
 import yaml
 from kubernetes_validate import utils as kubernetes
 
-from model_store.locations import DEFAULT_ROOT
-from service.server import _DRAIN_MARGIN_S
-from service.settings import ENV_PREFIX, Settings, load_settings
+from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.service.server import _DRAIN_MARGIN_S
+from cloze.service.settings import ENV_PREFIX, Settings, load_settings
 from tests.serving import Server, running_server
 
 ROOT = Path(__file__).parents[1]

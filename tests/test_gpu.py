@@ -6,10 +6,10 @@ import httpx
 import numpy as np
 import pytest
 
-from model_store import Bundle, Store
-from model_store.batch import Encoding
-from service.core import Device
-from service.engine import OnnxEngine, SessionOptions, session
+from cloze.model_store import Bundle, Store
+from cloze.model_store.batch import Encoding
+from cloze.service.core import Device
+from cloze.service.engine import OnnxEngine, SessionOptions, session
 from tests.conftest import has_gpu
 from tests.encodings import encoding
 from tests.profiling import placed, profiled

@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from export.checkpoint import Checkpoint, load_checkpoint
-from export.errors import ExportError
-from export.graph.write import GraphWriter
-from export.heads import MASKED_LM, NEXT_SENTENCE, SPAN
-from export.publish import export
-from export.verify import GraphUnderTest, verify
-from model_store import Store, tensors
-from model_store.heads import Head, embedding, masked_lm, next_sentence, span
+from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.errors import ExportError
+from cloze.export.graph.write import GraphWriter
+from cloze.export.heads import MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.publish import export
+from cloze.export.verify import GraphUnderTest, verify
+from cloze.model_store import Store, tensors
+from cloze.model_store.heads import Head, embedding, masked_lm, next_sentence, span
 from tests.tiny import SHAPES, make_model, name_of, save_checkpoint
 from tests.vocabulary import vocabulary
 

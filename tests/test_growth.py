@@ -12,14 +12,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model_store.batch import HeadOutputs
-from model_store.heads.embedding import HEAD, EmbeddingRequest
-from service.app import Registries
-from service.protocols import PROTOCOLS
-from service.serve import serve_in_one_process
-from service.settings import load_settings
-from service.tasks import TASKS
-from service.tasks.task import (
+from cloze.model_store.batch import HeadOutputs
+from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest
+from cloze.service.app import Registries
+from cloze.service.protocols import PROTOCOLS
+from cloze.service.serve import serve_in_one_process
+from cloze.service.settings import load_settings
+from cloze.service.tasks import TASKS
+from cloze.service.tasks.task import (
     Example,
     NoParameters,
     PreparedRequest,

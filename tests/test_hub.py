@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from export.source import _choose_files
-from model_store import Store
+from cloze.export.source import _choose_files
+from cloze.model_store import Store
 from tests.serving import bare_environment
 
 COMMIT = "86b5e0934494bd15c9632b12f734a8a67f723594"

@@ -11,7 +11,7 @@ HEAVY = [
     "safetensors",
     "huggingface_hub",
     "sentence_transformers",
-    "export",
+    "cloze.export",
 ]
 
 
@@ -27,23 +27,27 @@ def modules_after(code: str) -> list[str]:
 
 def test_the_service_never_imports_what_export_needs() -> None:
     loaded = modules_after(
-        "import service.serve, service.engine, "
-        "service.processes.supervisor, service.processes.engine_process"
+        "import cloze.service.serve, cloze.service.engine, "
+        "cloze.service.processes.supervisor, cloze.service.processes.engine_process"
     )
     assert "onnxruntime" in loaded
     assert not [name for name in HEAVY if name in loaded]
 
 
 def test_a_front_end_holds_no_runtime() -> None:
-    loaded = modules_after("import service.processes.frontend")
+    loaded = modules_after("import cloze.service.processes.frontend")
     assert "msgspec" in loaded
     assert not [name for name in [*HEAVY, "onnxruntime"] if name in loaded]
 
 
 def test_one_process_needs_no_messages() -> None:
-    assert "msgspec" not in modules_after("import service.serve, service.processes.supervisor")
+    assert "msgspec" not in modules_after(
+        "import cloze.service.serve, cloze.service.processes.supervisor"
+    )
 
 
 def test_the_command_line_imports_a_room_only_when_asked() -> None:
     loaded = modules_after("import cloze.cli")
-    assert not [name for name in [*HEAVY, "service", "fastapi", "onnxruntime"] if name in loaded]
+    assert not [
+        name for name in [*HEAVY, "cloze.service", "fastapi", "onnxruntime"] if name in loaded
+    ]

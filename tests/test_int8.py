@@ -14,29 +14,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from export.checkpoint import Checkpoint, load_checkpoint
-from export.errors import ExportError
-from export.evaluation.pairs import ScoredPair
-from export.evaluation.scorer import TorchScorer
-from export.evaluation.texts import SENTENCES, GateTexts
-from export.gate import pass_gate
-from export.graph.builder import GraphBuilder
-from export.graph.linear_ops import Int8, quantise
-from export.graph.write import GraphWriter
-from export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
-from export.models import Model
-from export.publish import ExportOptions, export
-from export.smoothing import smoothing_factors
-from export.train.evaluate import EvaluationData, evaluate, open_subject
-from export.verify import GraphUnderTest, verify
-from model_store import Store, processor, tensors
-from model_store.batch import Encoding, HeadOutputs
-from model_store.heads import HEADS, embedding
-from model_store.heads.embedding import EmbeddingResult
-from model_store.manifest import Precision
-from model_store.processor import int8_instructions, int8_settings
-from service.core import Device, RequestedPrecision, StartupError
-from service.engine import OnnxEngine
+from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.errors import ExportError
+from cloze.export.evaluation.pairs import ScoredPair
+from cloze.export.evaluation.scorer import TorchScorer
+from cloze.export.evaluation.texts import SENTENCES, GateTexts
+from cloze.export.gate import pass_gate
+from cloze.export.graph.builder import GraphBuilder
+from cloze.export.graph.linear_ops import Int8, quantise
+from cloze.export.graph.write import GraphWriter
+from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
+from cloze.export.models import Model
+from cloze.export.publish import ExportOptions, export
+from cloze.export.smoothing import smoothing_factors
+from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
+from cloze.export.verify import GraphUnderTest, verify
+from cloze.model_store import Store, processor, tensors
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads import HEADS, embedding
+from cloze.model_store.heads.embedding import EmbeddingResult
+from cloze.model_store.manifest import Precision
+from cloze.model_store.processor import int8_instructions, int8_settings
+from cloze.service.core import Device, RequestedPrecision, StartupError
+from cloze.service.engine import OnnxEngine
 from tests.conftest import minilm_checkpoint
 from tests.serving import running_server
 

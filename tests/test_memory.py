@@ -8,12 +8,12 @@ import httpx
 import orjson
 import pytest
 
-from bench.http_client import post
-from bench.load import Request, closed_loop
-from bench.processes import RunningServer
-from bench.texts import make_texts, words_of
-from model_store import Store
-from model_store.locations import DEFAULT_ROOT
+from cloze.bench.http_client import post
+from cloze.bench.load import Request, closed_loop
+from cloze.bench.processes import RunningServer
+from cloze.bench.texts import make_texts, words_of
+from cloze.model_store import Store
+from cloze.model_store.locations import DEFAULT_ROOT
 from tests.serving import Server, running_server
 
 TOKENS = 1_000_000

@@ -8,8 +8,8 @@ import httpx
 import jsonschema
 import pytest
 
-from model_store.store import Store
-from service.tasks import TASKS
+from cloze.model_store.store import Store
+from cloze.service.tasks import TASKS
 from tests.serving import Server, running_server
 
 DEFAULT_STORE = Path(__file__).parents[1] / "model_store" / "bundles"

@@ -15,23 +15,23 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 
 from cloze.cli import cli
-from export.checkpoint import Checkpoint, load_checkpoint
-from export.errors import ExportError
-from export.graph.builder import GraphBuilder
-from export.graph.layouts import PackedLayout
-from export.graph.linear_ops import Fp32
-from export.graph.trunk import write_trunk
-from export.graph.write import GraphWriter
-from export.publish import ExportOptions, export
-from export.session import CUDA, Session, open_session
-from export.verify import GraphUnderTest, verify
-from model_store import Store, tensors
-from model_store.heads import Pooling, embedding, masked_lm, next_sentence
-from model_store.heads.embedding import pool
-from model_store.layouts import Feeds, Layout, Placement, starts_of
-from model_store.manifest import Precision, Weights
-from service.core import Device
-from service.engine import OnnxEngine
+from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.errors import ExportError
+from cloze.export.graph.builder import GraphBuilder
+from cloze.export.graph.layouts import PackedLayout
+from cloze.export.graph.linear_ops import Fp32
+from cloze.export.graph.trunk import write_trunk
+from cloze.export.graph.write import GraphWriter
+from cloze.export.publish import ExportOptions, export
+from cloze.export.session import CUDA, Session, open_session
+from cloze.export.verify import GraphUnderTest, verify
+from cloze.model_store import Store, tensors
+from cloze.model_store.heads import Pooling, embedding, masked_lm, next_sentence
+from cloze.model_store.heads.embedding import pool
+from cloze.model_store.layouts import Feeds, Layout, Placement, starts_of
+from cloze.model_store.manifest import Precision, Weights
+from cloze.service.core import Device
+from cloze.service.engine import OnnxEngine
 from tests.tiny import SHAPES, name_of, save_checkpoint
 
 CASES = [

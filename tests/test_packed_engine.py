@@ -16,26 +16,26 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from export.graph.reference import ReferenceSession
-from export.publish import ExportOptions, export
-from model_store import Bundle, Store
-from model_store.batch import BatchCodec, Encoding, HeadOutputs
-from model_store.heads import HEADS, Head
-from model_store.manifest import Graph, Precision
-from service.app import single_process
-from service.batching.cost import BatchCostModel, largest_batch, measure_cost
-from service.core import (
+from cloze.export.graph.reference import ReferenceSession
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Bundle, Store
+from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
+from cloze.model_store.heads import HEADS, Head
+from cloze.model_store.manifest import Graph, Precision
+from cloze.service.app import single_process
+from cloze.service.batching.cost import BatchCostModel, largest_batch, measure_cost
+from cloze.service.core import (
     MAX_BATCH_VOCABULARY_ROWS,
     MAX_PADDING_FACTOR,
     Device,
     RequestedPrecision,
     StartupError,
 )
-from service.engine import OnnxEngine, pinned
-from service.engine.session import DeviceSession, Session, cpu_session
-from service.fake_engine import FakeEngine
-from service.served_models import batch_tokens
-from service.settings import load_settings
+from cloze.service.engine import OnnxEngine, pinned
+from cloze.service.engine.session import DeviceSession, Session, cpu_session
+from cloze.service.fake_engine import FakeEngine
+from cloze.service.served_models import batch_tokens
+from cloze.service.settings import load_settings
 from tests import encodings
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import onnxruntime as ort
 import pytest
 
-from model_store import Store
+from cloze.model_store import Store
 from tests.fake_cuda.build import build
 
 pytestmark = pytest.mark.gpu

@@ -23,13 +23,13 @@ import onnx
 import pytest
 from fastapi.testclient import TestClient
 
-from export.publish import export
-from model_store import Store
-from service.app import single_process
-from service.core import Device, StartupError
-from service.engine import OnnxEngine
-from service.fake_engine import FakeEngine
-from service.settings import load_settings
+from cloze.export.publish import export
+from cloze.model_store import Store
+from cloze.service.app import single_process
+from cloze.service.core import Device, StartupError
+from cloze.service.engine import OnnxEngine
+from cloze.service.fake_engine import FakeEngine
+from cloze.service.settings import load_settings
 from tests.serving import Server, bare_environment, running_server
 from tests.tiny import save_checkpoint
 

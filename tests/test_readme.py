@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from model_store.locations import DEFAULT_ROOT
+from cloze.model_store.locations import DEFAULT_ROOT
 from tests.serving import Server, running_server
 from tests.test_answers import assert_alike
 

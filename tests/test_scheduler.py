@@ -12,9 +12,9 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from model_store.batch import Encoding
-from service.batching.scheduler import Scheduler, SchedulerLimits
-from service.core import (
+from cloze.model_store.batch import Encoding
+from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.core import (
     BatchReport,
     BatchResult,
     DeadlineExceeded,
@@ -23,7 +23,7 @@ from service.core import (
     Overloaded,
     ShuttingDown,
 )
-from service.fake_engine import FakeEngine
+from cloze.service.fake_engine import FakeEngine
 from tests import encodings
 
 WAIT_S = 10.0

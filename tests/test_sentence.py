@@ -18,15 +18,15 @@ from sentence_transformers.sentence_transformer.modules import (
 )
 from transformers import BertTokenizerFast, DistilBertTokenizerFast
 
-from export.errors import ExportError
-from export.publish import export
-from export.sentence import read_recipe
-from model_store import Store
-from service.core import Device
-from service.engine import OnnxEngine
-from service.tasks import TaskCall, TaskContext, TaskLimits
-from service.tasks.embed import EmbedParameters, decode, prepare
-from service.tokenizer import Tokenizer
+from cloze.export.errors import ExportError
+from cloze.export.publish import export
+from cloze.export.sentence import read_recipe
+from cloze.model_store import Store
+from cloze.service.core import Device
+from cloze.service.engine import OnnxEngine
+from cloze.service.tasks import TaskCall, TaskContext, TaskLimits
+from cloze.service.tasks.embed import EmbedParameters, decode, prepare
+from cloze.service.tokenizer import Tokenizer
 from tests.tiny import save_checkpoint
 
 LIMITS = TaskLimits(

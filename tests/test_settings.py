@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from service.core import Device, StartupError
-from service.settings import Settings, available_cpus, load_settings, unknown_variables
+from cloze.service.core import Device, StartupError
+from cloze.service.settings import Settings, available_cpus, load_settings, unknown_variables
 
 
 @pytest.fixture(autouse=True)

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from export.evaluation.squad import Question, exact_match, f1, read_questions, score
-from export.heads import SPAN
-from export.train.documents import Document
-from export.train.vocabulary import train_tokenizer
-from export.train.windows import Window, answer, make_windows
-from model_store.batch import Encoding, HeadOutputs
-from model_store.heads.span import SpanResult
+from cloze.export.evaluation.squad import Question, exact_match, f1, read_questions, score
+from cloze.export.heads import SPAN
+from cloze.export.train.documents import Document
+from cloze.export.train.vocabulary import train_tokenizer
+from cloze.export.train.windows import Window, answer, make_windows
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads.span import SpanResult
 from tests.oracles.squad_v4 import GOLDEN, as_squad
 from tests.training import STORIES
 

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from model_store import Manifest, Store, StoreError
-from model_store.manifest import BundleSpec, parse_reference
+from cloze.model_store import Manifest, Store, StoreError
+from cloze.model_store.manifest import BundleSpec, parse_reference
 
 SPEC = BundleSpec.model_validate(
     {
@@ -144,7 +144,7 @@ def test_files_that_may_not_be_read_are_one_clear_line(tmp_path: Path) -> None:
     code = f"""
 import os, sys
 from pathlib import Path
-from model_store import Store, StoreError
+from cloze.model_store import Store, StoreError
 if os.geteuid() == 0:
     os.setuid(65534)
 print(Store(Path({str(tmp_path)!r})).references())

@@ -6,14 +6,14 @@ import onnx
 import pytest
 from onnx import helper
 
-from export.graph.write import LAYOUTS, GraphWriter
-from export.models import EncoderConfig, Model
-from export.sentence import EmbeddingRecipe
-from model_store.heads import HEADS, embedding, sequence_classification, token_classification
-from model_store.layouts import Layout
-from model_store.manifest import Precision
-from model_store.tensor_reference import tensor_reference
-from model_store.tensors import TOKEN_TYPE_IDS, TRUNK_INPUTS, TensorSpec
+from cloze.export.graph.write import LAYOUTS, GraphWriter
+from cloze.export.models import EncoderConfig, Model
+from cloze.export.sentence import EmbeddingRecipe
+from cloze.model_store.heads import HEADS, embedding, sequence_classification, token_classification
+from cloze.model_store.layouts import Layout
+from cloze.model_store.manifest import Precision
+from cloze.model_store.tensor_reference import tensor_reference
+from cloze.model_store.tensors import TOKEN_TYPE_IDS, TRUNK_INPUTS, TensorSpec
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "tensors.md"
 

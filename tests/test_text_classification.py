@@ -17,11 +17,11 @@ from transformers import (
     TextClassificationPipeline,
 )
 
-from export.checkpoint import load_checkpoint
-from export.errors import ExportError
-from export.publish import ExportOptions, export
-from model_store import Store
-from model_store.manifest import Precision
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.errors import ExportError
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.model_store.manifest import Precision
 from tests import tiny
 from tests.serving import Server, running_server
 

@@ -15,9 +15,9 @@ from transformers import (
     TokenClassificationPipeline,
 )
 
-from export.publish import ExportOptions, export
-from model_store import Store
-from model_store.manifest import Precision
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
+from cloze.model_store.manifest import Precision
 from tests import tiny
 from tests.serving import Server, running_server
 

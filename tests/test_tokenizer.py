@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from transformers import BertTokenizerFast
 
-from export.errors import ExportError
-from export.tokenizer import load_tokenizer
-from model_store import Store
-from service.tokenizer import Tokenizer
+from cloze.export.errors import ExportError
+from cloze.export.tokenizer import load_tokenizer
+from cloze.model_store import Store
+from cloze.service.tokenizer import Tokenizer
 from tests.vocabulary import vocabulary
 
 SENTENCES = [

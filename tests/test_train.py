@@ -24,26 +24,26 @@ from transformers import (
     PreTrainedModel,
 )
 
-from export.checkpoint import load_checkpoint
-from export.evaluation.bias import read_stereotypes, stereotype_preference
-from export.evaluation.pairs import ScoredPair, similarity
-from export.evaluation.scorer import embeddings
-from export.models import Model
-from export.publish import export
-from export.sentence import EmbeddingRecipe
-from export.train.corpus import Corpus
-from export.train.distill import distill, make_student
-from export.train.embedding_objective import EmbeddingData, EmbeddingObjective
-from export.train.errors import TrainError
-from export.train.evaluate import EvaluationData, evaluate, open_subject
-from export.train.loop import train
-from export.train.objectives import SpanBoundary
-from export.train.optimisation import learning_rate, make_optimizer
-from export.train.pairs import SentenceObjective
-from export.train.pretrain import fill_positions, pretrain
-from export.train.progress import Progress, read_log
-from export.train.questions import finetune_questions
-from export.train.recipe import (
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
+from cloze.export.evaluation.pairs import ScoredPair, similarity
+from cloze.export.evaluation.scorer import embeddings
+from cloze.export.models import Model
+from cloze.export.publish import export
+from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.train.corpus import Corpus
+from cloze.export.train.distill import distill, make_student
+from cloze.export.train.embedding_objective import EmbeddingData, EmbeddingObjective
+from cloze.export.train.errors import TrainError
+from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
+from cloze.export.train.loop import train
+from cloze.export.train.objectives import SpanBoundary
+from cloze.export.train.optimisation import learning_rate, make_optimizer
+from cloze.export.train.pairs import SentenceObjective
+from cloze.export.train.pretrain import fill_positions, pretrain
+from cloze.export.train.progress import Progress, read_log
+from cloze.export.train.questions import finetune_questions
+from cloze.export.train.recipe import (
     RECIPES,
     DistillRecipe,
     EmbedRecipe,
@@ -57,12 +57,12 @@ from export.train.recipe import (
     VocabularyRecipe,
     load_recipe,
 )
-from export.train.run_options import Report, RunOptions, Schedule
-from export.train.save import save_checkpoint
-from export.train.sentences import EmbeddingFiles, finetune_sentences
-from export.train.vocabulary import SpecialIds
-from model_store import Store
-from model_store.heads import Pooling
+from cloze.export.train.run_options import Report, RunOptions, Schedule
+from cloze.export.train.save import save_checkpoint
+from cloze.export.train.sentences import EmbeddingFiles, finetune_sentences
+from cloze.export.train.vocabulary import SpecialIds
+from cloze.model_store import Store
+from cloze.model_store.heads import Pooling
 from tests.training import ACTS, PEOPLE, PLACES, tiny_recipe, write_stories
 
 CPU = torch.device("cpu")
@@ -643,8 +643,8 @@ def test_contention_is_shown(
     clock = iter([0.0, 0.0, 10.0, 20.0])
     used = iter([0.0, 19.0, 27.0])
     with monkeypatch.context() as patch:
-        patch.setattr("export.train.progress.time.monotonic", lambda: next(clock))
-        patch.setattr("export.train.progress.time.process_time", lambda: next(used))
+        patch.setattr("cloze.export.train.progress.time.monotonic", lambda: next(clock))
+        patch.setattr("cloze.export.train.progress.time.process_time", lambda: next(used))
         progress = Progress(tmp_path, 0, 4, threads=2)
         progress.log(1, {"loss": 1.0})
         progress._bar.refresh()

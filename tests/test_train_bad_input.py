@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
 from cloze.cli import cli
-from export.train.recipe import RECIPES
+from cloze.export.train.recipe import RECIPES
 from tests.training import write_stories
 
 RECIPE = """

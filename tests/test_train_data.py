@@ -15,17 +15,22 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import BertTokenizerFast
 
-from export.train.batches import BatchPlan, TextBatches, shuffled_batches
-from export.train.corpus import PreparedCorpus, prepare_corpus
-from export.train.documents import is_held_out, read_documents, split_sentences
-from export.train.embeddings import unmasked_texts
-from export.train.errors import TrainError
-from export.train.masking import Masking, Unit
-from export.train.pairs import IS_NEXT, EpochExamples, ExampleOptions, SentenceObjective
-from export.train.recipe import Phase, Pretraining
-from export.train.sampling import sampled_order
-from export.train.text_objective import make_masking
-from export.train.vocabulary import SPECIAL_TOKENS, save_vocabulary, special_ids, train_tokenizer
+from cloze.export.train.batches import BatchPlan, TextBatches, shuffled_batches
+from cloze.export.train.corpus import PreparedCorpus, prepare_corpus
+from cloze.export.train.documents import is_held_out, read_documents, split_sentences
+from cloze.export.train.embeddings import unmasked_texts
+from cloze.export.train.errors import TrainError
+from cloze.export.train.masking import Masking, Unit
+from cloze.export.train.pairs import IS_NEXT, EpochExamples, ExampleOptions, SentenceObjective
+from cloze.export.train.recipe import Phase, Pretraining
+from cloze.export.train.sampling import sampled_order
+from cloze.export.train.text_objective import make_masking
+from cloze.export.train.vocabulary import (
+    SPECIAL_TOKENS,
+    save_vocabulary,
+    special_ids,
+    train_tokenizer,
+)
 from tests.training import STORIES, write_stories
 
 
@@ -184,8 +189,8 @@ def test_a_vocabulary_is_the_same_in_every_process(tmp_path: Path) -> None:
     rare = " ".join(chr(0x100 + number) + chr(0x400 + number % 60) for number in range(150))
     (tmp_path / "text.txt").write_text("\n\n".join([rare, *(story.text for story in STORIES)]))
     code = (
-        "import sys; from pathlib import Path; from export.train.documents import read_documents;"
-        "from export.train.vocabulary import train_tokenizer;"
+        "import sys; from pathlib import Path; from cloze.export.train.documents import read_documents;"
+        "from cloze.export.train.vocabulary import train_tokenizer;"
         "print(train_tokenizer(lambda: read_documents([Path(sys.argv[1])]), size=180, lowercase=False).to_str())"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "text.txt")]

@@ -18,20 +18,20 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model_store import Store
-from model_store.batch import Encoding
-from model_store.heads.embedding import HEAD, EmbeddingRequest
-from service.batching.scheduler import Scheduler, SchedulerLimits
-from service.core import BatchResult, EngineDead, ShuttingDown, StartupError
-from service.fake_engine import FakeEngine
-from service.metrics import Metrics
-from service.processes import frames
-from service.processes.channel import MAX_MESSAGE_BYTES, MAX_UNSENT_BYTES, Channel
-from service.processes.engine_process import EngineServer
-from service.processes.remote import EngineLink, RemoteQueue
-from service.processes.supervisor import supervise
-from service.served_models import ServedModel
-from service.settings import load_settings
+from cloze.model_store import Store
+from cloze.model_store.batch import Encoding
+from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest
+from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.core import BatchResult, EngineDead, ShuttingDown, StartupError
+from cloze.service.fake_engine import FakeEngine
+from cloze.service.metrics import Metrics
+from cloze.service.processes import frames
+from cloze.service.processes.channel import MAX_MESSAGE_BYTES, MAX_UNSENT_BYTES, Channel
+from cloze.service.processes.engine_process import EngineServer
+from cloze.service.processes.remote import EngineLink, RemoteQueue
+from cloze.service.processes.supervisor import supervise
+from cloze.service.served_models import ServedModel
+from cloze.service.settings import load_settings
 
 REFERENCE = "bert@1"
 SOON_S = 30.0

@@ -8,23 +8,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from export.checkpoint import load_checkpoint
-from export.errors import ExportError
-from export.evaluation.scorer import (
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.errors import ExportError
+from cloze.export.evaluation.scorer import (
     GraphScorer,
     embeddings,
     next_sentence_logits,
     span_logits,
 )
-from export.graph.linear_ops import quantise
-from export.graph.write import GraphWriter, round_weights
-from export.heads import EMBEDDING, NEXT_SENTENCE, SPAN
-from export.publish import ExportOptions, export
-from export.session import open_session
-from export.smoothing import smoothing_factors
-from export.verify import GraphUnderTest, verify
-from model_store import Store
-from model_store.manifest import Manifest, Precision, Weights
+from cloze.export.graph.linear_ops import quantise
+from cloze.export.graph.write import GraphWriter, round_weights
+from cloze.export.heads import EMBEDDING, NEXT_SENTENCE, SPAN
+from cloze.export.publish import ExportOptions, export
+from cloze.export.session import open_session
+from cloze.export.smoothing import smoothing_factors
+from cloze.export.verify import GraphUnderTest, verify
+from cloze.model_store import Store
+from cloze.model_store.manifest import Manifest, Precision, Weights
 
 KINDS = ("bert", "bert-qa", "distilbert")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from model_store.locations import DEFAULT_ROOT, SHIPPED_ROOT, default_root
+from cloze.model_store.locations import DEFAULT_ROOT, SHIPPED_ROOT, default_root
 from tests.serving import bare_environment, running_server
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,7 @@ def pip(*arguments: str) -> None:
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the wheel from a copy, where no earlier build left files, and unpack it."""
     folder = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, folder / "source", ignore=NOT_SOURCE)
+    shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=NOT_SOURCE)
     pip(
         "wheel",
         "--no-deps",
@@ -92,9 +92,9 @@ def files_in(folder: Path) -> set[Path]:
 
 
 def test_every_package_ships_its_types(target: Path) -> None:
-    packages = [folder.parent for folder in target.glob("*/__init__.py")]
+    packages = [folder.parent for folder in target.glob("cloze/**/__init__.py")]
     assert packages
-    assert [package.name for package in packages if not (package / "py.typed").is_file()] == []
+    assert (target / "cloze/py.typed").is_file()
 
 
 def test_the_wheel_is_what_runs(install: Install) -> None:
@@ -196,3 +196,12 @@ def test_a_user_without_a_home_reads_what_ships(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", no_entry)
     assert default_root(tmp_path) == SHIPPED_ROOT
+
+
+def test_the_wheel_claims_one_top_level_name(target: Path) -> None:
+    names = {
+        path.name
+        for path in target.iterdir()
+        if not path.name.endswith(".dist-info") and path.name != "bin"
+    }
+    assert names == {"cloze"}

@@ -3,8 +3,15 @@
 import random
 from pathlib import Path
 
-from export.train.documents import Document
-from export.train.recipe import Optimisation, Phase, Pretraining, PretrainRecipe, Sizes, Vocabulary
+from cloze.export.train.documents import Document
+from cloze.export.train.recipe import (
+    Optimisation,
+    Phase,
+    Pretraining,
+    PretrainRecipe,
+    Sizes,
+    Vocabulary,
+)
 
 PEOPLE = ["the old king", "a young girl", "her brother", "the captain", "my teacher", "an owl"]
 PLACES = [

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
 
-from export.models import Model
-from export.models.encoder import Encoder, Layer, SelfAttention
+from cloze.export.models import Model
+from cloze.export.models.encoder import Encoder, Layer, SelfAttention
 
 
 @dataclass(frozen=True, slots=True)

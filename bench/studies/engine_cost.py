@@ -15,15 +15,15 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from model_store import Store
-from model_store.batch import BatchCodec, Encoding, HeadOutputs
-from model_store.heads.embedding import EMBEDDINGS, HEAD, EmbeddingRequest
-from model_store.layouts import Layout
-from model_store.locations import DEFAULT_ROOT
-from model_store.manifest import Precision
-from service.batching.scheduler import Scheduler, SchedulerLimits
-from service.core import BatchResult, Device
-from service.processes import frames
+from cloze.model_store import Store
+from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
+from cloze.model_store.heads.embedding import EMBEDDINGS, HEAD, EmbeddingRequest
+from cloze.model_store.layouts import Layout
+from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.model_store.manifest import Precision
+from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.core import BatchResult, Device
+from cloze.service.processes import frames
 
 REQUESTS, TEXTS, ROUNDS = 200, 32, 5
 LENGTHS = (12, 31, 174)

@@ -104,7 +104,7 @@ def recorded_files(checkout: Path) -> Iterator[Callable[[], set[Path]]]:
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
-            file = Path(frame.f_code.co_filename)
+            file = Path(os.path.realpath(frame.f_code.co_filename))  # cloze/service is a link
             if file.is_relative_to(checkout):
                 entered.add(file.relative_to(checkout))
 
@@ -143,9 +143,9 @@ async def files_of_request(
 
 def trace(checkout: Path) -> list[Path]:
     """Trace a request through the service that this process imports."""
-    from bench.request_cost import request
-    from service.app import single_process
-    from service.settings import Settings
+    from cloze.bench.request_cost import request
+    from cloze.service.app import single_process
+    from cloze.service.settings import Settings
 
     def make_app() -> ASGIApp:
         return single_process(Settings(model=(_MODEL,))).api()
@@ -221,7 +221,7 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == [_TRACE]:
         print("\n".join(map(str, trace(Path(arguments[1])))))
     else:
-        here = Path(__file__).parents[2]
+        here = Path(__file__).resolve().parents[2]
         report(Path(arguments[0]).resolve() if arguments else here)
 
 

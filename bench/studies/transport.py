@@ -1,12 +1,13 @@
 """Unix stream sockets against pyzmq between a front end and an engine process: decision 11.
 
     python -m pip install pyzmq
-    python -m bench.studies.transport >bench/results/transport-cpu.md
+    python -m cloze.bench.studies.transport >bench/results/transport-cpu.md
 
 Two processes exchange requests and results; the engine process computes nothing. The sockets are
-the classes of `service.processes`. The pyzmq side has the threads and sockets of the old version:
-PUSH and PULL in each direction, a receiving thread per engine in the front end, and answers sent by
-the engine's worker thread. Both use `service.processes.frames` and the same workload.
+the classes of `cloze.service.processes`. The pyzmq side has the threads and sockets of the old
+version: PUSH and PULL in each direction, a receiving thread per engine in the front end, and
+answers sent by the engine's worker thread. Both use
+`cloze.service.processes.frames` and the same workload.
 
 Costs are processor time of all threads of a process, so that other load on the machine changes them
 little. Each round measures both transports; figures are medians over the rounds.
@@ -40,17 +41,17 @@ try:
 except ModuleNotFoundError:
     sys.exit("this study compares with pyzmq, which the project does not need: pip install pyzmq")
 
-from bench.machine import describe_machine
-from model_store import Store
-from model_store.batch import Encoding, HeadOutputs
-from model_store.heads.embedding import HEAD, EmbeddingRequest, EmbeddingResult
-from model_store.locations import DEFAULT_ROOT
-from service.core import BatchResult
-from service.metrics import Metrics
-from service.processes import frames
-from service.processes.engine_process import EngineServer
-from service.processes.remote import EngineLink, RemoteQueue
-from service.served_models import ServedModel
+from cloze.bench.machine import describe_machine
+from cloze.model_store import Store
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest, EmbeddingResult
+from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.service.core import BatchResult
+from cloze.service.metrics import Metrics
+from cloze.service.processes import frames
+from cloze.service.processes.engine_process import EngineServer
+from cloze.service.processes.remote import EngineLink, RemoteQueue
+from cloze.service.served_models import ServedModel
 
 ROUNDS = 7
 DIMENSIONS = 384
@@ -105,7 +106,7 @@ class Cost:
 
 
 class InstantQueue:
-    """A queue whose worker thread answers at once; see `service.core.Queue`."""
+    """A queue whose worker thread answers at once; see `cloze.service.core.Queue`."""
 
     queued_tokens = 0
     dead = None
@@ -159,7 +160,7 @@ class Submits(Protocol):
     """The front end's half of a transport."""
 
     def submit(self, encodings: Sequence[Encoding], deadline: float) -> Future[BatchResult]:
-        """See `service.core.Queue`."""
+        """See `cloze.service.core.Queue`."""
         ...
 
 
@@ -227,7 +228,7 @@ class ZmqLink:
         threading.Thread(target=self._receive, daemon=True).start()
 
     def submit(self, encodings: Sequence[Encoding], deadline: float) -> Future[BatchResult]:
-        """See `service.core.Queue`."""
+        """See `cloze.service.core.Queue`."""
         future: Future[BatchResult] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -323,7 +324,7 @@ def play(transport: str, role: str, folder: Path, engine: int) -> None:
 
 def run_round(transport: str) -> list[Cost]:
     """Return the costs of all workloads, measured by two new processes."""
-    command = [sys.executable, "-m", "bench.studies.transport", transport]
+    command = [sys.executable, "-m", "cloze.bench.studies.transport", transport]
     with tempfile.TemporaryDirectory() as folder:
         engine = subprocess.Popen([*command, "engine", folder])
         try:
@@ -381,7 +382,7 @@ def main() -> None:
             costs.append(run_round(transport))
     machine = describe_machine(len(os.sched_getaffinity(0)))
     print("# Unix stream sockets against pyzmq, between a front end and an engine process\n")
-    print("    python -m bench.studies.transport\n")
+    print("    python -m cloze.bench.studies.transport\n")
     print(f"{machine['cores']} cores of {machine['processor']}, {machine['system']},")
     print(f"pyzmq {zmq.__version__}, uvloop {version('uvloop')}.")
     print(f"Medians of {ROUNDS} rounds in turns, in us; embeddings of {DIMENSIONS} numbers.")

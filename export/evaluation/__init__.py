@@ -1,4 +1,4 @@
 """Metrics on checkpoints and bundles, and their test data.
 
-The quality gate and training use this package. The package does not import `export.train`.
+The quality gate and training use this package. The package does not import `cloze.export.train`.
 """

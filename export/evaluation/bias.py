@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from export.errors import DataError, ExportError
-from export.evaluation.scorer import Floats, Ids, Scorer, equal_lengths, score_masks
+from cloze.export.errors import DataError, ExportError
+from cloze.export.evaluation.scorer import Floats, Ids, Scorer, equal_lengths, score_masks
 
 _MASK_TOKEN = "[MASK]"
 _BATCH = 64  # masked sequences per run

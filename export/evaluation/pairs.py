@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from export.errors import DataError
-from export.evaluation.scorer import Scorer, embeddings, equal_lengths
+from cloze.export.errors import DataError
+from cloze.export.evaluation.scorer import Scorer, embeddings, equal_lengths
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from export.models.model import Model
-from export.sentence import EmbeddingRecipe
-from export.session import Session
-from model_store.batch import BatchCodec, Encoding, HeadOutputs, requests_of
-from model_store.heads import (
+from cloze.export.models.model import Model
+from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.session import Session
+from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs, requests_of
+from cloze.model_store.heads import (
     HEADS,
     GraphSpec,
     HeadRequest,
@@ -25,11 +25,11 @@ from model_store.heads import (
     next_sentence,
     span,
 )
-from model_store.heads.embedding import EmbeddingRequest
-from model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
-from model_store.heads.next_sentence import NextSentenceRequest
-from model_store.heads.span import SpanRequest
-from model_store.layouts import Layout
+from cloze.model_store.heads.embedding import EmbeddingRequest
+from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
+from cloze.model_store.heads.next_sentence import NextSentenceRequest
+from cloze.model_store.heads.span import SpanRequest
+from cloze.model_store.layouts import Layout
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -108,7 +108,7 @@ def torch_outputs(
         batch: the encodings.
         codec: the codec of the graph.
     """
-    from export.heads import (
+    from cloze.export.heads import (
         EXPORT_HEADS,
         head_module,
     )  # the modules of that package import this module

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from tokenizers import Tokenizer
 
-from export.evaluation.pairs import ScoredPair
-from export.evaluation.scorer import Ids
+from cloze.export.evaluation.pairs import ScoredPair
+from cloze.export.evaluation.scorer import Ids
 
 SENTENCES = (
     "The train to the coast leaves at seven and arrives a little before noon.",

@@ -4,7 +4,7 @@
 - `layers` has the layers that the trunk and the heads share.
 - `layouts` writes the parts that differ between dense and packed batches.
 - `linear_ops` writes matrix products in fp32, int8 or fp16.
-- `trunk` writes the encoder; `export.heads` writes the heads.
+- `trunk` writes the encoder; `cloze.export.heads` writes the heads.
 - `write` combines these modules to a graph.
 - `reference` runs a packed graph on a CPU.
 """

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch import Tensor
 
-from model_store.layouts import Layout
-from model_store.tensors import TensorSpec
+from cloze.model_store.layouts import Layout
+from cloze.model_store.tensors import TensorSpec
 
 OPSET = 20
 _IR_VERSION = 10  # the first version that supports opset 20; older runtimes refuse newer versions

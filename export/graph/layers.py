@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from export.graph.builder import FUSED, GraphBuilder
+from cloze.export.graph.builder import FUSED, GraphBuilder
 
 
 def linear(g: GraphBuilder, x: str, name: str, layer: nn.Linear) -> str:

@@ -5,13 +5,13 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
-from export.graph.builder import FUSED, GraphBuilder
-from export.graph.layers import layer_norm
-from export.graph.linear_ops import WORD_EMBEDDINGS, LinearOps
-from export.models.encoder import Embeddings
-from model_store import tensors
-from model_store.layouts import Layout
-from model_store.tensors import TensorSpec
+from cloze.export.graph.builder import FUSED, GraphBuilder
+from cloze.export.graph.layers import layer_norm
+from cloze.export.graph.linear_ops import WORD_EMBEDDINGS, LinearOps
+from cloze.export.models.encoder import Embeddings
+from cloze.model_store import tensors
+from cloze.model_store.layouts import Layout
+from cloze.model_store.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,9 +29,9 @@ import torch
 from onnx import TensorProto
 from torch import Tensor, nn
 
-from export.errors import ExportError
-from export.graph.builder import FUSED, GraphBuilder
-from export.models.encoder import Encoder, Layer
+from cloze.export.errors import ExportError
+from cloze.export.graph.builder import FUSED, GraphBuilder
+from cloze.export.models.encoder import Encoder, Layer
 
 _LARGEST_INT8 = 127
 """Quantised values are -127 to 127."""
@@ -100,7 +100,7 @@ class _StoredMatrices:
     Args:
         smoothing: per-channel factors [in] float32, by the name of the first weight that an input
             meets. The input is divided by the factors, and its weights are multiplied
-            (`export.smoothing`). An input without factors is quantised unchanged.
+            (`cloze.export.smoothing`). An input without factors is quantised unchanged.
         integers: store matrices as integers, for every precision.
     """
 
@@ -242,7 +242,7 @@ class Int8(_StoredMatrices):
 
     Args:
         smoothing: per-channel factors [in] float32, by the name of the first weight that an input
-            meets (`export.smoothing`). An input without factors is quantised unchanged.
+            meets (`cloze.export.smoothing`). An input without factors is quantised unchanged.
         integers: store the word embeddings as integers.
     """
 

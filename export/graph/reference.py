@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from export.graph.builder import FUSED
+from cloze.export.graph.builder import FUSED
 
 Array = NDArray[Any]
 

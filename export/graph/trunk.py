@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from export.graph.builder import GraphBuilder
-from export.graph.layers import bias_activation
-from export.graph.layouts import BatchLayout, ResidualNorm
-from export.graph.linear_ops import LinearInput, LinearOps
-from export.models import Model
-from export.models.encoder import Layer
+from cloze.export.graph.builder import GraphBuilder
+from cloze.export.graph.layers import bias_activation
+from cloze.export.graph.layouts import BatchLayout, ResidualNorm
+from cloze.export.graph.linear_ops import LinearInput, LinearOps
+from cloze.export.models import Model
+from cloze.export.models.encoder import Layer
 
 
 def write_trunk(g: GraphBuilder, layout: BatchLayout, linear_ops: LinearOps, model: Model) -> str:

@@ -7,18 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.errors import ExportError
-from export.graph.builder import OPSET, GraphBuilder, StoredWeight
-from export.graph.layouts import DenseLayout, PackedLayout
-from export.graph.linear_ops import Fp16, Fp32, Int8, LinearOps, round_to_int8
-from export.graph.trunk import write_trunk
-from export.heads import EXPORT_HEADS, head_module
-from export.heads.head import HeadGraph
-from export.models import EncoderConfig, Model
-from export.sentence import EmbeddingRecipe
-from model_store.heads import Head
-from model_store.layouts import Layout
-from model_store.manifest import Graph, Precision, Weights
+from cloze.export.errors import ExportError
+from cloze.export.graph.builder import OPSET, GraphBuilder, StoredWeight
+from cloze.export.graph.layouts import DenseLayout, PackedLayout
+from cloze.export.graph.linear_ops import Fp16, Fp32, Int8, LinearOps, round_to_int8
+from cloze.export.graph.trunk import write_trunk
+from cloze.export.heads import EXPORT_HEADS, head_module
+from cloze.export.heads.head import HeadGraph
+from cloze.export.models import EncoderConfig, Model
+from cloze.export.sentence import EmbeddingRecipe
+from cloze.model_store.heads import Head
+from cloze.model_store.layouts import Layout
+from cloze.model_store.manifest import Graph, Precision, Weights
 
 LAYOUTS = {
     Precision.FP32: Layout.DENSE,

@@ -1,13 +1,13 @@
 """One module per head: its torch module, graph, tensor names and quality figures.
 
-The module of the same name in `model_store.heads` is the contract with the service. To add a
+The module of the same name in `cloze.model_store.heads` is the contract with the service. To add a
 head, write both modules and add each to the registry of its package.
 """
 
 from collections.abc import Mapping
 from typing import Any, Final
 
-from export.heads import (
+from cloze.export.heads import (
     embedding,
     masked_lm,
     next_sentence,
@@ -15,10 +15,10 @@ from export.heads import (
     span,
     token_classification,
 )
-from export.heads.head import ExportHead
-from export.models.config import Family
-from export.models.model import Model
-from export.sentence import EmbeddingRecipe
+from cloze.export.heads.head import ExportHead
+from cloze.export.models.config import Family
+from cloze.export.models.model import Model
+from cloze.export.sentence import EmbeddingRecipe
 
 _MODULES = (
     masked_lm,

@@ -7,15 +7,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from export.evaluation.pairs import similarity
-from export.evaluation.scorer import Scorer, embeddings
-from export.evaluation.texts import GateTexts
-from export.graph.layers import linear
-from export.heads.head import ExportHead, HeadGraph
-from export.sentence import EmbeddingRecipe
-from model_store.heads import Pooling, embedding
-from model_store.heads.embedding import EmbeddingRequest
-from model_store.layouts import Layout, Placement
+from cloze.export.evaluation.pairs import similarity
+from cloze.export.evaluation.scorer import Scorer, embeddings
+from cloze.export.evaluation.texts import GateTexts
+from cloze.export.graph.layers import linear
+from cloze.export.heads.head import ExportHead, HeadGraph
+from cloze.export.sentence import EmbeddingRecipe
+from cloze.model_store.heads import Pooling, embedding
+from cloze.model_store.heads.embedding import EmbeddingRequest
+from cloze.model_store.layouts import Layout, Placement
 
 _PAIR_TOKENS = 128
 

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from export.evaluation.scorer import Scorer
-from export.evaluation.texts import GateTexts
-from export.graph.builder import GraphBuilder, onnx_type
-from export.graph.linear_ops import LinearOps
-from export.models.config import EncoderConfig
-from export.models.encoder import Encoder
-from model_store.heads import Head, HeadRequest
-from model_store.heads.head import Frozen
-from model_store.layouts import Layout, Placement
-from model_store.tensors import TensorSpec
+from cloze.export.evaluation.scorer import Scorer
+from cloze.export.evaluation.texts import GateTexts
+from cloze.export.graph.builder import GraphBuilder, onnx_type
+from cloze.export.graph.linear_ops import LinearOps
+from cloze.export.models.config import EncoderConfig
+from cloze.export.models.encoder import Encoder
+from cloze.model_store.heads import Head, HeadRequest
+from cloze.model_store.heads.head import Frozen
+from cloze.model_store.layouts import Layout, Placement
+from cloze.model_store.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)

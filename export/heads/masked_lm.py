@@ -7,18 +7,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.evaluation.scorer import Scorer, score_masks
-from export.evaluation.texts import GateTexts
-from export.graph.builder import GraphBuilder
-from export.graph.layers import bias_activation, layer_norm
-from export.graph.linear_ops import WORD_EMBEDDINGS, Fp32, LinearInput
-from export.heads.head import ExportHead, HeadGraph
-from export.models.activations import ACTIVATIONS
-from export.models.config import EncoderConfig
-from export.models.encoder import Encoder
-from model_store.heads import masked_lm
-from model_store.heads.masked_lm import MaskedLMRequest
-from model_store.layouts import Placement
+from cloze.export.evaluation.scorer import Scorer, score_masks
+from cloze.export.evaluation.texts import GateTexts
+from cloze.export.graph.builder import GraphBuilder
+from cloze.export.graph.layers import bias_activation, layer_norm
+from cloze.export.graph.linear_ops import WORD_EMBEDDINGS, Fp32, LinearInput
+from cloze.export.heads.head import ExportHead, HeadGraph
+from cloze.export.models.activations import ACTIVATIONS
+from cloze.export.models.config import EncoderConfig
+from cloze.export.models.encoder import Encoder
+from cloze.model_store.heads import masked_lm
+from cloze.model_store.heads.masked_lm import MaskedLMRequest
+from cloze.model_store.layouts import Placement
 
 _TOP_K = 5
 

@@ -6,19 +6,19 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor, nn
 
-from export.errors import ExportError
-from export.evaluation.scorer import Floats, Scorer, encodings
-from export.evaluation.texts import GateTexts
-from export.graph.layers import linear
-from export.heads.head import ExportHead, HeadGraph, cls_rows
-from export.models.config import EncoderConfig
-from export.models.encoder import Encoder
-from model_store.heads import sequence_classification
-from model_store.heads.sequence_classification import (
+from cloze.export.errors import ExportError
+from cloze.export.evaluation.scorer import Floats, Scorer, encodings
+from cloze.export.evaluation.texts import GateTexts
+from cloze.export.graph.layers import linear
+from cloze.export.heads.head import ExportHead, HeadGraph, cls_rows
+from cloze.export.models.config import EncoderConfig
+from cloze.export.models.encoder import Encoder
+from cloze.model_store.heads import sequence_classification
+from cloze.model_store.heads.sequence_classification import (
     SequenceClassificationRequest,
     SequenceLabels,
 )
-from model_store.layouts import Placement
+from cloze.model_store.layouts import Placement
 
 _POOLERS = {"bert": nn.Tanh, "distilbert": nn.ReLU}
 """The activation of the layer before the classifier, by family, as in transformers."""

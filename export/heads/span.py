@@ -6,15 +6,15 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor, nn
 
-from export.evaluation.scorer import Scorer, span_logits
-from export.evaluation.texts import GateTexts
-from export.graph.layers import linear
-from export.heads.head import ExportHead, HeadGraph, agreement
-from export.models.config import EncoderConfig
-from export.models.encoder import Encoder
-from model_store.heads import span
-from model_store.heads.span import SpanRequest
-from model_store.layouts import Placement
+from cloze.export.evaluation.scorer import Scorer, span_logits
+from cloze.export.evaluation.texts import GateTexts
+from cloze.export.graph.layers import linear
+from cloze.export.heads.head import ExportHead, HeadGraph, agreement
+from cloze.export.models.config import EncoderConfig
+from cloze.export.models.encoder import Encoder
+from cloze.model_store.heads import span
+from cloze.model_store.heads.span import SpanRequest
+from cloze.model_store.layouts import Placement
 
 
 class SpanHead(nn.Module):

@@ -6,16 +6,16 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor, nn
 
-from export.evaluation.scorer import Scorer, encodings
-from export.evaluation.texts import GateTexts
-from export.graph.layers import linear
-from export.heads.head import ExportHead, HeadGraph
-from export.heads.sequence_classification import read_labels
-from export.models.config import EncoderConfig
-from export.models.encoder import Encoder
-from model_store.heads import token_classification
-from model_store.heads.token_classification import TokenClassificationRequest, TokenLabels
-from model_store.layouts import Placement
+from cloze.export.evaluation.scorer import Scorer, encodings
+from cloze.export.evaluation.texts import GateTexts
+from cloze.export.graph.layers import linear
+from cloze.export.heads.head import ExportHead, HeadGraph
+from cloze.export.heads.sequence_classification import read_labels
+from cloze.export.models.config import EncoderConfig
+from cloze.export.models.encoder import Encoder
+from cloze.model_store.heads import token_classification
+from cloze.model_store.heads.token_classification import TokenClassificationRequest, TokenLabels
+from cloze.model_store.layouts import Placement
 
 
 class TokenClassificationHead(nn.Module):

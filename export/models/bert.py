@@ -6,7 +6,7 @@ Source: google-research/bert, and transformers' ``BertFor*``.
 from collections.abc import Mapping
 from typing import Any
 
-from export.models.config import EncoderConfig, Family
+from cloze.export.models.config import EncoderConfig, Family
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:

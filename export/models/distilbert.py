@@ -6,7 +6,7 @@ Source: Sanh et al. 2019, and transformers' ``DistilBertFor*``.
 from collections.abc import Mapping
 from typing import Any
 
-from export.models.config import EncoderConfig, Family
+from cloze.export.models.config import EncoderConfig, Family
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from export.models.activations import ACTIVATIONS
-from export.models.config import EncoderConfig
+from cloze.export.models.activations import ACTIVATIONS
+from cloze.export.models.config import EncoderConfig
 
 
 class Embeddings(nn.Module):

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from export.models.config import EncoderConfig
-from export.models.encoder import Encoder
+from cloze.export.models.config import EncoderConfig
+from cloze.export.models.encoder import Encoder
 
 if TYPE_CHECKING:
-    from export.heads.masked_lm import MaskedLMHead
-    from export.heads.next_sentence import NextSentenceHead
-    from export.heads.span import SpanHead
+    from cloze.export.heads.masked_lm import MaskedLMHead
+    from cloze.export.heads.next_sentence import NextSentenceHead
+    from cloze.export.heads.span import SpanHead
 
 
 class Model(nn.Module):
@@ -33,7 +33,9 @@ class Model(nn.Module):
         heads: Iterable[str] = (),
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        from export.heads import EXPORT_HEADS  # the modules of that package import this module
+        from cloze.export.heads import (
+            EXPORT_HEADS,  # the modules of that package import this module
+        )
 
         super().__init__()
         names, options = frozenset(heads), options or {}

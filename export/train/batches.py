@@ -11,12 +11,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from export.train.corpus import Corpus
-from export.train.errors import TrainError
-from export.train.masking import MaskedSequence, Masking
-from export.train.pairs import EpochExamples, ExampleOptions, TrainingExample
-from export.train.recipe import Phase, Pretraining
-from export.train.vocabulary import SpecialIds
+from cloze.export.train.corpus import Corpus
+from cloze.export.train.errors import TrainError
+from cloze.export.train.masking import MaskedSequence, Masking
+from cloze.export.train.pairs import EpochExamples, ExampleOptions, TrainingExample
+from cloze.export.train.recipe import Phase, Pretraining
+from cloze.export.train.vocabulary import SpecialIds
 
 _POOL_BATCHES = 16
 """Number of batches whose examples are sorted by length together."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from export.train.progress import read_log
-from export.train.recipe import Recipe
+from cloze.export.train.progress import read_log
+from cloze.export.train.recipe import Recipe
 
 CARD = "README.md"
 

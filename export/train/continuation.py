@@ -5,18 +5,18 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from export.checkpoint import Checkpoint, load_checkpoint
-from export.heads import MASKED_LM, NEXT_SENTENCE
-from export.sentence import EmbeddingRecipe
-from export.train.embeddings import KeptEmbeddings
-from export.train.errors import TrainError
-from export.train.objectives import MaskedText
-from export.train.pairs import SentenceObjective
-from export.train.recipe import PretrainRecipe
-from export.train.run_options import RunOptions
-from export.train.start import start_from
-from export.train.vocabulary import open_tokenizer
-from model_store.heads import Pooling
+from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
+from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.train.embeddings import KeptEmbeddings
+from cloze.export.train.errors import TrainError
+from cloze.export.train.objectives import MaskedText
+from cloze.export.train.pairs import SentenceObjective
+from cloze.export.train.recipe import PretrainRecipe
+from cloze.export.train.run_options import RunOptions
+from cloze.export.train.start import start_from
+from cloze.export.train.vocabulary import open_tokenizer
+from cloze.model_store.heads import Pooling
 
 
 def open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) -> Checkpoint:

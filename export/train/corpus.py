@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from export.train.documents import (
+from cloze.export.train.documents import (
     Document,
     fingerprint,
     is_held_out,
     read_documents,
     split_sentences,
 )
-from export.train.errors import TrainError
-from export.train.run_options import Report
+from cloze.export.train.errors import TrainError
+from cloze.export.train.run_options import Report
 
 _SENTENCES_PER_CALL = 2048
 """Enough sentences per call of the tokenizer to keep every core busy."""

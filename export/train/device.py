@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from export.train.errors import TrainError
+from cloze.export.train.errors import TrainError
 
 
 def open_device(name: str) -> torch.device:

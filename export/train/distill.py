@@ -12,23 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from export.checkpoint import load_checkpoint
-from export.heads import MASKED_LM
-from export.models import Model
-from export.sentence import EmbeddingRecipe
-from export.train.batches import TextBatch
-from export.train.card import write_card
-from export.train.corpus import prepare_corpus
-from export.train.documents import fingerprint
-from export.train.errors import TrainError
-from export.train.loop import train
-from export.train.objectives import masked_loss
-from export.train.pairs import SentenceObjective
-from export.train.recipe import DistillRecipe
-from export.train.run_dir import CHECKPOINT, CORPUS, acquire_run_dir
-from export.train.run_options import RunOptions
-from export.train.save import save_checkpoint
-from export.train.text_objective import TextObjective, held_out_batches, text_batches
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.heads import MASKED_LM
+from cloze.export.models import Model
+from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.train.batches import TextBatch
+from cloze.export.train.card import write_card
+from cloze.export.train.corpus import prepare_corpus
+from cloze.export.train.documents import fingerprint
+from cloze.export.train.errors import TrainError
+from cloze.export.train.loop import train
+from cloze.export.train.objectives import masked_loss
+from cloze.export.train.pairs import SentenceObjective
+from cloze.export.train.recipe import DistillRecipe
+from cloze.export.train.run_dir import CHECKPOINT, CORPUS, acquire_run_dir
+from cloze.export.train.run_options import RunOptions
+from cloze.export.train.save import save_checkpoint
+from cloze.export.train.text_objective import TextObjective, held_out_batches, text_batches
 
 
 def make_student(teacher: Model, dropout: float) -> Model:

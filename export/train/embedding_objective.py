@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from export.train.batches import TextBatch, TextBatches, padded_length, shuffled_batches
-from export.train.corpus import Corpus
-from export.train.embeddings import mean_pool
-from export.train.objectives import MaskedText
-from export.train.recipe import EmbedRecipe
-from export.train.vocabulary import SpecialIds
+from cloze.export.train.batches import TextBatch, TextBatches, padded_length, shuffled_batches
+from cloze.export.train.corpus import Corpus
+from cloze.export.train.embeddings import mean_pool
+from cloze.export.train.objectives import MaskedText
+from cloze.export.train.recipe import EmbedRecipe
+from cloze.export.train.vocabulary import SpecialIds
 
 _RANK_SCALE = 20.0
 """Scale of the differences of cosines, as in CoSENT."""

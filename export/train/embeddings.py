@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from export.models import Model
-from export.train.batches import TextBatch
+from cloze.export.models import Model
+from cloze.export.train.batches import TextBatch
 
 _MIN_TOKENS = 8
 """Shortest length in tokens at which embeddings are compared."""

@@ -1,6 +1,6 @@
 """The error that stops a training run."""
 
-from export.errors import DataError
+from cloze.export.errors import DataError
 
 
 class TrainError(DataError):

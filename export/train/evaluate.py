@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from export.checkpoint import load_checkpoint
-from export.evaluation.bias import read_stereotypes, stereotype_preference
-from export.evaluation.pairs import read_pairs, similarity
-from export.evaluation.scorer import (
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
+from cloze.export.evaluation.pairs import read_pairs, similarity
+from cloze.export.evaluation.scorer import (
     GraphScorer,
     Scorer,
     TorchScorer,
@@ -20,14 +20,14 @@ from export.evaluation.scorer import (
     next_sentence_logits,
     score_masks,
 )
-from export.evaluation.squad import read_questions, score
-from export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
-from export.session import open_session
-from export.train.corpus import Corpus, prepare_corpus
-from export.train.documents import is_held_out
-from export.train.errors import TrainError
-from export.train.masking import MaskedSequence, Unit
-from export.train.pairs import (
+from cloze.export.evaluation.squad import read_questions, score
+from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.session import open_session
+from cloze.export.train.corpus import Corpus, prepare_corpus
+from cloze.export.train.documents import is_held_out
+from cloze.export.train.errors import TrainError
+from cloze.export.train.masking import MaskedSequence, Unit
+from cloze.export.train.pairs import (
     IS_NEXT,
     NOT_NEXT,
     EpochExamples,
@@ -35,13 +35,13 @@ from export.train.pairs import (
     SentenceObjective,
     TrainingExample,
 )
-from export.train.recipe import Pretraining
-from export.train.run_options import Report
-from export.train.text_objective import make_masking
-from export.train.vocabulary import open_tokenizer, special_ids
-from export.train.windows import answer, make_windows
-from model_store.manifest import Precision
-from model_store.store import Store
+from cloze.export.train.recipe import Pretraining
+from cloze.export.train.run_options import Report
+from cloze.export.train.text_objective import make_masking
+from cloze.export.train.vocabulary import open_tokenizer, special_ids
+from cloze.export.train.windows import answer, make_windows
+from cloze.model_store.manifest import Precision
+from cloze.model_store.store import Store
 
 _TOP = 5
 _BATCH = 32

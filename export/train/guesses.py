@@ -4,10 +4,10 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from export.evaluation.scorer import TorchScorer, score_masks
-from export.models import Model
-from export.train.batches import TextBatch
-from export.train.vocabulary import CONTINUATION
+from cloze.export.evaluation.scorer import TorchScorer, score_masks
+from cloze.export.models import Model
+from cloze.export.train.batches import TextBatch
+from cloze.export.train.vocabulary import CONTINUATION
 
 _GUESSES = 3
 _CONTEXT = 7

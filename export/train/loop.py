@@ -17,18 +17,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from export.train.device import autocast
-from export.train.errors import TrainError
-from export.train.optimisation import (
+from cloze.export.train.device import autocast
+from cloze.export.train.errors import TrainError
+from cloze.export.train.optimisation import (
     WeightAverage,
     learning_rate,
     make_optimizer,
     schedule_factor,
 )
-from export.train.progress import LOG, Progress, draw_curves, read_log
-from export.train.recipe import Optimisation
-from export.train.run_options import RunOptions
-from export.train.run_state import RunState, describe_state, load_state, save_state
+from cloze.export.train.progress import LOG, Progress, draw_curves, read_log
+from cloze.export.train.recipe import Optimisation
+from cloze.export.train.run_options import RunOptions
+from cloze.export.train.run_state import RunState, describe_state, load_state, save_state
 
 
 class Batch(Protocol):

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from export.heads import MASKED_LM, NEXT_SENTENCE
-from export.models import Model
-from export.models.encoder import Encoder
-from export.train.batches import TextBatch
-from export.train.embeddings import KeptEmbeddings
-from export.train.pairs import SentenceObjective
-from export.train.recipe import Pretraining, Sizes
+from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
+from cloze.export.models import Model
+from cloze.export.models.encoder import Encoder
+from cloze.export.train.batches import TextBatch
+from cloze.export.train.embeddings import KeptEmbeddings
+from cloze.export.train.pairs import SentenceObjective
+from cloze.export.train.recipe import Pretraining, Sizes
 
 _MAX_OFFSETS = 64
 """Offsets inside a span with an own embedding. Adjacent spans form runs longer than one span."""

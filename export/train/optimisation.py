@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from export.train.recipe import Optimisation
+from cloze.export.train.recipe import Optimisation
 
 _ENCODER_LAYERS = ".encoder.layers."
 _EMBEDDINGS = ".encoder.embeddings."

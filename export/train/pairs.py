@@ -12,10 +12,10 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from export.train.corpus import Corpus
-from export.train.errors import TrainError
-from export.train.sampling import sampled_order, sampling_shares
-from export.train.vocabulary import SpecialIds
+from cloze.export.train.corpus import Corpus
+from cloze.export.train.errors import TrainError
+from cloze.export.train.sampling import sampled_order, sampling_shares
+from cloze.export.train.vocabulary import SpecialIds
 
 
 class SentenceObjective(StrEnum):

@@ -7,24 +7,24 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
-from export.checkpoint import Checkpoint
-from export.models.encoder import Encoder
-from export.train.batches import TextBatch
-from export.train.card import write_card
-from export.train.continuation import continue_from, kept_recipe, open_source
-from export.train.corpus import prepare_corpus
-from export.train.documents import fingerprint, is_held_out, read_documents
-from export.train.errors import TrainError
-from export.train.guesses import guesses
-from export.train.loop import train
-from export.train.objectives import MaskedText, ReplacedTokens, make_pretraining
-from export.train.pairs import SentenceObjective
-from export.train.recipe import PretrainRecipe
-from export.train.run_dir import CHECKPOINT, CORPUS, VOCABULARY, acquire_run_dir
-from export.train.run_options import RunOptions
-from export.train.save import save_checkpoint
-from export.train.text_objective import TextObjective, held_out_batches, text_batches
-from export.train.vocabulary import open_tokenizer, save_vocabulary, train_tokenizer
+from cloze.export.checkpoint import Checkpoint
+from cloze.export.models.encoder import Encoder
+from cloze.export.train.batches import TextBatch
+from cloze.export.train.card import write_card
+from cloze.export.train.continuation import continue_from, kept_recipe, open_source
+from cloze.export.train.corpus import prepare_corpus
+from cloze.export.train.documents import fingerprint, is_held_out, read_documents
+from cloze.export.train.errors import TrainError
+from cloze.export.train.guesses import guesses
+from cloze.export.train.loop import train
+from cloze.export.train.objectives import MaskedText, ReplacedTokens, make_pretraining
+from cloze.export.train.pairs import SentenceObjective
+from cloze.export.train.recipe import PretrainRecipe
+from cloze.export.train.run_dir import CHECKPOINT, CORPUS, VOCABULARY, acquire_run_dir
+from cloze.export.train.run_options import RunOptions
+from cloze.export.train.save import save_checkpoint
+from cloze.export.train.text_objective import TextObjective, held_out_batches, text_batches
+from cloze.export.train.vocabulary import open_tokenizer, save_vocabulary, train_tokenizer
 
 
 def pretrain(

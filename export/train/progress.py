@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from export.train.errors import TrainError
+from cloze.export.train.errors import TrainError
 
 LOG = "log.jsonl"
 CURVES = "curves.png"

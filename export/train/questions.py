@@ -12,22 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from export.checkpoint import load_checkpoint
-from export.evaluation.scorer import TorchScorer
-from export.evaluation.squad import Question, read_questions, score
-from export.heads import SPAN
-from export.models import Model
-from export.train.batches import padded_length, shuffled_batches
-from export.train.card import write_card
-from export.train.documents import fingerprint, is_held_out
-from export.train.errors import TrainError
-from export.train.loop import train
-from export.train.recipe import QuestionsRecipe
-from export.train.run_dir import CHECKPOINT, acquire_run_dir
-from export.train.run_options import RunOptions
-from export.train.save import save_checkpoint
-from export.train.start import Start, start_from
-from export.train.windows import Window, answer, make_windows
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.evaluation.scorer import TorchScorer
+from cloze.export.evaluation.squad import Question, read_questions, score
+from cloze.export.heads import SPAN
+from cloze.export.models import Model
+from cloze.export.train.batches import padded_length, shuffled_batches
+from cloze.export.train.card import write_card
+from cloze.export.train.documents import fingerprint, is_held_out
+from cloze.export.train.errors import TrainError
+from cloze.export.train.loop import train
+from cloze.export.train.recipe import QuestionsRecipe
+from cloze.export.train.run_dir import CHECKPOINT, acquire_run_dir
+from cloze.export.train.run_options import RunOptions
+from cloze.export.train.save import save_checkpoint
+from cloze.export.train.start import Start, start_from
+from cloze.export.train.windows import Window, answer, make_windows
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from export.models import EncoderConfig
-from export.train.errors import TrainError
-from export.train.masking import Unit
-from export.train.pairs import SentenceObjective
+from cloze.export.models import EncoderConfig
+from cloze.export.train.errors import TrainError
+from cloze.export.train.masking import Unit
+from cloze.export.train.pairs import SentenceObjective
 
 RECIPES = Path(__file__).parent / "recipes"
 """Folder of the recipes of the package; a bare name on the command line is one of them."""
@@ -192,7 +192,7 @@ class Pretraining(_Table):
     z_loss: Annotated[
         float, Field(ge=0, lt=1, description="weight of log(Z)^2, Z the softmax normaliser")
     ] = 0.0
-    # Li & Hoiem 2018; Reimers & Gurevych 2020: see `export.train.embeddings`.
+    # Li & Hoiem 2018; Reimers & Gurevych 2020: see `cloze.export.train.embeddings`.
     keep_embeddings: Annotated[
         bool,
         Field(description="with --from: keep the sentence embeddings of the checkpoint"),

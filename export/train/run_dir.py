@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from export.train.errors import TrainError
-from export.train.recipe import Recipe
+from cloze.export.train.errors import TrainError
+from cloze.export.train.recipe import Recipe
 
 IDENTITY = "run.json"
 STATE = "state.pt"

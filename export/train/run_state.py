@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from export.train.errors import TrainError
-from export.train.optimisation import Optimizers, WeightAverage
-from export.train.run_dir import STATE
+from cloze.export.train.errors import TrainError
+from cloze.export.train.optimisation import Optimizers, WeightAverage
+from cloze.export.train.run_dir import STATE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Writes a trained model as a Hugging Face checkpoint.
 
-Both `export.checkpoint` and transformers can read the checkpoint.
+Both `cloze.export.checkpoint` and transformers can read the checkpoint.
 """
 
 import json
@@ -10,10 +10,10 @@ from typing import Any
 from safetensors.torch import save
 from tokenizers import Tokenizer, normalizers
 
-from export.heads import EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN, tensor_names
-from export.models import FAMILIES, EncoderConfig, Model
-from export.sentence import POOLING_FLAGS, EmbeddingRecipe
-from export.train.vocabulary import save_vocabulary
+from cloze.export.heads import EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN, tensor_names
+from cloze.export.models import FAMILIES, EncoderConfig, Model
+from cloze.export.sentence import POOLING_FLAGS, EmbeddingRecipe
+from cloze.export.train.vocabulary import save_vocabulary
 
 _ARCHITECTURES = {
     ("bert", frozenset({MASKED_LM, NEXT_SENTENCE})): "BertForPreTraining",
@@ -92,7 +92,7 @@ def _normaliser_settings(normaliser: normalizers.Normalizer | None) -> dict[str,
 def _write_sentence_transformer(
     folder: Path, config: EncoderConfig, embedding: EmbeddingRecipe
 ) -> None:
-    """Write the files that `export.sentence.read_recipe` and sentence-transformers read."""
+    """Write the files that `cloze.export.sentence.read_recipe` and sentence-transformers read."""
     assert not embedding.projections, "a model does not hold the weights of dense layers"
     modules = {"": "Transformer", "1_Pooling": "Pooling"}
     if embedding.normalize:

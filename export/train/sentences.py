@@ -3,27 +3,27 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from export.checkpoint import Checkpoint, load_checkpoint
-from export.evaluation.pairs import read_pairs, similarity, tokenize_pairs
-from export.evaluation.scorer import TorchScorer
-from export.heads import MASKED_LM, NEXT_SENTENCE
-from export.sentence import EmbeddingRecipe
-from export.train.batches import BatchPlan, TextBatches
-from export.train.card import write_card
-from export.train.corpus import Corpus, prepare_corpus
-from export.train.documents import fingerprint
-from export.train.embedding_objective import EmbeddingData, EmbeddingObjective
-from export.train.errors import TrainError
-from export.train.loop import train
-from export.train.objectives import MaskedText
-from export.train.pairs import SentenceObjective
-from export.train.recipe import EmbedRecipe, Phase, Pretraining
-from export.train.run_dir import CHECKPOINT, CORPUS, acquire_run_dir
-from export.train.run_options import RunOptions
-from export.train.save import save_checkpoint
-from export.train.start import Start, start_from
-from export.train.text_objective import make_masking
-from export.train.vocabulary import special_ids
+from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.evaluation.pairs import read_pairs, similarity, tokenize_pairs
+from cloze.export.evaluation.scorer import TorchScorer
+from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
+from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.train.batches import BatchPlan, TextBatches
+from cloze.export.train.card import write_card
+from cloze.export.train.corpus import Corpus, prepare_corpus
+from cloze.export.train.documents import fingerprint
+from cloze.export.train.embedding_objective import EmbeddingData, EmbeddingObjective
+from cloze.export.train.errors import TrainError
+from cloze.export.train.loop import train
+from cloze.export.train.objectives import MaskedText
+from cloze.export.train.pairs import SentenceObjective
+from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining
+from cloze.export.train.run_dir import CHECKPOINT, CORPUS, acquire_run_dir
+from cloze.export.train.run_options import RunOptions
+from cloze.export.train.save import save_checkpoint
+from cloze.export.train.start import Start, start_from
+from cloze.export.train.text_objective import make_masking
+from cloze.export.train.vocabulary import special_ids
 
 _UNLIMITED_STEPS = 1_000_000_000
 """Steps of masked text: more than any run has."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from tokenizers import Tokenizer
 
-from export.checkpoint import Checkpoint
-from export.models import Model
-from export.train.objectives import initialise
+from cloze.export.checkpoint import Checkpoint
+from cloze.export.models import Model
+from cloze.export.train.objectives import initialise
 
 
 @dataclass(frozen=True, slots=True)

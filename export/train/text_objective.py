@@ -8,13 +8,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from export.train.batches import BatchPlan, TextBatch, TextBatches
-from export.train.corpus import Corpus
-from export.train.errors import TrainError
-from export.train.masking import Masking
-from export.train.recipe import CorpusSampling, Optimisation, Phase, Pretraining
-from export.train.run_options import Report
-from export.train.vocabulary import CONTINUATION, SPECIAL_TOKENS, special_ids
+from cloze.export.train.batches import BatchPlan, TextBatch, TextBatches
+from cloze.export.train.corpus import Corpus
+from cloze.export.train.errors import TrainError
+from cloze.export.train.masking import Masking
+from cloze.export.train.recipe import CorpusSampling, Optimisation, Phase, Pretraining
+from cloze.export.train.run_options import Report
+from cloze.export.train.vocabulary import CONTINUATION, SPECIAL_TOKENS, special_ids
 
 _EVALUATION_BATCHES = 8
 """Held-out batches per phase."""

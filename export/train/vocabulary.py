@@ -17,8 +17,8 @@ from tokenizers import (
     trainers,
 )
 
-from export.train.documents import Document
-from export.train.errors import TrainError
+from cloze.export.train.documents import Document
+from cloze.export.train.errors import TrainError
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 """Special tokens in the order of their ids, as in BERT but without BERT's unused rows."""

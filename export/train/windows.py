@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from export.evaluation.scorer import Scorer, equal_lengths, span_logits
-from export.evaluation.squad import Question
-from export.train.errors import TrainError
-from export.train.vocabulary import special_ids
+from cloze.export.evaluation.scorer import Scorer, equal_lengths, span_logits
+from cloze.export.evaluation.squad import Question
+from cloze.export.train.errors import TrainError
+from cloze.export.train.vocabulary import special_ids
 
 MAX_ANSWER_TOKENS = 30
 _START_CANDIDATES = 20

@@ -6,7 +6,7 @@ To add a head, write a module with a `HEAD` and add it to `HEADS`.
 from collections.abc import Collection
 from typing import Final
 
-from model_store.heads import (
+from cloze.model_store.heads import (
     embedding,
     masked_lm,
     next_sentence,
@@ -14,7 +14,7 @@ from model_store.heads import (
     span,
     token_classification,
 )
-from model_store.heads.head import GraphSpec, Head, HeadRequest, Pooling
+from cloze.model_store.heads.head import GraphSpec, Head, HeadRequest, Pooling
 
 _MODULES = (
     masked_lm,

@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from model_store.heads.head import GraphSpec, Head, HeadRequest, Pooling, Requests
-from model_store.heads.rows import unpack_rows
-from model_store.layouts import Feeds, Int32, Layout, Placement
-from model_store.tensors import TensorSpec
+from cloze.model_store.heads.head import GraphSpec, Head, HeadRequest, Pooling, Requests
+from cloze.model_store.heads.rows import unpack_rows
+from cloze.model_store.layouts import Feeds, Int32, Layout, Placement
+from cloze.model_store.tensors import TensorSpec
 
 EMBED_SEQUENCES: Final = TensorSpec(
     "embed_sequences", "int32", ("E",), "indices of the sequences to pool, 0 to B - 1", "dense"

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from model_store.layouts import Feeds, Layout, Placement
-from model_store.tensors import TensorSpec
+from cloze.model_store.layouts import Feeds, Layout, Placement
+from cloze.model_store.tensors import TensorSpec
 
 
 class Frozen(BaseModel):

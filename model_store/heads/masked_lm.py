@@ -10,9 +10,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from model_store.heads.head import GraphSpec, Head, HeadRequest, Outputs
-from model_store.layouts import Feeds, Placement
-from model_store.tensors import TensorSpec
+from cloze.model_store.heads.head import GraphSpec, Head, HeadRequest, Outputs
+from cloze.model_store.layouts import Feeds, Placement
+from cloze.model_store.tensors import TensorSpec
 
 MASK_ROWS: Final = TensorSpec("mask_rows", "int32", ("M",), "the rows of `hidden` to predict")
 TOP_K: Final = TensorSpec("top_k", "int64", (1,), "K, the number of predictions per mask")

@@ -9,9 +9,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from model_store.heads.head import Head, HeadRequest
-from model_store.heads.rows import pack_first_rows, unpack_rows
-from model_store.tensors import TensorSpec
+from cloze.model_store.heads.head import Head, HeadRequest
+from cloze.model_store.heads.rows import pack_first_rows, unpack_rows
+from cloze.model_store.tensors import TensorSpec
 
 PAIR_ROWS: Final = TensorSpec(
     "pair_rows", "int32", ("P",), "the rows of `hidden` that hold `[CLS]`"

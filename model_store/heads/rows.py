@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from model_store.heads.head import GraphSpec, Outputs, Requests
-from model_store.layouts import Feeds, Placement
-from model_store.tensors import TensorSpec
+from cloze.model_store.heads.head import GraphSpec, Outputs, Requests
+from cloze.model_store.layouts import Feeds, Placement
+from cloze.model_store.tensors import TensorSpec
 
 
 def pack_first_rows(rows: TensorSpec) -> Callable[[Requests, Placement, GraphSpec], Feeds]:

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from model_store.heads.head import Frozen, Head, HeadRequest
-from model_store.heads.rows import pack_first_rows, unpack_rows
-from model_store.tensors import TensorSpec
+from cloze.model_store.heads.head import Frozen, Head, HeadRequest
+from cloze.model_store.heads.rows import pack_first_rows, unpack_rows
+from cloze.model_store.tensors import TensorSpec
 
 CLASS_ROWS: Final = TensorSpec(
     "class_rows", "int32", ("C",), "the rows of `hidden` that hold `[CLS]`"

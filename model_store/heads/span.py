@@ -10,9 +10,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from model_store.heads.head import GraphSpec, Head, HeadRequest, Outputs, Requests
-from model_store.layouts import Feeds, Placement
-from model_store.tensors import TensorSpec
+from cloze.model_store.heads.head import GraphSpec, Head, HeadRequest, Outputs, Requests
+from cloze.model_store.layouts import Feeds, Placement
+from cloze.model_store.tensors import TensorSpec
 
 SPAN_LOGITS: Final = TensorSpec(
     "span_logits", "float32", ("T", 2), "start logit and end logit of each token"

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from model_store.heads.head import Frozen, Head, HeadRequest
-from model_store.heads.rows import pack_token_rows, unpack_token_rows
-from model_store.tensors import TensorSpec
+from cloze.model_store.heads.head import Frozen, Head, HeadRequest
+from cloze.model_store.heads.rows import pack_token_rows, unpack_token_rows
+from cloze.model_store.tensors import TensorSpec
 
 TOKEN_ROWS: Final = TensorSpec(
     "token_rows", "int32", ("R",), "the rows of `hidden` to classify: all rows of a sequence"

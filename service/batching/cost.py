@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from model_store.batch import Encoding
-from model_store.heads import Head
-from service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, Engine, first_line
+from cloze.model_store.batch import Encoding
+from cloze.model_store.heads import Head
+from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, Engine, first_line
 
 _TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 """Batch sizes to measure, in tokens."""

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from model_store.batch import Encoding, HeadOutputs
-from service.core import (
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.service.core import (
     MAX_BATCH_VOCABULARY_ROWS,
     MAX_PADDING_FACTOR,
     BatchReport,

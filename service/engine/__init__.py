@@ -4,6 +4,6 @@
 golden outputs.
 """
 
-from service.engine.onnx_engine import OnnxEngine, SessionOptions
+from cloze.service.engine.onnx_engine import OnnxEngine, SessionOptions
 
 __all__ = ["OnnxEngine", "SessionOptions"]

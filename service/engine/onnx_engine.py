@@ -10,20 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from model_store import Bundle, Manifest
-from model_store.batch import BatchCodec, Encoding, HeadOutputs
-from model_store.heads import HEADS
-from model_store.layouts import Layout
-from model_store.manifest import Graph, Parity, Precision
-from model_store.parity import output_errors
-from model_store.processor import INT8_NAMES, int8_instructions
-from model_store.tensors import TRUNK_INPUTS
-from service.core import Device, RequestedPrecision, StartupError, first_line
-from service.engine.session import CUDA, Session, cpu_session, cuda_session, providers
+from cloze.model_store import Bundle, Manifest
+from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
+from cloze.model_store.heads import HEADS
+from cloze.model_store.layouts import Layout
+from cloze.model_store.manifest import Graph, Parity, Precision
+from cloze.model_store.parity import output_errors
+from cloze.model_store.processor import INT8_NAMES, int8_instructions
+from cloze.model_store.tensors import TRUNK_INPUTS
+from cloze.service.core import Device, RequestedPrecision, StartupError, first_line
+from cloze.service.engine.session import CUDA, Session, cpu_session, cuda_session, providers
 
 OpenSession = Callable[[Bundle, Graph], Session]
-"""Opens a session with a graph of a bundle."""
-"""Opens a session with a graph of a bundle."""
 """Opens a session with a graph of a bundle."""
 
 _DTYPES = {

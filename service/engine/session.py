@@ -20,10 +20,10 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from model_store.layouts import Feeds
-from model_store.processor import cuda_settings, int8_instructions, int8_settings
-from service.core import StartupError
-from service.engine.pinned import page_locked
+from cloze.model_store.layouts import Feeds
+from cloze.model_store.processor import cuda_settings, int8_instructions, int8_settings
+from cloze.service.core import StartupError
+from cloze.service.engine.pinned import page_locked
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 

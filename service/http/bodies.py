@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from service.core import (
+from cloze.service.core import (
     ClientGone,
     InvalidRequest,
     MalformedRequest,

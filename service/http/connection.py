@@ -10,8 +10,8 @@ from fastapi import Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from service.core import ServiceError
-from service.metrics import Metrics
+from cloze.service.core import ServiceError
+from cloze.service.metrics import Metrics
 
 OTHER_ROUTE = "other"
 """Metric label of requests to unknown routes, so that the number of labels is bounded."""

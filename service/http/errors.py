@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from service import core
+from cloze.service import core
 
 STATUS: dict[type[Exception], tuple[int, str]] = {
     core.MalformedRequest: (400, "Validation"),

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from service.http.routes import JSON, NPY, RAW, Route
+from cloze.service.http.routes import JSON, NPY, RAW, Route
 
 _REF = "#/components/schemas/{model}"
 

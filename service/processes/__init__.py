@@ -3,5 +3,5 @@
 `supervisor` starts the processes and restarts those that die. `frontend` and `engine_process` are
 the two kinds of process. `remote` is the queue as a front end sees it. `channel` carries messages
 over a Unix stream socket, and `frames` turns requests and results into messages. Without the
-setting `frontends`, one process does all of this: see `service.app`.
+setting `frontends`, one process does all of this: see `cloze.service.app`.
 """

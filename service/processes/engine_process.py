@@ -1,7 +1,7 @@
 """One device's engine process: runs the requests of all front ends and sends their results.
 
-The supervisor starts it with ``python -m service.processes.engine_process``. The event loop, on
-the main thread, owns the connections; the schedulers own the threads that run batches. The exit
+The supervisor starts it with ``python -m cloze.service.processes.engine_process``. The event loop,
+on the main thread, owns the connections; the schedulers own the threads that run batches. The exit
 code is 1 when an engine dies, and 2 when the process cannot start.
 """
 
@@ -17,13 +17,20 @@ from functools import partial
 
 import uvloop
 
-from service import server
-from service.core import BatchReport, BatchResult, EngineFailed, Queue, ServiceError, StartupError
-from service.metrics import Metrics, write_as
-from service.processes import frames
-from service.processes.channel import MAX_UNSENT_BYTES, Channel
-from service.processes.start import ChildConfig
-from service.served_models import (
+from cloze.service import server
+from cloze.service.core import (
+    BatchReport,
+    BatchResult,
+    EngineFailed,
+    Queue,
+    ServiceError,
+    StartupError,
+)
+from cloze.service.metrics import Metrics, write_as
+from cloze.service.processes import frames
+from cloze.service.processes.channel import MAX_UNSENT_BYTES, Channel
+from cloze.service.processes.start import ChildConfig
+from cloze.service.served_models import (
     EngineCallbacks,
     EngineFactory,
     ServedModel,

@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from model_store.batch import Encoding, HeadOutputs
-from model_store.heads import HEADS
-from service import core
-from service.core import BatchResult, ServiceError
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads import HEADS
+from cloze.service import core
+from cloze.service.core import BatchResult, ServiceError
 
 _REQUESTS = {name: msgspec.msgpack.Decoder(head.request) for name, head in HEADS.items()}
 _FIELDS = {name: [field.name for field in fields(head.result)] for name, head in HEADS.items()}

@@ -1,6 +1,6 @@
 """One front-end process: speaks HTTP, validates and tokenizes; its engines are other processes.
 
-The supervisor starts it with ``python -m service.processes.frontend``.
+The supervisor starts it with ``python -m cloze.service.processes.frontend``.
 """
 
 import asyncio
@@ -11,13 +11,13 @@ from contextlib import suppress
 
 import uvloop
 
-from model_store import Bundle
-from service import app, server
-from service.core import StartupError
-from service.metrics import write_as
-from service.processes.remote import EngineLink, RemoteQueue
-from service.processes.start import ChildConfig
-from service.served_models import ServedModel
+from cloze.model_store import Bundle
+from cloze.service import app, server
+from cloze.service.core import StartupError
+from cloze.service.metrics import write_as
+from cloze.service.processes.remote import EngineLink, RemoteQueue
+from cloze.service.processes.start import ChildConfig
+from cloze.service.served_models import ServedModel
 
 _ENGINE_WAIT_S = 5.0
 """For a running engine, before the front end accepts connections.
@@ -28,7 +28,7 @@ still answer probes.
 
 
 class EngineProcesses:
-    """The engine processes of the server; see `service.app.RemoteEngines`.
+    """The engine processes of the server; see `cloze.service.app.RemoteEngines`.
 
     Args:
         config: names the engines' sockets and the served models.

@@ -12,10 +12,10 @@ from concurrent.futures import Future, InvalidStateError
 from functools import partial
 from pathlib import Path
 
-from model_store.batch import Encoding
-from service.core import BatchResult, EngineDead, ServiceError, ShuttingDown
-from service.processes import frames
-from service.processes.channel import Channel
+from cloze.model_store.batch import Encoding
+from cloze.service.core import BatchResult, EngineDead, ServiceError, ShuttingDown
+from cloze.service.processes import frames
+from cloze.service.processes.channel import Channel
 
 
 class EngineLink(Channel):

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from service.settings import Settings
+from cloze.service.settings import Settings
 
 _PR_SET_PDEATHSIG = 1
 """Of Linux's ``prctl``."""

@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from service import server
-from service.core import Device, StartupError
-from service.metrics import forget_process, share_folder
-from service.processes.start import ChildConfig
-from service.served_models import open_bundles
-from service.settings import Settings
+from cloze.service import server
+from cloze.service.core import Device, StartupError
+from cloze.service.metrics import forget_process, share_folder
+from cloze.service.processes.start import ChildConfig
+from cloze.service.served_models import open_bundles
+from cloze.service.settings import Settings
 
 log = logging.getLogger("cloze")
 
-ENGINE_COMMAND = (sys.executable, "-m", "service.processes.engine_process")
-FRONTEND_COMMAND = (sys.executable, "-m", "service.processes.frontend")
+ENGINE_COMMAND = (sys.executable, "-m", "cloze.service.processes.engine_process")
+FRONTEND_COMMAND = (sys.executable, "-m", "cloze.service.processes.frontend")
 
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 30.0
 """Before a child that died is restarted; doubled at each restart."""

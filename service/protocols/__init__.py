@@ -10,10 +10,10 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.http.errors import describe_error
-from service.http.routes import JSON
-from service.protocols import native, openai
-from service.protocols.protocol import ApiLimits, ProtocolContext, WireProtocol
+from cloze.service.http.errors import describe_error
+from cloze.service.http.routes import JSON
+from cloze.service.protocols import native, openai
+from cloze.service.protocols.protocol import ApiLimits, ProtocolContext, WireProtocol
 
 PROTOCOLS: Final[tuple[WireProtocol, ...]] = (native.PROTOCOL, openai.PROTOCOL)
 

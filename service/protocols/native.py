@@ -16,15 +16,15 @@ from pydantic import BaseModel, Field, create_model
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core import Float32
-from service.http.errors import STATUS, ErrorInfo
-from service.http.routes import JSON, NPY, RAW, Route, RouteDoc
-from service.pipeline import TaskResult
-from service.protocols import operations
-from service.protocols.protocol import ProtocolContext, WireProtocol
-from service.protocols.task_route import TIMING_HEADERS, TaskRoute
-from service.tasks import Task, TaskCall, embed
-from service.tasks.task import NoParameters, WireModel
+from cloze.service.core import Float32
+from cloze.service.http.errors import STATUS, ErrorInfo
+from cloze.service.http.routes import JSON, NPY, RAW, Route, RouteDoc
+from cloze.service.pipeline import TaskResult
+from cloze.service.protocols import operations
+from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
+from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
+from cloze.service.tasks import Task, TaskCall, embed
+from cloze.service.tasks.task import NoParameters, WireModel
 
 ModelName = Annotated[
     str | None,

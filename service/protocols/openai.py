@@ -10,14 +10,14 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.core import UnknownModel
-from service.http.errors import STATUS, ErrorInfo
-from service.http.routes import JSON, Route, RouteDoc
-from service.pipeline import TaskResult
-from service.protocols.protocol import ProtocolContext, WireProtocol
-from service.protocols.task_route import TIMING_HEADERS, TaskRoute
-from service.tasks import TaskCall, embed
-from service.tasks.task import WireModel
+from cloze.service.core import UnknownModel
+from cloze.service.http.errors import STATUS, ErrorInfo
+from cloze.service.http.routes import JSON, Route, RouteDoc
+from cloze.service.pipeline import TaskResult
+from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
+from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
+from cloze.service.tasks import TaskCall, embed
+from cloze.service.tasks.task import WireModel
 
 
 class OpenAiEmbeddingsBody(WireModel):

@@ -11,11 +11,11 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service import core
-from service.http.routes import JSON, TEXT, Route, RouteDoc
-from service.metrics import CONTENT_TYPE
-from service.protocols.protocol import ProtocolContext
-from service.tasks import embed
+from cloze.service import core
+from cloze.service.http.routes import JSON, TEXT, Route, RouteDoc
+from cloze.service.metrics import CONTENT_TYPE
+from cloze.service.protocols.protocol import ProtocolContext
+from cloze.service.tasks import embed
 
 _TAG = "service"
 """The group of these routes in the documentation."""

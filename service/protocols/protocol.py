@@ -4,11 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from service.http.errors import ErrorInfo
-from service.http.routes import Route
-from service.metrics import Metrics
-from service.pipeline import Models
-from service.tasks import Task
+from cloze.service.http.errors import ErrorInfo
+from cloze.service.http.routes import Route
+from cloze.service.metrics import Metrics
+from cloze.service.pipeline import Models
+from cloze.service.tasks import Task
 
 
 class ServerState(Protocol):

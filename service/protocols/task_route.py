@@ -8,11 +8,11 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from service.http.bodies import client_gone, receive
-from service.http.routes import Route, RouteDoc
-from service.pipeline import TaskResult
-from service.protocols.protocol import ProtocolContext
-from service.tasks import Task, TaskCall
+from cloze.service.http.bodies import client_gone, receive
+from cloze.service.http.routes import Route, RouteDoc
+from cloze.service.pipeline import TaskResult
+from cloze.service.protocols.protocol import ProtocolContext
+from cloze.service.tasks import Task, TaskCall
 
 TIMING_HEADERS: Mapping[str, tuple[str, str]] = {
     "x-compute-time": ("integer", "milliseconds from tokenization to the last result"),

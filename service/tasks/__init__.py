@@ -6,8 +6,8 @@ The package depends neither on HTTP nor on the scheduler. To add a task, write a
 
 from typing import Final
 
-from service.tasks import embed, fill_mask, nsp, qa, text_classification, token_classification
-from service.tasks.task import PreparedRequest, Task, TaskCall, TaskContext, TaskLimits
+from cloze.service.tasks import embed, fill_mask, nsp, qa, text_classification, token_classification
+from cloze.service.tasks.task import PreparedRequest, Task, TaskCall, TaskContext, TaskLimits
 
 TASKS: Final[dict[str, Task]] = {
     module.TASK.name: module.TASK

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Final, Literal
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from model_store.batch import HeadOutputs
-from model_store.heads import embedding
-from model_store.manifest import Embedding
-from service.core import Float32, InvalidRequest
-from service.tasks.task import (
+from cloze.model_store.batch import HeadOutputs
+from cloze.model_store.heads import embedding
+from cloze.model_store.manifest import Embedding
+from cloze.service.core import Float32, InvalidRequest
+from cloze.service.tasks.task import (
     Example,
     FirstError,
     PreparedRequest,

@@ -12,10 +12,10 @@ from typing import Annotated, Final
 import numpy as np
 from pydantic import Field
 
-from model_store.batch import Encoding, HeadOutputs
-from model_store.heads import masked_lm
-from service.core import InvalidRequest
-from service.tasks.task import (
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads import masked_lm
+from cloze.service.core import InvalidRequest
+from cloze.service.tasks.task import (
     Example,
     PreparedRequest,
     Task,
@@ -29,7 +29,7 @@ from service.tasks.task import (
     input_name,
     listed,
 )
-from service.tokenizer import Tokenizer
+from cloze.service.tokenizer import Tokenizer
 
 _WRITTEN_TOKENS = 4
 """Most tokens in the result per token that a request may run.

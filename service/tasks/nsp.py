@@ -10,9 +10,9 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from pydantic import Field
 
-from model_store.batch import HeadOutputs
-from model_store.heads import next_sentence
-from service.tasks.task import (
+from cloze.model_store.batch import HeadOutputs
+from cloze.model_store.heads import next_sentence
+from cloze.service.tasks.task import (
     Example,
     FirstError,
     NoParameters,

@@ -14,10 +14,10 @@ from typing import Annotated, Final
 import numpy as np
 from pydantic import Field
 
-from model_store.batch import Encoding, HeadOutputs
-from model_store.heads import span
-from service.core import Float32, InvalidRequest
-from service.tasks.task import (
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads import span
+from cloze.service.core import Float32, InvalidRequest
+from cloze.service.tasks.task import (
     Example,
     FirstError,
     PreparedRequest,
@@ -31,8 +31,8 @@ from service.tasks.task import (
     input_name,
     listed,
 )
-from service.tasks.windows import window_count, windows
-from service.tokenizer import Spans
+from cloze.service.tasks.windows import window_count, windows
+from cloze.service.tokenizer import Spans
 
 _DEFAULT_SEQUENCE_TOKENS = 384
 _DEFAULT_STRIDE = 128

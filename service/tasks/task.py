@@ -6,10 +6,10 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast
 
-from model_store import Manifest
-from model_store.batch import Encoding, HeadOutputs
-from service.core import EmptyRequest, InvalidRequest
-from service.tokenizer import Tokenizer
+from cloze.model_store import Manifest
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.tokenizer import Tokenizer
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -10,11 +10,11 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from pydantic import Field
 
-from model_store.batch import HeadOutputs
-from model_store.heads import sequence_classification
-from model_store.heads.sequence_classification import SequenceLabels
-from service.core import Float32
-from service.tasks.task import (
+from cloze.model_store.batch import HeadOutputs
+from cloze.model_store.heads import sequence_classification
+from cloze.model_store.heads.sequence_classification import SequenceLabels
+from cloze.service.core import Float32
+from cloze.service.tasks.task import (
     Example,
     FirstError,
     PreparedRequest,

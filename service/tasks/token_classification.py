@@ -12,11 +12,11 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from pydantic import Field
 
-from model_store.batch import Encoding, HeadOutputs
-from model_store.heads import token_classification
-from model_store.heads.token_classification import TokenLabels
-from service.core import Float32, InvalidRequest
-from service.tasks.task import (
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads import token_classification
+from cloze.model_store.heads.token_classification import TokenLabels
+from cloze.service.core import Float32, InvalidRequest
+from cloze.service.tasks.task import (
     Example,
     PreparedRequest,
     Task,
@@ -29,8 +29,8 @@ from service.tasks.task import (
     input_name,
     listed,
 )
-from service.tasks.windows import window_count, windows
-from service.tokenizer import Spans, Tokenizer
+from cloze.service.tasks.windows import window_count, windows
+from cloze.service.tokenizer import Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]
 

@@ -24,14 +24,14 @@ libraries = {
 import numpy as np
 import onnxruntime as ort
 
-from model_store import Store
-from model_store.batch import BatchCodec, Encoding, HeadOutputs
-from service.core import MAX_PADDING_FACTOR
-from service.engine import session
-from service.engine.session import DeviceSession, cuda_session
-from service.fake_engine import FakeEngine
-from service.served_models import batch_tokens
-from service.settings import Settings
+from cloze.model_store import Store
+from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
+from cloze.service.core import MAX_PADDING_FACTOR
+from cloze.service.engine import session
+from cloze.service.engine.session import DeviceSession, cuda_session
+from cloze.service.fake_engine import FakeEngine
+from cloze.service.served_models import batch_tokens
+from cloze.service.settings import Settings
 from tests.encodings import encoding
 from tests.profiling import placed, profiled
 

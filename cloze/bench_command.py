@@ -14,14 +14,14 @@ import click
 from click.core import ParameterSource
 
 from cloze.failing import fail
-from model_store.locations import DEFAULT_ROOT
-from model_store.manifest import Precision
-from model_store.store import Store, StoreError
+from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.model_store.manifest import Precision
+from cloze.model_store.store import Store, StoreError
 
 if TYPE_CHECKING:
-    from bench.device import DeviceFigures, DevicePlan
-    from bench.result import Result
-    from bench.run_options import RunOptions
+    from cloze.bench.device import DeviceFigures, DevicePlan
+    from cloze.bench.result import Result
+    from cloze.bench.run_options import RunOptions
 
 
 _INSTALL = "which the serving install leaves out; install cloze[cpu,bench]"
@@ -151,10 +151,10 @@ def _clear_settings() -> None:
 
 def _measure_device(arguments: dict[str, Any], out: Path | None) -> None:
     try:
-        from bench.device import DeviceFigures, DevicePlan, measure_device
-        from bench.errors import BenchError
-        from bench.sizes import SIZES
-        from service.core import Device
+        from cloze.bench.device import DeviceFigures, DevicePlan, measure_device
+        from cloze.bench.errors import BenchError
+        from cloze.bench.sizes import SIZES
+        from cloze.service.core import Device
     except ModuleNotFoundError as error:
         fail(f"bench of a device needs {error.name}; install cloze[bench,export] with cpu or gpu")
     sizes = tuple(arguments["sizes"].split(","))
@@ -181,10 +181,10 @@ def _measure_device(arguments: dict[str, Any], out: Path | None) -> None:
 
 def _device_describer(plan: "DevicePlan") -> "Callable[[DeviceFigures], Result]":
     """Return a function that adds the plan, the machine and the versions to the figures."""
-    from bench.device import gpu_name
-    from bench.machine import describe_machine, installed_versions
-    from bench.result import Result
-    from service.settings import available_cpus
+    from cloze.bench.device import gpu_name
+    from cloze.bench.machine import describe_machine, installed_versions
+    from cloze.bench.result import Result
+    from cloze.service.settings import available_cpus
 
     versions = {"Cloze": installed_versions()}
 
@@ -292,9 +292,9 @@ def _device_describer(plan: "DevicePlan") -> "Callable[[DeviceFigures], Result]"
 def run(out: Path | None, **arguments: Any) -> None:
     """Measure and print a table; with --out, write the table, the figures as JSON, and plots."""
     try:
-        from bench.errors import BenchError
-        from bench.run_options import RunOptions
-        from service.core import StartupError
+        from cloze.bench.errors import BenchError
+        from cloze.bench.run_options import RunOptions
+        from cloze.service.core import StartupError
     except ModuleNotFoundError as error:
         fail(f"bench needs {error.name}, {_INSTALL}")
     options = RunOptions(**arguments)
@@ -314,11 +314,11 @@ def run(out: Path | None, **arguments: Any) -> None:
 
 
 def _measure_run(options: "RunOptions") -> "Result":
-    from bench.machine import describe_machine, installed_versions
-    from bench.result import Result
-    from bench.run import measure
-    from bench.run_options import Selection
-    from service.settings import available_cpus
+    from cloze.bench.machine import describe_machine, installed_versions
+    from cloze.bench.result import Result
+    from cloze.bench.run import measure
+    from cloze.bench.run_options import Selection
+    from cloze.service.settings import available_cpus
 
     selection = Selection.of(options)
     texts, engines = selection.texts, selection.engines
@@ -353,9 +353,9 @@ def compare(before: Path, after: Path, every: bool) -> None:
     A change counts if it exceeds the differences between the turns of one result.
     """
     try:
-        from bench.compare import compare as compare_results
-        from bench.compare import table
-        from bench.result import Result
+        from cloze.bench.compare import compare as compare_results
+        from cloze.bench.compare import table
+        from cloze.bench.result import Result
     except ModuleNotFoundError as error:
         fail(f"bench needs {error.name}, {_INSTALL}")
     try:
@@ -386,15 +386,15 @@ def _create_out(out: Path | None) -> None:
 
 def _present(result: "Result", out: Path | None) -> None:
     """Print the table, and write the files."""
-    from bench.report import table
+    from cloze.bench.report import table
 
     click.echo(table(result))
     _write(result, out)
 
 
 def _write(result: "Result", out: Path | None) -> None:
-    from bench.plots import draw
-    from bench.report import table
+    from cloze.bench.plots import draw
+    from cloze.bench.report import table
 
     if out is not None:
         Path(f"{out}.json").write_text(result.to_json())

@@ -24,6 +24,8 @@ from tests.serving import Server, running_server
 from tests.tiny import save_checkpoint
 
 DATA_VARIABLE = "CLOZE_TEST_DATA"
+# Read before any test runs: `cloze bench run` removes variables of the server from its process.
+DATA_FOLDER = os.environ.get(DATA_VARIABLE)
 
 
 @pytest.fixture(scope="session")
@@ -33,11 +35,11 @@ def external_data() -> Path:
     Skip the test if the variable is unset. Fail if the variable names no folder, so that a wrong
     path cannot turn the tests off.
     """
-    if not (name := os.environ.get(DATA_VARIABLE)):
+    if not DATA_FOLDER:
         pytest.skip(f"set {DATA_VARIABLE} to the folder of the external test data")
-    folder = Path(name)
+    folder = Path(DATA_FOLDER)
     if not folder.is_dir():
-        pytest.fail(f"{DATA_VARIABLE} names no folder: {name}")
+        pytest.fail(f"{DATA_VARIABLE} names no folder: {DATA_FOLDER}")
     return folder
 
 

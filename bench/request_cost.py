@@ -28,7 +28,7 @@ from cloze.service.core import Device, RequestedPrecision
 from cloze.service.settings import Settings
 
 BODY = orjson.dumps({"inputs": "what is the capital of france and how many people live there"})
-REQUESTS, ROUNDS = 500, 7
+REQUESTS, ROUNDS = 50, 100
 _PROFILE_ROWS = 40
 
 

@@ -944,13 +944,15 @@ def start(command: list[str], limits: dict[int, int] | None = None) -> subproces
         for kind, limit in (limits or {}).items():
             resource.setrlimit(kind, (limit, limit))
 
+    # The limits would also break the files of a measurement of coverage.
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("COVERAGE_")}
     return subprocess.Popen(
         [sys.executable, "-m", "cloze", "train", *command, "--threads", "1"],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
         preexec_fn=set_limits,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=kept | {"OMP_NUM_THREADS": "1"},
     )
 
 

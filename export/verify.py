@@ -187,7 +187,7 @@ def _random_encoding(
     ids[0], ids[-1] = tokenizer.cls_id, tokenizer.sep_id
     second = min(1, max(0, checkpoint.model.config.type_vocab_size - 1))
     types = np.where(np.arange(tokens) > tokens // 2, second, 0).astype(np.int32)
-    requests = {name: EXPORT_HEADS[name].sample(rng, tokens) for name in asked}
+    requests = {name: EXPORT_HEADS[name].sample(rng, tokens, tokenizer.size) for name in asked}
     return Encoding(ids, types, requests)
 
 

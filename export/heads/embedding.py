@@ -75,7 +75,7 @@ def _reference(
     return {embedding.EMBEDDINGS.name: torch.cat([*pooled, no_rows])}
 
 
-def _sample(_: np.random.Generator, __: int) -> EmbeddingRequest:
+def _sample(_: np.random.Generator, __: int, ___: int) -> EmbeddingRequest:
     return EmbeddingRequest()
 
 

@@ -75,7 +75,8 @@ class ExportHead:
         write: (module, graph) -> None; writes the head into the graph.
         reference: (module, hidden rows [T, H], requests, placement) -> the graph's outputs by
             name, computed with torch.
-        sample: (random generator, tokens of a sequence) -> a request for verification.
+        sample: (random generator, tokens of a sequence, size of the vocabulary) -> a request for
+            verification.
         measure: (checkpoint, graph, texts) -> figures that compare the graph with the checkpoint,
             for the quality gate.
         limits: the lowest accepted value of each figure.
@@ -93,7 +94,7 @@ class ExportHead:
     tensor_names: Mapping[str, TensorNames]
     write: Callable[[Any, HeadGraph], None]
     reference: Callable[[Any, Tensor, Sequence[Any], Placement], dict[str, Tensor]]
-    sample: Callable[[np.random.Generator, int], HeadRequest]
+    sample: Callable[[np.random.Generator, int, int], HeadRequest]
     measure: Callable[[Scorer, Scorer, GateTexts], dict[str, float]]
     limits: Mapping[str, float]
     fine_tuned: bool = False

@@ -107,9 +107,9 @@ def _reference(
     }
 
 
-def _sample(rng: np.random.Generator, tokens: int) -> MaskedLMRequest:
+def _sample(rng: np.random.Generator, tokens: int, vocabulary: int) -> MaskedLMRequest:
     positions = rng.choice(tokens, min(3, tokens), replace=False).tolist()
-    return MaskedLMRequest(positions, _TOP_K, rng.integers(0, 5, _TOP_K).tolist())
+    return MaskedLMRequest(positions, _TOP_K, rng.integers(0, vocabulary, _TOP_K).tolist())
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:

@@ -47,7 +47,7 @@ def _reference(
     return {next_sentence.PAIR_LOGITS.name: head(rows[cls_rows(requests, placement)])}
 
 
-def _sample(_: np.random.Generator, __: int) -> NextSentenceRequest:
+def _sample(_: np.random.Generator, __: int, ___: int) -> NextSentenceRequest:
     return NextSentenceRequest()
 
 

@@ -66,7 +66,7 @@ def _reference(
     return {sequence_classification.CLASS_LOGITS.name: logits}
 
 
-def _sample(_: np.random.Generator, __: int) -> SequenceClassificationRequest:
+def _sample(_: np.random.Generator, __: int, ___: int) -> SequenceClassificationRequest:
     return SequenceClassificationRequest()
 
 

@@ -39,7 +39,7 @@ def _reference(head: SpanHead, rows: Tensor, _: Sequence[Any], __: Placement) ->
     return {span.SPAN_LOGITS.name: head(rows)}
 
 
-def _sample(_: np.random.Generator, __: int) -> SpanRequest:
+def _sample(_: np.random.Generator, __: int, ___: int) -> SpanRequest:
     return SpanRequest()
 
 

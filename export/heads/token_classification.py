@@ -51,7 +51,7 @@ def _reference(
     return {token_classification.TOKEN_LOGITS.name: head(rows[asked])}
 
 
-def _sample(_: np.random.Generator, __: int) -> TokenClassificationRequest:
+def _sample(_: np.random.Generator, __: int, ___: int) -> TokenClassificationRequest:
     return TokenClassificationRequest()
 
 

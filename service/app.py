@@ -133,11 +133,7 @@ class Service:
         self._registries = registries
         self._metrics = metrics
         self._draining = False
-        timeout_s = settings.request_timeout_ms / 1000
-        pipelines = [
-            Pipeline(model, _task_limits(settings, model), request_timeout_s=timeout_s)
-            for model in models
-        ]
+        pipelines = [Pipeline(model, _task_limits(settings, model)) for model in models]
         self.models = Models(pipelines, registries.tasks.values())
         metrics.watch(self)
 

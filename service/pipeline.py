@@ -6,12 +6,15 @@ pipeline of a request. The module depends neither on HTTP nor on a particular ta
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from cloze.model_store import Manifest
-from cloze.service.core import DeadlineExceeded, Timings, UnknownModel, WrongTask
+from cloze.service.core import BatchResult, Timings, UnknownModel, WrongTask
 from cloze.service.served_models import ServedModel
 from cloze.service.tasks import Task, TaskCall, TaskContext, TaskLimits
 from cloze.service.tokenizer import Tokenizer
@@ -45,25 +48,67 @@ class TaskResult:
     timings: Timings
 
 
+class Completions:
+    """Passes the ends of requests from worker threads to the event loop.
+
+    A worker ends the requests of a batch one after another. The first one wakes the event loop,
+    which then finds the others.
+    """
+
+    def __init__(self) -> None:
+        self._ended: deque[asyncio.Future[None]] = deque()
+        self._is_awake = False
+
+    async def wait(self, request: Future[BatchResult]) -> BatchResult:
+        """Return the result of a request; cancel the request if this coroutine is cancelled.
+
+        Raises:
+            ServiceError: the request gets no result.
+        """
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
+
+        def end(_: Future[BatchResult]) -> None:
+            self._ended.append(waiter)
+            if not self._is_awake:
+                self._is_awake = True
+                with suppress(RuntimeError):  # the loop has closed, so nobody waits
+                    loop.call_soon_threadsafe(self._wake_waiters)
+
+        request.add_done_callback(end)
+        try:
+            await waiter
+        except asyncio.CancelledError:
+            request.cancel()
+            raise
+        return request.result()
+
+    def _wake_waiters(self) -> None:
+        self._is_awake = False  # before the loop: a worker may append meanwhile
+        while self._ended:
+            waiter = self._ended.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+
+
 class Pipeline:
     """Runs the task calls of one served model.
 
     Args:
         model: the bundle and the queue of its engine.
         limits: the limits of one request.
-        request_timeout_s: seconds after which a request fails with `DeadlineExceeded`.
 
     Raises:
         StartupError: the bundle's tokenizer cannot be read.
     """
 
-    def __init__(self, model: ServedModel, limits: TaskLimits, *, request_timeout_s: float) -> None:
+    def __init__(self, model: ServedModel, limits: TaskLimits) -> None:
         self.model = model
         self.manifest: Manifest = model.bundle.manifest
         self._context = TaskContext(self.manifest, Tokenizer(model.bundle), limits)
-        self._request_timeout_s = request_timeout_s
+        self._completions = Completions()
 
-    async def run(self, task: Task, call: TaskCall, *, size: int) -> TaskResult:
+    async def run(self, task: Task, call: TaskCall, *, size: int, deadline: float) -> TaskResult:
         """Tokenize the texts, wait for the engine's outputs and decode them.
 
         Cancelling this coroutine drops the encodings that have not run.
@@ -72,6 +117,7 @@ class Pipeline:
             task: a task that the model serves.
             call: the inputs and parameters of the task.
             size: bytes of the request; large requests are tokenized and decoded on a thread.
+            deadline: `time.monotonic` time after which no encoding of the request starts.
 
         Raises:
             ServiceError: the request gets no result.
@@ -79,25 +125,19 @@ class Pipeline:
         queue = self.model.queue
         accepted = not queue.draining
         started = time.monotonic()
-        deadline = started + self._request_timeout_s
         inline = size <= _INLINE_BYTES
         context = self._context
-        try:
-            async with asyncio.timeout(self._request_timeout_s):
-                if inline:
-                    prepared = task.prepare(call, context)
-                else:
-                    prepared = await asyncio.to_thread(task.prepare, call, context)
-                tokenized = time.monotonic()
-                future = queue.submit(prepared.encodings, deadline, accepted=accepted)
-                batch = await asyncio.wrap_future(future)
-                if inline and prepared.results <= _INLINE_RESULTS:
-                    value = task.decode(prepared, batch.outputs, context)
-                else:
-                    value = await asyncio.to_thread(task.decode, prepared, batch.outputs, context)
-        except TimeoutError:
-            limit = self._request_timeout_s * 1000
-            raise DeadlineExceeded(f"no answer within the limit of {limit:.0f} ms") from None
+        if inline:
+            prepared = task.prepare(call, context)
+        else:
+            prepared = await asyncio.to_thread(task.prepare, call, context)
+        tokenized = time.monotonic()
+        future = queue.submit(prepared.encodings, deadline, accepted=accepted)
+        batch = await self._completions.wait(future)
+        if inline and prepared.results <= _INLINE_RESULTS:
+            value = task.decode(prepared, batch.outputs, context)
+        else:
+            value = await asyncio.to_thread(task.decode, prepared, batch.outputs, context)
         return TaskResult(
             value=value,
             tokens=sum(map(len, prepared.encodings)),

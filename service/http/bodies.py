@@ -1,25 +1,16 @@
-"""Reads and parses request bodies, and cancels requests whose client has disconnected."""
+"""Reads and parses request bodies."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from cloze.service.core import (
-    ClientGone,
-    InvalidRequest,
-    MalformedRequest,
-    RequestTooLarge,
-    SlowRequest,
-)
+from cloze.service.core import ClientGone, InvalidRequest, MalformedRequest, RequestTooLarge
+from cloze.service.http.watch import WatchedRequest
 
 B = TypeVar("B", bound=BaseModel)
-
-_WATCH_AFTER_S = 0.05
-"""Time after which a task starts to watch the connection; most requests are answered sooner."""
 
 _DISCARD_FACTOR = 8
 """Multiple of the size limit up to which an oversized body is read and discarded.
@@ -31,14 +22,16 @@ _INLINE_BYTES = 65_536
 """Largest body that is parsed on the event loop; a thread parses larger bodies."""
 
 
-async def receive(request: Request, model: type[B], limit: int, timeout_s: float) -> tuple[B, int]:
+async def receive(
+    request: Request, model: type[B], limit: int, watched: WatchedRequest
+) -> tuple[B, int]:
     """Read and parse the body of a request.
 
     Args:
         request: the request.
         model: the type of the body.
         limit: most bytes of the body.
-        timeout_s: longest time until the body is complete, in seconds.
+        watched: ends the request if the body does not arrive in time.
 
     Returns:
         The parsed body and its size in bytes.
@@ -46,7 +39,7 @@ async def receive(request: Request, model: type[B], limit: int, timeout_s: float
     Raises:
         RequestError: see `read_body` and `parse`.
     """
-    data = await read_body(request, limit, timeout_s)
+    data = await read_body(request, limit, watched)
     if len(data) <= _INLINE_BYTES:
         return parse(model, data), len(data)
     return await asyncio.to_thread(parse, model, data), len(data)
@@ -101,70 +94,36 @@ def _is_union_member(part: object) -> bool:
     )
 
 
-async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+async def read_body(request: Request, limit: int, watched: WatchedRequest) -> bytes:
     """Return the body of a request.
+
+    Args:
+        request: the request.
+        limit: most bytes of the body.
+        watched: ends the request if the body does not arrive in time.
 
     Raises:
         RequestTooLarge: the body has more than ``limit`` bytes.
-        SlowRequest: the body is not complete after ``timeout_s``.
         ClientGone: the client closed its connection.
     """
+    message = await request.receive()
+    if "body" in message and not message.get("more_body") and len(message["body"]) <= limit:
+        watched.body_complete()
+        return bytes(message["body"])
     chunks: list[bytes] = []
-    size, more = 0, True
-    try:
-        async with asyncio.timeout(timeout_s):
-            while more and size <= limit * _DISCARD_FACTOR:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone("the client closed its connection before its body was whole")
-                chunk, more = message.get("body", b""), message.get("more_body", False)
-                size += len(chunk)
-                if size <= limit:
-                    chunks.append(chunk)
-    except TimeoutError:
-        raise SlowRequest(
-            f"{size} bytes of the body arrived within the limit of {timeout_s * 1000:.0f} ms, "
-            "not all"
-        ) from None
-    if size > limit:
+    while True:
+        if message["type"] == "http.disconnect":
+            raise ClientGone("the client closed its connection before its body was whole")
+        chunk = message.get("body", b"")
+        watched.received_bytes += len(chunk)
+        if watched.received_bytes <= limit:
+            chunks.append(chunk)
+        if not message.get("more_body") or watched.received_bytes > limit * _DISCARD_FACTOR:
+            break
+        message = await request.receive()
+    if watched.received_bytes > limit:
         declared = request.headers.get("content-length", "")
-        bytes_sent = declared or f"at least {size}"
+        bytes_sent = declared or f"at least {watched.received_bytes}"
         raise RequestTooLarge(f"the body has {bytes_sent} bytes; the limit is {limit}")
+    watched.body_complete()
     return b"".join(chunks)
-
-
-@asynccontextmanager
-async def client_gone(request: Request) -> AsyncIterator[None]:
-    """Cancel the enclosed code when the client closes its connection.
-
-    Raises:
-        ClientGone: the client closed its connection.
-    """
-    gone = False
-    watcher: asyncio.Task[None] | None = None
-    task = asyncio.current_task()
-    assert task is not None
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        task.cancel()
-
-    def start_watching() -> None:
-        nonlocal watcher
-        watcher = asyncio.create_task(watch())
-
-    timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, start_watching)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not gone:
-            raise
-        task.uncancel()
-        raise ClientGone("the client closed its connection") from None
-    finally:
-        timer.cancel()
-        if watcher is not None:
-            watcher.cancel()

@@ -8,8 +8,9 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.http.bodies import client_gone, receive
+from cloze.service.http.bodies import receive
 from cloze.service.http.routes import Route, RouteDoc
+from cloze.service.http.watch import RequestWatch
 from cloze.service.pipeline import TaskResult
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.tasks import Task, TaskCall
@@ -68,6 +69,8 @@ class _Endpoint:
     def __init__(self, route: TaskRoute, context: ProtocolContext) -> None:
         self._route = route
         self._context = context
+        self._max_bytes = context.limits.max_request_bytes
+        self._watch = RequestWatch(context.limits.request_timeout_s)
 
     async def answer(self, request: Request) -> Response:
         """Return the response to one request.
@@ -75,15 +78,14 @@ class _Endpoint:
         Raises:
             ServiceError: the request gets no result.
         """
-        route, limits = self._route, self._context.limits
-        body, size = await receive(
-            request, route.body, limits.max_request_bytes, limits.request_timeout_s
-        )
-        pipeline = self._context.models.choose(route.task, body.model)  # type: ignore[attr-defined]
-        reference = pipeline.manifest.reference
-        request.scope["cloze.model"] = reference
-        async with client_gone(request):
-            result = await pipeline.run(route.task, route.to_call(body), size=size)
+        route = self._route
+        with self._watch.request(request.receive) as watched:
+            body, size = await receive(request, route.body, self._max_bytes, watched)
+            pipeline = self._context.models.choose(route.task, body.model)  # type: ignore[attr-defined]
+            reference = pipeline.manifest.reference
+            request.scope["cloze.model"] = reference
+            call = route.to_call(body)
+            result = await pipeline.run(route.task, call, size=size, deadline=watched.deadline)
         self._context.metrics.observe_parts(reference, result.timings, result.truncated)
         response = route.respond(request, body, result)
         _add_timings(response, result)

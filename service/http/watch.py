@@ -1,0 +1,161 @@
+"""Ends requests that exceed their time limit, and requests whose client disconnects.
+
+One timer per event loop serves all requests. It looks at the requests in progress every
+`_TICK_S`, so that a request that is answered sooner needs no timer and no task of its own.
+"""
+
+import asyncio
+import time
+from types import TracebackType
+from typing import Self
+
+from starlette.types import Receive
+
+from cloze.service.core import ClientGone, DeadlineExceeded, ServiceError, SlowRequest
+
+_TICK_S = 0.05
+"""Age in seconds from which a request has a timer and a watcher of its own."""
+
+
+class WatchedRequest:
+    """A request in progress, as a context manager that raises the reason of an early end.
+
+    Args:
+        watch: the watch of the event loop.
+        receive: the ASGI function that returns the next message of the client.
+
+    Attributes:
+        deadline: `time.monotonic` time at which the current phase ends. The first phase reads the
+            body. The second phase begins with `body_complete`.
+        received_bytes: number of bytes of the body that have arrived.
+
+    Raises:
+        SlowRequest: the body did not arrive in time.
+        DeadlineExceeded: the request has a body, but no answer in time.
+        ClientGone: the client closed its connection after it had sent its body.
+    """
+
+    __slots__ = (
+        "_error",
+        "_is_old",
+        "_reading",
+        "_receive",
+        "_task",
+        "_timer",
+        "_watch",
+        "_watcher",
+        "deadline",
+        "received_bytes",
+        "started",
+    )
+
+    def __init__(self, watch: "RequestWatch", receive: Receive) -> None:
+        self._watch = watch
+        self._receive = receive
+        self.started = time.monotonic()
+        self.deadline = self.started + watch.timeout_s
+        self.received_bytes = 0
+        self._reading = True
+        self._is_old = False
+        self._error: ServiceError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._watch.add(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        self._watch.remove(self)
+        if self._is_old:
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._watcher is not None:
+                self._watcher.cancel()
+            if self._error is not None and kind is asyncio.CancelledError:
+                self._task.uncancel()
+                raise self._error from None
+
+    def body_complete(self) -> None:
+        """Begin the second phase: the time limit starts anew, and the client may disconnect."""
+        self._reading = False
+        if self._is_old:
+            self.deadline = time.monotonic() + self._watch.timeout_s
+            self._start_timers()
+
+    def grow_old(self) -> None:
+        """Start the timer and the watcher of a request that takes longer than a tick."""
+        self._is_old = True
+        self._start_timers()
+
+    def _start_timers(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        left_s = max(0.0, self.deadline - time.monotonic())
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._time_out)
+        if not self._reading:
+            self._watcher = asyncio.create_task(self._watch_client())
+
+    def _time_out(self) -> None:
+        limit = f"the limit of {self._watch.timeout_s * 1000:.0f} ms"
+        if self._reading:
+            size = self.received_bytes
+            self._end(SlowRequest(f"{size} bytes of the body arrived within {limit}, not all"))
+        else:
+            self._end(DeadlineExceeded(f"no answer within {limit}"))
+
+    async def _watch_client(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._end(ClientGone("the client closed its connection"))
+
+    def _end(self, error: ServiceError) -> None:
+        if self._error is None:
+            self._error = error
+            self._task.cancel()
+
+
+class RequestWatch:
+    """The requests in progress of one event loop.
+
+    Args:
+        timeout_s: longest time of each phase of a request, in seconds.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._young: dict[WatchedRequest, None] = {}  # in the order of their start
+        self._ticking = False
+
+    def request(self, receive: Receive) -> WatchedRequest:
+        """Return the context manager of a request of the current task."""
+        return WatchedRequest(self, receive)
+
+    def add(self, request: WatchedRequest) -> None:
+        """Begin to watch a request."""
+        self._young[request] = None
+        if not self._ticking:
+            self._ticking = True
+            asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+
+    def remove(self, request: WatchedRequest) -> None:
+        """End the watch of a request."""
+        self._young.pop(request, None)
+
+    def _tick(self) -> None:
+        """Give the requests that are older than a tick timers of their own."""
+        newest = time.monotonic() - _TICK_S
+        for request in list(self._young):
+            if request.started > newest:
+                break
+            del self._young[request]
+            request.grow_old()
+        if self._young:
+            asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        else:
+            self._ticking = False

@@ -3,12 +3,17 @@
 Label values are bounded: they are known routes, served models and HTTP statuses.
 """
 
+import atexit
 import functools
+import threading
+import time
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -32,6 +37,12 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _TOKENS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PARTS = ("tokenize", "queue", "inference")
+
+_MAX_UNWRITTEN = 4096
+"""Observations that wait until their counters are written."""
+
+_WRITE_EVERY_S = 0.1
+"""Seconds between writes to a folder that processes share; another process may be scraped."""
 
 _QUEUE_NAME = "cloze_queue_tokens"
 _QUEUE_TEXT = "Tokens that wait for a worker."
@@ -116,6 +127,45 @@ class _Families:
         return Counter(name, text, ("model",), registry=self._registry)
 
 
+class Observations:
+    """Observed values that are not yet in their histograms. Any thread may add values.
+
+    `Histogram.observe` costs about 4 us, and a request has four values. To append a value costs
+    0.2 us, and `write` adds many values at once.
+    """
+
+    def __init__(self) -> None:
+        self._unwritten: deque[tuple[Histogram, float]] = deque()  # its methods are atomic
+
+    def add(self, series: Histogram, value: float) -> None:
+        """Add an observed value."""
+        self._unwritten.append((series, value))
+        if len(self._unwritten) > _MAX_UNWRITTEN:
+            self.write()
+
+    def write(self) -> None:
+        """Add all values to their histograms."""
+        values_of = defaultdict(list)
+        try:
+            while True:
+                series, value = self._unwritten.popleft()
+                values_of[series].append(value)
+        except IndexError:
+            pass  # empty
+        for series, observed in values_of.items():
+            _observe_all(series, observed)
+
+
+def _observe_all(series: Histogram, observed: Sequence[float]) -> None:
+    """Do what `Histogram.observe` does for each value; the class has no such method."""
+    bounds = series._upper_bounds
+    counts = np.bincount(np.searchsorted(bounds, observed), minlength=len(bounds))
+    series._sum.inc(sum(observed))
+    for bucket, count in zip(series._buckets, counts.tolist(), strict=True):
+        if count:
+            bucket.inc(count)
+
+
 class Metrics(Collector):
     """The metrics of one process, or of all processes that share a folder (`share_folder`).
 
@@ -143,6 +193,10 @@ class Metrics(Collector):
             lambda route, model, status: families.requests.labels(route, model, str(status))
         )
         self._queue_gauge = _queue_gauge() if shared else None
+        self._observations = Observations()
+        if shared:
+            threading.Thread(target=self._write_often, name="metrics", daemon=True).start()
+            atexit.register(self._observations.write)
         self._source: ScrapeSource | None = None
         self._scraped = CollectorRegistry()  # the values that `collect` reads at each scrape
         self._scraped.register(self)
@@ -163,23 +217,24 @@ class Metrics(Collector):
 
     def observe_request(self, route: str, model: str, status: int, seconds: float) -> None:
         """Record an answered request: a result or an error."""
-        self._request_series(route, model, status).observe(seconds)
+        self._observations.add(self._request_series(route, model, status), seconds)
 
     def observe_parts(self, model: str, timings: Timings, truncated: int) -> None:
         """Record the parts of a request that got its result, and its number of cut texts."""
-        series = self._models[model]
-        seconds = (timings.tokenize_s, timings.queue_s, timings.inference_s)
-        for part, part_seconds in zip(series.parts, seconds, strict=True):
-            part.observe(part_seconds)
+        series, add = self._models[model], self._observations.add
+        tokenize, queue, inference = series.parts
+        add(tokenize, timings.tokenize_s)
+        add(queue, timings.queue_s)
+        add(inference, timings.inference_s)
         if truncated:
             series.truncated.inc(truncated)
 
     def observe_batch(self, model: str, report: BatchReport) -> None:
         """Record a batch of the engine. Called on a worker thread."""
-        series = self._models[model]
-        series.batch_sequences.observe(report.sequences)
-        series.batch_tokens.observe(report.tokens)
-        series.batch_seconds.observe(report.seconds)
+        series, add = self._models[model], self._observations.add
+        add(series.batch_sequences, report.sequences)
+        add(series.batch_tokens, report.tokens)
+        add(series.batch_seconds, report.seconds)
         series.tokens.inc(report.tokens)
 
     def observe_queue(self, model: str, tokens: int) -> None:
@@ -204,7 +259,13 @@ class Metrics(Collector):
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus's text format."""
+        self._observations.write()
         return generate_latest(self._registry) + generate_latest(self._scraped)
+
+    def _write_often(self) -> None:
+        while True:
+            time.sleep(_WRITE_EVERY_S)
+            self._observations.write()
 
 
 def _queue_gauge() -> Gauge:

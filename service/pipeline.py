@@ -10,8 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cloze.model_store import Manifest
 from cloze.service.core import BatchResult, Timings, UnknownModel, WrongTask
@@ -29,8 +28,7 @@ _INLINE_RESULTS = 64
 """Most predictions that are decoded on the event loop; decoding one takes about 10 us."""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskResult:
+class TaskResult(NamedTuple):
     """The result of a task call, with its cost.
 
     Attributes:

@@ -13,6 +13,12 @@ from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding
 from cloze.service.core import StartupError
 
+_SHORT_CHARACTERS = 1000
+"""Longest text that is tokenized without a release of the global interpreter lock.
+
+The other way passes the text to a thread of the library and waits: two thread switches.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Spans:
@@ -63,10 +69,10 @@ class Tokenizer:
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens and without truncation."""
-        return [
-            encoding.ids
-            for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        ]
+        if len(texts) == 1 and len(texts[0]) <= _SHORT_CHARACTERS:
+            return [self._backend.encode(texts[0], add_special_tokens=False).ids]
+        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def spans(self, text: str) -> Spans:
         """Return the ids, character offsets and words of a text."""

@@ -1,7 +1,7 @@
 """ASGI middleware around every request, and the limit on the size of headers."""
 
+import random
 import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
@@ -103,7 +103,7 @@ def _request_id(scope: Scope) -> bytes:
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
             return bytes(value)
-    return secrets.token_hex(8).encode()
+    return b"%016x" % random.getrandbits(64)
 
 
 class BoundedHeaders(HttpToolsProtocol):

@@ -13,6 +13,31 @@ RAW = "application/octet-stream"
 NPY = "application/x-npy"
 TEXT = "text/plain"
 
+
+class BytesResponse(Response):
+    """A response with a body of bytes.
+
+    Starlette encodes each header of each response; here the headers are bytes already.
+
+    Args:
+        body: the body.
+        media_type: the value of ``content-type``.
+        headers: further headers, with names in lower case.
+    """
+
+    def __init__(
+        self, body: bytes, media_type: bytes = b"application/json", *headers: tuple[bytes, bytes]
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = body
+        self.raw_headers = [
+            (b"content-length", b"%d" % len(body)),
+            (b"content-type", media_type),
+            *headers,
+        ]
+
+
 Handler = Callable[[Request], Awaitable[Response]]
 
 

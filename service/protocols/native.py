@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from cloze.service.core import Float32
 from cloze.service.http.errors import STATUS, ErrorInfo
-from cloze.service.http.routes import JSON, NPY, RAW, Route, RouteDoc
+from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
 from cloze.service.protocols import operations
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
@@ -99,10 +99,14 @@ def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
     return create_model(name, __base__=base, __doc__=f"``POST {task.route}``.", **fields)
 
 
+_ANY = (b"", b"*/*", b"application/json")
+"""Frequent values of ``Accept`` that select JSON, so that they need no parsing."""
+
+
 def _respond(request: Request, _: Any, result: TaskResult) -> Response:
     if isinstance(result.value, np.ndarray):
         return respond_vectors(request, result.value)
-    return Response(orjson.dumps(result.value), media_type=JSON)
+    return BytesResponse(orjson.dumps(result.value))
 
 
 def respond_vectors(request: Request, values: Float32) -> Response:
@@ -113,16 +117,17 @@ def respond_vectors(request: Request, values: Float32) -> Response:
             the header ``x-shape``, or NumPy's file format.
         values: [n, D] float32.
     """
-    accepted = _accepted(request.headers.get("accept", ""))
+    accept = next((value for name, value in request.scope["headers"] if name == b"accept"), b"")
+    accepted = JSON if accept in _ANY else _accepted(accept.decode("latin-1"))
     vectors = values.astype("<f4", copy=False)
     if accepted == RAW:
-        shape = ",".join(map(str, vectors.shape))
-        return Response(vectors.tobytes(), headers={"x-shape": shape}, media_type=RAW)
+        shape = b"%d,%d" % vectors.shape
+        return BytesResponse(vectors.tobytes(), RAW.encode(), (b"x-shape", shape))
     if accepted == NPY:
         file = io.BytesIO()
         np.save(file, vectors)
-        return Response(file.getvalue(), media_type=NPY)
-    return Response(orjson.dumps(vectors, option=orjson.OPT_SERIALIZE_NUMPY), media_type=JSON)
+        return BytesResponse(file.getvalue(), NPY.encode())
+    return BytesResponse(orjson.dumps(vectors, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def _accepted(header: str) -> str:

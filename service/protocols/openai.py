@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from cloze.service.core import UnknownModel
 from cloze.service.http.errors import STATUS, ErrorInfo
-from cloze.service.http.routes import JSON, Route, RouteDoc
+from cloze.service.http.routes import JSON, BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
@@ -132,7 +132,7 @@ def _respond(_: Request, body: OpenAiEmbeddingsBody, result: TaskResult) -> Resp
         "model": body.model,
         "usage": {"prompt_tokens": result.tokens, "total_tokens": result.tokens},
     }
-    return Response(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY), media_type=JSON)
+    return BytesResponse(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 _EMBEDDINGS: Final = TaskRoute(

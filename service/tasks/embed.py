@@ -110,11 +110,13 @@ def decode(
     """Return the vectors [n, D] float32."""
     state = prepared.state
     rows = [output[embedding.HEAD.name].embedding for output in outputs]
-    vectors = np.array(rows)[:, : state.dimensions]
+    vectors = np.array(rows, np.float32)
+    if state.dimensions < vectors.shape[1]:
+        vectors = np.ascontiguousarray(vectors[:, : state.dimensions])
     if state.normalize:
-        norms = np.sqrt(np.einsum("nd,nd->n", vectors, vectors))
-        vectors = vectors / np.maximum(norms, 1e-12)[:, None]
-    return np.ascontiguousarray(vectors, dtype=np.float32)
+        norms = np.sqrt(np.vecdot(vectors, vectors))
+        vectors /= np.maximum(norms, 1e-12)[:, None]
+    return vectors
 
 
 def _prompt(recipe: Embedding, name: str | None) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast
 
@@ -71,8 +71,7 @@ class TaskContext:
     limits: TaskLimits
 
 
-@dataclass(frozen=True, slots=True)
-class TaskCall:
+class TaskCall(NamedTuple):
     """A client's call of a task, independent of the protocol.
 
     Attributes:
@@ -84,8 +83,7 @@ class TaskCall:
     parameters: Any
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedRequest(Generic[S]):
+class PreparedRequest(NamedTuple, Generic[S]):
     """A tokenized request.
 
     Attributes:

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
+from cloze.export.calibration import input_scales
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import ScoredPair
 from cloze.export.evaluation.scorer import GraphScorer, Scorer, TorchScorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.gate import pass_gate
+from cloze.export.graph.linear_ops import InputScale
 from cloze.export.graph.write import GraphWriter, round_weights
 from cloze.export.heads import EMBEDDING
 from cloze.export.session import open_session
-from cloze.export.smoothing import smoothing_factors
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store.heads import Head
 from cloze.model_store.manifest import (
@@ -83,7 +83,7 @@ class _Job:
         original: runs the checkpoint before rounding.
         heads: the heads to write.
         limits: the limits of the model.
-        smoothing: the smoothing factors of quantised inputs.
+        scales: the fixed scales of quantised inputs.
     """
 
     options: ExportOptions
@@ -91,7 +91,7 @@ class _Job:
     original: Scorer
     heads: tuple[Head, ...]
     limits: Limits
-    smoothing: dict[str, Tensor]
+    scales: dict[str, InputScale]
 
     @property
     def tasks(self) -> tuple[str, ...]:
@@ -175,10 +175,10 @@ def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptio
     """Round the checkpoint's weights in place; keep a copy of the original for the gate."""
     model, recipe = checkpoint.model, checkpoint.recipe
     quantises = Precision.INT8 in options.precisions
-    smoothing = smoothing_factors(model, checkpoint.tokenizer.size) if quantises else {}
+    scales = input_scales(model, checkpoint.tokenizer.size) if quantises else {}
     original = TorchScorer(deepcopy(model), torch.device("cpu"), deepcopy(recipe))
-    round_weights(model, recipe, options.weights, smoothing)
-    return _Job(options, checkpoint, original, heads, _limits(checkpoint), smoothing)
+    round_weights(model, recipe, options.weights, scales)
+    return _Job(options, checkpoint, original, heads, _limits(checkpoint), scales)
 
 
 def _write_graphs(job: _Job, folder: Path, report: Report) -> dict[Precision, _WrittenGraph]:
@@ -188,7 +188,7 @@ def _write_graphs(job: _Job, folder: Path, report: Report) -> dict[Precision, _W
     if checkpoint.card is not None:
         (folder / CARD_FILE).write_text(checkpoint.card, encoding="utf-8")
     writer = GraphWriter(
-        checkpoint.model, checkpoint.recipe, job.heads, folder, options.weights, job.smoothing
+        checkpoint.model, checkpoint.recipe, job.heads, folder, options.weights, job.scales
     )
     graphs = {}
     for precision in (Precision.FP32, *options.lower_precisions):

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
+from cloze.export.calibration import input_scales
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import ScoredPair
@@ -21,12 +22,11 @@ from cloze.export.evaluation.scorer import TorchScorer
 from cloze.export.evaluation.texts import SENTENCES, GateTexts
 from cloze.export.gate import pass_gate
 from cloze.export.graph.builder import GraphBuilder
-from cloze.export.graph.linear_ops import Int8, quantise
+from cloze.export.graph.linear_ops import InputScale, Int8, quantise
 from cloze.export.graph.write import GraphWriter
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
 from cloze.export.models import Model
 from cloze.export.publish import ExportOptions, export
-from cloze.export.smoothing import smoothing_factors
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store import Store, processor, tensors
@@ -54,9 +54,9 @@ def test_the_graph_is_int8_and_near_torch(
 ) -> None:
     """Over the whole grid, all heads; and the encoder has no other product left."""
     checkpoint = load_checkpoint(str(checkpoints[kind]))
-    smooth = smoothing_factors(checkpoint.model, checkpoint.tokenizer.size)
+    scales = input_scales(checkpoint.model, checkpoint.tokenizer.size)
     heads = checkpoint.heads
-    writer = GraphWriter(checkpoint.model, checkpoint.recipe, heads, tmp_path, smoothing=smooth)
+    writer = GraphWriter(checkpoint.model, checkpoint.recipe, heads, tmp_path, scales=scales)
     writer.write()
     graph = writer.write(Precision.INT8)
     layers = checkpoint.model.config.layers
@@ -70,10 +70,16 @@ def test_the_graph_is_int8_and_near_torch(
     rows=st.integers(1, 9),
     inner=st.integers(1, 40),
     seed=st.integers(0, 99),
+    fixed=st.booleans(),
     smoothed=st.booleans(),
 )
 def test_a_product_is_exact_in_its_integers(
-    tmp_path_factory: pytest.TempPathFactory, rows: int, inner: int, seed: int, smoothed: bool
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: int,
+    inner: int,
+    seed: int,
+    fixed: bool,
+    smoothed: bool,
 ) -> None:
     torch.manual_seed(seed)
     linear, smooth = torch.nn.Linear(inner, 7), torch.rand(inner) + 0.5
@@ -81,7 +87,8 @@ def test_a_product_is_exact_in_its_integers(
     if seed % 5 == 0:
         x[0] = 0
     g = GraphBuilder()
-    linear_ops = Int8({"w": smooth} if smoothed else {})
+    scale = InputScale(0.02, smooth if smoothed else None)
+    linear_ops = Int8({"w": scale} if fixed else {})
     entering = linear_ops.prepare_input(g, g.input("x", TensorProto.FLOAT, ["T", inner]), "w")
     with torch.no_grad():
         g.output(linear_ops.matmul(g, entering, "w", linear), "y", TensorProto.FLOAT, ["T", 7])
@@ -89,12 +96,16 @@ def test_a_product_is_exact_in_its_integers(
     g.save(folder / "g.onnx", folder / "w.bin")
     actual = open_session(folder / "g.onnx").run(None, {"x": x.numpy()})[0]
 
+    is_smoothed = fixed and smoothed
     divided, weight = (
-        (x * smooth.reciprocal(), linear.weight * smooth) if smoothed else (x, linear.weight)
+        (x * smooth.reciprocal(), linear.weight * smooth) if is_smoothed else (x, linear.weight)
     )
     integers, steps = quantise(weight.detach())
     step = (divided.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
-    expected = ((divided / step).round().double() @ integers.double().T) * steps * step
+    if fixed:
+        step = torch.tensor(scale.step)
+    rounded = (divided / step).round().clamp(-128, 127)
+    expected = (rounded.double() @ integers.double().T) * steps * step
     np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-12)
 
 

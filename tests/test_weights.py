@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cloze.export.calibration import input_scales
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import (
@@ -21,7 +22,6 @@ from cloze.export.graph.write import GraphWriter, round_weights
 from cloze.export.heads import EMBEDDING, NEXT_SENTENCE, SPAN
 from cloze.export.publish import ExportOptions, export
 from cloze.export.session import open_session
-from cloze.export.smoothing import smoothing_factors
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store import Store
 from cloze.model_store.manifest import Manifest, Precision, Weights
@@ -57,11 +57,11 @@ def test_int8_keeps_one_copy_for_both_graphs(
     model, recipe, heads = checkpoint.model, checkpoint.recipe, checkpoint.heads
     (tmp_path / "fp32").mkdir()
     GraphWriter(model, recipe, heads, tmp_path / "fp32").write()
-    smooth = smoothing_factors(model, checkpoint.tokenizer.size)
-    round_weights(model, recipe, Weights.INT8, smooth)
+    scales = input_scales(model, checkpoint.tokenizer.size)
+    round_weights(model, recipe, Weights.INT8, scales)
     folder = tmp_path / "int8"
     folder.mkdir()
-    writer = GraphWriter(model, recipe, heads, folder, Weights.INT8, smooth)
+    writer = GraphWriter(model, recipe, heads, folder, Weights.INT8, scales)
     fp32, int8 = writer.write(), writer.write(Precision.INT8)
     subjects = [GraphUnderTest(graph, checkpoint, heads, 64) for graph in (fp32, int8)]
     parity = verify(folder, subjects[0])
@@ -110,11 +110,11 @@ def test_rounding_is_to_the_nearest_and_only_once(
 ) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
     model, recipe = checkpoint.model, checkpoint.recipe
-    smooth = smoothing_factors(model, checkpoint.tokenizer.size) if smoothed else {}
+    scales = input_scales(model, checkpoint.tokenizer.size) if smoothed else {}
     before = [parameter.clone() for parameter in model.parameters()]
-    round_weights(model, recipe, weights, smooth)
+    round_weights(model, recipe, weights, scales)
     once = [parameter.clone() for parameter in model.parameters()]
-    round_weights(model, recipe, weights, smooth)
+    round_weights(model, recipe, weights, scales)
     moved = 0
     for original, first, second in zip(before, once, model.parameters(), strict=True):
         torch.testing.assert_close(

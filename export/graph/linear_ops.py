@@ -4,9 +4,9 @@
 - `Int8`: matrix products are int8, everything else is fp32.
 - `Fp16`: the whole trunk is fp16. The heads are fp32: the rows that a head reads are cast first.
 
-int8 has one scale per output channel for weights and one scale per token for activations, so the
-result of a token does not depend on its batch. With ``s`` the largest absolute value of a row of x
-divided by 127, and w' the weights as integers of step ``t``:
+int8 has one step ``t`` per output channel for weights. Activations have a step ``s`` that is fixed
+(`InputScale`) or computed per token: the largest absolute value of a row of x divided by 127. The
+result of a token therefore does not depend on its batch. With w' the weights as integers:
 
     x @ W^T  ~  s * (round(x / s) @ w'^T) * t
 
@@ -33,7 +33,7 @@ from cloze.export.errors import ExportError
 from cloze.export.graph.builder import FUSED, GraphBuilder
 from cloze.export.models.encoder import Encoder, Layer
 
-_LARGEST_INT8 = 127
+LARGEST_INT8 = 127
 """Quantised values are -127 to 127."""
 
 _SMALLEST_STEP = 1e-12
@@ -54,11 +54,28 @@ class LinearInput:
 
     Attributes:
         value: name of a value [..., in], float32, float16 or, quantised, uint8.
-        step: name of a value [..., 1] float32, the size of one integer; empty if not quantised.
+        step: name of the size of one integer, float32: a value [..., 1] with a step per token, or
+            a constant; empty if not quantised.
+        per_token: whether the step is a value per token.
     """
 
     value: str
     step: str = ""
+    per_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class InputScale:
+    """The fixed scale of the input of products: ``x ~ integers * step * factors``.
+
+    Attributes:
+        step: the size of one integer.
+        factors: smoothing factors [in] float32. The input is divided by the factors, and its
+            weights are multiplied. None for an input that is not smoothed.
+    """
+
+    step: float
+    factors: Tensor | None = None
 
 
 class LinearOps(Protocol):
@@ -98,14 +115,13 @@ class _StoredMatrices:
     """Writes matrices in the format in which they are stored.
 
     Args:
-        smoothing: per-channel factors [in] float32, by the name of the first weight that an input
-            meets. The input is divided by the factors, and its weights are multiplied
-            (`cloze.export.smoothing`). An input without factors is quantised unchanged.
+        scales: the fixed scales of inputs, by the name of the first weight that an input meets
+            (`cloze.export.calibration`).
         integers: store matrices as integers, for every precision.
     """
 
-    def __init__(self, smoothing: Mapping[str, Tensor], *, integers: bool) -> None:
-        self._smoothing, self._integers = smoothing, integers
+    def __init__(self, scales: Mapping[str, InputScale], *, integers: bool) -> None:
+        self._scales, self._integers = scales, integers
         self._smoothed: dict[str, str] = {}  # an input's value -> the name of its factors
         self._tables: dict[str, str] = {}
 
@@ -134,8 +150,8 @@ class _StoredMatrices:
         self, g: GraphBuilder, x: LinearInput, name: str, weight: Tensor
     ) -> tuple[str, str]:
         """Add a weight as integers [in, out] and steps [out], smoothed as its input is."""
-        if x.value in self._smoothed:
-            weight = weight * self._smoothing[self._smoothed[x.value]]
+        if (factors := self._factors(self._smoothed.get(x.value, ""))) is not None:
+            weight = weight * factors
         integers, steps = quantise(weight)
         return (
             g.weight(f"{name}.weight.int8", integers.t()),
@@ -144,24 +160,27 @@ class _StoredMatrices:
 
     def _reciprocal_factors(self, g: GraphBuilder, name: str) -> str:
         """Add the numbers [in] that an input is multiplied by; return "" if it is not smoothed."""
-        factors = self._smoothing.get(name)
+        factors = self._factors(name)
         return "" if factors is None else g.weight(f"{name}.smoothing", factors.reciprocal())
+
+    def _factors(self, name: str) -> Tensor | None:
+        return self._scales[name].factors if name in self._scales else None
 
 
 class Fp32(_StoredMatrices):
     """`LinearOps` in fp32.
 
     Args:
-        smoothing: None: matrices are stored unchanged; else: matrices are stored as the integers
-            of `Int8` with these factors.
+        scales: None: matrices are stored unchanged; else: matrices are stored as the integers of
+            `Int8` with these scales.
     """
 
-    def __init__(self, smoothing: Mapping[str, Tensor] | None = None) -> None:
-        super().__init__(smoothing or {}, integers=smoothing is not None)
+    def __init__(self, scales: Mapping[str, InputScale] | None = None) -> None:
+        super().__init__(scales or {}, integers=scales is not None)
 
     def prepare_input(self, g: GraphBuilder, x: str, name: str) -> LinearInput:  # noqa: ARG002
         """See `LinearOps`."""
-        if name in self._smoothing:
+        if name in self._scales:
             self._smoothed[x] = name
         return LinearInput(x)
 
@@ -189,7 +208,7 @@ class Fp16(Fp32):
     """`LinearOps`, and the rest of the trunk, in fp16.
 
     Args:
-        smoothing: see `Fp32`.
+        scales: see `Fp32`.
     """
 
     def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
@@ -241,17 +260,24 @@ class Int8(_StoredMatrices):
     """`LinearOps` in int8.
 
     Args:
-        smoothing: per-channel factors [in] float32, by the name of the first weight that an input
-            meets (`cloze.export.smoothing`). An input without factors is quantised unchanged.
+        scales: the fixed scales of inputs, by the name of the first weight that an input meets
+            (`cloze.export.calibration`). An input without a scale has a step per token.
         integers: store the word embeddings as integers.
     """
 
-    def __init__(self, smoothing: Mapping[str, Tensor], *, integers: bool = False) -> None:
-        super().__init__(smoothing, integers=integers)
+    def __init__(self, scales: Mapping[str, InputScale], *, integers: bool = False) -> None:
+        super().__init__(scales, integers=integers)
 
     def prepare_input(self, g: GraphBuilder, x: str, name: str) -> LinearInput:
         """See `LinearOps`."""
-        return self._quantise_input(g, x, name, g.weight("axis_last", np.array([-1], np.int64)))
+        if (scale := self._scales.get(name)) is None:
+            return self._quantise_tokens(g, x, g.weight("axis_last", np.array([-1], np.int64)))
+        if factors := self._reciprocal_factors(g, name):
+            x = g.op("Mul", [x, factors])
+        step = g.weight(f"{name}.step", np.array(scale.step, np.float32))
+        value = g.op("QuantizeLinear", [x, step, _zero_point(g)])
+        self._smoothed[value] = name
+        return LinearInput(value, step)
 
     def matmul(self, g: GraphBuilder, x: LinearInput, name: str, linear: nn.Linear) -> str:
         """See `LinearOps`."""
@@ -260,7 +286,7 @@ class Int8(_StoredMatrices):
     def tied_logits(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
         """See `LinearOps`."""
         # Not axis -1: onnxruntime 1.31 reduces a negative axis of zero rows to a wrong shape.
-        rows = self._quantise_input(g, x, "", g.weight("axis_1", _AXIS_1))
+        rows = self._quantise_tokens(g, x, g.weight("axis_1", _AXIS_1))
         integers, steps = quantise(weight)
         if self._integers:  # the table's integers, which the runtime transposes once, on opening
             transposed = g.op("Transpose", [g.weight(f"{table}.int8", integers)], perm=[1, 0])
@@ -269,22 +295,21 @@ class Int8(_StoredMatrices):
         logits = self._multiply(g, rows, transposed, g.weight(f"{table}.steps", steps))
         return g.op("Add", [logits, bias])
 
-    def _quantise_input(self, g: GraphBuilder, x: str, name: str, axis: str) -> LinearInput:
-        factors = self._reciprocal_factors(g, name)
-        if factors:
-            x = g.op("Mul", [x, factors])
+    def _quantise_tokens(self, g: GraphBuilder, x: str, axis: str) -> LinearInput:
+        """Quantise each token with a step of its own."""
         largest = g.op("ReduceMax", [g.op("Abs", [x]), axis], keepdims=1)
-        most = g.weight("largest_integer", np.array(_LARGEST_INT8, np.float32))
+        most = g.weight("largest_integer", np.array(LARGEST_INT8, np.float32))
         smallest = g.weight("smallest_step", np.array(_SMALLEST_STEP, np.float32))
         step = g.op("Max", [g.op("Div", [largest, most]), smallest])
         value = g.op("QuantizeLinear", [g.op("Div", [x, step]), _one(g), _zero_point(g)])
-        if factors:
-            self._smoothed[value] = name
-        return LinearInput(value, step)
+        return LinearInput(value, step, per_token=True)
 
     def _multiply(self, g: GraphBuilder, x: LinearInput, integers: str, steps: str) -> str:
-        inputs = [x.value, integers, _one(g), steps, _zero_point(g)]
-        return g.op("Mul", [g.op("MatMulIntegerToFloat", inputs, domain=FUSED), x.step])
+        step = _one(g) if x.per_token else x.step
+        product = g.op(
+            "MatMulIntegerToFloat", [x.value, integers, step, steps, _zero_point(g)], domain=FUSED
+        )
+        return g.op("Mul", [product, x.step]) if x.per_token else product
 
 
 def _one(g: GraphBuilder) -> str:
@@ -304,17 +329,17 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         The integers [out, in] int8 in -127..127, and the steps [out] float32.
     """
-    steps = (weight.abs().amax(1) / _LARGEST_INT8).clamp_min(_SMALLEST_STEP)
+    steps = (weight.abs().amax(1) / LARGEST_INT8).clamp_min(_SMALLEST_STEP)
     return (weight / steps[:, None]).round().to(torch.int8), steps
 
 
 @torch.no_grad()
-def round_to_int8(encoder: Encoder, smoothing: Mapping[str, Tensor]) -> set[Tensor]:
+def round_to_int8(encoder: Encoder, scales: Mapping[str, InputScale]) -> set[Tensor]:
     """Round an encoder's matrices and word embeddings in place to the values of their integers.
 
     Args:
         encoder: the encoder.
-        smoothing: see `Int8`.
+        scales: see `Int8`.
 
     Returns:
         The rounded matrices.
@@ -323,7 +348,8 @@ def round_to_int8(encoder: Encoder, smoothing: Mapping[str, Tensor]) -> set[Tens
     for number, layer in enumerate(encoder.layers):
         assert isinstance(layer, Layer)
         for name, linears in layer.linears_by_input().items():
-            factors = smoothing.get(f"layers.{number}.{name}")
+            scale = scales.get(f"layers.{number}.{name}")
+            factors = None if scale is None else scale.factors
             for linear in linears:
                 weight = linear.weight
                 weight.copy_(

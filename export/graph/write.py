@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import OPSET, GraphBuilder, StoredWeight
 from cloze.export.graph.layouts import DenseLayout, PackedLayout
-from cloze.export.graph.linear_ops import Fp16, Fp32, Int8, LinearOps, round_to_int8
+from cloze.export.graph.linear_ops import Fp16, Fp32, InputScale, Int8, LinearOps, round_to_int8
 from cloze.export.graph.trunk import write_trunk
 from cloze.export.heads import EXPORT_HEADS, head_module
 from cloze.export.heads.head import HeadGraph
@@ -51,7 +51,7 @@ class GraphWriter:
         heads: the heads to write.
         folder: an existing folder.
         weights: the storage of matrices; the model must be rounded already (`round_weights`).
-        smoothing: the smoothing factors of quantised inputs, see `Int8`.
+        scales: the fixed scales of quantised inputs, see `Int8`.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class GraphWriter:
         heads: Sequence[Head],
         folder: Path,
         weights: Weights = Weights.FP32,
-        smoothing: Mapping[str, Tensor] | None = None,
+        scales: Mapping[str, InputScale] | None = None,
     ) -> None:
         self._model, self._recipe, self._heads = model, recipe, heads
         self._folder, self._weights = folder, weights
-        self._smoothing = smoothing or {}
+        self._scales = scales or {}
         self._stored: dict[str, StoredWeight] = {}
 
     @torch.no_grad()
@@ -107,10 +107,10 @@ class GraphWriter:
 
     def _linear_ops(self, precision: Precision) -> LinearOps:
         integers = self._weights is Weights.INT8
-        stored = self._smoothing if integers else None
+        stored = self._scales if integers else None
         match precision:
             case Precision.INT8:
-                return Int8(self._smoothing, integers=integers)
+                return Int8(self._scales, integers=integers)
             case Precision.FP16:
                 _check_head_size(self._model.config)
                 return Fp16(stored)
@@ -144,7 +144,7 @@ def check_layout(precisions: Collection[Precision], layout: Layout | None) -> No
 
 
 def round_weights(
-    model: Model, recipe: EmbeddingRecipe, weights: Weights, smoothing: Mapping[str, Tensor]
+    model: Model, recipe: EmbeddingRecipe, weights: Weights, scales: Mapping[str, InputScale]
 ) -> None:
     """Round every matrix, in place, to the nearest values that ``weights`` can store.
 
@@ -155,7 +155,7 @@ def round_weights(
         recipe: the recipe whose projections to round.
         weights: the storage of matrices. With int8, matrices outside the encoder are stored as
             fp16.
-        smoothing: the smoothing factors of matrices that are stored as integers.
+        scales: the scales of inputs whose matrices are stored as integers.
 
     Raises:
         ExportError: a weight is too large for fp16.
@@ -164,7 +164,7 @@ def round_weights(
         return
     integers = set[Tensor]()
     if weights is Weights.INT8:
-        integers = round_to_int8(model.encoder, smoothing)
+        integers = round_to_int8(model.encoder, scales)
     for module in (model, *recipe.projections):
         _round_to_fp16(module, integers)
 

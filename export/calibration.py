@@ -1,4 +1,4 @@
-"""Computes the factors that smooth the encoder's activations before quantisation.
+"""Computes how the encoder's activations are quantised: smoothing factors and fixed steps.
 
 In every text, a few channels of LayerNorm's output are many times larger than the others. With one
 scale per token, the other channels then use few of the 127 steps. Smoothing divides channel j by
@@ -10,6 +10,11 @@ all-MiniLM-L6-v2: 0.9974 without smoothing, 0.9990 with factors from text and fr
 Nearly all of the loss comes from the value projections and the first matrix of the feed-forward
 network, whose inputs are LayerNorm's outputs. Smoothing the inputs of the other two products
 changed nothing.
+
+The same random tokens give the step of each smoothed input, and of attention's output, for all
+tokens: to find a step per token takes several passes over the activations. The second matrix of
+the feed-forward network keeps a step per token. With a fixed step, the cosine falls to 0.990
+(docs/decisions/0006-int8.md).
 """
 
 from collections.abc import Iterator
@@ -18,19 +23,23 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from cloze.export.graph.linear_ops import LARGEST_INT8, InputScale
 from cloze.export.models import Model
 from cloze.export.models.encoder import Layer
 
 _AFTER_NORM = ("query", "up")
 """The products whose input is LayerNorm's output."""
 
+_AFTER_ATTENTION = "output"
+"""The product whose input is attention's output, a mean of values and hence without outliers."""
+
 _SEQUENCES, _TOKENS = 32, 64
 _SMALLEST = 1e-5
 
 
 @torch.inference_mode()
-def smoothing_factors(model: Model, vocab_size: int, seed: int = 0) -> dict[str, Tensor]:
-    """Return the factors by which to divide LayerNorm's outputs.
+def input_scales(model: Model, vocab_size: int, seed: int = 0) -> dict[str, InputScale]:
+    """Return the scales of the inputs that have one step for all tokens.
 
     Args:
         model: the checkpoint's model.
@@ -38,24 +47,29 @@ def smoothing_factors(model: Model, vocab_size: int, seed: int = 0) -> dict[str,
         seed: the seed of the random tokens.
 
     Returns:
-        Factors [H] float32 by the name of the first weight that the output meets in the graph.
+        Scales by the name of the first weight that the input meets in the graph.
     """
     linears_by_name = {
         f"layers.{number}.{name}": layer.linears_by_input()[name]
         for number, layer in enumerate(model.encoder.layers)
         if isinstance(layer, Layer)
-        for name in _AFTER_NORM
+        for name in (*_AFTER_NORM, _AFTER_ATTENTION)
     }
     largest: dict[str, Tensor] = {}
     with _record_largest({name: linears[0] for name, linears in linears_by_name.items()}, largest):
         tokens = min(_TOKENS, model.config.max_positions)
         generator = torch.Generator().manual_seed(seed)
         model(torch.randint(vocab_size, (_SEQUENCES, tokens), generator=generator))
-    factors = {}
+    scales = {}
     for name, linears in linears_by_name.items():
-        weights = torch.stack([linear.weight.abs().amax(0) for linear in linears]).amax(0)
-        factors[name] = (largest[name].clamp_min(_SMALLEST) / weights.clamp_min(_SMALLEST)).sqrt()
-    return factors
+        inputs = largest[name].clamp_min(_SMALLEST)
+        factors = None
+        if not name.endswith(_AFTER_ATTENTION):
+            weights = torch.stack([linear.weight.abs().amax(0) for linear in linears]).amax(0)
+            factors = (inputs / weights.clamp_min(_SMALLEST)).sqrt()
+            inputs = inputs / factors
+        scales[name] = InputScale(float(inputs.max()) / LARGEST_INT8, factors)
+    return scales
 
 
 @contextmanager

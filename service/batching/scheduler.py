@@ -358,8 +358,9 @@ class Scheduler:
                 self._running.pop(number, None)
         seconds = time.monotonic() - started
         tokens = sum(queued.tokens for queued in batch)
-        self._deliver(batch, outputs, tokens / max(seconds, 1e-9))
         self._on_batch(BatchReport(len(batch), tokens, seconds))
+        # Last, because the event loop wakes up and then waits for this thread to be idle.
+        self._deliver(batch, outputs, tokens / max(seconds, 1e-9))
 
     def _deliver(
         self, batch: list[QueuedEncoding], outputs: list[HeadOutputs], tokens_per_s: float

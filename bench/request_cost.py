@@ -46,7 +46,7 @@ class Instant:
         vector = np.random.default_rng(0).normal(size=dimensions).astype(np.float32)
         self._outputs = {HEAD.name: EmbeddingResult(vector)}
 
-    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:  # noqa: ARG002
         """Return the constant vector for each encoding; see `Engine`."""
         return [self._outputs for _ in batch]
 

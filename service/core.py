@@ -185,11 +185,13 @@ class Engine(Protocol):
     reason: str
     supports_varlen: bool
 
-    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the results of each encoding, in order.
 
         Args:
             batch: encodings of one length, unless the engine supports variable lengths.
+            alone: whether no other batch of this process runs or waits, so that this one may use
+                all cores.
 
         Raises:
             Exception: any error of the runtime.

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from cloze.model_store import Bundle, Manifest, Store, StoreError
+from cloze.service.batching.activity import Activity
 from cloze.service.batching.cost import largest_batch, measure_cost
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import (
@@ -17,9 +18,12 @@ from cloze.service.core import (
     StartupError,
     first_line,
 )
-from cloze.service.settings import CPU_BATCH_TOKENS, Settings
+from cloze.service.settings import CPU_BATCH_TOKENS, Settings, available_cpus
 
 log = logging.getLogger("cloze")
+
+_MOST_ALONE_THREADS = 8
+"""Most threads of a lone run. More threads were not measured, and they spin while they wait."""
 
 EngineFactory = Callable[[Bundle, Device, RequestedPrecision], Engine]
 """Opens the engine of a bundle on a device, in a precision."""
@@ -99,8 +103,9 @@ def local_models(
     make_engine = make_engine or _onnx_engine(settings, device_id)
     engines = [make_engine(bundle, settings.device, settings.precision) for bundle in bundles]
     models = []
+    activity = Activity()
     for bundle, engine in zip(bundles, engines, strict=True):
-        queue = _start_scheduler(settings, bundle, engine, callbacks)
+        queue = _start_scheduler(settings, bundle, engine, callbacks, activity)
         models.append(ServedModel(bundle, queue, _precision_of(engine)))
         log.info(
             "serving %s for %s on %s in %s, %s",
@@ -125,12 +130,27 @@ def _onnx_engine(settings: Settings, device_id: int) -> EngineFactory:
         raise StartupError(
             f"{error.name} is not installed; install cloze[cpu] or, for CUDA, cloze[gpu]"
         ) from error
-    limit = settings.gpu_memory_limit_mb * 2**20
-    return partial(OnnxEngine, options=SessionOptions(device_id, limit, settings.intra_op_threads))
+    cores = available_cpus()
+    if settings.intra_op_threads > cores:
+        raise StartupError(
+            f"intra_op_threads is {settings.intra_op_threads}, but this process may use {cores} "
+            f"core{'s' * (cores > 1)}"
+        )
+    options = SessionOptions(
+        device_id,
+        settings.gpu_memory_limit_mb * 2**20,
+        settings.intra_op_threads,
+        min(cores, _MOST_ALONE_THREADS),
+    )
+    return partial(OnnxEngine, options=options)
 
 
 def _start_scheduler(
-    settings: Settings, bundle: Bundle, engine: Engine, callbacks: EngineCallbacks
+    settings: Settings,
+    bundle: Bundle,
+    engine: Engine,
+    callbacks: EngineCallbacks,
+    activity: Activity,
 ) -> Scheduler:
     reference = bundle.manifest.reference
 
@@ -145,7 +165,7 @@ def _start_scheduler(
         stall_timeout_s=settings.stall_timeout_ms / 1000,
     )
     on_batch = partial(callbacks.on_batch, reference)
-    return Scheduler(engine, limits, on_batch=on_batch, on_dead=on_dead)
+    return Scheduler(engine, limits, activity=activity, on_batch=on_batch, on_dead=on_dead)
 
 
 def batch_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:

@@ -113,8 +113,8 @@ class Settings(BaseSettings):
         1,
         ge=1,
         le=1024,
-        description="threads per batch on a CPU; compared with 1, a value of 2 lowers the latency "
-        "of a lone request, to nearly half in fp32, and lowers the throughput by 15 to 20 %",
+        description="threads per batch on a CPU while several batches run; a batch that runs alone "
+        "uses all cores, up to 8; more than 1 lowers the throughput",
     )
     max_batch_tokens: int = Field(
         0,

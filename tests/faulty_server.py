@@ -24,7 +24,7 @@ class FaultyEngine(OnnxEngine):
         super().__init__(bundle, device, precision)
         self._broken = False
 
-    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         words = {
             WORDS[token]
             for encoding in batch

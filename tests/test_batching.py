@@ -29,7 +29,7 @@ class WatchedEngine(OnnxEngine):
         self.gate = threading.Event()
         self.gate.set()
 
-    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         self.batches.append(list(batch))
         self.gate.wait(20)
         return super().run(batch)

@@ -229,7 +229,7 @@ class Spoilt(TorchScorer):
 
     calls = 0
 
-    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the results; embeddings of the third call are NaN."""
         self.calls += 1
         results = super().run(batch)

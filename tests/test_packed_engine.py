@@ -53,7 +53,7 @@ class Packed(OnnxEngine):
         )
         self.batches: list[list[Encoding]] = []
 
-    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         self.batches.append(list(batch))
         return super().run(batch)
 
@@ -278,7 +278,7 @@ class Timed(FakeEngine):
         self.cost, self.memory, self.now = cost, memory, 0.0
         self.taken: list[int] = []
 
-    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         lengths = [len(encoding) for encoding in batch]
         self.taken.append(
             sum(lengths)

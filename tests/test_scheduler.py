@@ -187,7 +187,7 @@ def test_a_bulk_request_does_not_starve_behind_single_texts(clients: int) -> Non
     """Closed-loop clients keep the queue full; a request of several texts must get its share all the same."""
 
     class Slow(FakeEngine):
-        def run(self, batch: list[Encoding]) -> list:  # type: ignore[override, type-arg]
+        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
             time.sleep(0.001)
             return super().run(batch)
 
@@ -222,7 +222,7 @@ def test_a_single_text_does_not_wait_behind_a_bulk_request_of_mixed_lengths() ->
     singles: list[Future[BatchResult]] = []
 
     class Interrupted(FakeEngine):
-        def run(self, batch: list[Encoding]) -> list:  # type: ignore[override, type-arg]
+        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
             outputs = super().run(batch)
             if len(self.batches) in (50, 100, 150):
                 singles.append(scheduler.submit([sized(99, len(self.batches))], later()))
@@ -339,7 +339,7 @@ def test_a_request_beyond_the_limit_is_admitted_when_nothing_waits() -> None:
 
 def test_retry_after_is_queued_tokens_over_measured_speed() -> None:
     class Slow(FakeEngine):
-        def run(self, batch: list[Encoding]) -> list:  # type: ignore[override, type-arg]
+        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
             time.sleep(0.1)
             return super().run(batch)
 

@@ -46,7 +46,7 @@ class Instant:
         self._codec = BatchCodec(manifest.graph_spec(Layout.PACKED))
         self._rows = np.ones((BATCH_TOKENS, DIMENSIONS), np.float32)
 
-    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:  # noqa: ARG002
         """Return constant vectors; see `Engine`."""
         self._codec.pack(batch)
         return self._codec.unpack(batch, {EMBEDDINGS.name: self._rows[: len(batch)]})

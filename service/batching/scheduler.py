@@ -23,6 +23,7 @@ from functools import partial
 from typing import NamedTuple
 
 from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.service.batching.activity import Activity
 from cloze.service.core import (
     MAX_BATCH_VOCABULARY_ROWS,
     MAX_PADDING_FACTOR,
@@ -115,6 +116,7 @@ class Scheduler:
     Args:
         engine: runs the batches; all workers call the engine at once.
         limits: the limits of the queue, the batches and the runs.
+        activity: counts the busy workers of all schedulers of the process.
         on_batch: called after each batch, on the worker thread.
         on_dead: called once, on any thread, when the engine is dead.
     """
@@ -124,11 +126,13 @@ class Scheduler:
         engine: Engine,
         limits: SchedulerLimits,
         *,
+        activity: Activity | None = None,
         on_batch: Callable[[BatchReport], None] = lambda _: None,
         on_dead: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._engine = engine
         self._limits = limits
+        self._activity = activity or Activity()
         self._on_batch = on_batch
         self._on_dead = on_dead
 
@@ -245,11 +249,14 @@ class Scheduler:
 
     def _work(self, number: int) -> None:
         """Run batches until the scheduler closes."""
+        self._activity.begin()
         try:
             while batch := self._take():
                 self._run(number, batch)
         except BaseException as error:  # without its worker the service must end too
             self._die(f"a worker ended with {type(error).__name__}")
+        finally:
+            self._activity.end()
 
     def _take(self) -> list[QueuedEncoding]:
         """Wait for queued encodings and take a batch; return [] when the scheduler closes."""
@@ -260,7 +267,9 @@ class Scheduler:
                         return batch
                 else:
                     self._idle_workers += 1
+                    self._activity.end()
                     self._changed.wait()
+                    self._activity.begin()
                     self._idle_workers -= 1
             return []
 
@@ -343,8 +352,10 @@ class Scheduler:
         started = time.monotonic()
         with self._lock:
             self._running[number] = started
+            alone = self._activity.is_alone and not self._groups
         try:
-            outputs = self._engine.run([queued.encoding for queued in batch])
+            encodings = [queued.encoding for queued in batch]
+            outputs = self._engine.run(encodings, alone=alone)
         except Exception as error:  # the runtime's errors have no common type
             if len(batch) == 1:
                 self._fail_one(batch[0].request, error)

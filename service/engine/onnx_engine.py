@@ -19,7 +19,14 @@ from cloze.model_store.parity import output_errors
 from cloze.model_store.processor import INT8_NAMES, int8_instructions
 from cloze.model_store.tensors import TRUNK_INPUTS
 from cloze.service.core import Device, RequestedPrecision, StartupError, first_line
-from cloze.service.engine.session import CUDA, Session, cpu_session, cuda_session, providers
+from cloze.service.engine.session import (
+    CUDA,
+    CpuSession,
+    Session,
+    cpu_session,
+    cuda_session,
+    providers,
+)
 
 OpenSession = Callable[[Bundle, Graph], Session]
 """Opens a session with a graph of a bundle."""
@@ -39,11 +46,13 @@ class SessionOptions:
         device_id: index of the GPU.
         gpu_memory_limit: most bytes of the GPU's memory to use; 0 sets no limit.
         threads: intra-op threads per run on a CPU.
+        alone_threads: the same for a batch that runs alone; see `cpu_session`.
     """
 
     device_id: int = 0
     gpu_memory_limit: int = 0
     threads: int = 1
+    alone_threads: int = 0
 
 
 _DEFAULT_OPTIONS = SessionOptions()
@@ -105,7 +114,9 @@ class OnnxEngine:
         else:
             opened = _open(bundle, device, precision, open_session)
         graph, parity = opened.choice.graph, opened.choice.parity
-        self._session = opened.session
+        session = opened.session
+        self._session = session
+        self._alone = session.alone if isinstance(session, CpuSession) else session
         self.device = opened.device
         self.precision = graph.precision
         self.reason = opened.choice.reason
@@ -115,28 +126,31 @@ class OnnxEngine:
         self._goldens = json.loads(bundle.file(parity.golden_file).read_bytes())
         try:
             for golden in self._goldens:
-                self._check(golden)
+                self._check(golden, self._session)
+            if self._alone is not self._session:
+                self._check(self._goldens[0], self._alone)
         except Exception as error:  # the runtime's errors have no common type
             raise StartupError(
                 f"bundle {bundle.manifest.reference} does not reproduce its golden outputs: "
                 f"{first_line(error)}"
             ) from error
 
-    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the results of each encoding; see `Engine.run`."""
         names = self._codec.outputs(batch)
-        outputs = self._session.run(names, self._codec.pack(batch))
+        session = self._alone if alone else self._session
+        outputs = session.run(names, self._codec.pack(batch))
         return self._codec.unpack(batch, dict(zip(names, outputs, strict=True)))
 
     def probe(self) -> None:
         """Check the first golden batch; see `Engine.probe`."""
-        self._check(self._goldens[0])
+        self._check(self._goldens[0], self._session)
 
-    def _check(self, golden: dict[str, dict[str, Any]]) -> None:
+    def _check(self, golden: dict[str, dict[str, Any]], session: Session) -> None:
         """Run a golden batch; raise unless each output is within the manifest's tolerance."""
         feeds = {name: np.array(values, _DTYPES[name]) for name, values in golden["feeds"].items()}
         expected = {name: np.array(values) for name, values in golden["outputs"].items()}
-        outputs = dict(zip(expected, self._session.run(list(expected), feeds), strict=True))
+        outputs = dict(zip(expected, session.run(list(expected), feeds), strict=True))
         for name, error in output_errors(outputs, expected, self._tolerance).items():
             if error > self._tolerance:
                 raise ValueError(f"{name} is off by {error:.1e}, more than {self._tolerance:.0e}")
@@ -172,7 +186,7 @@ def _session_opener(device: Device, options: SessionOptions) -> OpenSession:
         file = bundle.file(graph.file)
         if device is Device.CUDA:
             return cuda_session(file, options.device_id, options.gpu_memory_limit)
-        return cpu_session(file, options.threads)
+        return cpu_session(file, options.threads, options.alone_threads)
 
     return open_session
 

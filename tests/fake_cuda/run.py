@@ -75,7 +75,7 @@ class AsEngine(FakeEngine):
         super().__init__()
         self.play = play
 
-    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         self.play(list(batch))
         return []
 

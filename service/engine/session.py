@@ -4,12 +4,13 @@ The module does not depend on bundles or encodings.
 """
 
 import ctypes
+import gc
 import logging
 import os
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -135,8 +136,22 @@ def _open_twice(file: Path, folder: Path, threads: int, alone_threads: int) -> C
         for key, value in _PREPARE.items():
             options.add_session_config_entry(key, value)
         ort.InferenceSession(file, options, providers=[CPU])
+        _return_freed_memory()
         side_by_side = _open_on_cpu(prepared, _cpu_options(threads))
-        return CpuSession(side_by_side, _open_on_cpu(prepared, _cpu_options(alone_threads)))
+        _return_freed_memory()
+        alone = _open_on_cpu(prepared, _cpu_options(alone_threads))
+        _return_freed_memory()
+        return CpuSession(side_by_side, alone)
+
+
+def _return_freed_memory() -> None:
+    """Return the memory that opening a session took to the operating system.
+
+    A closed session is part of a reference cycle, and glibc keeps freed memory.
+    """
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _open_on_cpu(file: Path, options: ort.SessionOptions) -> Session:

@@ -1,0 +1,174 @@
+"""Batches that run alone use all cores, with the same results and the same weights in memory."""
+
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.core import StartupError
+from cloze.service.engine import session as sessions
+from cloze.service.engine.session import CpuSession, cpu_session, temporary_folder
+from cloze.service.fake_engine import FakeEngine
+from cloze.service.served_models import _onnx_engine
+from cloze.service.settings import load_settings
+
+WIDTH, PRODUCTS = 1024, 8
+WEIGHTS_MB = PRODUCTS * WIDTH * WIDTH * 4 / 2**20
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a graph of eight products whose weights take 32 MB."""
+    rng = np.random.default_rng(0)
+    nodes, weights = [], []
+    for number in range(PRODUCTS):
+        weight = rng.normal(size=(WIDTH, WIDTH)).astype(np.float32) / WIDTH**0.5
+        weights.append(onnx.numpy_helper.from_array(weight, f"w{number}"))
+        nodes.append(helper.make_node("MatMul", [f"x{number}", f"w{number}"], [f"x{number + 1}"]))
+    ends = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["T", WIDTH])
+        for name in ("x0", f"x{PRODUCTS}")
+    ]
+    file = tmp_path_factory.mktemp("graph") / "graph.onnx"
+    body = helper.make_graph(nodes, "g", ends[:1], ends[1:], weights)
+    model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save_model(
+        model, file, save_as_external_data=True, location="weights.bin", size_threshold=1024
+    )
+    return file
+
+
+@pytest.mark.parametrize("rows", [1, 13, 200])
+def test_threads_change_no_bit(graph: Path, rows: int) -> None:
+    feeds = {"x0": np.random.default_rng(rows).normal(size=(rows, WIDTH)).astype(np.float32)}
+    outputs = [f"x{PRODUCTS}"]
+    (expected,) = cpu_session(graph).run(outputs, feeds)
+    twice = cpu_session(graph, 1, 2)
+    assert isinstance(twice, CpuSession)
+    for session in (twice, twice.side_by_side, twice.alone):
+        np.testing.assert_array_equal(session.run(outputs, feeds)[0], expected)
+
+
+def private_mb(graph: Path, alone_threads: int) -> float:
+    """Return the memory in MB that a process takes for open sessions, without mapped files."""
+    code = f"""
+import re
+from pathlib import Path
+import numpy as np
+from cloze.service.engine.session import cpu_session
+def private():
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.search(r"Pss_Anon: +(\\d+)", text)[1]) / 1024
+before = private()
+session = cpu_session(Path({str(graph)!r}), 1, {alone_threads})
+for each in (getattr(session, "alone", session), session):
+    each.run(["x{PRODUCTS}"], {{"x0": np.ones((2, {WIDTH}), np.float32)}})
+print(private() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return float(done.stdout)
+
+
+def test_both_sessions_share_the_weights(graph: Path) -> None:
+    if temporary_folder() is None:
+        pytest.skip("every folder for temporary files is in memory")
+    one = private_mb(graph, 0)
+    assert one > WEIGHTS_MB, "one session packs the weights into memory of its own"
+    assert private_mb(graph, 2) < WEIGHTS_MB / 2, "two sessions map them from a file"
+
+
+def test_the_packed_weights_leave_no_file(
+    graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    cpu_session(graph, 1, 2)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_space_a_lone_batch_runs_as_every_batch(
+    graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sessions, "temporary_folder", lambda: tmp_path / "gone")
+    with caplog.at_level(logging.WARNING, "cloze"):
+        session = cpu_session(graph, 1, 2)
+    assert not isinstance(session, CpuSession)
+    (line,) = caplog.messages
+    assert line.startswith(f"a lone request runs on one core: {tmp_path / 'gone'} is not usable")
+
+
+def test_folders_in_memory_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mounts"
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    mounts.write_text("overlay / overlay rw 0 0\n")
+    assert temporary_folder(mounts) == tmp_path
+    mounts.write_text(f"overlay / overlay rw 0 0\ntmpfs {tmp_path} tmpfs rw 0 0\n")
+    assert temporary_folder(mounts) in (Path("/var/tmp"), Path("/tmp"))
+    mounts.write_text("tmpfs / tmpfs rw 0 0\n")
+    assert temporary_folder(mounts) is None
+
+
+class Recording(FakeEngine):
+    """Records whether each batch ran alone; a batch ends when the test allows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone: list[bool] = []
+        self.go = threading.Semaphore(0)
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        self.alone.append(alone)
+        assert self.go.acquire(timeout=10)
+        return super().run(batch)
+
+
+def sized(length: int) -> Encoding:
+    return Encoding(np.ones(length, np.int32), np.zeros(length, np.int32))
+
+
+def wait_for_batches(engine: Recording, number: int) -> None:
+    for _ in range(1000):
+        if len(engine.alone) == number:
+            return
+        threading.Event().wait(0.01)
+    pytest.fail(f"{len(engine.alone)} batches began, not {number}")
+
+
+def test_a_batch_is_alone_while_nothing_else_runs_or_waits() -> None:
+    engine = Recording()
+    scheduler = Scheduler(engine, SchedulerLimits(2, 512, 10_000, 60.0))
+    try:
+        futures = [scheduler.submit([sized(5)], float("inf"))]
+        wait_for_batches(engine, 1)
+        futures.append(scheduler.submit([sized(6)], float("inf")))
+        wait_for_batches(engine, 2)
+        engine.go.release(2)
+        for future in futures:
+            future.result(timeout=10)
+        threading.Event().wait(0.1)  # until both workers wait
+        futures.append(scheduler.submit([sized(7)], float("inf")))
+        wait_for_batches(engine, 3)
+        engine.go.release()
+        futures[-1].result(timeout=10)
+    finally:
+        engine.go.release(10)
+        scheduler.close()
+    assert engine.alone == [True, False, True]
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    settings = load_settings({"intra_op_threads": 1024})
+    with pytest.raises(
+        StartupError, match=r"^intra_op_threads is 1024, but this process may use \d+ cores?$"
+    ):
+        _onnx_engine(settings, 0)

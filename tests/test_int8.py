@@ -22,6 +22,7 @@ from cloze.export.evaluation.scorer import TorchScorer
 from cloze.export.evaluation.texts import SENTENCES, GateTexts
 from cloze.export.gate import pass_gate
 from cloze.export.graph.builder import GraphBuilder
+from cloze.export.graph.layers import least_activation
 from cloze.export.graph.linear_ops import InputScale, Int8, quantise
 from cloze.export.graph.write import GraphWriter
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
@@ -71,6 +72,7 @@ def test_the_graph_is_int8_and_near_torch(
     inner=st.integers(1, 40),
     seed=st.integers(0, 99),
     fixed=st.booleans(),
+    bounded=st.booleans(),
     smoothed=st.booleans(),
 )
 def test_a_product_is_exact_in_its_integers(
@@ -79,6 +81,7 @@ def test_a_product_is_exact_in_its_integers(
     inner: int,
     seed: int,
     fixed: bool,
+    bounded: bool,
     smoothed: bool,
 ) -> None:
     torch.manual_seed(seed)
@@ -86,10 +89,15 @@ def test_a_product_is_exact_in_its_integers(
     x = torch.randn(rows, inner) * torch.logspace(-3, 3, rows)[:, None]
     if seed % 5 == 0:
         x[0] = 0
+    least = -0.171 if bounded else None
+    if bounded:
+        x = torch.nn.functional.gelu(x)
     g = GraphBuilder()
     scale = InputScale(0.02, smooth if smoothed else None)
     linear_ops = Int8({"w": scale} if fixed else {})
-    entering = linear_ops.prepare_input(g, g.input("x", TensorProto.FLOAT, ["T", inner]), "w")
+    entering = linear_ops.prepare_input(
+        g, g.input("x", TensorProto.FLOAT, ["T", inner]), "w", least
+    )
     with torch.no_grad():
         g.output(linear_ops.matmul(g, entering, "w", linear), "y", TensorProto.FLOAT, ["T", 7])
     folder = tmp_path_factory.mktemp("product")
@@ -102,11 +110,21 @@ def test_a_product_is_exact_in_its_integers(
     )
     integers, steps = quantise(weight.detach())
     step = (divided.abs().amax(1, keepdim=True) / 127).clamp_min(1e-12)
+    if bounded:
+        step = (divided.amax(1, keepdim=True) / 127).clamp_min(0.171 / 127)
     if fixed:
         step = torch.tensor(scale.step)
     rounded = (divided / step).round().clamp(-128, 127)
     expected = (rounded.double() @ integers.double().T) * steps * step
     np.testing.assert_allclose(actual, expected.numpy(), rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu"])
+def test_no_activation_is_below_its_bound(activation: str) -> None:
+    from transformers.activations import ACT2FN
+
+    lowest = ACT2FN[activation](torch.linspace(-10, 10, 200_001)).min()
+    assert least_activation(activation) <= lowest <= least_activation(activation) + 0.002
 
 
 @given(

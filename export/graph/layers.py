@@ -23,6 +23,14 @@ def bias_activation(g: GraphBuilder, product: str, bias: str, activation: str) -
     raise AssertionError(f"the loader accepted the unknown activation {activation!r}")
 
 
+def least_activation(activation: str) -> float:
+    """Return a lower bound of an activation: the minimum of GELU, and of its approximation by tanh.
+
+    Both minima are between -0.1701 and -0.1699.
+    """
+    return 0.0 if activation == "relu" else -0.171
+
+
 def layer_norm(g: GraphBuilder, x: str, name: str, layer: nn.LayerNorm) -> str:
     """Write LayerNorm over the last axis."""
     scale, shift = g.weight(f"{name}.weight", layer.weight), g.weight(f"{name}.bias", layer.bias)

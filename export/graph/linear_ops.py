@@ -84,8 +84,17 @@ class LinearOps(Protocol):
     A ``name`` is the name of a weight and of its place in the model.
     """
 
-    def prepare_input(self, g: GraphBuilder, x: str, name: str) -> LinearInput:
-        """Convert ``x`` [..., in] to the input of products, the first with the weight ``name``."""
+    def prepare_input(
+        self, g: GraphBuilder, x: str, name: str, least: float | None = None
+    ) -> LinearInput:
+        """Convert ``x`` [..., in] to the input of products, the first with the weight ``name``.
+
+        Args:
+            g: the graph.
+            x: name of the value.
+            name: name of the weight.
+            least: a lower bound of ``x``, at most 0; None if none is known.
+        """
 
     def matmul(self, g: GraphBuilder, x: LinearInput, name: str, linear: nn.Linear) -> str:
         """Write ``x @ W^T`` without the bias: [..., in] -> [..., out]."""
@@ -178,7 +187,13 @@ class Fp32(_StoredMatrices):
     def __init__(self, scales: Mapping[str, InputScale] | None = None) -> None:
         super().__init__(scales or {}, integers=scales is not None)
 
-    def prepare_input(self, g: GraphBuilder, x: str, name: str) -> LinearInput:  # noqa: ARG002
+    def prepare_input(
+        self,
+        g: GraphBuilder,  # noqa: ARG002
+        x: str,
+        name: str,
+        least: float | None = None,  # noqa: ARG002
+    ) -> LinearInput:
         """See `LinearOps`."""
         if name in self._scales:
             self._smoothed[x] = name
@@ -268,10 +283,13 @@ class Int8(_StoredMatrices):
     def __init__(self, scales: Mapping[str, InputScale], *, integers: bool = False) -> None:
         super().__init__(scales, integers=integers)
 
-    def prepare_input(self, g: GraphBuilder, x: str, name: str) -> LinearInput:
+    def prepare_input(
+        self, g: GraphBuilder, x: str, name: str, least: float | None = None
+    ) -> LinearInput:
         """See `LinearOps`."""
         if (scale := self._scales.get(name)) is None:
-            return self._quantise_tokens(g, x, g.weight("axis_last", np.array([-1], np.int64)))
+            axis = g.weight("axis_last", np.array([-1], np.int64))
+            return self._quantise_tokens(g, x, axis, least)
         if factors := self._reciprocal_factors(g, name):
             x = g.op("Mul", [x, factors])
         step = g.weight(f"{name}.step", np.array(scale.step, np.float32))
@@ -295,11 +313,18 @@ class Int8(_StoredMatrices):
         logits = self._multiply(g, rows, transposed, g.weight(f"{table}.steps", steps))
         return g.op("Add", [logits, bias])
 
-    def _quantise_tokens(self, g: GraphBuilder, x: str, axis: str) -> LinearInput:
+    def _quantise_tokens(
+        self, g: GraphBuilder, x: str, axis: str, least: float | None = None
+    ) -> LinearInput:
         """Quantise each token with a step of its own."""
-        largest = g.op("ReduceMax", [g.op("Abs", [x]), axis], keepdims=1)
+        if least is None:
+            largest = g.op("ReduceMax", [g.op("Abs", [x]), axis], keepdims=1)
+            smallest = g.weight("smallest_step", np.array(_SMALLEST_STEP, np.float32))
+        else:  # a pass over x less: its largest number is its largest absolute number, or -least is
+            largest = g.op("ReduceMax", [x, axis], keepdims=1)
+            bound = np.array(max(-least / LARGEST_INT8, _SMALLEST_STEP), np.float32)
+            smallest = g.weight("smallest_step_of_bounded", bound)
         most = g.weight("largest_integer", np.array(LARGEST_INT8, np.float32))
-        smallest = g.weight("smallest_step", np.array(_SMALLEST_STEP, np.float32))
         step = g.op("Max", [g.op("Div", [largest, most]), smallest])
         value = g.op("QuantizeLinear", [g.op("Div", [x, step]), _one(g), _zero_point(g)])
         return LinearInput(value, step, per_token=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from cloze.export.graph.builder import GraphBuilder
-from cloze.export.graph.layers import bias_activation
+from cloze.export.graph.layers import bias_activation, least_activation
 from cloze.export.graph.layouts import BatchLayout, ResidualNorm
 from cloze.export.graph.linear_ops import LinearInput, LinearOps
 from cloze.export.models import Model
@@ -70,13 +70,14 @@ class _LayerWriter:
         """Write the feed-forward block: hidden states -> hidden states."""
         up = self._matmul(self._prepare(x, "up"), "up", self.layer.up)
         up = bias_activation(self.g, up, self._bias("up", self.layer.up), activation)
-        down = self._matmul(self._prepare(up, "down"), "down", self.layer.down)
+        entering = self._prepare(up, "down", least_activation(activation))
+        down = self._matmul(entering, "down", self.layer.down)
         name = f"{self.name}.output_norm"
         norm = ResidualNorm(name, self.layer.down.bias, self.layer.output_norm)
         return self.layout.residual_norm(self.g, self.linear_ops, down, x, norm)
 
-    def _prepare(self, x: str, part: str) -> LinearInput:
-        return self.linear_ops.prepare_input(self.g, x, f"{self.name}.{part}")
+    def _prepare(self, x: str, part: str, least: float | None = None) -> LinearInput:
+        return self.linear_ops.prepare_input(self.g, x, f"{self.name}.{part}", least)
 
     def _matmul(self, x: LinearInput, part: str, linear: nn.Linear) -> str:
         return self.linear_ops.matmul(self.g, x, f"{self.name}.{part}", linear)

@@ -4,7 +4,8 @@ import logging
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -128,7 +129,7 @@ class Recording(FakeEngine):
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         self.alone.append(alone)
-        assert self.go.acquire(timeout=10)
+        assert self.go.acquire(timeout=30)
         return super().run(batch)
 
 
@@ -136,30 +137,30 @@ def sized(length: int) -> Encoding:
     return Encoding(np.ones(length, np.int32), np.zeros(length, np.int32))
 
 
-def wait_for_batches(engine: Recording, number: int) -> None:
-    for _ in range(1000):
-        if len(engine.alone) == number:
-            return
-        threading.Event().wait(0.01)
-    pytest.fail(f"{len(engine.alone)} batches began, not {number}")
+def wait_until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_batch_is_alone_while_nothing_else_runs_or_waits() -> None:
     engine = Recording()
     scheduler = Scheduler(engine, SchedulerLimits(2, 512, 10_000, 60.0))
     try:
+        wait_until(lambda: scheduler._idle_workers == 2)
         futures = [scheduler.submit([sized(5)], float("inf"))]
-        wait_for_batches(engine, 1)
+        wait_until(lambda: len(engine.alone) == 1)
         futures.append(scheduler.submit([sized(6)], float("inf")))
-        wait_for_batches(engine, 2)
+        wait_until(lambda: len(engine.alone) == 2)
         engine.go.release(2)
         for future in futures:
-            future.result(timeout=10)
-        threading.Event().wait(0.1)  # until both workers wait
+            future.result(timeout=30)
+        wait_until(lambda: scheduler._idle_workers == 2)
         futures.append(scheduler.submit([sized(7)], float("inf")))
-        wait_for_batches(engine, 3)
+        wait_until(lambda: len(engine.alone) == 3)
         engine.go.release()
-        futures[-1].result(timeout=10)
+        futures[-1].result(timeout=30)
     finally:
         engine.go.release(10)
         scheduler.close()

@@ -1,4 +1,6 @@
-"""``cloze serve`` with several processes, the engine's as faulty as `tests.faulty_server`'s: ``python -m tests.faulty_engine_process``."""
+"""``cloze serve`` with several processes, the engine's as faulty as `tests.faulty_server`'s:
+``python -m tests.faulty_engine_process``.
+"""
 
 import sys
 

@@ -1,4 +1,6 @@
-"""``cloze serve`` whose real engine misbehaves on certain words: run as ``python -m tests.faulty_server FLAGS``."""
+"""``cloze serve`` whose real engine misbehaves on certain words: run as ``python -m
+tests.faulty_server FLAGS``.
+"""
 
 import sys
 import threading
@@ -18,7 +20,9 @@ SLOW_S = 0.15
 
 
 class FaultyEngine(OnnxEngine):
-    """moon: slow. sun: raises. tree: hangs. king: raises, and is broken from then on. war: ends its thread."""
+    """moon: slow. sun: raises. tree: hangs. king: raises, and is broken from then on. war: ends its
+    thread.
+    """
 
     def __init__(self, bundle: Bundle, device: Device, precision: RequestedPrecision) -> None:
         super().__init__(bundle, device, precision)

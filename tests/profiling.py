@@ -11,7 +11,9 @@ from cloze.service.engine import session
 
 
 def profiled(prefix: str) -> Callable[[], ort.SessionOptions]:
-    """In place of `session._options`: sessions write what they ran to files that begin so, when they end profiling."""
+    """In place of `session._options`: sessions write what they ran to files that begin so, when
+    they end profiling.
+    """
     plain = session._options
 
     def options() -> ort.SessionOptions:

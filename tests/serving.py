@@ -46,7 +46,9 @@ def running_server(
     cwd: Path | None = None,
     **environment: str,
 ) -> Iterator[Server]:
-    """Run ``cloze serve`` on a free port, and end it if it still runs; without a store it serves the default one."""
+    """Run ``cloze serve`` on a free port, and end it if it still runs; without a store it serves
+    the default one.
+    """
     command = command or (sys.executable, "-m", "cloze", "serve")
     env = {k: v for k, v in os.environ.items() if not k.startswith("CLOZE_")} | environment
     chosen = ("--model-store", str(store)) if store else ()

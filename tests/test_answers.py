@@ -196,7 +196,9 @@ def test_nsp_ranks_candidates(server: Server) -> None:
     "case", QA_GOLDEN["cases"], ids=lambda case: f"{case['question'][:12]}-{case['parameters']}"
 )
 def test_qa_as_transformers_4_answers(server: Server, case: dict[str, Any]) -> None:
-    """But for one thing: spans that end before they begin, which it gives with a score of 0 when it runs out of others."""
+    """But for one thing: spans that end before they begin, which it gives with a score of 0 when it
+    runs out of others.
+    """
     inputs = {"question": case["question"], "context": case["context"]}
     expected = case["answers"]
     if isinstance(expected, list):

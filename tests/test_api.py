@@ -1,4 +1,6 @@
-"""The wire: bad input in every form gets its status, its shape and its reason; released clients understand us."""
+"""The wire: bad input in every form gets its status, its shape and its reason; released clients
+understand us.
+"""
 
 import http.client
 import json

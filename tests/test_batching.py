@@ -1,4 +1,6 @@
-"""Tasks of one encoder share batches, and so do the windows of all questions: seen at the engine's own door."""
+"""Tasks of one encoder share batches, and so do the windows of all questions: seen at the engine's
+own door.
+"""
 
 import threading
 import time

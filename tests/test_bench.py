@@ -1,4 +1,6 @@
-"""The benchmark measures what it says: real servers, a server that stalls, arithmetic on made results."""
+"""The benchmark measures what it says: real servers, a server that stalls, arithmetic on made
+results.
+"""
 
 import asyncio
 import itertools
@@ -44,7 +46,9 @@ WORDS = ["river", "stone", "house", "winter"]
 
 @contextmanager
 def stub(stall: tuple[float, float] = (0.0, 0.0), delay: float = 0.0) -> Iterator[str]:
-    """A server that answers after ``delay``, but nobody between ``stall``'s two seconds after its first request."""
+    """A server that answers after ``delay``, but nobody between ``stall``'s two seconds after its
+    first request.
+    """
     loop = asyncio.new_event_loop()
     first: list[float] = []
     writers: list[asyncio.StreamWriter] = []
@@ -89,7 +93,10 @@ REQUESTS = [Request(post("/embed", b'{"inputs": "a"}'))]
 
 
 def test_a_stall_is_charged_to_all_who_came_meanwhile() -> None:
-    """Half a second of 100 arrivals each second: about 50 of 100 wait, 250 ms on average. Not one, as a closed loop would say."""
+    """Half a second of 100 arrivals each second: about 50 of 100 wait, 250 ms on average.
+
+    Not one, as a closed loop would say.
+    """
     arrivals = np.arange(100) / 100
     with stub(stall=(0.2, 0.7)) as url:
         found = asyncio.run(open_loop(url, REQUESTS, arrivals))
@@ -102,7 +109,9 @@ def test_a_stall_is_charged_to_all_who_came_meanwhile() -> None:
 
 
 def test_throughput_is_what_the_server_answers_within_the_time() -> None:
-    """Each of 4 clients gets an answer after 0.2 s: 20 a second, though the last ones of a load come after its end."""
+    """Each of 4 clients gets an answer after 0.2 s: 20 a second, though the last ones of a load
+    come after its end.
+    """
     with stub(delay=0.2) as url:
         found = asyncio.run(closed_loop(url, REQUESTS, clients=4, seconds=0.95))
     assert found.statuses == {200: 16}
@@ -359,7 +368,9 @@ def test_what_cannot_be_measured_is_one_line(
 
 
 def test_all_that_a_device_gives(tmp_path: Path) -> None:
-    """The programme that measures a GPU, on this CPU and at small size: engines, padded, torch's ways, a server."""
+    """The programme that measures a GPU, on this CPU and at small size: engines, padded, torch's
+    ways, a server.
+    """
     command = [
         "bench",
         "--device",
@@ -423,7 +434,10 @@ def test_operations_are_those_that_torch_counts() -> None:
 
 
 def on_reference(monkeypatch: pytest.MonkeyPatch) -> BatchCostModel:
-    """Let the programme for CUDA run here: its graph by the reference, torch on the CPU. Returns what a batch then costs."""
+    """Let the programme for CUDA run here: its graph by the reference, torch on the CPU.
+
+    Returns what a batch then costs.
+    """
 
     def by_reference(bundle: Bundle, _: Device, asked: RequestedPrecision) -> OnnxEngine:
         session = ReferenceSession(bundle.file("packed-fp16.onnx"))
@@ -443,7 +457,10 @@ def on_reference(monkeypatch: pytest.MonkeyPatch) -> BatchCostModel:
 
 
 def test_a_device_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What differs there: the packed graph, whose batches mix lengths and are fitted. A part that fails costs itself alone."""
+    """What differs there: the packed graph, whose batches mix lengths and are fitted.
+
+    A part that fails costs itself alone.
+    """
     cost = on_reference(monkeypatch)
 
     def no_servers(*_: object) -> None:

@@ -1,4 +1,6 @@
-"""Loading: every form a checkpoint comes in gives the same model, and every damage gives one clear line."""
+"""Loading: every form a checkpoint comes in gives the same model, and every damage gives one clear
+line.
+"""
 
 import json
 import shutil

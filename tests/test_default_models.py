@@ -1,4 +1,6 @@
-"""The models that come with the project: small, described, licensed, and as good as their cards say."""
+"""The models that come with the project: small, described, licensed, and as good as their cards
+say.
+"""
 
 import subprocess
 from pathlib import Path
@@ -46,7 +48,8 @@ def test_all_together_are_small() -> None:
     assert sum((DEFAULT_ROOT.parents[1] / file).stat().st_size for file in files) < LIMIT_BYTES
 
 
-# Floors a little under what was measured when they were made, with more sequences: a bundle that lost something falls through.
+# Floors a little under what was measured when they were made, with more sequences: a bundle that
+# lost something falls through.
 FLOORS = {
     "cloze-bert": {
         "fill_mask_whole_word_top1": 0.25,

@@ -329,7 +329,9 @@ def test_foreign_images_are_pinned() -> None:
 
 
 def test_all_stages_share_one_interpreter() -> None:
-    """A virtual environment is copied between stages: its interpreter and its path must be the same in both."""
+    """A virtual environment is copied between stages: its interpreter and its path must be the same
+    in both.
+    """
     (first, *others) = STAGES
     assert all(STAGES[stage][0] == ("FROM", f"{first} AS {stage}") for stage in others)
     installs = [shlex.split(value)[1] for value in values_of("RUN", STAGES["install"])]

@@ -1,4 +1,7 @@
-"""What only a GPU can show: where nodes run, memory that ends, the server on it. `make test-gpu` runs these and the packed tests."""
+"""What only a GPU can show: where nodes run, memory that ends, the server on it.
+
+`make test-gpu` runs these and the packed tests.
+"""
 
 from pathlib import Path
 

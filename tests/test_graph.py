@@ -1,4 +1,6 @@
-"""The authored graph against transformers, which nobody here wrote: every head, several seeds, sizes and shapes."""
+"""The authored graph against transformers, which nobody here wrote: every head, several seeds,
+sizes and shapes.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""Loading from a hub, against a small one of our own on loopback that speaks the routes huggingface_hub uses."""
+"""Loading from a hub, against a small one of our own on loopback that speaks the routes
+huggingface_hub uses.
+"""
 
 import hashlib
 import json

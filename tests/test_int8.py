@@ -1,4 +1,6 @@
-"""int8: exact in its integers, never depends on the batch, loses little, and is refused if it loses more."""
+"""int8: exact in its integers, never depends on the batch, loses little, and is refused if it loses
+more.
+"""
 
 import json
 from collections.abc import Sequence
@@ -283,7 +285,9 @@ def test_what_is_no_number_does_not_pass(checkpoints: dict[str, Path]) -> None:
 
 
 def test_texts_are_cut_to_what_the_model_reads(checkpoints: dict[str, Path]) -> None:
-    """The gate's own texts are longer than a tiny model may allow, and one token type is all that it may have."""
+    """The gate's own texts are longer than a tiny model may allow, and one token type is all that
+    it may have.
+    """
     checkpoint = load_checkpoint(str(checkpoints["bert-qa"]))
     short = replace(checkpoint.model.config, max_positions=12, type_vocab_size=1)
     checkpoint = replace(checkpoint, model=Model(short, [SPAN]).eval())

@@ -1,4 +1,6 @@
-"""The main job on real weights: the server's answers equal sentence-transformers', under concurrency."""
+"""The main job on real weights: the server's answers equal sentence-transformers', under
+concurrency.
+"""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,6 @@
-"""The memory of a server: flat, however many tokens it has seen and however unlike their lengths are."""
+"""The memory of a server: flat, however many tokens it has seen and however unlike their lengths
+are.
+"""
 
 import asyncio
 import random
@@ -29,7 +31,10 @@ def tokens_run(server: Server) -> float:
 
 @pytest.mark.slow
 def test_it_is_flat_over_a_million_tokens_of_mixed_lengths() -> None:
-    """Singles and bulk requests from 16 clients at once. What the first quarter of them needed is all that is ever needed."""
+    """Singles and bulk requests from 16 clients at once.
+
+    What the first quarter of them needed is all that is ever needed.
+    """
     texts = make_texts(words_of(Store(DEFAULT_ROOT).open("cloze-bert")), 3000).texts
     single = [Request(post("/embed", orjson.dumps({"inputs": text}))) for text in texts[:500]]
     bulk = [

@@ -1,4 +1,6 @@
-"""The packed layout: its meaning, by the reference and, with a GPU, by the kernels; its inputs; what a bundle keeps of it."""
+"""The packed layout: its meaning, by the reference and, with a GPU, by the kernels; its inputs;
+what a bundle keeps of it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -62,7 +64,9 @@ def writer_of(checkpoint: Checkpoint, folder: Path) -> GraphWriter:
 def test_every_head_agrees_with_torch(
     kind: str, sizes: dict[str, object], on_cuda: bool, tmp_path: Path
 ) -> None:
-    """Over the grid, sequences of unlike lengths in one batch, all heads in it, each alone, and none."""
+    """Over the grid, sequences of unlike lengths in one batch, all heads in it, each alone, and
+    none.
+    """
     checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "checkpoint", kind, **sizes)))
     graph = writer_of(checkpoint, tmp_path).write(Precision.FP16)
     assert (graph.layout, graph.precision) == (Layout.PACKED, Precision.FP16)
@@ -258,7 +262,9 @@ def test_the_layout_that_is_asked_for_must_fit(
 def test_kernels_that_are_not_there_are_not_replaced_silently(
     checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Where CUDA was asked for to check a graph, the reference does not stand in; nothing is published."""
+    """Where CUDA was asked for to check a graph, the reference does not stand in; nothing is
+    published.
+    """
     if CUDA in ort.get_available_providers():
         pytest.skip("this onnxruntime runs on CUDA")
     store = Store(tmp_path)

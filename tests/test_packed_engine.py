@@ -1,4 +1,6 @@
-"""The engine on packed graphs, run by the reference and, with a GPU, by the kernels; the way to a device, on that which is here."""
+"""The engine on packed graphs, run by the reference and, with a GPU, by the kernels; the way to a
+device, on that which is here.
+"""
 
 import ctypes
 import os
@@ -40,7 +42,9 @@ from tests import encodings
 
 
 class Packed(OnnxEngine):
-    """The engine as on CUDA, its graph run by the reference where there is none; remembers its batches."""
+    """The engine as on CUDA, its graph run by the reference where there is none; remembers its
+    batches.
+    """
 
     def __init__(
         self, bundle: Bundle, precision: RequestedPrecision = "auto", *, cuda: bool = False
@@ -149,7 +153,9 @@ def test_a_mixed_batch_is_answered_as_each_encoding_alone_on_a_cpu(
 
 
 def numbers(answer: object) -> list[float]:
-    """All scores and vectors of an answer, in order; not ids and offsets, which are not near each other when they differ."""
+    """All scores and vectors of an answer, in order; not ids and offsets, which are not near each
+    other when they differ.
+    """
     if isinstance(answer, dict):
         return [
             number
@@ -199,7 +205,9 @@ def test_every_route_answers_and_batches_mix_lengths(packed_store: Path, on_cuda
 
 @pytest.mark.parametrize("model", ["bert", "bert-qa"])
 def test_the_way_to_a_device_gives_what_the_session_gives(model: str, tiny_store: Path) -> None:
-    """Inputs in one copy into buffers that are used again, by several threads, with shapes that change."""
+    """Inputs in one copy into buffers that are used again, by several threads, with shapes that
+    change.
+    """
     bundle = Store(tiny_store).open(model)
     manifest = bundle.manifest
     file = bundle.file(manifest.graph.file)
@@ -269,7 +277,9 @@ def heads_with(*, masks: bool) -> list[Head]:
 
 
 class Timed(FakeEngine):
-    """An engine whose time is computed, and whose memory ends: it takes so much for each token and each cell to gather from."""
+    """An engine whose time is computed, and whose memory ends: it takes so much for each token and
+    each cell to gather from.
+    """
 
     supports_varlen = True
 

@@ -80,7 +80,8 @@ def embed(server: Server, inputs: str | list[str], timeout: float = 30.0) -> htt
 
 
 def at_once(server: Server, texts: list[Any]) -> list[httpx.Response]:
-    # One client: making one takes tens of milliseconds, so that the requests of many would come one after the other.
+    # One client: making one takes tens of milliseconds, so that the requests of many would come one
+    # after the other.
     with (
         httpx.Client(timeout=30.0, limits=httpx.Limits(max_connections=None)) as client,
         ThreadPoolExecutor(len(texts)) as pool,
@@ -350,7 +351,9 @@ def test_4_a_dead_engine_ends_the_process(
 
 
 def test_4_an_engine_process_that_dies_is_started_again(tiny_store: Path) -> None:
-    """Behind front ends: who waits for it is told at once, readiness goes and comes back, the server lives."""
+    """Behind front ends: who waits for it is told at once, readiness goes and comes back, the
+    server lives.
+    """
     with (
         front_ends(tiny_store, CLOZE_STALL_TIMEOUT_MS="1500", CLOZE_WORKERS="1") as server,
         ThreadPoolExecutor(8) as pool,
@@ -626,7 +629,8 @@ def test_7_sigterm_under_load_finishes_what_was_accepted(
         connections = [http.client.HTTPConnection(host, int(port), timeout=30) for _ in range(12)]
         for length, connection in enumerate(connections, start=1):
             connection.request("POST", "/embed", json.dumps({"inputs": "moon " * length}))
-        # All are admitted once no more is missing from what waits and what is done than two workers can be running.
+        # All are admitted once no more is missing from what waits and what is done than two workers
+        # can be running.
         accepted = sum(range(3, 15)) - 14 - 13
         deadline = time.monotonic() + 10
         series = (r'cloze_tokens_total\{model="bert@1"\}', r'cloze_queue_tokens\{model="bert@1"\}')

@@ -21,7 +21,9 @@ EXAMPLES = re.findall(
 
 @pytest.fixture(scope="module")
 def default_server() -> Iterator[Server]:
-    """As ``make serve``, but for bundles that a developer added, and in fp32 whatever the processor."""
+    """As ``make serve``, but for bundles that a developer added, and in fp32 whatever the
+    processor.
+    """
     models = ",".join(sorted(folder.name for folder in DEFAULT_ROOT.glob("cloze-*")))
     with running_server(DEFAULT_ROOT, "--precision", "fp32", CLOZE_MODEL=models) as server:
         yield server

@@ -89,7 +89,8 @@ def test_only_the_ci_script_says_where_external_data_lies() -> None:
     assert places == [".ci/run"]
 
 
-# A changelog and a recorded measurement name the version of their day. A bundle is published as it is.
+# A changelog and a recorded measurement name the version of their day. A bundle is published as it
+# is.
 RECORDS = ("CHANGELOG.md", "constraints.txt", "bench/results/", "model_store/bundles/")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 

@@ -1,4 +1,6 @@
-"""The scheduler alone, on the shipped fake engine: properties over random arrivals, and each rule by itself."""
+"""The scheduler alone, on the shipped fake engine: properties over random arrivals, and each rule
+by itself.
+"""
 
 import threading
 import time
@@ -89,7 +91,9 @@ def test_every_request_ends_once_and_rightly(
     mixed: bool,
     poison: set[int],
 ) -> None:
-    """Whatever arrives: each future ends; answers are the request's own, in order; batches keep their rules."""
+    """Whatever arrives: each future ends; answers are the request's own, in order; batches keep
+    their rules.
+    """
     engine = FakeEngine(poison=lambda one: int(one.input_ids[0]) in poison)
     engine.supports_varlen = mixed
     reports: list[BatchReport] = []
@@ -127,7 +131,9 @@ def test_every_request_ends_once_and_rightly(
 
 
 def test_an_engine_that_supports_varlen_gets_what_waits_in_one_batch() -> None:
-    """In the order of turns, up to the budget; the other worker, which could only wait for the device, leaves it whole."""
+    """In the order of turns, up to the budget; the other worker, which could only wait for the
+    device, leaves it whole.
+    """
     engine = FakeEngine()
     engine.supports_varlen = True
     engine.gate.clear()
@@ -184,7 +190,9 @@ def test_a_single_text_does_not_wait_behind_a_bulk_request() -> None:
 
 @pytest.mark.parametrize("clients", [2, 4, 8])
 def test_a_bulk_request_does_not_starve_behind_single_texts(clients: int) -> None:
-    """Closed-loop clients keep the queue full; a request of several texts must get its share all the same."""
+    """Closed-loop clients keep the queue full; a request of several texts must get its share all
+    the same.
+    """
 
     class Slow(FakeEngine):
         def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]

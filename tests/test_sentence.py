@@ -1,4 +1,6 @@
-"""sentence-transformers directories, as several of its versions write them, against sentence-transformers itself."""
+"""sentence-transformers directories, as several of its versions write them, against sentence-
+transformers itself.
+"""
 
 import json
 import shutil
@@ -94,7 +96,9 @@ def test_what_follows_pooling(tmp_path: Path, after: Callable[[], list[Any]]) ->
 
 @pytest.mark.parametrize("mode", ["mean_tokens", "cls_token", "max_tokens", "mean_sqrt_len_tokens"])
 def test_directories_of_older_versions(tmp_path: Path, mode: str) -> None:
-    """Old class paths, one boolean a pooling mode, the encoder in a folder of its own, its limit in an odd file."""
+    """Old class paths, one boolean a pooling mode, the encoder in a folder of its own, its limit in
+    an odd file.
+    """
     new = saved(tmp_path, "bert-plain", Pooling(64, pooling_mode="mean"))
     old = tmp_path / "old"
     (old / "0_Transformer").mkdir(parents=True)

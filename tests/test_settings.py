@@ -1,4 +1,6 @@
-"""Settings: flag over environment over default; a bad one is one clear line; the README's table is the class."""
+"""Settings: flag over environment over default; a bad one is one clear line; the README's table is
+the class.
+"""
 
 import re
 from pathlib import Path

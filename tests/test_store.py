@@ -1,4 +1,6 @@
-"""The store: publish all or nothing, open only what was published, versions, two publishers at once."""
+"""The store: publish all or nothing, open only what was published, versions, two publishers at
+once.
+"""
 
 import errno
 import json

@@ -1,4 +1,6 @@
-"""Tokenization against the original tokenizer's published ids, and vocabularies against their own ``tokenizer.json``."""
+"""Tokenization against the original tokenizer's published ids, and vocabularies against their own
+``tokenizer.json``.
+"""
 
 import json
 import lzma

@@ -1,4 +1,6 @@
-"""Training at a size of seconds: it learns, it goes on as if never stopped, and what it leaves is a checkpoint as any other."""
+"""Training at a size of seconds: it learns, it goes on as if never stopped, and what it leaves is a
+checkpoint as any other.
+"""
 
 import itertools
 import json
@@ -72,7 +74,9 @@ TEXT = "The captain found a coin by the cold river."
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from a second core, and two threads wait for each other where cores are shared."""
+    """Matrices this small gain nothing from a second core, and two threads wait for each other
+    where cores are shared.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -260,7 +264,9 @@ def further_recipe(**changes: object) -> PretrainRecipe:
 def test_pre_training_goes_on_from_a_checkpoint(
     trained: Path, stories: Path, tmp_path: Path
 ) -> None:
-    """It begins where that ended: as good at its first steps, with that tokenizer, those sizes and those positions."""
+    """It begins where that ended: as good at its first steps, with that tokenizer, those sizes and
+    those positions.
+    """
     recipe = further_recipe()
     further = pretrain([stories], recipe, run_options(tmp_path / "further"), source=str(trained))
     first, last_before = read_log(further.parent)[0], read_log(trained.parent)[-1]
@@ -337,7 +343,9 @@ def embed_all(source: str, stories: Path) -> torch.Tensor:
 def test_heads_are_created_and_embeddings_kept(
     trained: Path, stories: Path, tmp_path: Path
 ) -> None:
-    """From an encoder alone: it says which heads are new, learns them, stays what it was for embeddings, exports as one bundle."""
+    """From an encoder alone: it says which heads are new, learns them, stays what it was for
+    embeddings, exports as one bundle.
+    """
     source = write_encoder(tmp_path / "encoder", trained, max_tokens=24)
     assert tasks_of(source) == ["embed"]
     before = embed_all(str(source), stories)
@@ -408,7 +416,9 @@ def test_pooling_and_prompts_of_the_source_are_kept(
 
 
 def test_a_run_ends_with_guesses_at_the_text_itself(tmp_path: Path) -> None:
-    """What it shows is of the stories: of ten words in a row that a mask stands among, most are as some story has them."""
+    """What it shows is of the stories: of ten words in a row that a mask stands among, most are as
+    some story has them.
+    """
     said: list[str] = []
     text = write_stories(tmp_path / "stories.txt")
     pretrain([text], tiny_recipe(steps=60), run_options(tmp_path, report=said.append))
@@ -568,7 +578,9 @@ def test_the_result_is_the_mean_of_the_last_weights(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_written_when_time_has_passed(tmp_path: Path) -> None:
-    """With checkpoints every million steps, a stop after any step loses no step if no second may pass without one."""
+    """With checkpoints every million steps, a stop after any step loses no step if no second may
+    pass without one.
+    """
 
     class Stopping(_Walking):
         def loss(self, batch: _Walking):
@@ -639,7 +651,9 @@ def test_the_rate_is_constant_between_warm_up_and_decay() -> None:
 def test_contention_is_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of two threads for ten seconds: 19 seconds of processor time are all there is to have, 8 are not."""
+    """Of two threads for ten seconds: 19 seconds of processor time are all there is to have, 8 are
+    not.
+    """
     clock = iter([0.0, 0.0, 10.0, 20.0])
     used = iter([0.0, 19.0, 27.0])
     with monkeypatch.context() as patch:
@@ -913,7 +927,8 @@ def test_the_student_starts_from_every_second_layer_of_the_teacher(trained: Path
             assert torch.equal(tensor, teacher.encoder.layers[2 * number].state_dict()[name])
     assert student.encoder.embeddings.token_type is None
     assert student.next_sentence is None
-    # What enters the first layer is what enters the teacher's, since token type 0 moved into the positions.
+    # What enters the first layer is what enters the teacher's, since token type 0 moved into the
+    # positions.
     ids = torch.randint(5, 100, (2, 9))
     torch.testing.assert_close(
         student.encoder.embeddings(ids, None), teacher.encoder.embeddings(ids, None)
@@ -957,7 +972,9 @@ def test_a_teacher_without_a_masked_lm_head_is_refused(
 
 
 def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path, tmp_path: Path) -> None:
-    """Pairs of a sentence as in the stories and the same words in disorder: the model prefers the first nearly always."""
+    """Pairs of a sentence as in the stories and the same words in disorder: the model prefers the
+    first nearly always.
+    """
     file = tmp_path / "pairs.csv"
     rng = np.random.default_rng(0)
     lines = ["sent_more,sent_less"]
@@ -981,7 +998,9 @@ def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path, tmp_p
 
 
 def test_perplexity_is_that_of_the_true_tokens(trained: Path, stories: Path) -> None:
-    """A model that knew nothing would have the vocabulary's size; this one is far below, and not below 1."""
+    """A model that knew nothing would have the vocabulary's size; this one is far below, and not
+    below 1.
+    """
     measured = figures(str(trained), stories, None)
     assert 1 < measured["fill_mask_token_perplexity"] < 20
     assert measured["fill_mask_token_top1"] <= measured["fill_mask_token_top5"] <= 1

@@ -1,4 +1,6 @@
-"""What `cloze train` says of bad input, and that nothing which ends a run early harms it: one line, and the last good checkpoint."""
+"""What `cloze train` says of bad input, and that nothing which ends a run early harms it: one line,
+and the last good checkpoint.
+"""
 
 import json
 import lzma
@@ -506,7 +508,9 @@ FURTHER = 'held_out = 0.1\n[pretraining]\nsentence = "nsp"\n[[phases]]\ntokens =
 def test_what_does_not_apply_to_a_start_is_said(
     finished: Path, stories: Path, tmp_path: Path
 ) -> None:
-    """A vocabulary that is not the checkpoint's, embeddings to keep of nothing, sizes that the checkpoint has."""
+    """A vocabulary that is not the checkpoint's, embeddings to keep of nothing, sizes that the
+    checkpoint has.
+    """
     other = tmp_path / "vocabulary"
     assert train("vocab", "--corpus", stories, "--size", 110, "--out", other).exit_code == 0
     start_from = ["--from", finished / "checkpoint"]
@@ -979,7 +983,9 @@ def steps_logged(folder: Path) -> list[int]:
 
 @contextmanager
 def caught_in_the_middle(folder: Path, text: Path) -> Iterator[subprocess.Popen[str]]:
-    """A run of `LONG` that has written its first checkpoint, of step 100, and is in the steps after it."""
+    """A run of `LONG` that has written its first checkpoint, of step 100, and is in the steps after
+    it.
+    """
     process = start(pretrain_command(folder, LONG, text))
     try:
         wait_for(lambda: 120 in steps_logged(folder), process)
@@ -1063,7 +1069,9 @@ def full_disk(free: int) -> Iterator[None]:
 def test_a_disk_that_is_full_from_the_start(
     finished: Path, stories: Path, tmp_path: Path, free: int
 ) -> None:
-    """It ends the run at its description, its vocabulary, its tokens or its checkpoint; with room again, the run is as any other."""
+    """It ends the run at its description, its vocabulary, its tokens or its checkpoint; with room
+    again, the run is as any other.
+    """
     folder = tmp_path / "run"
     command = pretrain_command(folder, RECIPE, stories)
     with full_disk(free):
@@ -1093,7 +1101,9 @@ def test_a_disk_that_is_full_at_the_end(
 def test_a_disk_that_fills_during_a_run(
     undisturbed: Path, stories: Path, tmp_path: Path, free: int
 ) -> None:
-    """It cannot write its log, or its next checkpoint: the last one is whole, and from there the run comes to the same end."""
+    """It cannot write its log, or its next checkpoint: the last one is whole, and from there the
+    run comes to the same end.
+    """
     folder = tmp_path / "run"
     with caught_in_the_middle(folder, stories) as process:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (free, free))

@@ -1,4 +1,6 @@
-"""From text to batches: sentences, the split, masking and pairs have the statistics that the papers give."""
+"""From text to batches: sentences, the split, masking and pairs have the statistics that the papers
+give.
+"""
 
 import json
 import lzma
@@ -99,7 +101,9 @@ def test_tokens_are_the_texts(tokenizer: Tokenizer, corpus: PreparedCorpus, tmp_
 
 
 def test_a_text_of_one_title_is_split_by_paragraphs(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Each paragraph is on one side, a run of neighbours is a document, and the run says what was done."""
+    """Each paragraph is on one side, a run of neighbours is a document, and the run says what was
+    done.
+    """
     paragraphs = [
         story.text.replace("\n", " ") + f" The owl saw it {'again ' * number}."
         for number, story in enumerate(STORIES)
@@ -141,7 +145,9 @@ def test_documents_name_their_file_and_their_source(tokenizer: Tokenizer, tmp_pa
 
 
 def _two_sources(folder: Path) -> tuple[Path, Path]:
-    """Half of the stories with the source "novels", told by their letter case; the others as plain text."""
+    """Half of the stories with the source "novels", told by their letter case; the others as plain
+    text.
+    """
     novels, notes = folder / "books.jsonl", folder / "notes.txt"
     lines = [
         json.dumps({"title": s.title, "text": s.text, "source": "novels"}) for s in STORIES[:30]
@@ -185,7 +191,9 @@ def test_the_vocabulary_is_read_alike_by_transformers(tokenizer: Tokenizer, tmp_
 
 
 def test_a_vocabulary_is_the_same_in_every_process(tmp_path: Path) -> None:
-    """The trainer's own order is that of a hash map with a random seed; here many characters are equally common."""
+    """The trainer's own order is that of a hash map with a random seed; here many characters are
+    equally common.
+    """
     rare = " ".join(chr(0x100 + number) + chr(0x400 + number % 60) for number in range(150))
     (tmp_path / "text.txt").write_text("\n\n".join([rare, *(story.text for story in STORIES)]))
     code = (

@@ -1,4 +1,6 @@
-"""How weights lie on disk: fp16 and int8 are smaller, and what they stand for is what both graphs compute with."""
+"""How weights lie on disk: fp16 and int8 are smaller, and what they stand for is what both graphs
+compute with.
+"""
 
 from pathlib import Path
 
@@ -52,7 +54,9 @@ def test_each_halves_the_bytes(kind: str, checkpoints: dict[str, Path], tmp_path
 def test_int8_keeps_one_copy_for_both_graphs(
     kind: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Of a random model; the gate, which compares first choices, is for models whose choices are none by a hair."""
+    """Of a random model; the gate, which compares first choices, is for models whose choices are
+    none by a hair.
+    """
     checkpoint = load_checkpoint(str(checkpoints[kind]))
     model, recipe, heads = checkpoint.model, checkpoint.recipe, checkpoint.heads
     (tmp_path / "fp32").mkdir()

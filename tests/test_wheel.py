@@ -1,4 +1,6 @@
-"""An installed wheel works away from the checkout: it serves what it ships and writes to the user's data folder."""
+"""An installed wheel works away from the checkout: it serves what it ships and writes to the user's
+data folder.
+"""
 
 import pwd
 import shutil

@@ -32,7 +32,9 @@ ACTS = [
 
 
 def _story(number: int) -> Document:
-    """Every document keeps to one person and one place, so that a second sentence can be told from another document's."""
+    """Every document keeps to one person and one place, so that a second sentence can be told from
+    another document's.
+    """
     draw = random.Random(number)
     person, place = draw.choice(PEOPLE), draw.choice(PLACES)
     sentences = [f"{person.capitalize()} {draw.choice(ACTS)} {place}." for _ in range(30)]

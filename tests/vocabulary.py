@@ -1,4 +1,7 @@
-"""The tiny checkpoints' vocabulary. Imports nothing heavy, so that a server process started by a test may have it."""
+"""The tiny checkpoints' vocabulary.
+
+Imports nothing heavy, so that a server process started by a test may have it.
+"""
 
 import string
 

@@ -1,4 +1,6 @@
-"""Makes the libraries: `runtime.cpp`, and for everything else that the provider asks for, functions that return 0."""
+"""Makes the libraries: `runtime.cpp`, and for everything else that the provider asks for, functions
+that return 0.
+"""
 
 import re
 import subprocess

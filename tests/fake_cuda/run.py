@@ -56,7 +56,9 @@ def make_batch(tasks: set[str], lengths: tuple[int, ...] = LENGTHS) -> list[Enco
 
 
 def mixes(longest: int, budget: int) -> Iterator[tuple[int, ...]]:
-    """Lengths of random batches as the scheduler cuts them: some of all lengths, some of one long sequence beside short ones."""
+    """Lengths of random batches as the scheduler cuts them: some of all lengths, some of one long
+    sequence beside short ones.
+    """
     rng = np.random.default_rng(0)
     for _ in range(MIXES):
         usual = rng.integers(4, longest + 1)

@@ -433,7 +433,7 @@ def test_a_run_that_hangs_is_a_dead_engine() -> None:
 
 def test_a_worker_that_ends_is_a_dead_engine() -> None:
     class Exits(FakeEngine):
-        def run(self, _: list[Encoding]) -> list:  # type: ignore[override, type-arg]
+        def run(self, _: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
             raise SystemExit
 
     with running(Exits(), workers=2) as scheduler:

@@ -48,6 +48,13 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture
+def disk() -> None:
+    if temporary_folder() is None:
+        pytest.skip("every folder for temporary files is in memory")
+
+
+@pytest.mark.usefixtures("disk")
 @pytest.mark.parametrize("rows", [1, 13, 200])
 def test_threads_change_no_bit(graph: Path, rows: int) -> None:
     feeds = {"x0": np.random.default_rng(rows).normal(size=(rows, WIDTH)).astype(np.float32)}
@@ -81,9 +88,8 @@ print(private() - before)
     return float(done.stdout)
 
 
+@pytest.mark.usefixtures("disk")
 def test_both_sessions_share_the_weights(graph: Path) -> None:
-    if temporary_folder() is None:
-        pytest.skip("every folder for temporary files is in memory")
     one = private_mb(graph, 0)
     assert one > WEIGHTS_MB, "one session packs the weights into memory of its own"
     assert private_mb(graph, 2) < WEIGHTS_MB / 2, "two sessions map them from a file"

@@ -23,6 +23,7 @@ from cloze.service.http.connection import Connection, DirectRoutes
 from cloze.service.http.errors import STATUS
 from cloze.service.http.openapi import document
 from cloze.service.http.routes import Route
+from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline
 from cloze.service.protocols import (
@@ -166,12 +167,11 @@ class Service:
     def api(self) -> FastAPI:
         """Return the HTTP application; the service closes when the application shuts down."""
         settings = self._settings
-        limits = ApiLimits(
-            settings.max_request_bytes,
-            settings.max_request_texts,
-            settings.request_timeout_ms / 1000,
+        limits = ApiLimits(settings.max_request_bytes, settings.max_request_texts)
+        watch = RequestWatch(settings.request_timeout_ms / 1000)
+        context = ProtocolContext(
+            self._registries.tasks, self.models, self._metrics, self, limits, watch
         )
-        context = ProtocolContext(self._registries.tasks, self.models, self._metrics, self, limits)
         app = create_app(context, self._registries.protocols)
 
         @asynccontextmanager

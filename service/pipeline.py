@@ -9,7 +9,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from cloze.model_store import Manifest
@@ -70,8 +69,10 @@ class Completions:
             self._ended.append(waiter)
             if not self._is_awake:
                 self._is_awake = True
-                with suppress(RuntimeError):  # the loop has closed, so nobody waits
+                try:
                     loop.call_soon_threadsafe(self._wake_waiters)
+                except RuntimeError:  # the loop has closed, so nobody waits
+                    self._is_awake = False
 
         request.add_done_callback(end)
         try:

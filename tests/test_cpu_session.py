@@ -1,6 +1,7 @@
 """Batches that run alone use all cores, with the same results and the same weights in memory."""
 
 import logging
+import resource
 import subprocess
 import sys
 import threading
@@ -103,15 +104,30 @@ def test_the_packed_weights_leave_no_file(
     assert not list(tmp_path.iterdir())
 
 
-def test_without_space_a_lone_batch_runs_as_every_batch(
-    graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("missing", ["folder", "space"])
+def test_without_packed_weights_a_lone_batch_runs_as_every_batch(
+    graph: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    missing: str,
 ) -> None:
-    monkeypatch.setattr(sessions, "temporary_folder", lambda: tmp_path / "gone")
-    with caplog.at_level(logging.WARNING, "cloze"):
-        session = cpu_session(graph, 1, 2)
+    folder = tmp_path / "gone" if missing == "folder" else tmp_path
+    monkeypatch.setattr(sessions, "temporary_folder", lambda: folder)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if missing == "space":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+        with caplog.at_level(logging.WARNING, "cloze"):
+            session = cpu_session(graph, 1, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not isinstance(session, CpuSession)
     (line,) = caplog.messages
-    assert line.startswith(f"a lone request runs on one core: {tmp_path / 'gone'} is not usable")
+    assert line.startswith(f"a lone request runs on one core: {folder} is not usable: ")
+    assert not list(tmp_path.iterdir())
+    feeds = {"x0": np.ones((2, WIDTH), np.float32)}
+    assert session.run([f"x{PRODUCTS}"], feeds)[0].shape == (2, WIDTH)
 
 
 def test_folders_in_memory_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +139,7 @@ def test_folders_in_memory_are_not_taken(tmp_path: Path, monkeypatch: pytest.Mon
     assert temporary_folder(mounts) in (Path("/var/tmp"), Path("/tmp"))
     mounts.write_text("tmpfs / tmpfs rw 0 0\n")
     assert temporary_folder(mounts) is None
+    assert temporary_folder(tmp_path / "none, on another system") == tmp_path
 
 
 class Recording(FakeEngine):

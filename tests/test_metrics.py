@@ -10,8 +10,10 @@ from pathlib import Path
 import httpx
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cloze.service.metrics import Observations
 from tests.serving import Server, running_server
 
 FAMILIES = {
@@ -207,3 +209,23 @@ def test_a_real_prometheus_answers_from_our_series(fresh: Server, tmp_path: Path
     finally:
         process.terminate()
         process.wait(10)
+
+
+def test_many_observations_at_once_are_the_same_as_one_by_one() -> None:
+    """`_observe_all` relies on attributes of prometheus_client that are not public."""
+    registry = CollectorRegistry()
+    bounds = (0.001, 0.01, 0.1)
+    one, many = (Histogram(name, "text", buckets=bounds, registry=registry) for name in "ab")
+    values = [0.0, 0.001, 0.0011, 0.05, 0.1, 0.11, 7.0]
+    observations = Observations()
+    for value in values:
+        one.observe(value)
+        observations.add(many, value)
+    observations.write()
+    observations.write()
+    lines = generate_latest(registry).decode().splitlines()
+    samples = [
+        [line for line in lines if re.match(f"{name}_(bucket|count|sum)", line)] for name in "ab"
+    ]
+    assert [line[1:] for line in samples[0]] == [line[1:] for line in samples[1]]
+    assert "a_count 7.0" in lines

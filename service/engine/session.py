@@ -23,11 +23,10 @@ import numpy as np
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from cloze.model_store.layouts import Feeds
 from cloze.model_store.processor import cuda_settings, int8_instructions, int8_settings
-from cloze.service.core import StartupError
+from cloze.service.core import StartupError, first_line
 from cloze.service.engine.pinned import page_locked
 
 log = logging.getLogger("cloze")
@@ -98,8 +97,9 @@ def cpu_session(file: Path, threads: int = 1, alone_threads: int = 0) -> Session
         return _open_on_cpu(file, _cpu_options(threads))
     try:
         return _open_twice(file, folder, threads, alone_threads)
-    except (ort_errors.RuntimeException, ort_errors.Fail, OSError) as error:
-        log.warning("a lone request runs on one core: %s is not usable: %s", folder, error)
+    except Exception as error:  # the runtime's errors have no common type
+        reason = first_line(error)
+        log.warning("a lone request runs on one core: %s is not usable: %s", folder, reason)
         return _open_on_cpu(file, _cpu_options(threads))
 
 
@@ -107,8 +107,8 @@ def cpu_session(file: Path, threads: int = 1, alone_threads: int = 0) -> Session
 class CpuSession:
     """A session for batches that run side by side, and one for a batch that runs alone.
 
-    With one session of several threads, batches side by side would have more threads than cores: 7
-    to 20 % fewer texts per second (docs/decisions/0013-a-lone-request.md).
+    With one session of several threads, batches side by side would have more threads than cores,
+    and the throughput would fall (docs/decisions/0013-a-lone-request.md).
 
     Attributes:
         side_by_side: the session with few threads per run.
@@ -187,13 +187,14 @@ def temporary_folder(mounts: Path = Path("/proc/mounts")) -> Path | None:
 
 
 def _is_in_memory(folder: Path, mounts: Path) -> bool:
-    kinds = {}
-    for line in mounts.read_text().splitlines():
-        _, point, kind, *_ = line.split(" ")
-        kinds[Path(point)] = kind  # a later mount hides an earlier one
+    try:
+        lines = mounts.read_text().splitlines()
+    except OSError:  # not Linux
+        return False
+    kinds = {Path(line.split(" ")[1]): line.split(" ")[2] for line in lines}  # the last one holds
     resolved = folder.resolve()
-    nearest = next(path for path in (resolved, *resolved.parents) if path in kinds)
-    return kinds[nearest] in ("tmpfs", "ramfs")
+    mounted = (kinds[path] for path in (resolved, *resolved.parents) if path in kinds)
+    return next(mounted, "") in ("tmpfs", "ramfs")
 
 
 def cuda_session(file: Path, device_id: int, memory_limit: int) -> "DeviceSession":

@@ -1,6 +1,6 @@
 """Ends requests that exceed their time limit, and requests whose client disconnects.
 
-One timer per event loop serves all requests. It looks at the requests in progress every
+One timer serves all requests of the application. It looks at the requests in progress every
 `_TICK_S`, so that a request that is answered sooner needs no timer and no task of its own.
 """
 
@@ -21,7 +21,7 @@ class WatchedRequest:
     """A request in progress, as a context manager that raises the reason of an early end.
 
     Args:
-        watch: the watch of the event loop.
+        watch: the watch of the application.
         receive: the ASGI function that returns the next message of the client.
 
     Attributes:
@@ -121,7 +121,7 @@ class WatchedRequest:
 
 
 class RequestWatch:
-    """The requests in progress of one event loop.
+    """The requests in progress of one application, on one event loop.
 
     Args:
         timeout_s: longest time of each phase of a request, in seconds.
@@ -138,6 +138,9 @@ class RequestWatch:
 
     def add(self, request: WatchedRequest) -> None:
         """Begin to watch a request."""
+        if self.timeout_s < 2 * _TICK_S:  # the next tick would be too late
+            request.grow_old()
+            return
         self._young[request] = None
         if not self._ticking:
             self._ticking = True

@@ -6,6 +6,7 @@ On the wire, the length of a message in bytes, as an unsigned 32-bit integer, pr
 import asyncio
 import logging
 import struct
+from abc import ABC, abstractmethod
 from typing import cast
 
 log = logging.getLogger("cloze")
@@ -19,10 +20,8 @@ MAX_UNSENT_BYTES = 2**28
 _LENGTH = struct.Struct("=I")
 
 
-class Channel(asyncio.Protocol):
+class Channel(asyncio.Protocol, ABC):
     """One connection at a time. All methods run on the event loop.
-
-    Subclasses define `received` and `lost`.
 
     Args:
         peer: a name of the other process, for the log.
@@ -36,13 +35,13 @@ class Channel(asyncio.Protocol):
         self._partial: bytearray  # of a message whose end has not arrived
         self._needed = _LENGTH.size  # bytes of that message
 
+    @abstractmethod
     def received(self, message: memoryview) -> None:
         """Handle a message. An exception drops the peer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lost(self) -> None:
         """Handle the end of the connection; called once."""
-        raise NotImplementedError
 
     def send(self, message: bytes) -> None:
         """Send a message without waiting. Drop the peer if too many bytes are unsent."""

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import Route
+from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models
 from cloze.service.tasks import Task
@@ -37,12 +38,10 @@ class ApiLimits:
     Attributes:
         max_request_bytes: most bytes per body.
         max_request_texts: most texts per request.
-        request_timeout_s: longest time until the body is complete, in seconds.
     """
 
     max_request_bytes: int
     max_request_texts: int
-    request_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +54,7 @@ class ProtocolContext:
         metrics: the metrics that routes record and return.
         state: the state of the server.
         limits: the limits of the HTTP interface.
+        watch: ends requests that take too long.
     """
 
     tasks: Mapping[str, Task]
@@ -62,6 +62,7 @@ class ProtocolContext:
     metrics: Metrics
     state: ServerState
     limits: ApiLimits
+    watch: RequestWatch
 
 
 @dataclass(frozen=True, slots=True)

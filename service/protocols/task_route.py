@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from pydantic import BaseModel
 from starlette.requests import Request
@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from cloze.service.http.bodies import receive
 from cloze.service.http.routes import Route, RouteDoc
-from cloze.service.http.watch import RequestWatch
 from cloze.service.pipeline import TaskResult
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.tasks import Task, TaskCall
@@ -70,7 +69,6 @@ class _Endpoint:
         self._route = route
         self._context = context
         self._max_bytes = context.limits.max_request_bytes
-        self._watch = RequestWatch(context.limits.request_timeout_s)
 
     async def answer(self, request: Request) -> Response:
         """Return the response to one request.
@@ -79,9 +77,10 @@ class _Endpoint:
             ServiceError: the request gets no result.
         """
         route = self._route
-        with self._watch.request(request.receive) as watched:
+        with self._context.watch.request(request.receive) as watched:
             body, size = await receive(request, route.body, self._max_bytes, watched)
-            pipeline = self._context.models.choose(route.task, body.model)  # type: ignore[attr-defined]
+            name = cast(TaskBody, body).model
+            pipeline = self._context.models.choose(route.task, name)
             reference = pipeline.manifest.reference
             request.scope["cloze.model"] = reference
             call = route.to_call(body)

@@ -1,6 +1,7 @@
 """A process that answers HTTP: its signals, listening socket, drain and exit code."""
 
 import asyncio
+import atexit
 import logging
 import os
 import signal
@@ -117,7 +118,13 @@ class _Server(uvicorn.Server):
 
 
 def _exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
-    sys.exit(128 + number)
+    """End the process during the start, and delete its temporary folders.
+
+    SystemExit would not do: Python ignores exceptions of weak references' callbacks, and turns
+    those of `__set_name__` into a RuntimeError.
+    """
+    atexit._run_exitfuncs()
+    os._exit(128 + number)
 
 
 def bind(settings: Settings) -> socket.socket:

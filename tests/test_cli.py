@@ -194,6 +194,38 @@ def test_a_signal_during_the_start_ends_it(tiny_store: Path, delay_s: float) -> 
     assert process.returncode in (0, 143, -15)
 
 
+_SIGNAL_DURING = {
+    "the creation of a class": """
+class Attribute:
+    def __set_name__(self, owner, name):
+        signal.raise_signal(signal.SIGTERM)
+class Owner:
+    attribute = Attribute()
+""",
+    "a callback of a weak reference": """
+referent = type("Referent", (), {})()
+reference = weakref.ref(referent, lambda _: signal.raise_signal(signal.SIGTERM))
+del referent
+""",
+}
+"""Code in which Python replaces or ignores an exception that the handler of a signal raises."""
+
+
+@pytest.mark.parametrize("moment", _SIGNAL_DURING)
+def test_a_signal_during_the_start_ends_it_whatever_runs(moment: str, tmp_path: Path) -> None:
+    lines = [
+        "import signal, tempfile, weakref",
+        "from cloze.service import server",
+        "from cloze.service.settings import Settings",
+        "server.begin(Settings())",
+        f"folder = tempfile.TemporaryDirectory(dir={str(tmp_path)!r})",
+        _SIGNAL_DURING[moment],
+    ]
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (143, "")
+    assert not list(tmp_path.iterdir()), "the temporary folder is still there"
+
+
 def test_an_unknown_model_and_a_misspelt_variable(tiny_store: Path) -> None:
     done = cloze("serve", "--model", "nobody", "--model-store", str(tiny_store), CLOZE_PROT="1")
     assert done.returncode == 2

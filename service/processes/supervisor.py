@@ -7,16 +7,15 @@ outlives the processes that accept on it. Speaks no HTTP.
 import logging
 import os
 import select
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 
 from cloze.service import server
@@ -287,9 +286,8 @@ def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMA
         )
     server.begin(settings)
     server.warn_of_unknown_variables()
-    folder = Path(tempfile.mkdtemp(prefix="cloze-"))
-    try:
-        with server.bind(settings) as listener:
-            return Supervisor(settings, listener, folder, engine_command).run()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with (
+        TemporaryDirectory(prefix="cloze-", ignore_cleanup_errors=True) as folder,
+        server.bind(settings) as listener,
+    ):
+        return Supervisor(settings, listener, Path(folder), engine_command).run()

@@ -14,8 +14,9 @@ from cloze.bench.errors import BenchError
 from cloze.bench.one_size import SQUAD, SizeBenchmark, SizeOptions, peak_flops
 from cloze.bench.result import Cell, Start, Turn
 from cloze.bench.run import Plan, Report, measure
+from cloze.bench.servers import MeasuredServer
 from cloze.bench.sizes import squad_lengths
-from cloze.bench.subjects import EngineAlone, MeasuredModel, MeasuredServer, cloze_server
+from cloze.bench.subjects import EngineAlone, MeasuredModel, cloze_server
 from cloze.bench.texts import make_texts, words_of
 from cloze.model_store import Bundle
 from cloze.service.core import Device, first_line

@@ -13,6 +13,21 @@ import httptools
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """A request to send.
+
+    Attributes:
+        data: the bytes, as `post` returns them.
+        texts: number of texts in the request.
+        group: latencies are also counted per group; "" belongs to none.
+    """
+
+    data: bytes
+    texts: int = 1
+    group: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Response:
     """A complete response."""
 

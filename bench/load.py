@@ -7,7 +7,7 @@ that arrive meanwhile (coordinated omission; Tene 2013, "How NOT to measure late
 
 import asyncio
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from hdrh.histogram import HdrHistogram
 from numpy.typing import NDArray
 
 from cloze.bench.errors import BenchError
-from cloze.bench.http_client import Connection, Response
+from cloze.bench.http_client import Connection, Request, Response
 
 _MAX_LATENCY_US = 3_600_000_000
 _SIGNIFICANT_DIGITS = 3
@@ -34,14 +34,6 @@ def histogram() -> HdrHistogram:
     return HdrHistogram(1, _MAX_LATENCY_US, _SIGNIFICANT_DIGITS)
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
-    """The bytes of a request, and how many texts the request holds."""
-
-    data: bytes
-    texts: int = 1
-
-
 @dataclass(slots=True)
 class LoadResult:
     """What the clients of one load observed.
@@ -52,6 +44,8 @@ class LoadResult:
         texts: of the requests answered with status 200.
         statuses: number of answers by status; 0 stands for a connection that closed.
         latencies: of the requests answered with status 200, in microseconds.
+        by_group: the latencies of each group of requests.
+        client_cpu_s: processor time of this process during the load, in seconds.
     """
 
     seconds: float = 0.0
@@ -59,15 +53,20 @@ class LoadResult:
     texts: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
     latencies: HdrHistogram = field(default_factory=histogram)
+    by_group: dict[str, HdrHistogram] = field(default_factory=lambda: defaultdict(histogram))
+    client_cpu_s: float = 0.0
 
-    def record(self, response: Response | None, texts: int, seconds: float) -> None:
+    def record(self, response: Response | None, request: Request, seconds: float) -> None:
         """Count one response; None stands for a connection that closed."""
         status = response.status if response else 0
         self.statuses[status] += 1
         if status == 200:
             self.requests += 1
-            self.texts += texts
-            self.latencies.record_value(max(1, round(seconds * 1e6)))
+            self.texts += request.texts
+            microseconds = max(1, round(seconds * 1e6))
+            self.latencies.record_value(microseconds)
+            if request.group:
+                self.by_group[request.group].record_value(microseconds)
 
 
 async def closed_loop(
@@ -88,6 +87,7 @@ async def closed_loop(
         BenchError: the server has closed, or does not answer.
     """
     result = LoadResult(seconds=seconds)
+    cpu_s = time.process_time()
     end = time.perf_counter() + seconds
     number = 0
 
@@ -105,7 +105,7 @@ async def closed_loop(
                 response = None
             now = time.perf_counter()
             if now < end:
-                result.record(response, request.texts, now - sent)
+                result.record(response, request, now - sent)
             if response is None:
                 await connection.close()
                 connection = await Connection.connect(url)
@@ -114,6 +114,7 @@ async def closed_loop(
     async with _bounded_wait(seconds), asyncio.TaskGroup() as tasks:
         for _ in range(clients):
             tasks.create_task(client())
+    result.client_cpu_s = time.process_time() - cpu_s
     return result
 
 
@@ -181,11 +182,12 @@ async def open_loop(
     """
     result = LoadResult()
     pool = _ConnectionPool(url)
+    cpu_s = time.process_time()
     start = time.perf_counter() + 0.1
 
     async def send(request: Request, due: float) -> None:
         response = await pool.send(request.data)
-        result.record(response, request.texts, time.perf_counter() - due)
+        result.record(response, request, time.perf_counter() - due)
 
     async with _bounded_wait(float(arrivals[-1])), asyncio.TaskGroup() as tasks:
         for number, arrival in enumerate(arrivals):
@@ -195,6 +197,7 @@ async def open_loop(
                 await asyncio.sleep(wait)
             tasks.create_task(send(requests[number % len(requests)], due))
     result.seconds = time.perf_counter() - start
+    result.client_cpu_s = time.process_time() - cpu_s
     await pool.close()
     return result
 

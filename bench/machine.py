@@ -17,6 +17,10 @@ _PACKAGES = (
     "torch",
     "transformers",
     "infinity-emb",
+    "sentence-transformers",
+    "optimum",
+    "optimum-intel",
+    "openvino",
 )
 
 _INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
@@ -47,6 +51,18 @@ def describe_machine(cores: int) -> dict[str, str]:
         "memory": f"{memory:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
     }
+
+
+def processor_time(stat: Path = Path("/proc/stat")) -> tuple[int, int]:
+    """Return the ticks of all cores so far that other guests of the host took, and all ticks.
+
+    Both are 0 where the system does not count them.
+    """
+    try:
+        ticks = [int(tick) for tick in stat.read_text().splitlines()[0].split()[1:]]
+    except OSError:
+        return 0, 0
+    return ticks[7], sum(ticks[:8])  # user, nice, system, idle, iowait, irq, softirq, steal
 
 
 def installed_versions(python: str = sys.executable) -> dict[str, str]:

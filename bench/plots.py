@@ -10,66 +10,77 @@ if TYPE_CHECKING:
 
 
 def draw(result: Result, file: Path) -> None:
-    """Write the plots as a PNG file.
+    """Write the plots as a PNG file, a row per set of texts.
 
     Raises:
         OSError: the file cannot be written.
     """
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(16, 4.5), layout="constrained")
-    throughput, latency, parts = figure.subplots(1, 3)
-    _draw_throughput(throughput, result)
-    _draw_latency(latency, result)
-    _draw_parts(parts, result)
-    for axes in (throughput, latency):
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend(fontsize="small")
+    labels = list(dict.fromkeys(_label(load) for load in result.loads())) or [""]
+    figure = Figure(figsize=(16, 4.5 * len(labels)), layout="constrained")
+    for row, label in zip(figure.subplots(len(labels), 3, squeeze=False), labels, strict=True):
+        throughput, latency, parts = row
+        _draw_throughput(throughput, result, label)
+        _draw_latency(latency, result, label)
+        _draw_parts(parts, result, label)
+        for axes in (throughput, latency):
+            axes.grid(alpha=0.3)
+            if axes.lines:
+                axes.legend(fontsize="small")
     figure.savefig(file, dpi=110)
 
 
-def _loads(result: Result, subject: str, kind: str) -> list[tuple[float, str]]:
+def _label(load: str) -> str:
+    """Return the label that ends the name of a load, if any."""
+    is_bulk = load.startswith("single beside bulk")
+    return " ".join(load.split()[3 if is_bulk else 2 :])
+
+
+def _loads(result: Result, subject: str, kind: str, label: str) -> list[tuple[float, str]]:
     """Return the number in the name of each load of a kind, and the name, in ascending order."""
     return sorted(
         (float(load.split()[1]), load)
         for load in result.loads()
-        if load.startswith(kind) and result.of(subject, load)
+        if load.startswith(kind) and _label(load) == label and result.of(subject, load)
     )
 
 
-def _draw_throughput(axes: "Axes", result: Result) -> None:
+def _draw_throughput(axes: "Axes", result: Result, label: str) -> None:
     for subject in result.subjects():
         points = [
             (clients, result.median(subject, load, "texts_per_s") or 0.0)
-            for clients, load in _loads(result, subject, "closed")
+            for clients, load in _loads(result, subject, "closed", label)
         ]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", label=subject)
-    axes.set(title="Closed loop", xlabel="clients", ylabel="texts per second")
+    axes.set(
+        title=f"Closed loop, {label}".rstrip(", "), xlabel="clients", ylabel="texts per second"
+    )
     axes.set(xscale="log", ylim=(0, None))
 
 
-def _draw_latency(axes: "Axes", result: Result) -> None:
+def _draw_latency(axes: "Axes", result: Result, label: str) -> None:
     for subject in result.subjects():
         for kind in ("poisson", "recorded"):
             for percentile, style in (("p50", "-"), ("p99", "--")):
                 points = [
                     (share, value)
-                    for share, load in _loads(result, subject, kind)
+                    for share, load in _loads(result, subject, kind, label)
                     if (value := result.median(subject, load, percentile))
                 ]
                 if points:
-                    label = f"{subject}, {kind}, {percentile}"
-                    axes.plot(*zip(*points, strict=True), style, marker=".", label=label)
-    axes.set(title="Open loop", xlabel="arrivals, share of its own capacity")
+                    name = f"{subject}, {kind}, {percentile}"
+                    axes.plot(*zip(*points, strict=True), style, marker=".", label=name)
+    axes.set(title=f"Open loop, {label}".rstrip(", "), xlabel="arrivals, share of its own capacity")
     axes.set(ylabel="latency, ms", yscale="log")
 
 
-def _draw_parts(axes: "Axes", result: Result) -> None:
+def _draw_parts(axes: "Axes", result: Result, label: str) -> None:
     rows = [
         (f"{subject}, {load}", parts)
         for load in result.loads()
+        if _label(load) == label
         for subject in result.subjects()
         if (parts := result.parts(subject, load))
     ]

@@ -1,6 +1,7 @@
 """Formats a result as Markdown tables."""
 
 import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from cloze.bench.result import COMPARED, ONE_LENGTH, Cell, Result
@@ -11,7 +12,8 @@ _COLUMNS = {
     "p90 ms": "p90",
     "p99 ms": "p99",
     "p99.9 ms": "p99.9",
-    "CPU s": "cpu_s",
+    "CPU ms": "cpu_ms",
+    "client ms": "client_cpu_ms",
     "memory MB": "rss_mb",
 }
 
@@ -20,7 +22,7 @@ def table(result: Result) -> str:
     """Format the machine, the starts, the engines, and one row per subject and load."""
     lines = [*_heading(result), *_starts(result), *_one_length(result), *_compared(result)]
     if result.turns:
-        lines += [*_turns(result), *_ratios(result), *_parts(result)]
+        lines += [*_turns(result), *_ratios(result), *_lengths(result), *_parts(result)]
     return "\n".join(lines) + "\n"
 
 
@@ -64,8 +66,12 @@ def _starts(result: Result) -> list[str]:
 def _turns(result: Result) -> list[str]:
     """Return one row per load and subject, medians over turns."""
     turns = max(turn.turn for turn in result.turns) + 1
+    stolen = [f"{turn.stolen:.0%}" for turn in sorted(result.turns, key=lambda turn: turn.stolen)]
     lines = [
-        f"Medians of {turns} turns; all subjects in turn, those of a load on the same texts.",
+        f"Medians of {turns} turns; all subjects in turn, those of a load on the same texts. "
+        "CPU ms is the processor time of the server per request, client ms that of the load "
+        "generator, which shares the cores. Other guests of the host took "
+        f"{stolen[0]} to {stolen[-1]} of the processor time of a load.",
         "",
         *_header(["load", "subject", *_COLUMNS, "failed"]),
     ]
@@ -142,11 +148,53 @@ def _ratios(result: Result) -> list[str]:
             for other in (engine, *peers):
                 theirs = result.median(other, load, "texts_per_s")
                 if ours and theirs:
-                    rows.append(_row([load, server, other, f"{ours / theirs:.2f}"]))
+                    left = _share_without_client(result, server, load) if other == engine else 0.0
+                    apart = f"{ours / theirs / left:.2f}" if left else ""
+                    rows.append(_row([load, server, other, f"{ours / theirs:.2f}", apart]))
     if not rows:
         return []
-    title = "Texts per second of one over those of the other:"
-    return ["", title, "", *_header(["load", "one", "other", "ratio"]), *rows]
+    title = (
+        "Texts per second of one over those of the other. The last column takes the processor time "
+        "of the load generator from the engine, which was measured without one:"
+    )
+    return ["", title, "", *_header(["load", "one", "other", "ratio", "client apart"]), *rows]
+
+
+def _share_without_client(result: Result, server: str, load: str) -> float:
+    """Return the share of the machine that the load generator leaves; 0 if it is not known.
+
+    With one client, the load generator waits while the server works, and takes nothing from it.
+    """
+    turns = [turn for turn in result.of(server, load) if turn.seconds]
+    if load.split()[1] == "1" or not turns:
+        return 0.0
+    cores = int(result.machine["cores"])
+    shares = (turn.client_cpu_s / turn.seconds / cores for turn in turns)
+    return 1 - statistics.median(shares)
+
+
+def _lengths(result: Result) -> list[str]:
+    """Return the latency by class of length, for the loads in which requests wait for others."""
+    rows = [
+        _row(
+            [
+                load,
+                subject,
+                name,
+                _figure(latency["p50"]),
+                _figure(latency["p99"]),
+                f"{latency['p99'] / latency['p50']:.1f}",
+            ]
+        )
+        for load in result.loads()
+        if not load.startswith("closed 1 ") and load != "closed 1"
+        for subject in result.subjects()
+        for name, latency in result.lengths(subject, load).items()
+    ]
+    if not rows:
+        return []
+    columns = ["load", "subject", "length", "p50 ms", "p99 ms", "p99 / p50"]
+    return ["", "Latency by length of the text:", "", *_header(columns), *rows]
 
 
 def _parts(result: Result) -> list[str]:

@@ -2,9 +2,12 @@
 
 import json
 import statistics
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
+
+from hdrh.histogram import HdrHistogram
 
 from cloze.bench.load import LoadResult
 
@@ -19,11 +22,13 @@ class ResourceUsage:
         cpu_s: processor time of the server's processes, in seconds.
         rss_mb: memory of the processes after the load, in MB.
         parts_ms: mean milliseconds of each part of a request, as the server measures them.
+        stolen: share of the machine's processor time that other guests of the host took.
     """
 
     cpu_s: float = 0.0
     rss_mb: float = 0.0
     parts_ms: dict[str, float] = field(default_factory=dict)
+    stolen: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,10 @@ class Turn:
         cpu_s: see `ResourceUsage`.
         rss_mb: see `ResourceUsage`.
         parts_ms: see `ResourceUsage`.
+        stolen: see `ResourceUsage`.
+        seconds: duration of the load.
+        client_cpu_s: processor time of the load generator, in seconds.
+        by_length: percentiles of the answered requests, by class of length.
     """
 
     subject: str
@@ -55,6 +64,20 @@ class Turn:
     cpu_s: float = 0.0
     rss_mb: float = 0.0
     parts_ms: dict[str, float] = field(default_factory=dict)
+    stolen: float = 0.0
+    seconds: float = 0.0
+    client_cpu_s: float = 0.0
+    by_length: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def cpu_ms(self) -> float:
+        """Processor time of the server per answered request, in milliseconds."""
+        return self.cpu_s * 1000 / self.answered if self.answered else 0.0
+
+    @property
+    def client_cpu_ms(self) -> float:
+        """Processor time of the load generator per answered request, in milliseconds."""
+        return self.client_cpu_s * 1000 / self.answered if self.answered else 0.0
 
     def figure(self, name: str) -> float | None:
         """Return an attribute or a latency by its name; None if this turn does not have it."""
@@ -69,12 +92,6 @@ def make_turn(
     subject: str, load: str, turn: int, measured: LoadResult, usage: ResourceUsage = _NO_USAGE
 ) -> Turn:
     """Return the turn that summarizes the requests of one load."""
-    latencies = measured.latencies
-    latency = {f"p{p:g}": latencies.get_value_at_percentile(p) / 1000 for p in _PERCENTILES}
-    latency |= {
-        "max": latencies.get_max_value() / 1000,
-        "mean": latencies.get_mean_value() / 1000,
-    }
     failed = {
         str(status): count for status, count in sorted(measured.statuses.items()) if status != 200
     }
@@ -85,12 +102,27 @@ def make_turn(
         texts_per_s=measured.texts / measured.seconds,
         requests_per_s=measured.requests / measured.seconds,
         answered=measured.requests,
-        latency_ms=latency if measured.requests else {},
+        latency_ms=_latency_ms(measured.latencies),
         failed=failed,
         cpu_s=usage.cpu_s,
         rss_mb=usage.rss_mb,
         parts_ms=usage.parts_ms,
+        stolen=usage.stolen,
+        seconds=measured.seconds,
+        client_cpu_s=measured.client_cpu_s,
+        by_length={name: _latency_ms(group) for name, group in measured.by_group.items()},
     )
+
+
+def _latency_ms(latencies: HdrHistogram) -> dict[str, float]:
+    """Return percentiles, maximum and mean in milliseconds; nothing of an empty histogram."""
+    if not latencies.get_total_count():
+        return {}
+    percentiles = {f"p{p:g}": latencies.get_value_at_percentile(p) / 1000 for p in _PERCENTILES}
+    return percentiles | {
+        "max": latencies.get_max_value() / 1000,
+        "mean": latencies.get_mean_value() / 1000,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +170,7 @@ class Result:
         machine: processor, cores, memory and system.
         versions: of installed packages, by environment.
         model: name and size of the served model.
-        texts: their source, their number, and their mean length in tokens.
+        texts: of each set: source, number, and mean length in tokens.
         turns: measurements under load.
         starts: of servers.
         cells: of engines alone, by sequence length and batch size.
@@ -148,7 +180,7 @@ class Result:
     command: str
     date: str
     machine: dict[str, str]
-    versions: dict[str, dict[str, str]]
+    versions: Mapping[str, Mapping[str, str]]
     model: str
     texts: dict[str, Any]
     turns: list[Turn]
@@ -179,6 +211,19 @@ class Result:
         values = [turn.figure(figure) for turn in self.of(subject, load)]
         measured = [value for value in values if value is not None]
         return statistics.median(measured) if measured else None
+
+    def lengths(self, subject: str, load: str) -> dict[str, dict[str, float]]:
+        """Return the medians of `Turn.by_length`, by class and percentile."""
+        turns = self.of(subject, load)
+        names = dict.fromkeys(name for turn in turns for name in turn.by_length)
+        classes = {}
+        for name in names:
+            measured = [turn.by_length[name] for turn in turns if turn.by_length.get(name)]
+            classes[name] = {
+                figure: statistics.median(latency[figure] for latency in measured)
+                for figure in measured[0]
+            }
+        return classes
 
     def parts(self, subject: str, load: str) -> dict[str, float]:
         """Return the medians of `Turn.parts_ms`, by part."""

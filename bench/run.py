@@ -11,15 +11,20 @@ from numpy.typing import NDArray
 
 from cloze.bench.errors import BenchError
 from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson, rescaled
+from cloze.bench.machine import processor_time
 from cloze.bench.parts import parts_ms, scrape
 from cloze.bench.processes import RunningServer
 from cloze.bench.result import ResourceUsage, Start, Turn, make_turn
-from cloze.bench.subjects import EngineAlone, MeasuredServer
+from cloze.bench.servers import MeasuredServer
+from cloze.bench.subjects import EngineAlone
 
 _BULK_TEXTS = 2048
 _WARM_UP_S = 1.0
 _BULK_LEAD_S = 0.5
 """A bulk request runs this long before the single requests start, and after they end."""
+
+_CLASSES = (32, 128)
+"""Largest lengths of the classes of length, in tokens; one more class has the longer texts."""
 
 Report = Callable[[str], None]
 """Receives the figures, one line each."""
@@ -40,7 +45,7 @@ class Plan:
             texts never stop.
         seconds: of every load.
         turns: number of repetitions.
-        label: of the closed loops, where a result has several plans.
+        label: ends the names of all loads, where a result has several plans.
     """
 
     clients: tuple[int, ...] = (1, 32)
@@ -52,9 +57,13 @@ class Plan:
     turns: int = 3
     label: str = ""
 
+    def named(self, load: str) -> str:
+        """Return the name of a load of this plan."""
+        return f"{load} {self.label}".strip()
+
     def closed(self, clients: int) -> str:
         """Return the name of a closed loop."""
-        return f"closed {clients} {self.label}".strip()
+        return self.named(f"closed {clients}")
 
 
 def measure(
@@ -63,6 +72,7 @@ def measure(
     texts: Sequence[str],
     plan: Plan,
     report: Report,
+    lengths: Sequence[int] | None = None,
 ) -> tuple[list[Turn], list[Start]]:
     """Run the plan.
 
@@ -74,7 +84,9 @@ def measure(
         texts: sent to every subject.
         plan: the loads.
         report: receives the figures, one line each.
+        lengths: tokens of each text; with them, latencies are also counted per class of length.
     """
+    groups = [length_class(length) for length in lengths] if lengths else [""] * len(texts)
     turns: list[Turn] = []
     starts: list[Start] = []
     for number in range(plan.turns):
@@ -83,10 +95,14 @@ def measure(
             turns += measured
             _report_turns(measured, report)
         for server in servers:
+            if plan.texts_per_request > server.max_texts:
+                limit = f"takes {server.max_texts} texts per request"
+                report(f"turn {number}: {server.name} is left out: it {limit}")
+                continue
             try:
                 with server.start() as process:
                     starts.append(Start(server.name, process.ready_s, process.rss_mb()))
-                    loads = _ServerLoads(server, process, texts, plan, number)
+                    loads = _ServerLoads(server, process, texts, groups, plan, number)
                     measured = uvloop.run(loads.measure())
             except BenchError as error:
                 report(f"turn {number}: {server.name} is left out: {error}")
@@ -94,6 +110,12 @@ def measure(
                 turns += measured
                 _report_turns(measured, report)
     return turns, starts
+
+
+def length_class(tokens: int) -> str:
+    """Return the name of the class of length of a text."""
+    fitting = [limit for limit in _CLASSES if tokens <= limit]
+    return f"to {fitting[0]} tokens" if fitting else f"above {_CLASSES[-1]} tokens"
 
 
 def _report_turns(turns: Sequence[Turn], report: Report) -> None:
@@ -129,6 +151,7 @@ class _ServerLoads:
         server: what is measured.
         process: the server's process.
         texts: what is sent.
+        groups: group of each text.
         plan: the loads.
         number: of the turn.
     """
@@ -138,15 +161,20 @@ class _ServerLoads:
         server: MeasuredServer,
         process: RunningServer,
         texts: Sequence[str],
+        groups: Sequence[str],
         plan: Plan,
         number: int,
     ) -> None:
         self._server, self._process, self._texts = server, process, texts
         self._plan, self._number = plan, number
         # A slow server answers few of the texts; a new order in each turn gives it other texts.
-        shuffled = list(texts)
-        random.Random(number).shuffle(shuffled)
-        self._requests = server.requests(shuffled, each=plan.texts_per_request)
+        pairs = list(zip(texts, groups, strict=True))
+        random.Random(number).shuffle(pairs)
+        shuffled = [text for text, _ in pairs]
+        if plan.texts_per_request == 1:
+            self._requests = server.single_requests(shuffled, [group for _, group in pairs])
+        else:
+            self._requests = server.requests(shuffled, each=plan.texts_per_request)
         self._turns: list[Turn] = []
 
     async def measure(self) -> list[Turn]:
@@ -155,8 +183,9 @@ class _ServerLoads:
         capacity = await self._closed_loops()
         if capacity:
             await self._open_loops(capacity)
-        if self._plan.bulk and self._server.lists:
-            await self._record("single beside bulk", self._beside_bulk(), parts=False)
+        if self._plan.bulk and self._server.max_texts >= _BULK_TEXTS:
+            load = self._plan.named("single beside bulk")
+            await self._record(load, self._beside_bulk(), parts=False)
         return self._turns
 
     async def _closed_loops(self) -> float:
@@ -172,7 +201,7 @@ class _ServerLoads:
         for share in self._plan.shares:
             for kind, times in _arrivals(capacity * share, self._plan, self._number):
                 load = open_loop(self._process.url, self._requests, times)
-                await self._record(f"{kind} {share:g}", load)
+                await self._record(self._plan.named(f"{kind} {share:g}"), load)
 
     async def _closed_loop(self, clients: int, seconds: float) -> LoadResult:
         return await closed_loop(
@@ -181,13 +210,15 @@ class _ServerLoads:
 
     async def _record(self, name: str, load: Awaitable[LoadResult], *, parts: bool = True) -> Turn:
         process, url = self._process, self._process.url
-        cpu_s = process.cpu_s()
+        cpu_s, (stolen, ticks) = process.cpu_s(), processor_time()
         before = scrape(url) if self._server.parts and parts else None
         measured = await load
+        stolen_until, ticks_until = processor_time()
         usage = ResourceUsage(
             cpu_s=process.cpu_s() - cpu_s,
             rss_mb=process.rss_mb(),
             parts_ms={} if before is None else parts_ms(before, scrape(url)),
+            stolen=(stolen_until - stolen) / max(1, ticks_until - ticks),
         )
         turn = make_turn(self._server.name, name, self._number, measured, usage)
         self._turns.append(turn)

@@ -1,8 +1,7 @@
 """The options of ``cloze bench run``, and the texts, engines and servers that they select."""
 
 import csv
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -13,22 +12,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.bench.errors import BenchError
+from cloze.bench.machine import installed_versions
+from cloze.bench.peers import PEERS
+from cloze.bench.peers.peer import Peer, PeerModel
 from cloze.bench.run import Plan
-from cloze.bench.subjects import (
-    EngineAlone,
-    MeasuredModel,
-    MeasuredServer,
-    cloze_server,
-    infinity_server,
-    pipeline_server,
-)
-from cloze.bench.texts import Texts, make_texts, mask_a_word, read_texts, words_of
+from cloze.bench.servers import MeasuredServer
+from cloze.bench.subjects import EngineAlone, MeasuredModel, cloze_server
+from cloze.bench.texts import MADE_TEXTS, Texts, make_texts, mask_a_word, read_texts, words_of
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device
 from cloze.service.tasks import TASKS, Task
-
-_INFINITY_ENGINES = ("torch", "optimum")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +33,7 @@ class RunOptions:
         models: bundles to compare.
         model_store: folder of the bundles.
         task: name of the task.
-        texts: file with the texts; None: random words.
+        texts: sets of texts, measured one after the other: files, or names of `MADE_TEXTS`.
         count: largest number of texts.
         clients: see `Plan`.
         shares: see `Plan`.
@@ -51,15 +45,15 @@ class RunOptions:
         precisions: of engines and servers, to compare.
         device: of engines and servers.
         frontends: of the servers, to compare.
-        infinity: interpreter of an environment with infinity-emb.
-        pipeline: interpreter of an environment with transformers and FastAPI.
         checkpoint: the weights for the peers.
+        backends: of sentence-transformers.
+        peers: the program of each peer to measure, by the peer's option.
     """
 
     models: tuple[str, ...]
     model_store: Path
     task: str
-    texts: Path | None
+    texts: tuple[str, ...]
     count: int
     clients: tuple[int, ...]
     shares: tuple[float, ...]
@@ -71,12 +65,15 @@ class RunOptions:
     precisions: tuple[str, ...]
     device: str
     frontends: tuple[int, ...]
-    infinity: str | None
-    pipeline: str | None
     checkpoint: Path | None
+    backends: tuple[str, ...]
+    peers: Mapping[str, str]
 
-    def plan(self) -> Plan:
+    def plan(self, label: str = "") -> Plan:
         """Return the loads.
+
+        Args:
+            label: see `Plan`.
 
         Raises:
             ValueError: the file of arrival times is unusable.
@@ -90,14 +87,8 @@ class RunOptions:
             bulk=self.bulk,
             seconds=self.seconds,
             turns=self.turns,
+            label=label,
         )
-
-    @property
-    def interpreters(self) -> dict[str, str]:
-        """The interpreter of each environment of the measurement."""
-        peers = {"infinity-emb": self.infinity, "pipeline": self.pipeline}
-        chosen = {name: python for name, python in peers.items() if python}
-        return {"Cloze": sys.executable, **chosen}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,40 +96,42 @@ class Selection:
     """The texts, engines and servers of a measurement.
 
     Attributes:
-        texts: sent to every subject.
-        engines: by name; each opens one engine.
+        texts: sets of texts by label; all subjects get each of them.
+        engines: by name; each opens one engine for texts.
         servers: ours, then the peers.
+        versions: of packages, by environment.
     """
 
-    texts: Texts
-    engines: dict[str, Callable[[], EngineAlone]]
+    texts: dict[str, Texts]
+    engines: dict[str, Callable[[Sequence[str]], EngineAlone]]
     servers: list[MeasuredServer]
+    versions: dict[str, Mapping[str, str]]
 
     @classmethod
     def of(cls, options: RunOptions) -> Self:
         """Return what the options select.
 
         Raises:
-            BenchError: a peer lacks its checkpoint.
+            BenchError: a peer does not start, lacks its checkpoint, or does not serve the task.
             StoreError: a bundle cannot be opened.
-            ValueError: the file of texts is unusable.
+            ValueError: a file of texts is unusable.
             OSError: a file cannot be read.
         """
-        if (options.infinity or options.pipeline) and options.checkpoint is None:
-            raise BenchError("peers need the weights as a checkpoint: give --checkpoint")
         task = TASKS[options.task]
-        texts = _texts(options, task)
         models = _models(options, task)
         engines = {
-            f"{title} engine": partial(EngineAlone, model, texts.texts)
-            for title, model in models.items()
+            f"{title} engine": partial(EngineAlone, model) for title, model in models.items()
         }
         servers = [
             cloze_server(title, model, number)
             for title, model in models.items()
             for number in options.frontends
         ]
-        return cls(texts, dict(engines), [*servers, *_peers(options, task)])
+        versions: dict[str, Mapping[str, str]] = {"Cloze": installed_versions()}
+        for peer, program, model in _peers(options):
+            servers += peer.servers(program, model)
+            versions[peer.title] = peer.versions(program, model)
+        return cls(_text_sets(options, task), dict(engines), servers, versions)
 
 
 def _models(options: RunOptions, task: Task) -> dict[str, MeasuredModel]:
@@ -157,25 +150,39 @@ def _models(options: RunOptions, task: Task) -> dict[str, MeasuredModel]:
     return models
 
 
-def _peers(options: RunOptions, task: Task) -> list[MeasuredServer]:
-    checkpoint, peers = options.checkpoint, []
-    if checkpoint and options.infinity:
-        peers += [infinity_server(options.infinity, checkpoint, e) for e in _INFINITY_ENGINES]
-    if checkpoint and options.pipeline:
-        peers.append(pipeline_server(options.pipeline, checkpoint, task))
-    return peers
+def _peers(options: RunOptions) -> Iterator[tuple[Peer, str, PeerModel]]:
+    """Yield the peers to measure, with their programs and what they serve."""
+    manifest = Store(options.model_store).manifest(options.models[0])
+    for peer in PEERS:
+        program = options.peers.get(peer.option)
+        if program is None:
+            continue
+        if options.checkpoint is None:
+            raise BenchError("peers need the weights as a checkpoint: give --checkpoint")
+        if not (options.checkpoint / "config.json").is_file():
+            raise BenchError(f"{options.checkpoint} is no checkpoint: it has no config.json")
+        if options.task not in peer.tasks:
+            raise BenchError(f"{peer.title} does not serve {options.task}")
+        pooling = manifest.embedding.pooling if manifest.embedding else "mean"
+        checkpoint = options.checkpoint.resolve()
+        yield peer, program, PeerModel(checkpoint, options.task, str(pooling), options.backends)
 
 
-def _texts(options: RunOptions, task: Task) -> Texts:
-    """Return the texts; for fill-mask, one word of each is masked."""
+def _text_sets(options: RunOptions, task: Task) -> dict[str, Texts]:
+    """Return the sets of texts by label; for fill-mask, one word of each text is masked."""
     bundle = Store(options.model_store).open(options.models[0])
-    if options.texts:
-        texts = read_texts(options.texts, options.count)
-    else:
-        texts = make_texts(words_of(bundle), options.count)
-    if task.name != "fill-mask":
-        return texts
-    return mask_a_word(texts, bundle.manifest.tokenizer.mask_token or "")
+    sets = {}
+    for name in options.texts:
+        if name in MADE_TEXTS:
+            texts = make_texts(words_of(bundle), options.count, name)
+        else:
+            texts = read_texts(Path(name), options.count)
+        if task.name == "fill-mask":
+            texts = mask_a_word(texts, bundle.manifest.tokenizer.mask_token or "")
+        sets[Path(name).name.split(".")[0]] = texts
+    if len(sets) < len(options.texts):
+        raise ValueError(f"two sets of texts have the same name: {', '.join(options.texts)}")
+    return sets
 
 
 def _read_arrivals(file: Path) -> NDArray[np.float64]:

@@ -28,8 +28,15 @@ _QUESTION_WORDS = {
 }
 """Number of questions by their number of words, of 1,805 search questions (Natural Questions)."""
 
-_MIX = ((0.75, "question"), (0.20, "sentence"), (0.05, "passage"))
+_MIX = (0.75, 0.20, 0.05)
 """Shares of an embedding service: mostly queries, some sentences, few passages to index."""
+
+MADE_TEXTS = {
+    "mixed": (_MIX, "75 % as long as search questions, 20 % as sentences, 5 % as passages"),
+    "questions": ((1.0, 0.0, 0.0), "as long as search questions"),
+    "passages": ((0.0, 0.0, 1.0), "as long as passages"),
+}
+"""Kinds of random texts: the shares of questions, sentences and passages, and a description."""
 
 _SENTENCE_WORDS, _PASSAGE_WORDS = (20, 0.5), (120, 0.5)
 """Median and sigma of log-normal word counts."""
@@ -73,22 +80,29 @@ def _text_of(line: str) -> str:
     return text
 
 
-def make_texts(words: Sequence[str], count: int, seed: int = 0) -> Texts:
-    """Make `count` texts of random words; the same seed gives the same texts."""
+def make_texts(words: Sequence[str], count: int, kind: str = "mixed", seed: int = 0) -> Texts:
+    """Make `count` texts of random words; the same seed gives the same texts.
+
+    Args:
+        words: to choose from.
+        count: number of texts.
+        kind: a key of `MADE_TEXTS`.
+        seed: of the random numbers.
+    """
+    shares, description = MADE_TEXTS[kind]
     rng = np.random.default_rng(seed)
-    lengths = np.fromiter((_word_count(rng) for _ in range(count)), int, count)
+    lengths = np.fromiter((_word_count(rng, shares) for _ in range(count)), int, count)
     chosen = rng.integers(len(words), size=lengths.sum())
     ends = np.cumsum(lengths)
     texts = [
         " ".join(words[i] for i in chosen[end - size : end])
         for end, size in zip(ends, lengths, strict=True)
     ]
-    lengths_like = "75 % as long as search questions, 20 % as sentences, 5 % as passages"
-    return Texts(texts, f"{count} of random words: {lengths_like}")
+    return Texts(texts, f"random words, {description}")
 
 
-def _word_count(rng: np.random.Generator) -> int:
-    kind = rng.choice([name for _, name in _MIX], p=[share for share, _ in _MIX])
+def _word_count(rng: np.random.Generator, shares: Sequence[float]) -> int:
+    kind = rng.choice(["question", "sentence", "passage"], p=shares)
     if kind == "question":
         counts = np.array(list(_QUESTION_WORDS.values()))
         return int(rng.choice(list(_QUESTION_WORDS), p=counts / counts.sum()))

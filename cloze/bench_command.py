@@ -1,18 +1,18 @@
 """``cloze bench``: parses arguments, calls `bench`, prints; docs/benchmark.md has the method."""
 
 import os
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
+from cloze.bench.peers import PEERS
+from cloze.bench.peers.sentence_transformers_peer import BACKENDS
+from cloze.bench_output import create_out, now, present, repeating_command, report, write
 from cloze.failing import fail
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
@@ -24,7 +24,25 @@ if TYPE_CHECKING:
     from cloze.bench.run_options import RunOptions
 
 
+_PROGRAMS = {"BINARY": "The program", "PYTHON": "Interpreter of an environment with"}
+"""Begins the help text of a peer's option, by kind of program."""
+
 _INSTALL = "which the serving install leaves out; install cloze[cpu,bench]"
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def _peer_options(command: Command) -> Command:
+    """Add an option per peer, whose value is the peer's program."""
+    for peer in reversed(PEERS):
+        option = click.option(
+            f"--{peer.option}",
+            metavar=peer.program,
+            help=f"{_PROGRAMS[peer.program]} {peer.title}; needs --checkpoint.",
+        )
+        command = option(command)
+    return command
+
 
 _out_option = click.option(
     "--out",
@@ -166,15 +184,15 @@ def _measure_device(arguments: dict[str, Any], out: Path | None) -> None:
     describe = _device_describer(plan)
 
     def save(figures: DeviceFigures) -> None:
-        _write(describe(figures), out)
+        write(describe(figures), out)
 
     try:
-        _create_out(out)
+        create_out(out)
         with TemporaryDirectory(prefix="cloze-bench-") as folder:
-            figures = measure_device(plan, Path(folder), _report, save)
+            figures = measure_device(plan, Path(folder), report, save)
     except (BenchError, OSError) as error:
         fail(str(error))
-    _present(describe(figures), out)
+    present(describe(figures), out)
     if figures.failed:
         fail(f"failed: {'; '.join(figures.failed)}; the lines above and the notes have the reasons")
 
@@ -191,8 +209,8 @@ def _device_describer(plan: "DevicePlan") -> "Callable[[DeviceFigures], Result]"
     def describe(figures: "DeviceFigures") -> Result:
         gpu = {"GPU": name} if (name := gpu_name(plan.device)) else {}
         return Result(
-            command=_command(),
-            date=_now(),
+            command=repeating_command(),
+            date=now(),
             machine=gpu | describe_machine(available_cpus()),
             versions=versions,
             model=f"{', '.join(plan.sizes)}, embed, on {gpu.get('GPU', 'a CPU')}",
@@ -227,10 +245,12 @@ def _device_describer(plan: "DevicePlan") -> "Callable[[DeviceFigures], Result]"
 @click.option("--task", type=click.Choice(["embed", "fill-mask"]), default="embed")
 @click.option(
     "--texts",
-    type=click.Path(path_type=Path),
-    help="File with one text per line, or .jsonl (text or question). [default: random words]",
+    multiple=True,
+    default=("mixed",),
+    help="File with one text per line, or .jsonl (text or question); or random words: mixed, "
+    "questions, passages. May be repeated, to measure short and long texts.",
 )
-@click.option("--count", type=click.IntRange(min=1), default=2000, help="Number of texts.")
+@click.option("--count", type=click.IntRange(min=1), default=2000, help="Number of texts per set.")
 @click.option(
     "--clients", default="1,32", callback=_counts(1), help="Clients, one closed loop per number."
 )
@@ -273,15 +293,14 @@ def _device_describer(plan: "DevicePlan") -> "Callable[[DeviceFigures], Result]"
     default=(0,),
     help="Front end processes of the server; may be repeated, to compare.",
 )
+@_peer_options
 @click.option(
-    "--infinity",
-    metavar="PYTHON",
-    help="Interpreter of an environment with infinity-emb; needs --checkpoint.",
-)
-@click.option(
-    "--pipeline",
-    metavar="PYTHON",
-    help="Interpreter of an environment with transformers and FastAPI; needs --checkpoint.",
+    "--backend",
+    "backends",
+    multiple=True,
+    type=click.Choice(list(BACKENDS)),
+    default=("torch",),
+    help="Backend of sentence-transformers; may be repeated, to compare.",
 )
 @click.option(
     "--checkpoint",
@@ -297,47 +316,51 @@ def run(out: Path | None, **arguments: Any) -> None:
         from cloze.service.core import StartupError
     except ModuleNotFoundError as error:
         fail(f"bench needs {error.name}, {_INSTALL}")
-    options = RunOptions(**arguments)
+    given = {peer.option: arguments.pop(peer.option.replace("-", "_")) for peer in PEERS}
+    peers = {option: program for option, program in given.items() if program is not None}
+    options = RunOptions(peers=peers, **arguments)
     try:
-        _create_out(out)
+        create_out(out)
         result = _measure_run(options)
     except (
         BenchError,
         StoreError,
         StartupError,
-        subprocess.CalledProcessError,
         ValueError,
         OSError,
     ) as error:
         fail(str(error))
-    _present(result, out)
+    present(result, out)
 
 
 def _measure_run(options: "RunOptions") -> "Result":
-    from cloze.bench.machine import describe_machine, installed_versions
+    from cloze.bench.machine import describe_machine
     from cloze.bench.result import Result
     from cloze.bench.run import measure
     from cloze.bench.run_options import Selection
     from cloze.service.settings import available_cpus
 
     selection = Selection.of(options)
-    texts, engines = selection.texts, selection.engines
-    versions = {name: installed_versions(python) for name, python in options.interpreters.items()}
-    lengths = next(iter(engines.values()))().lengths
-    turns, starts = measure(engines, selection.servers, texts.texts, options.plan(), _report)
+    open_first = next(iter(selection.engines.values()))
+    turns, starts, described = [], [], {}
+    for name, texts in selection.texts.items():
+        lengths = open_first(texts.texts).lengths
+        mean = sum(lengths) / len(lengths)
+        described[name] = f"({texts.source}; {len(lengths)} of {mean:.1f} tokens on average)"
+        engines = {title: partial(open_, texts.texts) for title, open_ in selection.engines.items()}
+        plan = options.plan(name if len(selection.texts) > 1 else "")
+        measured = measure(engines, selection.servers, texts.texts, plan, report, lengths)
+        turns += measured[0]
+        starts += measured[1]
     store = Store(options.model_store)
     references = [store.manifest(name).reference for name in options.models]
     return Result(
-        command=_command(),
-        date=_now(),
+        command=repeating_command(),
+        date=now(),
         machine=describe_machine(available_cpus()),
-        versions=versions,
+        versions=selection.versions,
         model=f"{', '.join(references)}, {options.task}",
-        texts={
-            "from": texts.source,
-            "count": len(texts.texts),
-            "mean tokens": round(sum(lengths) / len(lengths), 1),
-        },
+        texts=described,
         turns=turns,
         starts=starts,
     )
@@ -363,41 +386,3 @@ def compare(before: Path, after: Path, every: bool) -> None:
     except (OSError, ValueError) as error:
         fail(str(error))
     click.echo(table(differences, every=every), nl=False)
-
-
-def _report(line: str) -> None:
-    click.echo(line, err=True)
-
-
-def _command() -> str:
-    return shlex.join(["cloze", *sys.argv[1:]])
-
-
-def _now() -> str:
-    return f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
-
-
-def _create_out(out: Path | None) -> None:
-    """Create the folder and the JSON file, so that a wrong path fails before the measurement."""
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        Path(f"{out}.json").touch()
-
-
-def _present(result: "Result", out: Path | None) -> None:
-    """Print the table, and write the files."""
-    from cloze.bench.report import table
-
-    click.echo(table(result))
-    _write(result, out)
-
-
-def _write(result: "Result", out: Path | None) -> None:
-    from cloze.bench.plots import draw
-    from cloze.bench.report import table
-
-    if out is not None:
-        Path(f"{out}.json").write_text(result.to_json())
-        Path(f"{out}.md").write_text(table(result))
-        if not result.cells:  # the loads of a device's servers differ, so curves would mislead
-            draw(result, Path(f"{out}.png"))

@@ -16,17 +16,35 @@ INT8_NAMES = ", ".join(sorted(_INT8))
 
 def int8_instructions() -> list[str]:
     """Return the processor's int8 instructions; none if Linux does not list instructions."""
+    return sorted(_instructions() & _INT8)
+
+
+def int8_advantage() -> str | None:
+    """Return what makes int8 faster than fp32 on this processor; None if nothing does.
+
+    Processors of one kind give the same answer, so that replicas choose alike. On AVX2 the exact
+    products were 1.24 times as fast as fp32 (Zen 3, 32 clients). AVX-512 without VNNI doubles
+    the speed of fp32, and was not measured.
+    """
+    instructions = _instructions()
+    if found := sorted(instructions & _INT8):
+        return ", ".join(found)
+    if "avx2" in instructions and "avx512f" not in instructions:
+        return "avx2, where exact int8 is faster than fp32,"
+    return None
+
+
+def _instructions() -> set[str]:
     try:
         lines = CPU_INFO.read_text().splitlines()
     except OSError:
-        return []
-    words = {
+        return set()
+    return {
         word
         for line in lines
         if line.partition(":")[0].strip() in ("flags", "Features")
         for word in line.split()
     }
-    return sorted(words & _INT8)
 
 
 def int8_settings(instructions: list[str]) -> dict[str, str]:

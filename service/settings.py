@@ -85,8 +85,8 @@ class Settings(BaseSettings):
     precision: RequestedPrecision = Field(
         "auto",
         description="precision of the arithmetic: auto, fp32, int8 (CPU only) or fp16 (CUDA only); "
-        "auto: fp16 on CUDA, int8 on a processor with int8 instructions, and fp32 otherwise or if "
-        "the bundle has no graph of that precision",
+        "auto: fp16 on CUDA, int8 on a processor with VNNI or similar instructions or with AVX2 "
+        "but not AVX-512, and fp32 otherwise or if the bundle has no graph of that precision",
     )
     frontends: int = Field(
         0,

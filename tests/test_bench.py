@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from cloze.bench import device, one_size, sizes
 from cloze.bench.compare import compare
 from cloze.bench.errors import BenchError
-from cloze.bench.http_client import Connection, post
-from cloze.bench.load import Request, closed_loop, open_loop, poisson, rescaled
+from cloze.bench.http_client import Connection, Request, post
+from cloze.bench.load import closed_loop, open_loop, poisson, rescaled
 from cloze.bench.processes import running
 from cloze.bench.report import table
 from cloze.bench.result import COMPARED, ONE_LENGTH, Result, Turn

@@ -10,8 +10,8 @@ import httpx
 import orjson
 import pytest
 
-from cloze.bench.http_client import post
-from cloze.bench.load import Request, closed_loop
+from cloze.bench.http_client import Request, post
+from cloze.bench.load import closed_loop
 from cloze.bench.processes import RunningServer
 from cloze.bench.texts import make_texts, words_of
 from cloze.model_store import Store

@@ -16,7 +16,7 @@ from cloze.model_store.heads import HEADS
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision
 from cloze.model_store.parity import output_errors
-from cloze.model_store.processor import INT8_NAMES, int8_instructions
+from cloze.model_store.processor import INT8_NAMES, int8_advantage
 from cloze.model_store.tensors import TRUNK_INPUTS
 from cloze.service.core import Device, RequestedPrecision, StartupError, first_line
 from cloze.service.engine.session import (
@@ -90,7 +90,7 @@ class OnnxEngine:
         device: the device to run on. If ``cuda`` is requested and does not come up, the engine
             raises; it never falls back to the CPU. ``auto`` does fall back to the CPU.
         precision: the precision of the graph to run. ``auto`` selects fp16 on CUDA, and int8 on a
-            processor that has instructions for int8.
+            processor that runs it faster; see `int8_advantage`.
         options: the resources of the session.
         open_session: opens the session instead of the device's runtime, for tests of graphs that
             the local runtime cannot run.
@@ -230,13 +230,15 @@ def _choose_for_cpu(manifest: Manifest, requested: RequestedPrecision) -> _Choic
                 f"bundle {manifest.reference} has no int8 graph; export it with --precision int8"
             )
         return _Choice(*fp32, "since the bundle has nothing else")
+    advantage = int8_advantage()
+    lacking = f"the processor has none of {INT8_NAMES}, nor avx2 without avx512f"
     if requested is Precision.INT8:
-        return _Choice(int8.graph, int8.parity, "as asked")
-    if instructions := int8_instructions():
-        names = ", ".join(instructions)
-        reason = f"since the processor has {names} and the bundle's gate was passed"
+        reason = "as asked" if advantage else f"as asked, though {lacking}, so fp32 may be faster"
         return _Choice(int8.graph, int8.parity, reason)
-    return _Choice(*fp32, f"since the processor has none of {INT8_NAMES}")
+    if advantage is None:
+        return _Choice(*fp32, f"since {lacking}")
+    reason = f"since the processor has {advantage} and the bundle's gate was passed"
+    return _Choice(int8.graph, int8.parity, reason)
 
 
 def _choose_for_cuda(manifest: Manifest, requested: RequestedPrecision) -> _Choice:

@@ -2,7 +2,7 @@
 
 The application serves one model. Each request runs alone on a thread, without batching.
 
-    python -m cloze.bench.peers.pipeline_app CHECKPOINT {embed|fill-mask} PORT
+    python pipeline_app.py CHECKPOINT {embed|fill-mask} PORT
 """
 
 import sys

@@ -1,0 +1,1 @@
+"""Programs that run in the environments of peers. They do not import this package."""

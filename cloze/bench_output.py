@@ -1,0 +1,54 @@
+"""The output of ``cloze bench``: progress, tables, and the files of ``--out``."""
+
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from cloze.bench.result import Result
+
+
+def report(line: str) -> None:
+    """Print a line of progress to standard error."""
+    click.echo(line, err=True)
+
+
+def repeating_command() -> str:
+    """Return the command line of this process."""
+    return shlex.join(["cloze", *sys.argv[1:]])
+
+
+def now() -> str:
+    """Return the date and the time in UTC."""
+    return f"{datetime.now(UTC):%Y-%m-%d %H:%M}"
+
+
+def create_out(out: Path | None) -> None:
+    """Create the folder and the JSON file, so that a wrong path fails before the measurement."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        Path(f"{out}.json").touch()
+
+
+def present(result: "Result", out: Path | None) -> None:
+    """Print the table, and write the files."""
+    from cloze.bench.report import table
+
+    click.echo(table(result))
+    write(result, out)
+
+
+def write(result: "Result", out: Path | None) -> None:
+    """Write the figures, the tables, and plots of loads, if `out` is given."""
+    from cloze.bench.plots import draw
+    from cloze.bench.report import table
+
+    if out is not None:
+        Path(f"{out}.json").write_text(result.to_json())
+        Path(f"{out}.md").write_text(table(result))
+        if not result.cells:  # the loads of a device's servers differ, so curves would mislead
+            draw(result, Path(f"{out}.png"))

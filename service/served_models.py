@@ -158,11 +158,13 @@ def _start_scheduler(
         log.error("the engine of %s is dead: %s", reference, reason)
         callbacks.on_dead(reason)
 
+    is_timed = not settings.max_batch_tokens and not engine.supports_varlen
     limits = SchedulerLimits(
         workers=settings.worker_count(engine.device),
         max_batch_tokens=batch_tokens(bundle, engine, settings),
         max_queue_tokens=settings.max_queue_tokens,
         stall_timeout_s=settings.stall_timeout_ms / 1000,
+        batch_latency_s=settings.batch_latency_ms / 1000 if is_timed else 0.0,
     )
     on_batch = partial(callbacks.on_batch, reference)
     return Scheduler(engine, limits, activity=activity, on_batch=on_batch, on_dead=on_dead)

@@ -119,14 +119,14 @@ class Settings(BaseSettings):
     max_batch_tokens: int = Field(
         0,
         ge=0,
-        description="batch size limit in tokens; 0: 512 on a CPU, where larger batches are slower "
-        "and delay other requests, and a value measured at start-up on a GPU",
+        description="batch size limit in tokens; 0: on a CPU what runs within batch_latency_ms at "
+        "the measured rate, from 128 to 512; on a GPU a value measured at start-up",
     )
     batch_latency_ms: int = Field(
         20,
         ge=1,
         le=60_000,
-        description="longest duration of a batch on a GPU if max_batch_tokens is 0",
+        description="longest duration of a batch of several texts if max_batch_tokens is 0",
     )
     gpu_memory_limit_mb: int = Field(
         0, ge=0, description="most GPU memory per model, in MiB; 0: no limit"

@@ -3,7 +3,6 @@ own door.
 """
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine import OnnxEngine
 from cloze.service.settings import load_settings
 from tests.test_promises import assert_close
+from tests.waiting import wait_until
 
 
 class WatchedEngine(OnnxEngine):
@@ -53,13 +53,6 @@ def watched(
     )
     with TestClient(service.api()) as client:
         yield client, engines[0], lambda: service.models.pipelines[0].model.queue.queued_tokens
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def send_together(

@@ -5,8 +5,7 @@ import resource
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from cloze.service.engine.session import CpuSession, cpu_session, temporary_fold
 from cloze.service.fake_engine import FakeEngine
 from cloze.service.served_models import _onnx_engine
 from cloze.service.settings import load_settings
+from tests.waiting import wait_until
 
 WIDTH, PRODUCTS = 1024, 8
 WEIGHTS_MB = PRODUCTS * WIDTH * WIDTH * 4 / 2**20
@@ -158,13 +158,6 @@ class Recording(FakeEngine):
 
 def sized(length: int) -> Encoding:
     return Encoding(np.ones(length, np.int32), np.zeros(length, np.int32))
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_batch_is_alone_while_nothing_else_runs_or_waits() -> None:

@@ -27,6 +27,7 @@ from cloze.service.core import (
 )
 from cloze.service.fake_engine import FakeEngine
 from tests import encodings
+from tests.waiting import wait_until
 
 WAIT_S = 10.0
 LIMITS = SchedulerLimits(
@@ -82,6 +83,7 @@ requests = st.lists(
     workers=st.integers(1, 3),
     held=st.booleans(),
     mixed=st.booleans(),
+    budget=st.sampled_from([64, 8]),  # most encodings are longer than 8
     poison=st.sets(st.integers(1, 50), max_size=3),
 )
 def test_every_request_ends_once_and_rightly(
@@ -89,6 +91,7 @@ def test_every_request_ends_once_and_rightly(
     workers: int,
     held: bool,
     mixed: bool,
+    budget: int,
     poison: set[int],
 ) -> None:
     """Whatever arrives: each future ends; answers are the request's own, in order; batches keep
@@ -99,7 +102,8 @@ def test_every_request_ends_once_and_rightly(
     reports: list[BatchReport] = []
     if held:
         engine.gate.clear()
-    with running(engine, workers=workers, on_batch=reports.append) as scheduler:
+    limits = {"workers": workers, "max_batch_tokens": budget}
+    with running(engine, on_batch=reports.append, **limits) as scheduler:
         futures = []
         for sizes, fate in arrivals:
             future = scheduler.submit(
@@ -123,11 +127,11 @@ def test_every_request_ends_once_and_rightly(
         while scheduler.queued_tokens and time.monotonic() < deadline:
             time.sleep(0.001)
         assert scheduler.queued_tokens == 0
-    assert not scheduler._pending, "a finished request is forgotten"
+    assert not scheduler._queue.requests, "a finished request is forgotten"
     assert sum(report.sequences for report in reports) == sum(map(len, engine.batches))
     for batch in engine.batches:
         assert mixed or len({len(one) for one in batch}) == 1, "a batch has one length"
-        assert len(batch) == 1 or sum(map(len, batch)) <= 64
+        assert len(batch) == 1 or sum(map(len, batch)) <= budget
 
 
 def test_an_engine_that_supports_varlen_gets_what_waits_in_one_batch() -> None:
@@ -278,7 +282,7 @@ def test_what_is_cancelled_does_not_pile_up() -> None:
         assert engine.entered.wait(WAIT_S)
         for _ in range(200):
             scheduler.submit([sized(10), sized(11)], later()).cancel()
-        assert sum(map(len, scheduler._groups.values())) <= 12
+        assert len(scheduler._queue) <= 12
         engine.gate.set()
         sums(first)
 
@@ -317,6 +321,66 @@ def test_idle_workers_share_what_is_there() -> None:
         engine.gate.set()
         sums(future)
     assert max(len(batch) for batch in engine.batches) == 2
+
+
+def test_a_short_text_runs_while_all_workers_run_long_ones() -> None:
+    """Long texts of earlier and of later requests wait meanwhile."""
+    release = threading.Event()
+
+    class LongTextsWait(FakeEngine):
+        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
+            if len(batch[0]) > 10:
+                release.wait(WAIT_S)
+            return super().run(batch)
+
+    with running(LongTextsWait(), workers=2, max_batch_tokens=10) as scheduler:
+        long = [scheduler.submit([sized(20 + i)], later()) for i in range(4)]
+        wait_until(lambda: len(scheduler._running) == 2)
+        for value in (1, 2):
+            assert sums(scheduler.submit([sized(5, value)], later())) == [5.0 * value]
+        assert not any(future.done() for future in long)
+        release.set()
+        assert [sums(future) for future in long] == [[20.0], [21.0], [22.0], [23.0]]
+
+
+def test_short_texts_alone_get_no_more_workers() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=2, max_batch_tokens=10) as scheduler:
+        futures = [scheduler.submit([sized(5 + i)], later()) for i in range(4)]
+        wait_until(lambda: len(scheduler._running) == 2)
+        time.sleep(0.05)
+        assert len(scheduler._running) == 2
+        engine.gate.set()
+        assert [sums(future) for future in futures] == [[5.0], [6.0], [7.0], [8.0]]
+
+
+def test_a_batch_has_what_runs_within_the_latency() -> None:
+    """About 1,000 tokens per second: 150 of them, and at least 128 on a busy machine."""
+
+    class Slow(FakeEngine):
+        def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
+            time.sleep(sum(map(len, batch)) / 1000)
+            return super().run(batch)
+
+    engine = Slow()
+    limits = {"workers": 1, "max_batch_tokens": 512, "batch_latency_s": 0.15}
+    with running(engine, **limits) as scheduler:
+        sums(scheduler.submit([sized(100)], later()))
+        sums(scheduler.submit([sized(40) for _ in range(12)], later()))
+    assert {len(batch) for batch in engine.batches[1:]} == {3}
+
+
+def test_a_short_text_overtakes_a_long_one_that_came_a_little_earlier() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=1) as scheduler:
+        first = scheduler.submit([sized(1)], later())
+        assert engine.entered.wait(WAIT_S)
+        long, short = (scheduler.submit([sized(length)], later()) for length in (50, 5))
+        engine.gate.set()
+        assert [sums(future) for future in (first, long, short)] == [[1.0], [50.0], [5.0]]
+    assert [len(batch[0]) for batch in engine.batches] == [1, 5, 50]
 
 
 def test_a_full_queue_admits_all_of_a_request_or_none() -> None:

@@ -3,16 +3,14 @@
 The scheduler is work-conserving and late-binding: an idle worker takes a batch at once, and no
 request waits for a batch to fill. All encodings of a batch have the same length, so that a batch
 needs no padding. If the engine supports variable-length batches, the lengths may differ.
+`fair_queue` has the order.
 
-The order is fair queueing over tokens (Demers et al. 1989). The tag of an encoding is the virtual
-time of its request's arrival plus the number of tokens before the encoding in the same request.
-The encoding with the smallest tag runs next, with others of the same length. Virtual time advances
-by the number of tokens that each pending request would have received if all pending requests were
-served at once. As a result, a single text does not wait behind a bulk request, and a bulk request
-does not wait forever behind single texts.
+On a CPU, a batch has as many tokens as run within the latency objective, at the measured rate. A
+text that is longer than a batch cannot be interrupted. While all workers run such texts, one more
+worker runs shorter ones, and shares the cores with them
+(docs/decisions/0014-long-and-short-texts.md).
 """
 
-import heapq
 import math
 import threading
 import time
@@ -20,13 +18,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.activity import Activity
+from cloze.service.batching.fair_queue import FairQueue, PendingRequest, QueuedEncoding
 from cloze.service.core import (
-    MAX_BATCH_VOCABULARY_ROWS,
-    MAX_PADDING_FACTOR,
     BatchReport,
     BatchResult,
     DeadlineExceeded,
@@ -41,6 +37,9 @@ from cloze.service.core import (
 _RATE_WEIGHT = 0.1
 """Weight of the newest batch in the exponential moving average of tokens per second."""
 
+_MIN_BATCH_TOKENS = 128
+"""Tokens that a batch may have however slow the processor is; smaller batches cost throughput."""
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
@@ -51,63 +50,14 @@ class SchedulerLimits:
         max_batch_tokens: most tokens per batch; a longer single encoding runs alone.
         max_queue_tokens: most tokens that may wait. An empty queue admits a request of any size.
         stall_timeout_s: seconds after which a run means that the engine hangs.
+        batch_latency_s: longest duration of a batch of several encodings; 0: no such limit.
     """
 
     workers: int
     max_batch_tokens: int
     max_queue_tokens: int
     stall_timeout_s: float
-
-
-class PendingRequest(Future[BatchResult]):
-    """The future of a request, with the outputs that have arrived.
-
-    Args:
-        encodings: number of encodings.
-        tokens: number of tokens of all encodings.
-        deadline: `time.monotonic` time after which no encoding starts.
-
-    Attributes:
-        deadline: `time.monotonic` time after which no encoding starts.
-        submitted: `time.monotonic` time of the admission.
-        outputs: one element per encoding; None until the encoding has run.
-        missing: number of outputs that are None.
-        queued_tokens: number of tokens of the encodings that no worker has taken.
-        started: `time.monotonic` time at which a worker took the first encoding, or None.
-    """
-
-    def __init__(self, encodings: int, tokens: int, deadline: float) -> None:
-        super().__init__()
-        self.deadline = deadline
-        self.submitted = time.monotonic()
-        self.outputs: list[HeadOutputs | None] = [None] * encodings
-        self.missing = encodings
-        self.queued_tokens = tokens
-        self.started: float | None = None
-
-
-class QueuedEncoding(NamedTuple):
-    """One queued encoding, ordered by tag.
-
-    The class is a tuple because a heap compares tuples without a call of a Python function.
-
-    Attributes:
-        tag: virtual time at which the encoding's turn comes.
-        serial: unique number, so that a comparison ends here.
-        tokens: length of the encoding.
-        vocabulary_rows: number of rows that a head multiplies into the vocabulary.
-        encoding: the encoding to run.
-        request: the request of the encoding.
-        position: index of the encoding in its request.
-    """
-
-    tag: float
-    serial: int
-    tokens: int
-    vocabulary_rows: int
-    encoding: Encoding
-    request: PendingRequest
-    position: int
+    batch_latency_s: float = 0.0
 
 
 class Scheduler:
@@ -140,15 +90,12 @@ class Scheduler:
         # to enter the condition.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        # One heap per length, or a single heap with key 0 if the engine supports varlen batches.
-        self._groups: dict[int, list[QueuedEncoding]] = {}
-        self._pending: set[PendingRequest] = set()
+        self._short_texts = threading.Condition(self._lock)  # wakes the worker for short texts
+        self._queue = FairQueue(
+            varlen=engine.supports_varlen, max_dropped_tokens=limits.max_queue_tokens
+        )
         self._running: dict[int, float] = {}  # number of a worker -> start of its run
-        self._queued_tokens = 0
-        # Upper bound on the tokens of ended requests in the groups.
-        self._dropped_tokens = 0
-        self._virtual_time = 0.0
-        self._serial = 0
+        self._on_long_texts: set[int] = set()  # numbers of workers
         self._idle_workers = 0
         self._tokens_per_s = 0.0  # mean rate of one worker
         self._draining = False
@@ -156,18 +103,21 @@ class Scheduler:
         self._closing = False
 
         self._ended = threading.Event()  # ends the watchdog
-        self._workers = [
-            _thread(partial(self._work, number), f"worker-{number}")
+        self._threads = [
+            _thread(partial(self._work, number, partial(self._take, number)), f"worker-{number}")
             for number in range(limits.workers)
         ]
-        self._watchdog = _thread(self._watch, "watchdog")
-        for thread in (*self._workers, self._watchdog):
+        if not engine.supports_varlen:
+            work = partial(self._work, limits.workers, self._take_short)
+            self._threads.append(_thread(work, "worker-for-short-texts"))
+        self._threads.append(_thread(self._watch, "watchdog"))
+        for thread in self._threads:
             thread.start()
 
     @property
     def queued_tokens(self) -> int:
         """Number of tokens that wait."""
-        return self._queued_tokens
+        return self._queue.tokens
 
     @property
     def dead(self) -> str | None:
@@ -188,11 +138,10 @@ class Scheduler:
         with self._lock:
             self._check_admission(tokens, accepted=accepted)
             request = PendingRequest(len(encodings), tokens, deadline)
-            self._pending.add(request)
             request.add_done_callback(self._forget)
-            self._enqueue(request, encodings, lengths)
-            self._queued_tokens += tokens
+            self._queue.add(request, encodings, lengths)
             self._changed.notify(len(encodings))
+            self._wake_for_short_texts()
         return request
 
     def _check_admission(self, tokens: int, *, accepted: bool) -> None:
@@ -201,25 +150,13 @@ class Scheduler:
             raise EngineDead(f"the engine is dead: {self._dead}")
         if self._closing or (self._draining and not accepted):
             raise ShuttingDown("the server is shutting down")
-        if self._queued_tokens and self._queued_tokens + tokens > self._limits.max_queue_tokens:
+        queued = self._queue.tokens
+        if queued and queued + tokens > self._limits.max_queue_tokens:
             raise Overloaded(
-                f"the queue holds {self._queued_tokens} tokens; with this request's {tokens} "
+                f"the queue holds {queued} tokens; with this request's {tokens} "
                 f"it would pass its limit of {self._limits.max_queue_tokens}",
                 self._retry_after_s(),
             )
-
-    def _enqueue(
-        self, request: PendingRequest, encodings: Sequence[Encoding], lengths: Sequence[int]
-    ) -> None:
-        """Tag the encodings of a request and queue them in groups; the caller holds the lock."""
-        tag, varlen = self._virtual_time, self._engine.supports_varlen
-        for position, (encoding, length) in enumerate(zip(encodings, lengths, strict=True)):
-            group = self._groups.setdefault(0 if varlen else length, [])
-            rows = encoding.vocabulary_rows
-            queued = QueuedEncoding(tag, self._serial, length, rows, encoding, request, position)
-            heapq.heappush(group, queued)
-            self._serial += 1
-            tag += length
 
     def drain(self) -> None:
         """Stop admitting requests; admitted requests still run."""
@@ -230,120 +167,98 @@ class Scheduler:
         self.drain()
         with self._lock:
             self._closing = True
-            self._changed.notify_all()
+            self._notify_all()
         self._fail_pending(
             lambda: ShuttingDown("the server shut down before this request was answered")
         )
         self._ended.set()
         if self._dead is None:  # the threads of a dead engine may never end
             deadline = time.monotonic() + timeout_s
-            for thread in (*self._workers, self._watchdog):
+            for thread in self._threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
     def _retry_after_s(self) -> int:
         """Return the seconds that the queued tokens need at the measured rate, at least 1."""
-        rate = self._tokens_per_s * len(self._workers)
-        return max(1, math.ceil(self._queued_tokens / rate)) if rate else 1
+        rate = self._tokens_per_s * self._limits.workers
+        return max(1, math.ceil(self._queue.tokens / rate)) if rate else 1
+
+    def _batch_tokens(self) -> int:
+        """Return the most tokens of a batch now; a longer single encoding runs alone."""
+        limits = self._limits
+        if not limits.batch_latency_s or not self._tokens_per_s:
+            return limits.max_batch_tokens
+        within_latency = int(self._tokens_per_s * limits.batch_latency_s)
+        return min(limits.max_batch_tokens, max(_MIN_BATCH_TOKENS, within_latency))
 
     # ---- worker threads -------------------------------------------------------------------------
 
-    def _work(self, number: int) -> None:
+    def _work(self, number: int, take: Callable[[], list[QueuedEncoding]]) -> None:
         """Run batches until the scheduler closes."""
         self._activity.begin()
         try:
-            while batch := self._take():
+            while batch := take():
                 self._run(number, batch)
         except BaseException as error:  # without its worker the service must end too
             self._die(f"a worker ended with {type(error).__name__}")
         finally:
             self._activity.end()
 
-    def _take(self) -> list[QueuedEncoding]:
+    def _take(self, number: int) -> list[QueuedEncoding]:
         """Wait for queued encodings and take a batch; return [] when the scheduler closes."""
         with self._lock:
+            self._on_long_texts.discard(number)
             while not self._closing:
-                if self._groups:
-                    if batch := self._take_now():
-                        return batch
-                else:
+                if not self._queue:
                     self._idle_workers += 1
-                    self._activity.end()
-                    self._changed.wait()
-                    self._activity.begin()
+                    self._wait(self._changed)
                     self._idle_workers -= 1
+                elif batch := self._take_now(takers=self._idle_workers + 1):
+                    if batch[0].tokens > self._batch_tokens():
+                        self._on_long_texts.add(number)
+                        self._wake_for_short_texts()
+                    return batch
             return []
 
-    def _take_now(self) -> list[QueuedEncoding]:
-        """Take a batch from the group with the smallest tag; the caller holds the lock.
+    def _take_short(self) -> list[QueuedEncoding]:
+        """Wait until all workers run long texts and short ones wait, and take a batch of these.
 
         Returns:
-            The batch; [] if all encodings that were looked at belong to ended requests.
+            The batch; [] when the scheduler closes.
         """
-        key = min(self._groups, key=lambda key: self._groups[key][0])
-        group = self._groups[key]
-        self._virtual_time = max(self._virtual_time, group[0].tag)
-        batch = self._fill_batch(group, self._share(group))
-        if not group:
-            self._groups.pop(key, None)  # `_sweep` may have removed the group already
-        # Encodings that run before their turn, because they have the length of the batch, delay no
-        # other request. Virtual time does not advance for these encodings.
-        in_turn = sum(queued.tokens for queued in batch if queued.tag <= self._virtual_time)
-        self._virtual_time += in_turn / max(1, len(self._pending))
-        return batch
+        with self._lock:
+            while not self._closing:
+                longest = self._batch_tokens()
+                if not self._all_on_long_texts or not self._queue.has_up_to(longest):
+                    self._wait(self._short_texts)
+                elif batch := self._take_now(longest=longest):
+                    return batch
+            return []
 
-    def _share(self, group: list[QueuedEncoding]) -> int:
-        """Return the most encodings that a worker takes from a group.
+    @property
+    def _all_on_long_texts(self) -> bool:
+        return len(self._on_long_texts) >= self._limits.workers
 
-        Idle workers get equal shares. An engine that supports variable-length batches runs one
-        batch at a time, and its other worker only packs the next batch. That engine gets all.
-        """
-        if self._engine.supports_varlen:
-            return len(group)
-        return math.ceil(len(group) / (self._idle_workers + 1))
+    def _wake_for_short_texts(self) -> None:
+        """Wake the worker for short texts if it may have something to do."""
+        if self._all_on_long_texts and self._queue:
+            self._short_texts.notify()
 
-    def _fill_batch(self, group: list[QueuedEncoding], share: int) -> list[QueuedEncoding]:
-        """Move encodings from a group to a batch until the batch is full."""
-        batch: list[QueuedEncoding] = []
-        tokens = rows = longest = 0
-        now = time.monotonic()
-        while group and len(batch) < share:
-            queued = group[0]
-            rows += queued.vocabulary_rows
-            longest = max(longest, queued.tokens)
-            cells = (len(batch) + 1) * longest
-            if batch and self._is_full(tokens + queued.tokens, rows, cells):
-                break
-            heapq.heappop(group)
-            if self._start_unless_ended(queued, now):
-                batch.append(queued)
-                tokens += queued.tokens
-        return batch
+    def _wait(self, condition: threading.Condition) -> None:
+        """Wait until another thread notifies the condition; the caller holds the lock."""
+        self._activity.end()
+        condition.wait()
+        self._activity.begin()
 
-    def _is_full(self, tokens: int, vocabulary_rows: int, cells: int) -> bool:
-        """Return whether a batch of this size exceeds a limit; ``cells`` include padding."""
-        limit = self._limits.max_batch_tokens
-        return (
-            tokens > limit
-            or vocabulary_rows > MAX_BATCH_VOCABULARY_ROWS
-            or cells > MAX_PADDING_FACTOR * limit
-        )
+    def _notify_all(self) -> None:
+        self._changed.notify_all()
+        self._short_texts.notify_all()
 
-    def _start_unless_ended(self, queued: QueuedEncoding, now: float) -> bool:
-        """Mark the encoding's request as started; return False if the request has ended.
-
-        A request that has passed its deadline ends here.
-        """
-        request = queued.request
-        if request.done():  # cancelled or failed
-            return False
-        request.queued_tokens -= queued.tokens
-        self._queued_tokens -= queued.tokens
-        if request.deadline <= now:
+    def _take_now(self, *, takers: int = 1, longest: int | None = None) -> list[QueuedEncoding]:
+        """Take a batch, and end the requests whose time is over; the caller holds the lock."""
+        taken = self._queue.take(self._batch_tokens(), takers=takers, longest=longest)
+        for request in taken.expired:
             self._finish(request, DeadlineExceeded("the request's time was over before it ran"))
-            return False
-        if request.started is None:
-            request.started = now
-        return True
+        return taken.batch
 
     def _run(self, number: int, batch: list[QueuedEncoding]) -> None:
         """Run a batch. If the engine raises, halve the batch until one failing encoding is left."""
@@ -352,7 +267,7 @@ class Scheduler:
         started = time.monotonic()
         with self._lock:
             self._running[number] = started
-            alone = self._activity.is_alone and not self._groups
+            alone = self._activity.is_alone and not self._queue
         try:
             encodings = [queued.encoding for queued in batch]
             outputs = self._engine.run(encodings, alone=alone)
@@ -416,32 +331,12 @@ class Scheduler:
             pass  # another thread has cancelled or failed the request in the meantime
 
     def _forget(self, request: Future[BatchResult]) -> None:
-        """Subtract an ended request from the queue's tokens; called when its future ends.
-
-        The request's encodings stay in their groups until a worker or `_sweep` drops them.
-        """
+        """Subtract an ended request from the queue; called when its future ends."""
         assert isinstance(request, PendingRequest)
         with self._lock:
-            self._pending.discard(request)
-            self._queued_tokens -= request.queued_tokens
-            self._dropped_tokens += request.queued_tokens
-            request.queued_tokens = 0
-            if self._dropped_tokens > self._limits.max_queue_tokens:
-                self._sweep()
+            self._queue.forget(request)
         if request.cancelled():
             request.set_running_or_notify_cancel()  # wakes threads that wait for the future
-
-    def _sweep(self) -> None:
-        """Remove the encodings of ended requests from the groups; the caller holds the lock.
-
-        Without a sweep, cancelled requests would occupy unbounded memory.
-        """
-        self._dropped_tokens = 0
-        for key, group in list(self._groups.items()):
-            group[:] = [queued for queued in group if not queued.request.done()]
-            heapq.heapify(group)
-            if not group:
-                del self._groups[key]
 
     # ---- watchdog and failure -------------------------------------------------------------------
 
@@ -464,7 +359,7 @@ class Scheduler:
                 return
             self._dead = reason
             self._closing = True
-            self._changed.notify_all()
+            self._notify_all()
         self._ended.set()
         self._fail_pending(lambda: EngineDead(f"the engine is dead: {reason}"))
         self._on_dead(reason)
@@ -472,8 +367,8 @@ class Scheduler:
     def _fail_pending(self, make_error: Callable[[], ServiceError]) -> None:
         """Clear the queue, and fail every pending request with an error of its own."""
         with self._lock:
-            pending = list(self._pending)
-            self._groups.clear()
+            pending = list(self._queue.requests)
+            self._queue.clear()
         for request in pending:
             self._finish(request, make_error())
 

@@ -27,7 +27,8 @@ _INSTRUCTION_SETS = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16"
 
 _LIST_VERSIONS = (
     "import importlib.metadata as m, json, sys\n"
-    "names = {(d.metadata['Name'] or '').lower(): d.version for d in m.distributions()}\n"
+    "names = {d.metadata['Name'] or '': d.version for d in m.distributions()}\n"
+    "names = {name.lower().replace('_', '-'): version for name, version in names.items()}\n"
     "print(json.dumps({name: names[name] for name in sys.argv[1:] if name in names}))"
 )
 

@@ -105,8 +105,10 @@ def _start_problem(
 
 
 def _last_output(stderr: IO[bytes]) -> str:
+    """Return the end of the output, as one line."""
     stderr.seek(0)
-    return stderr.read().decode(errors="replace")[-1500:].strip()
+    lines = (line.strip() for line in stderr.read().decode(errors="replace").splitlines())
+    return " / ".join(filter(None, lines))[-600:]
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

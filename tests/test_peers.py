@@ -163,13 +163,23 @@ def test_tei_needs_a_graph(made_checkpoint: Path) -> None:
         PEERS[0].servers("tei", PeerModel(made_checkpoint, "embed"))
 
 
-def test_infinity_runs_a_graph_where_there_is_one(made_checkpoint: Path) -> None:
-    infinity = next(peer for peer in PEERS if peer.option == "infinity")
+def test_infinity_runs_a_graph_where_it_can(
+    made_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = next(peer for peer in PEERS if peer.option == "infinity")
     model = PeerModel(made_checkpoint, "embed")
-    names = [server.name for server in infinity.servers("bin/python", model)]
-    assert names == ["infinity-emb torch", "infinity-emb optimum"]
+    packages = {"infinity-emb": "0.0.77", "optimum": "2.0"}
+    monkeypatch.setattr("cloze.bench.peers.peer.installed_versions", lambda _: packages)
+
+    def names() -> list[str]:
+        return [server.name for server in peer.servers("bin/python", model)]
+
+    assert names() == ["infinity-emb torch", "infinity-emb optimum"]
+    del packages["optimum"]
+    assert names() == ["infinity-emb torch"]
+    packages["optimum"] = "2.0"
     (made_checkpoint / "onnx" / "model.onnx").unlink()
-    assert [server.name for server in infinity.servers("bin/python", model)] == names[:1]
+    assert names() == ["infinity-emb torch"]
 
 
 def test_classes_of_length() -> None:

@@ -1,5 +1,6 @@
-"""infinity-emb in its own environment, with torch, and with onnxruntime where it has a graph."""
+"""infinity-emb in its own environment, with torch, and with onnxruntime if it can."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from cloze.bench.peers.peer import OFFLINE, Peer, PeerModel, package_versions
@@ -13,8 +14,9 @@ _ENGINES = {"torch": "--no-bettertransformer", "optimum": "--onnx-do-not-prefer-
 
 def _servers(python: str, model: PeerModel) -> list[MeasuredServer]:
     has_graph = (model.checkpoint / "onnx" / "model.onnx").is_file()
-    engines = [engine for engine in _ENGINES if engine == "torch" or has_graph]
-    return [_server(python, model, engine) for engine in engines]
+    if has_graph and "optimum" in _versions(python, model):
+        return [_server(python, model, engine) for engine in _ENGINES]
+    return [_server(python, model, "torch")]
 
 
 def _server(python: str, model: PeerModel, engine: str) -> MeasuredServer:
@@ -37,11 +39,8 @@ def _server(python: str, model: PeerModel, engine: str) -> MeasuredServer:
     )
 
 
-PEER = Peer(
-    "infinity",
-    "PYTHON",
-    _TITLE,
-    frozenset({"embed"}),
-    _servers,
-    lambda python, _: package_versions(python, _TITLE, (_TITLE,)),
-)
+def _versions(python: str, _: PeerModel) -> Mapping[str, str]:
+    return package_versions(python, _TITLE, (_TITLE,))
+
+
+PEER = Peer("infinity", "PYTHON", _TITLE, frozenset({"embed"}), _servers, _versions)

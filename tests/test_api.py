@@ -5,6 +5,7 @@ understand us.
 import http.client
 import json
 import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -54,6 +55,10 @@ BAD: list[tuple[str, JSON | bytes, int, str, str]] = [
     ("/nsp", {"inputs": {"text": "a"}}, 422, "Validation", r"inputs\.next: Field required"),
     ("/nsp", {"inputs": "a"}, 422, "Validation", r"^inputs: "),
     ("/qa", {"inputs": {"question": "a"}}, 422, "Validation", r"inputs\.context: Field required"),
+    ("/similarity", {"inputs": {"source_sentence": "a"}}, 422, "Validation", r"inputs\.sentences: Field required"),
+    ("/similarity", {"inputs": {"source_sentence": "", "sentences": ["a"]}}, 422, "Validation", r"inputs\.source_sentence is empty"),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b", ""]}}, 422, "Validation", r"inputs\.sentences\[1\] is empty"),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"] * 2048}}, 422, "Validation", r"inputs\.sentences has 2048 texts; it may have 1 to 2047"),
     # empty
     ("/embed", {"inputs": []}, 400, "Empty", r"inputs is an empty list"),
     ("/fill-mask", {"inputs": []}, 400, "Empty", r"inputs is an empty list"),
@@ -316,37 +321,91 @@ def test_logs_hold_no_text_of_a_client(server: Server) -> None:
 # ---- huggingface_hub, as released ------------------------------------------------------------------------------------
 
 
-def client(server: Server, route: str) -> InferenceClient:
-    return InferenceClient(model=server.url + route, token="hf_test", timeout=30)
+@pytest.fixture(params=["by-route", "by-base"])
+def client(request: pytest.FixtureRequest, server: Server) -> Callable[[str], InferenceClient]:
+    """Return a function of a route: a client of the route, or of the server's address alone."""
+    if request.param == "by-route":
+        return lambda route: InferenceClient(model=server.url + route, token="hf_test", timeout=30)
+    return lambda _: InferenceClient(base_url=server.url, token="hf_test", timeout=30)
 
 
-def test_huggingface_client_fills_masks(server: Server) -> None:
-    predictions = client(server, "/fill-mask").fill_mask("Paris is the [MASK] of France.", top_k=3)
+Client = Callable[[str], InferenceClient]
+
+
+def test_huggingface_client_fills_masks(client: Client) -> None:
+    predictions = client("/fill-mask").fill_mask("Paris is the [MASK] of France.", top_k=3)
     assert [prediction.score for prediction in predictions] == sorted(
         (p.score for p in predictions), reverse=True
     )
     assert len(predictions) == 3
-    chosen = client(server, "/fill-mask").fill_mask("the [MASK]", targets=["king", "moon"])
+    chosen = client("/fill-mask").fill_mask("the [MASK]", targets=["king", "moon"])
     assert {prediction.token_str for prediction in chosen} == {"king", "moon"}
 
 
-def test_huggingface_client_embeds(server: Server) -> None:
-    vector = client(server, "/embed").feature_extraction("the king", normalize=True, truncate=True)
+def test_huggingface_client_embeds(client: Client) -> None:
+    vector = client("/embed").feature_extraction("the king", normalize=True, truncate=True)
     assert vector.shape == (1, 64)
     assert float((vector**2).sum()) == pytest.approx(1.0, abs=1e-5)
 
 
-def test_huggingface_client_answers_questions(server: Server) -> None:
+def test_huggingface_client_compares_sentences(client: Client) -> None:
+    texts = ["the king", "the king", "a moon over the sea"]
+    found = client("/similarity").sentence_similarity(texts[0], other_sentences=texts[1:])
+    vectors = [client("/embed").feature_extraction(text, normalize=True)[0] for text in texts]
+    assert found == pytest.approx([float(vectors[0] @ vector) for vector in vectors[1:]], abs=1e-5)
+    assert found[0] == pytest.approx(1.0, abs=1e-5)
+    assert found[1] < 0.999
+
+
+def test_huggingface_client_answers_questions(client: Client) -> None:
     context = "Paris is the capital of France."
-    answer = client(server, "/qa").question_answering(question="What is Paris?", context=context)
+    answer = client("/qa").question_answering(question="What is Paris?", context=context)
     assert context[answer.start : answer.end] == answer.answer
-    answers = client(server, "/qa").question_answering(
+    answers = client("/qa").question_answering(
         question="What is Paris?", context=context, top_k=2, max_seq_len=64, doc_stride=8
     )
     assert isinstance(answers, list)
     assert len(answers) == 2
 
 
-def test_huggingface_client_shows_our_errors(server: Server) -> None:
-    with pytest.raises((HfHubHTTPError, ValidationError), match="holds no mask token"):
-        client(server, "/fill-mask").fill_mask("no mask")
+def test_huggingface_client_shows_our_errors(client: Client) -> None:
+    with pytest.raises((HfHubHTTPError, ValidationError), match=r"inputs\.sentences has 0 texts"):
+        client("/similarity").sentence_similarity("a", other_sentences=[])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "parameters", "route"),
+    [
+        ({"text": "He opened the door.", "next": "He went in."}, None, "/nsp"),
+        ({"text": "He opened the door.", "candidates": ["He went in."]}, None, "/nsp"),
+        (["the king", "a moon"], None, "/embed"),
+        (["the [MASK]", "a [MASK]"], {"top_k": 2}, "/fill-mask"),
+        ({"question": "who?", "context": "the king"}, {"top_k": 2}, "/qa"),
+        ({"source_sentence": "a", "sentences": ["b"]}, {"truncate": False}, "/similarity"),
+    ],
+)
+def test_the_address_alone_answers_as_the_route_of_the_task(
+    server: Server, inputs: Any, parameters: JSON | None, route: str
+) -> None:
+    body = {"inputs": inputs} | ({"parameters": parameters} if parameters else {})
+    ours, theirs = call(server, "/", **body), call(server, route, **body)
+    assert ours.status_code == theirs.status_code == 200
+    assert ours.json() == theirs.json()
+    assert "x-compute-tokens" in ours.headers
+
+
+def test_what_the_address_alone_cannot_tell_is_refused(server: Server) -> None:
+    unclear = call(server, "/", inputs="the king", parameters={})
+    assert unclear.status_code == 422
+    assert unclear.json()["error"] == (
+        "inputs without a mask and with parameters may be for /classify or /token-classification, "
+        "and neither of them is served; send the request to the route of its task"
+    )
+    fits_none = call(server, "/", inputs={"text": "the king"})
+    assert fits_none.status_code == 422
+    assert "inputs is an object that fits no task" in fits_none.json()["error"]
+    wrong = call(server, "/", inputs="the king", normalise=True)
+    assert (wrong.status_code, wrong.json()["error"]) == (
+        422,
+        "normalise: Extra inputs are not permitted",
+    )

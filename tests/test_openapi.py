@@ -14,7 +14,7 @@ from tests.serving import Server, running_server
 
 DEFAULT_STORE = Path(__file__).parents[1] / "model_store" / "bundles"
 
-SERVED = {"fill-mask", "embed", "nsp", "qa"}
+SERVED = {"fill-mask", "embed", "similarity", "nsp", "qa"}
 """The tasks of the default models; the others have examples in their own tests' words."""
 
 
@@ -45,10 +45,11 @@ def check(document: dict[str, Any], path: str, method: str, response: httpx.Resp
 
 
 EXAMPLES = [
-    pytest.param(task.route, example.body, id=f"{task.name}: {example.title}")
+    pytest.param(route, example.body, id=f"{route}: {task.name}: {example.title}")
     for task in TASKS.values()
     if task.name in SERVED
     for example in task.examples
+    for route in (task.route, "/")
 ]
 
 

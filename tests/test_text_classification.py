@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from huggingface_hub import InferenceClient
 from transformers import (
     AutoTokenizer,
     BertForSequenceClassification,
@@ -110,6 +111,17 @@ def test_answers_are_those_of_transformers(
     assert response.headers["x-truncated"] == "2"  # the long text, and the long pair
     for text, ours in zip(inputs, response.json(), strict=True):
         same(ours, pipeline(text, truncation=True, **theirs))
+
+
+@pytest.mark.parametrize("by", ["route", "base"])
+def test_huggingface_client_classifies_texts(server: Server, by: str) -> None:
+    addresses = {"route": {"model": f"{server.url}/classify"}, "base": {"base_url": server.url}}
+    client = InferenceClient(**addresses[by], timeout=30)
+    labels = client.text_classification(TEXTS[0])
+    expected = httpx.post(f"{server.url}/classify", json={"inputs": TEXTS[0]}).json()[0]
+    assert [(label.label, label.score) for label in labels] == [
+        (label["label"], label["score"]) for label in expected
+    ]
 
 
 def test_a_single_text_is_nested_too(server: Server) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
+from huggingface_hub import InferenceClient
 from transformers import (
     AutoTokenizer,
     BertForTokenClassification,
@@ -96,6 +97,19 @@ def test_entities_are_those_of_transformers(
     assert response.headers["x-truncated"] == "1"
     for text, ours in zip(TEXTS, response.json(), strict=True):
         same(ours, pipeline(text, aggregation_strategy=strategy, **extra))
+
+
+@pytest.mark.parametrize("by", ["route", "base"])
+def test_huggingface_client_tags_tokens(server: Server, by: str) -> None:
+    route = f"{server.url}/token-classification"
+    addresses = {"route": {"model": route}, "base": {"base_url": server.url}}
+    client = InferenceClient(**addresses[by], timeout=30)
+    found = client.token_classification(TEXTS[0], aggregation_strategy="simple")
+    body = {"inputs": TEXTS[0], "parameters": {"aggregation_strategy": "simple"}}
+    expected = httpx.post(route, json=body).json()
+    assert [(entity.entity_group, entity.start, entity.score) for entity in found] == [
+        (entity["entity_group"], entity["start"], entity["score"]) for entity in expected
+    ]
 
 
 @pytest.mark.parametrize("stride", [0, 16, 100])

@@ -40,9 +40,14 @@ async def receive(
         RequestError: see `read_body` and `parse`.
     """
     data = await read_body(request, limit, watched)
+    return await parse_anywhere(model, data), len(data)
+
+
+async def parse_anywhere(model: type[B], data: bytes) -> B:
+    """Parse a JSON body, a large one on a thread; see `parse`."""
     if len(data) <= _INLINE_BYTES:
-        return parse(model, data), len(data)
-    return await asyncio.to_thread(parse, model, data), len(data)
+        return parse(model, data)
+    return await asyncio.to_thread(parse, model, data)
 
 
 def parse(model: type[B], data: bytes) -> B:

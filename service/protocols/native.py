@@ -21,6 +21,7 @@ from cloze.service.http.errors import STATUS, ErrorInfo
 from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
 from cloze.service.protocols import operations
+from cloze.service.protocols.dispatch import DispatchBody, Dispatcher
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
 from cloze.service.tasks import Task, TaskCall, embed
@@ -54,8 +55,25 @@ def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return one route per task, and the routes for operators."""
-    tasks = [task_route(task).bind(context) for task in context.tasks.values()]
-    return [*tasks, *operations.routes(context, ErrorBody)]
+    task_routes = {task.name: task_route(task) for task in context.tasks.values()}
+    bound = [route.bind(context) for route in task_routes.values()]
+    dispatcher = Dispatcher(task_routes, context).route(_dispatch_doc(task_routes))
+    return [*bound, dispatcher, *operations.routes(context, ErrorBody)]
+
+
+def _dispatch_doc(task_routes: Mapping[str, TaskRoute]) -> RouteDoc:
+    examples = [next(iter(route.doc.examples.items())) for route in task_routes.values()]
+    return RouteDoc(
+        summary="The task that fits the body, for clients that know only this address",
+        tag="tasks",
+        result=Any,
+        error_body=ErrorBody,
+        body=DispatchBody,
+        examples=dict(examples),
+        media_types=(RAW, NPY),
+        headers={**TIMING_HEADERS, **_SHAPE},
+        errors=tuple(sorted({status for status, _ in STATUS.values()})),
+    )
 
 
 def task_route(task: Task) -> TaskRoute:

@@ -60,11 +60,18 @@ class TaskRoute:
 
     def bind(self, context: ProtocolContext) -> Route:
         """Return the route with a handler that uses the context's models."""
-        endpoint = _Endpoint(self, context)
+        endpoint = Endpoint(self, context)
         return Route("POST", self.path, endpoint.answer, self.doc, self.task.name)
 
 
-class _Endpoint:
+class Endpoint:
+    """The handler of a task route.
+
+    Args:
+        route: the route.
+        context: the parts of the service that the handler uses.
+    """
+
     def __init__(self, route: TaskRoute, context: ProtocolContext) -> None:
         self._route = route
         self._context = context
@@ -76,15 +83,30 @@ class _Endpoint:
         Raises:
             ServiceError: the request gets no result.
         """
-        route = self._route
         with self._context.watch.request(request.receive) as watched:
-            body, size = await receive(request, route.body, self._max_bytes, watched)
-            name = cast(TaskBody, body).model
-            pipeline = self._context.models.choose(route.task, name)
-            reference = pipeline.manifest.reference
-            request.scope["cloze.model"] = reference
-            call = route.to_call(body)
-            result = await pipeline.run(route.task, call, size=size, deadline=watched.deadline)
+            body, size = await receive(request, self._route.body, self._max_bytes, watched)
+            return await self.answer_body(request, body, size, watched.deadline)
+
+    async def answer_body(
+        self, request: Request, body: BaseModel, size: int, deadline: float
+    ) -> Response:
+        """Return the response to a request whose body has arrived.
+
+        Args:
+            request: the request.
+            body: the parsed body.
+            size: bytes of the body.
+            deadline: `time.monotonic` time after which no encoding of the request starts.
+
+        Raises:
+            ServiceError: the request gets no result.
+        """
+        route = self._route
+        pipeline = self._context.models.choose(route.task, cast(TaskBody, body).model)
+        reference = pipeline.manifest.reference
+        request.scope["cloze.model"] = reference
+        call = route.to_call(body)
+        result = await pipeline.run(route.task, call, size=size, deadline=deadline)
         self._context.metrics.observe_parts(reference, result.timings, result.truncated)
         response = route.respond(request, body, result)
         _add_timings(response, result)

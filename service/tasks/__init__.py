@@ -6,12 +6,28 @@ The package depends neither on HTTP nor on the scheduler. To add a task, write a
 
 from typing import Final
 
-from cloze.service.tasks import embed, fill_mask, nsp, qa, text_classification, token_classification
+from cloze.service.tasks import (
+    embed,
+    fill_mask,
+    nsp,
+    qa,
+    similarity,
+    text_classification,
+    token_classification,
+)
 from cloze.service.tasks.task import PreparedRequest, Task, TaskCall, TaskContext, TaskLimits
 
 TASKS: Final[dict[str, Task]] = {
     module.TASK.name: module.TASK
-    for module in (fill_mask, embed, nsp, qa, text_classification, token_classification)
+    for module in (
+        fill_mask,
+        embed,
+        similarity,
+        nsp,
+        qa,
+        text_classification,
+        token_classification,
+    )
 }
 """All tasks by name."""
 

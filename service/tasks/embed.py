@@ -1,12 +1,13 @@
 """Embedding: one vector per text."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
 from pydantic import BeforeValidator, Field
 
-from cloze.model_store.batch import HeadOutputs
+from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import embedding
 from cloze.model_store.manifest import Embedding
 from cloze.service.core import Float32, InvalidRequest
@@ -35,21 +36,32 @@ def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
+Direction = Literal["left", "right"]
+
+Truncate = Annotated[
+    bool | None,
+    Field(description="true cuts a long text, false refuses the text; the default is true"),
+]
+TruncationDirection = Annotated[
+    Direction | None,
+    BeforeValidator(_lower),
+    Field(description="the end of a long text to cut; the default is right"),
+]
+PromptName = Annotated[
+    str | None,
+    Field(description="name of a prompt of the model, which is put before each text"),
+]
+
+
 class EmbedParameters(WireModel):
     """The fields of text-embeddings-inference and of huggingface_hub's ``feature_extraction``."""
 
     normalize: bool | None = Field(
         None, description="whether to scale vectors to length 1; the default depends on the model"
     )
-    truncate: bool | None = Field(
-        None, description="true cuts a long text, false refuses the text; the default is true"
-    )
-    truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_lower)] = (
-        Field(None, description="the end of a long text to cut; the default is right")
-    )
-    prompt_name: str | None = Field(
-        None, description="name of a prompt of the model, which is put before each text"
-    )
+    truncate: Truncate = None
+    truncation_direction: TruncationDirection = None
+    prompt_name: PromptName = None
     dimensions: int | None = Field(
         None,
         description="number of leading dimensions to keep, for models with Matryoshka "
@@ -58,6 +70,15 @@ class EmbedParameters(WireModel):
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="accepted for huggingface_hub and ignored"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How to make encodings of texts; see `EmbedParameters`."""
+
+    truncate: bool | None = None
+    truncation_direction: Direction | None = None
+    prompt_name: str | None = None
 
 
 class _State:
@@ -84,21 +105,46 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     assert recipe is not None  # a model with the head has a recipe
     dimensions = recipe.dimensions if parameters.dimensions is None else parameters.dimensions
     check_range(dimensions, 1, recipe.dimensions, "dimensions")
-    prompt = _prompt(recipe, parameters.prompt_name)
-    keep_end = parameters.truncation_direction == "left"
+    many = not is_one
+    names = [input_name(index, many=many) for index in range(len(texts))]
+    options = TextOptions(
+        parameters.truncate, parameters.truncation_direction, parameters.prompt_name
+    )
+    encodings, truncated = encode(texts, names, options, context)
+    normalize = recipe.normalize if parameters.normalize is None else parameters.normalize
+    return PreparedRequest(encodings, _State(dimensions, normalize), truncated=truncated)
+
+
+def encode(
+    texts: Sequence[Text], names: Sequence[str], options: TextOptions, context: TaskContext
+) -> tuple[list[Encoding], int]:
+    """Return the encodings of texts to embed, and how many texts were cut.
+
+    Args:
+        texts: at least one text, or its token ids.
+        names: name of each text in errors.
+        options: prompt and truncation.
+        context: a model with a recipe for embeddings.
+
+    Raises:
+        InvalidRequest: see `prepare`.
+    """
+    recipe = context.manifest.embedding
+    assert recipe is not None  # a model with the head has a recipe
+    prompt = _prompt(recipe, options.prompt_name)
+    keep_end = options.truncation_direction == "left"
     encodings, truncated = [], 0
-    for index, ids in enumerate(_ids(texts, prompt, context, many=not is_one)):
+    for name, ids in zip(names, _ids(texts, names, prompt, context), strict=True):
         encoding, cut = context.tokenizer.encode(ids, recipe.max_tokens, keep_end=keep_end)
-        if cut and parameters.truncate is False:
+        if cut and options.truncate is False:
             raise InvalidRequest(
-                f"{input_name(index, many=not is_one)} has {len(ids) + 2} tokens; the model reads "
-                f"{recipe.max_tokens}, and truncate is false"
+                f"{name} has {len(ids) + 2} tokens; the model reads {recipe.max_tokens}, and "
+                "truncate is false"
             )
         encoding.requests = _REQUEST
         encodings.append(encoding)
         truncated += cut
-    normalize = recipe.normalize if parameters.normalize is None else parameters.normalize
-    return PreparedRequest(encodings, _State(dimensions, normalize), truncated=truncated)
+    return encodings, truncated
 
 
 _REQUEST: Final = {embedding.HEAD.name: embedding.EmbeddingRequest()}
@@ -113,10 +159,14 @@ def decode(
     vectors = np.array(rows, np.float32)
     if state.dimensions < vectors.shape[1]:
         vectors = np.ascontiguousarray(vectors[:, : state.dimensions])
-    if state.normalize:
-        norms = np.sqrt(np.vecdot(vectors, vectors))
-        vectors /= np.maximum(norms, 1e-12)[:, None]
-    return vectors
+    return normalized(vectors) if state.normalize else vectors
+
+
+def normalized(vectors: Float32) -> Float32:
+    """Return vectors [n, D] scaled to length 1."""
+    norms = np.sqrt(np.vecdot(vectors, vectors))
+    scaled: Float32 = vectors / np.maximum(norms, 1e-12)[:, None]
+    return scaled
 
 
 def _prompt(recipe: Embedding, name: str | None) -> str:
@@ -130,12 +180,11 @@ def _prompt(recipe: Embedding, name: str | None) -> str:
 
 
 def _ids(
-    texts: Sequence[Text], prompt: str, context: TaskContext, *, many: bool
+    texts: Sequence[Text], names: Sequence[str], prompt: str, context: TaskContext
 ) -> list[list[int]]:
     """Return the ids of each text without ``[CLS]`` and ``[SEP]``."""
     tokenizer = context.tokenizer
-    for index, text in enumerate(texts):
-        name = input_name(index, many=many)
+    for name, text in zip(names, texts, strict=True):
         if isinstance(text, str):
             check_text(text, name, context.limits)
         elif not text:

@@ -1,0 +1,124 @@
+"""The route ``POST /``, which chooses the task from the body.
+
+Clients that know only a base address send every task there: ``InferenceClient(base_url=...)`` of
+huggingface_hub, and text-embeddings-inference's own users.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from pydantic import ConfigDict, Field, JsonValue
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cloze.service.core import InvalidRequest, WrongTask
+from cloze.service.http.bodies import parse_anywhere, read_body
+from cloze.service.http.routes import Route, RouteDoc
+from cloze.service.pipeline import Pipeline
+from cloze.service.protocols.protocol import ProtocolContext
+from cloze.service.protocols.task_route import Endpoint, TaskRoute
+from cloze.service.tasks import (
+    Task,
+    embed,
+    fill_mask,
+    nsp,
+    qa,
+    similarity,
+    text_classification,
+    token_classification,
+)
+from cloze.service.tasks.task import WireModel
+
+_CLASSIFYING: Final = (text_classification.TASK, token_classification.TASK)
+"""Tasks whose bodies look the same."""
+
+
+_BY_FIELD: Final = {
+    "source_sentence": similarity.TASK,
+    "question": qa.TASK,
+    "next": nsp.TASK,
+    "candidates": nsp.TASK,
+    "text_pair": text_classification.TASK,
+}
+"""The task of inputs that are an object, by a field that only its inputs have."""
+
+
+class DispatchBody(WireModel):
+    """A body of any task that ``POST /`` knows; the route of the task documents its fields."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    inputs: JsonValue = Field(description="the inputs of the task")
+    parameters: dict[str, JsonValue] | None = Field(None, description="its parameters")
+
+
+class Dispatcher:
+    """The handler of ``POST /``.
+
+    Args:
+        routes: the native route of each task, by the task's name.
+        context: the parts of the service that the handler uses.
+    """
+
+    def __init__(self, routes: Mapping[str, TaskRoute], context: ProtocolContext) -> None:
+        self._routes = routes
+        self._endpoints = {name: Endpoint(route, context) for name, route in routes.items()}
+        self._context = context
+
+    def route(self, doc: RouteDoc) -> Route:
+        """Return the route."""
+        return Route("POST", "/", self._answer, doc)
+
+    async def _answer(self, request: Request) -> Response:
+        with self._context.watch.request(request.receive) as watched:
+            data = await read_body(request, self._context.limits.max_request_bytes, watched)
+            task = self._choose(await parse_anywhere(DispatchBody, data))
+            if task.name not in self._routes:
+                raise WrongTask(f"this server does not offer {task.name}")
+            body = await parse_anywhere(self._routes[task.name].body, data)
+            endpoint = self._endpoints[task.name]
+            return await endpoint.answer_body(request, body, len(data), watched.deadline)
+
+    def _choose(self, body: DispatchBody) -> Task:
+        """Return the task that a body asks for.
+
+        Raises:
+            InvalidRequest: the body fits text and token classification, and not exactly one of the
+                two is served.
+        """
+        inputs: Any = body.inputs
+        if isinstance(inputs, dict):
+            return _task_of_fields(inputs)
+        texts = inputs if isinstance(inputs, list) else [inputs]
+        mask = self._mask
+        if mask and any(isinstance(text, str) and mask in text for text in texts):
+            return fill_mask.TASK
+        if body.parameters is None:
+            return embed.TASK
+        served = [task for task in _CLASSIFYING if self._serving(task)]
+        if len(served) == 1:
+            return served[0]
+        routes = " or ".join(task.route for task in _CLASSIFYING)
+        kinds = "both" if served else "neither"
+        raise InvalidRequest(
+            f"inputs without a mask and with parameters may be for {routes}, and {kinds} of them "
+            "is served; send the request to the route of its task"
+        )
+
+    @property
+    def _mask(self) -> str | None:
+        """The mask token of the default model for fill-mask, if there is one."""
+        served = self._serving(fill_mask.TASK)
+        return served[0].manifest.tokenizer.mask_token if served else None
+
+    def _serving(self, task: Task) -> Sequence[Pipeline]:
+        """Return the pipelines that serve a task; none if the server does not offer the task."""
+        return self._context.models.serving(task) if task.name in self._routes else ()
+
+
+def _task_of_fields(inputs: Mapping[str, Any]) -> Task:
+    for field, task in _BY_FIELD.items():
+        if field in inputs:
+            return task
+    known = ", ".join(_BY_FIELD)
+    raise InvalidRequest(f"inputs is an object that fits no task: it has none of {known}")

@@ -272,6 +272,7 @@ def test_info_names_models_tasks_and_limits(server: Server) -> None:
     assert info["defaults"] == {
         "fill-mask": "bert@1",
         "embed": "bert@1",
+        "similarity": "bert@1",
         "nsp": "bert@1",
         "qa": "bert-qa@1",
     }

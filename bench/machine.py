@@ -66,6 +66,11 @@ def processor_time(stat: Path = Path("/proc/stat")) -> tuple[int, int]:
     return ticks[7], sum(ticks[:8])  # user, nice, system, idle, iowait, irq, softirq, steal
 
 
+def stolen_share(before: tuple[int, int], after: tuple[int, int]) -> float:
+    """Return the share that other guests took between two values of `processor_time`."""
+    return (after[0] - before[0]) / max(1, after[1] - before[1])
+
+
 def installed_versions(python: str = sys.executable) -> dict[str, str]:
     """Return the versions of the packages that matter here, in an interpreter's environment.
 

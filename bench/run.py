@@ -4,6 +4,8 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import uvloop
@@ -11,17 +13,22 @@ from numpy.typing import NDArray
 
 from cloze.bench.errors import BenchError
 from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson, rescaled
-from cloze.bench.machine import processor_time
+from cloze.bench.machine import processor_time, stolen_share
 from cloze.bench.parts import parts_ms, scrape
 from cloze.bench.processes import RunningServer
 from cloze.bench.result import ResourceUsage, Start, Turn, make_turn
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.subjects import EngineAlone
 
+T = TypeVar("T")
+
 _BULK_TEXTS = 2048
 _WARM_UP_S = 1.0
 _BULK_LEAD_S = 0.5
 """A bulk request runs this long before the single requests start, and after they end."""
+
+_ATTEMPTS = 4
+"""Most runs of a load, on a host whose other guests take too much."""
 
 _CLASSES = (32, 128)
 """Largest lengths of the classes of length, in tokens; one more class has the longer texts."""
@@ -46,6 +53,8 @@ class Plan:
         seconds: of every load.
         turns: number of repetitions.
         label: ends the names of all loads, where a result has several plans.
+        max_stolen: share of the processor time that other guests of the host may take. A load in
+            which they take more runs again, at most three times; the quietest run counts.
     """
 
     clients: tuple[int, ...] = (1, 32)
@@ -56,6 +65,7 @@ class Plan:
     seconds: float = 10.0
     turns: int = 3
     label: str = ""
+    max_stolen: float = 1.0
 
     def named(self, load: str) -> str:
         """Return the name of a load of this plan."""
@@ -133,15 +143,28 @@ def _report_turns(turns: Sequence[Turn], report: Report) -> None:
 def _measure_engine(name: str, engine: EngineAlone, plan: Plan, number: int) -> list[Turn]:
     turns = []
     if plan.texts_per_request == 1:  # otherwise no load of the plan sends single texts
-        latencies = engine.single_latencies(plan.seconds)
+        latencies, stolen = _quietest(lambda: engine.single_latencies(plan.seconds), plan)
         count = latencies.get_total_count()
         single = LoadResult(plan.seconds, requests=count, texts=count, latencies=latencies)
-        turns.append(make_turn(name, plan.closed(1), number, single))
+        usage = ResourceUsage(stolen=stolen)
+        turns.append(make_turn(name, plan.closed(1), number, single, usage))
     # One client with single texts gives no batch.
     if plan.texts_per_request > 1 or max(plan.clients) > 1:
         load = plan.closed(max(plan.clients))
-        turns.append(Turn(name, load, number, engine.texts_per_s(plan.seconds)))
+        rate, stolen = _quietest(lambda: engine.texts_per_s(plan.seconds), plan)
+        turns.append(Turn(name, load, number, rate, stolen=stolen))
     return turns
+
+
+def _quietest(measure_once: Callable[[], T], plan: Plan) -> tuple[T, float]:
+    """Measure until other guests take little; return the quietest figure and their share."""
+    found: list[tuple[float, T]] = []
+    while len(found) < _ATTEMPTS and (not found or found[-1][0] > plan.max_stolen):
+        before = processor_time()
+        measured = measure_once()
+        found.append((stolen_share(before, processor_time()), measured))
+    stolen, figure = min(found, key=lambda pair: pair[0])
+    return figure, stolen
 
 
 class _ServerLoads:
@@ -185,14 +208,14 @@ class _ServerLoads:
             await self._open_loops(capacity)
         if self._plan.bulk and self._server.max_texts >= _BULK_TEXTS:
             load = self._plan.named("single beside bulk")
-            await self._record(load, self._beside_bulk(), parts=False)
+            await self._record(load, self._beside_bulk, parts=False)
         return self._turns
 
     async def _closed_loops(self) -> float:
         """Return the requests per second of the most clients."""
         capacity = 0.0
         for clients in sorted(self._plan.clients):
-            load = self._closed_loop(clients, self._plan.seconds)
+            load = partial(self._closed_loop, clients, self._plan.seconds)
             turn = await self._record(self._plan.closed(clients), load)
             capacity = turn.requests_per_s
         return capacity
@@ -200,7 +223,7 @@ class _ServerLoads:
     async def _open_loops(self, capacity: float) -> None:
         for share in self._plan.shares:
             for kind, times in _arrivals(capacity * share, self._plan, self._number):
-                load = open_loop(self._process.url, self._requests, times)
+                load = partial(open_loop, self._process.url, self._requests, times)
                 await self._record(self._plan.named(f"{kind} {share:g}"), load)
 
     async def _closed_loop(self, clients: int, seconds: float) -> LoadResult:
@@ -208,21 +231,31 @@ class _ServerLoads:
             self._process.url, self._requests, clients=clients, seconds=seconds
         )
 
-    async def _record(self, name: str, load: Awaitable[LoadResult], *, parts: bool = True) -> Turn:
+    async def _record(
+        self, name: str, load: Callable[[], Awaitable[LoadResult]], *, parts: bool = True
+    ) -> Turn:
+        """Run a load, again while other guests take too much, and keep the quietest run."""
+        found = [await self._run_once(name, load, parts=parts)]
+        while len(found) < _ATTEMPTS and found[-1].stolen > self._plan.max_stolen:
+            found.append(await self._run_once(name, load, parts=parts))
+        turn = min(found, key=lambda turn: turn.stolen)
+        self._turns.append(turn)
+        return turn
+
+    async def _run_once(
+        self, name: str, load: Callable[[], Awaitable[LoadResult]], *, parts: bool
+    ) -> Turn:
         process, url = self._process, self._process.url
-        cpu_s, (stolen, ticks) = process.cpu_s(), processor_time()
+        cpu_s, ticks = process.cpu_s(), processor_time()
         before = scrape(url) if self._server.parts and parts else None
-        measured = await load
-        stolen_until, ticks_until = processor_time()
+        measured = await load()
         usage = ResourceUsage(
             cpu_s=process.cpu_s() - cpu_s,
             rss_mb=process.rss_mb(),
             parts_ms={} if before is None else parts_ms(before, scrape(url)),
-            stolen=(stolen_until - stolen) / max(1, ticks_until - ticks),
+            stolen=stolen_share(ticks, processor_time()),
         )
-        turn = make_turn(self._server.name, name, self._number, measured, usage)
-        self._turns.append(turn)
-        return turn
+        return make_turn(self._server.name, name, self._number, measured, usage)
 
     async def _beside_bulk(self) -> LoadResult:
         """Measure one client with single texts while another client sends bulk requests.

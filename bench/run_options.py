@@ -47,6 +47,7 @@ class RunOptions:
         frontends: of the servers, to compare.
         checkpoint: the weights for the peers.
         backends: of sentence-transformers.
+        max_stolen: see `Plan`.
         peers: the program of each peer to measure, by the peer's option.
     """
 
@@ -67,6 +68,7 @@ class RunOptions:
     frontends: tuple[int, ...]
     checkpoint: Path | None
     backends: tuple[str, ...]
+    max_stolen: float
     peers: Mapping[str, str]
 
     def plan(self, label: str = "") -> Plan:
@@ -88,6 +90,7 @@ class RunOptions:
             seconds=self.seconds,
             turns=self.turns,
             label=label,
+            max_stolen=self.max_stolen,
         )
 
 

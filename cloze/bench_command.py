@@ -276,6 +276,13 @@ def _device_describer(plan: "DevicePlan") -> "Callable[[DeviceFigures], Result]"
 )
 @click.option("--turns", type=click.IntRange(min=1), default=3, help="Number of repetitions.")
 @click.option(
+    "--max-stolen",
+    type=click.FloatRange(min=0, max=1),
+    default=1.0,
+    help="Repeat a load, at most 3 times, while other guests of the host take more than this share "
+    "of the processor time; the quietest run counts.",
+)
+@click.option(
     "--precision",
     "precisions",
     multiple=True,

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from cloze.bench import device, one_size, sizes
+from cloze.bench import device, one_size, run, sizes
 from cloze.bench.compare import compare
 from cloze.bench.errors import BenchError
 from cloze.bench.http_client import Connection, Request, post
@@ -276,6 +276,23 @@ def test_a_result_comes_back_from_its_file(tmp_path: Path) -> None:
         (tmp_path / "bad.json").write_text(content)
         with pytest.raises(ValueError, match="no result of cloze bench"):
             Result.from_json(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize(
+    ("stolen", "expected"),
+    [
+        ([3], (0, 0.03)),
+        ([50, 3], (1, 0.03)),
+        ([50, 20, 30, 40, 3], (1, 0.2)),  # at most four runs
+    ],
+)
+def test_a_load_runs_again_while_other_guests_take_too_much(
+    stolen: list[int], expected: tuple[int, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.chain.from_iterable(((0, 0), (ticks, 100)) for ticks in stolen)
+    monkeypatch.setattr(run, "processor_time", lambda: next(ticks))
+    figures = itertools.count()
+    assert run._quietest(lambda: next(figures), run.Plan(max_stolen=0.05)) == expected
 
 
 def test_failures_are_in_the_table() -> None:

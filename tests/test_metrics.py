@@ -137,6 +137,7 @@ def test_labels_stay_bounded_whatever_is_asked(fresh: Server) -> None:
     assert values["route"] <= {
         "/fill-mask",
         "/embed",
+        "/similarity",
         "/nsp",
         "/qa",
         "/classify",

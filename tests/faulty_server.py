@@ -15,13 +15,18 @@ from cloze.service.serve import serve_in_one_process
 from cloze.service.settings import load_settings
 from tests.vocabulary import vocabulary
 
-WORDS = {vocabulary().index(word): word for word in ("moon", "sun", "tree", "king", "war")}
-SLOW_S = 0.15
+WORDS = {vocabulary().index(word): word for word in ("moon", "river", "sun", "tree", "king", "war")}
+SLOW_S = {"moon": 0.15, "river": 3.0}
+
+
+def started_line(word: str) -> str:
+    """Return the line of the log that a run with a word starts with."""
+    return f"a run with {word} starts"
 
 
 class FaultyEngine(OnnxEngine):
-    """moon: slow. sun: raises. tree: hangs. king: raises, and is broken from then on. war: ends its
-    thread.
+    """moon: slow. river: very slow. sun: raises. tree: hangs. king: raises, and is broken from then
+    on. war: ends its thread. The log has a line when a run with one of them starts.
     """
 
     def __init__(self, bundle: Bundle, device: Device, precision: RequestedPrecision) -> None:
@@ -35,8 +40,9 @@ class FaultyEngine(OnnxEngine):
             for token in encoding.input_ids.tolist()
             if token in WORDS
         }
-        if "moon" in words:
-            time.sleep(SLOW_S)
+        for word in words:
+            print(started_line(word), file=sys.stderr, flush=True)
+            time.sleep(SLOW_S.get(word, 0))
         if "tree" in words:
             threading.Event().wait()
         if "war" in words:

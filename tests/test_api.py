@@ -379,9 +379,11 @@ def test_huggingface_client_shows_our_errors(client: Client) -> None:
     [
         ({"text": "He opened the door.", "next": "He went in."}, None, "/nsp"),
         ({"text": "He opened the door.", "candidates": ["He went in."]}, None, "/nsp"),
+        ([{"text": "the king", "next": "he"}] * 2, None, "/nsp"),
         (["the king", "a moon"], None, "/embed"),
         (["the [MASK]", "a [MASK]"], {"top_k": 2}, "/fill-mask"),
         ({"question": "who?", "context": "the king"}, {"top_k": 2}, "/qa"),
+        ([{"question": "who?", "context": "the king"}] * 2, {"top_k": 2}, "/qa"),
         ({"source_sentence": "a", "sentences": ["b"]}, {"truncate": False}, "/similarity"),
     ],
 )
@@ -404,7 +406,7 @@ def test_what_the_address_alone_cannot_tell_is_refused(server: Server) -> None:
     )
     fits_none = call(server, "/", inputs={"text": "the king"})
     assert fits_none.status_code == 422
-    assert "inputs is an object that fits no task" in fits_none.json()["error"]
+    assert "inputs has an object that fits no task: it has none of source_sentence" in fits_none.json()["error"]
     wrong = call(server, "/", inputs="the king", normalise=True)
     assert (wrong.status_code, wrong.json()["error"]) == (
         422,

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cloze.service.metrics import Observations
 from tests.serving import Server, running_server
+from tests.waiting import MEASURES_TIME
 
 FAMILIES = {
     "cloze_request_duration_seconds": "histogram",
@@ -162,6 +163,7 @@ def test_promtool_finds_nothing_to_mend(server: Server) -> None:
     assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
 
 
+@MEASURES_TIME
 def test_a_real_prometheus_answers_from_our_series(fresh: Server, tmp_path: Path) -> None:
     """With the configuration we ship, but for the address and the interval."""
     if shutil.which("prometheus") is None:

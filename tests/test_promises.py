@@ -30,9 +30,12 @@ from cloze.service.core import Device, StartupError
 from cloze.service.engine import OnnxEngine
 from cloze.service.fake_engine import FakeEngine
 from cloze.service.settings import load_settings
+from tests.faulty_server import started_line
 from tests.serving import Server, bare_environment, running_server
 from tests.tiny import save_checkpoint
+from tests.waiting import MEASURES_TIME, wait_until
 
+pytestmark = MEASURES_TIME
 FAULTY = (sys.executable, "-m", "tests.faulty_server")
 FAULTY_ENGINE_PROCESS = (sys.executable, "-m", "tests.faulty_engine_process")
 WORDS = [
@@ -96,6 +99,12 @@ def metric(server: Server, pattern: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+def wait_for_run(server: Server, word: str, count: int = 1) -> None:
+    """Return when so many runs with the word have started."""
+    line = started_line(word)
+    wait_until(lambda: sum(line in logged for logged in server.log) >= count)
+
+
 # ---- 1: every accepted request is answered exactly once -------------------------------------------------------------
 
 
@@ -124,7 +133,7 @@ def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path, faulty_server
     with faulty_server(tiny_store, CLOZE_REQUEST_TIMEOUT_MS="700", CLOZE_WORKERS="2") as server:
         with ThreadPoolExecutor(1) as pool:
             hung = pool.submit(embed, server, "tree")
-            time.sleep(0.2)  # until it runs
+            wait_for_run(server, "tree")
             responses = at_once(server, WORDS)
         assert hung.result().status_code == 504
         assert hung.result().json() == {
@@ -136,20 +145,25 @@ def test_1_a_hung_run_costs_only_its_own_request(tiny_store: Path, faulty_server
 
 
 def test_1_late_requests_are_told_in_time(tiny_store: Path, faulty_server: Faulty) -> None:
-    """One worker, slow work: those who wait longer than their time get 504 and are never run."""
-    with faulty_server(
-        tiny_store, CLOZE_REQUEST_TIMEOUT_MS="500", CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1"
-    ) as server:
+    """One worker, busy for longer than a request may take: who waits gets 504 and is never run."""
+    with (
+        faulty_server(
+            tiny_store,
+            CLOZE_REQUEST_TIMEOUT_MS="500",
+            CLOZE_WORKERS="1",
+            CLOZE_MAX_BATCH_TOKENS="1",
+        ) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        slow = pool.submit(embed, server, "river")
+        wait_for_run(server, "river")
         started = time.monotonic()
-        responses = at_once(server, ["moon " * n for n in range(1, 13)])
-        assert time.monotonic() - started < 5
-        statuses = [response.status_code for response in responses]
-        assert set(statuses) == {200, 504}
-        time.sleep(0.3)
+        late = at_once(server, ["walk " * n for n in range(1, 13)])
+        assert time.monotonic() - started < 3, "they waited for the run"
+        assert {response.status_code for response in (slow.result(), *late)} == {504}
+        until(lambda: embed(server, "paris"), 200)
         ran = metric(server, r'cloze_batch_sequences_count\{model="bert@1"\}')
-        assert (
-            statuses.count(200) <= ran <= statuses.count(200) + 1
-        )  # one may have been running when its time ended
+        assert ran == 2, "only the slow one and the last one"
 
 
 def test_1_a_full_queue_says_when_to_come_back(tiny_store: Path, faulty_server: Faulty) -> None:
@@ -173,7 +187,7 @@ def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path, faulty_server
             connection.sendall(
                 b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
             )
-            time.sleep(0.5)
+            wait_for_run(server, "moon")
         started = time.monotonic()
         assert embed(server, "paris").status_code == 200
         assert time.monotonic() - started < 3
@@ -264,8 +278,8 @@ def test_2_batch_mates_of_a_poisonous_text_get_their_answers(
     with faulty_server(tiny_store, CLOZE_WORKERS="1") as faulty, ThreadPoolExecutor(1) as pool:
         expected = {word: embed(faulty, word).json() for word in WORDS}
         # While these run, the others queue up and share a batch.
-        blocker = pool.submit(embed, faulty, ["moon moon", "moon moon moon"])
-        time.sleep(0.03)
+        blocker = pool.submit(embed, faulty, "river")
+        wait_for_run(faulty, "river")
         texts = [*WORDS, "sun", *WORDS]
         responses = at_once(faulty, texts)
         assert blocker.result().status_code == 200
@@ -340,7 +354,7 @@ def test_4_a_dead_engine_ends_the_process(
     ) as server:
         with ThreadPoolExecutor(8) as pool:
             guilty = pool.submit(embed, server, text)
-            time.sleep(0.5 if text == "tree" else 0.0)  # until it runs
+            wait_for_run(server, text)
             queued = (
                 [pool.submit(embed, server, "moon " * n) for n in (1, 2)] if text == "tree" else []
             )
@@ -358,9 +372,9 @@ def test_4_an_engine_process_that_dies_is_started_again(tiny_store: Path) -> Non
         front_ends(tiny_store, CLOZE_STALL_TIMEOUT_MS="1500", CLOZE_WORKERS="1") as server,
         ThreadPoolExecutor(8) as pool,
     ):
-        for _ in range(2):
+        for run in (1, 2):
             hung = pool.submit(embed, server, "tree")
-            time.sleep(0.3)  # until it runs
+            wait_for_run(server, "tree", count=run)
             queued = [pool.submit(embed, server, word) for word in WORDS[:4]]
             assert {future.result().status_code for future in (hung, *queued)} == {503}
             refused = until(
@@ -430,12 +444,13 @@ def test_7_nobody_queues_for_a_server_that_drains(tiny_store: Path, faulty_serve
         ThreadPoolExecutor(1) as pool,
     ):
         slow = pool.submit(embed, server, ["moon " * n for n in range(1, 15)])  # 2 s
-        time.sleep(0.5)  # until it runs
+        wait_for_run(server, "moon")
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-        assert not slow.done()
+        deadline = time.monotonic() + 10
         with pytest.raises(httpx.ConnectError):
-            embed(server, "paris", timeout=5)
+            while time.monotonic() < deadline:  # until it listens no more
+                assert httpx.get(f"{server.url}/healthz", timeout=5).status_code == 200
+        assert not slow.done()
         assert slow.result().status_code == 200
         assert server.process.wait(20) == 0
 
@@ -666,9 +681,9 @@ def test_7_what_cannot_finish_in_the_grace_period_is_told_so(
         ThreadPoolExecutor(4) as pool,
     ):
         hung = pool.submit(embed, server, "tree")
-        time.sleep(0.2)  # until it runs
+        wait_for_run(server, "tree")
         queued = pool.submit(embed, server, "paris walk")
-        time.sleep(0.2)
+        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert@1"\}') > 0)
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         for future in (hung, queued):

@@ -9,10 +9,14 @@ from starlette.types import Message, Receive
 
 from cloze.service.core import ClientGone, DeadlineExceeded, ServiceError, SlowRequest
 from cloze.service.http.watch import RequestWatch
+from tests.waiting import MEASURES_TIME
 
 
 async def never() -> Message:
     return await asyncio.Future()
+
+
+pytestmark = MEASURES_TIME
 
 
 def leaves_after(seconds: float) -> Receive:

@@ -17,30 +17,11 @@ from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.pipeline import Pipeline
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.protocols.task_route import Endpoint, TaskRoute
-from cloze.service.tasks import (
-    Task,
-    embed,
-    fill_mask,
-    nsp,
-    qa,
-    similarity,
-    text_classification,
-    token_classification,
-)
+from cloze.service.tasks import Task, embed, fill_mask, text_classification, token_classification
 from cloze.service.tasks.task import WireModel
 
 _CLASSIFYING: Final = (text_classification.TASK, token_classification.TASK)
 """Tasks whose bodies look the same."""
-
-
-_BY_FIELD: Final = {
-    "source_sentence": similarity.TASK,
-    "question": qa.TASK,
-    "next": nsp.TASK,
-    "candidates": nsp.TASK,
-    "text_pair": text_classification.TASK,
-}
-"""The task of inputs that are an object, by a field that only its inputs have."""
 
 
 class DispatchBody(WireModel):
@@ -64,6 +45,9 @@ class Dispatcher:
         self._routes = routes
         self._endpoints = {name: Endpoint(route, context) for name, route in routes.items()}
         self._context = context
+        self._by_field = {
+            field: task for task in context.tasks.values() for field in task.own_fields
+        }
 
     def route(self, doc: RouteDoc) -> Route:
         """Return the route."""
@@ -83,13 +67,13 @@ class Dispatcher:
         """Return the task that a body asks for.
 
         Raises:
-            InvalidRequest: the body fits text and token classification, and not exactly one of the
-                two is served.
+            InvalidRequest: the body fits no task, or it fits text and token classification and not
+                exactly one of the two is served.
         """
-        inputs: Any = body.inputs
-        if isinstance(inputs, dict):
-            return _task_of_fields(inputs)
-        texts = inputs if isinstance(inputs, list) else [inputs]
+        texts = body.inputs if isinstance(body.inputs, list) else [body.inputs]
+        for item in texts:
+            if isinstance(item, dict):
+                return self._task_of_fields(item)
         mask = self._mask
         if mask and any(isinstance(text, str) and mask in text for text in texts):
             return fill_mask.TASK
@@ -115,10 +99,14 @@ class Dispatcher:
         """Return the pipelines that serve a task; none if the server does not offer the task."""
         return self._context.models.serving(task) if task.name in self._routes else ()
 
+    def _task_of_fields(self, item: Mapping[str, Any]) -> Task:
+        """Return the task that inputs with the fields of an object are for.
 
-def _task_of_fields(inputs: Mapping[str, Any]) -> Task:
-    for field, task in _BY_FIELD.items():
-        if field in inputs:
-            return task
-    known = ", ".join(_BY_FIELD)
-    raise InvalidRequest(f"inputs is an object that fits no task: it has none of {known}")
+        Raises:
+            InvalidRequest: the object has none of the fields.
+        """
+        for field, task in self._by_field.items():
+            if field in item:
+                return task
+        known = ", ".join(self._by_field)
+        raise InvalidRequest(f"inputs has an object that fits no task: it has none of {known}")

@@ -1,7 +1,6 @@
 """Embedding: one vector per text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
@@ -36,32 +35,26 @@ def _lower(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-Direction = Literal["left", "right"]
+class TextParameters(WireModel):
+    """How a text becomes a sequence: the fields of text-embeddings-inference."""
 
-Truncate = Annotated[
-    bool | None,
-    Field(description="true cuts a long text, false refuses the text; the default is true"),
-]
-TruncationDirection = Annotated[
-    Direction | None,
-    BeforeValidator(_lower),
-    Field(description="the end of a long text to cut; the default is right"),
-]
-PromptName = Annotated[
-    str | None,
-    Field(description="name of a prompt of the model, which is put before each text"),
-]
+    truncate: bool | None = Field(
+        None, description="true cuts a long text, false refuses the text; the default is true"
+    )
+    truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_lower)] = (
+        Field(None, description="the end of a long text to cut; the default is right")
+    )
+    prompt_name: str | None = Field(
+        None, description="name of a prompt of the model, which is put before each text"
+    )
 
 
-class EmbedParameters(WireModel):
+class EmbedParameters(TextParameters):
     """The fields of text-embeddings-inference and of huggingface_hub's ``feature_extraction``."""
 
     normalize: bool | None = Field(
         None, description="whether to scale vectors to length 1; the default depends on the model"
     )
-    truncate: Truncate = None
-    truncation_direction: TruncationDirection = None
-    prompt_name: PromptName = None
     dimensions: int | None = Field(
         None,
         description="number of leading dimensions to keep, for models with Matryoshka "
@@ -70,15 +63,6 @@ class EmbedParameters(WireModel):
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="accepted for huggingface_hub and ignored"
     )
-
-
-@dataclass(frozen=True, slots=True)
-class TextOptions:
-    """How to make encodings of texts; see `EmbedParameters`."""
-
-    truncate: bool | None = None
-    truncation_direction: Direction | None = None
-    prompt_name: str | None = None
 
 
 class _State:
@@ -107,23 +91,20 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     check_range(dimensions, 1, recipe.dimensions, "dimensions")
     many = not is_one
     names = [input_name(index, many=many) for index in range(len(texts))]
-    options = TextOptions(
-        parameters.truncate, parameters.truncation_direction, parameters.prompt_name
-    )
-    encodings, truncated = encode(texts, names, options, context)
+    encodings, truncated = encode(texts, names, parameters, context)
     normalize = recipe.normalize if parameters.normalize is None else parameters.normalize
     return PreparedRequest(encodings, _State(dimensions, normalize), truncated=truncated)
 
 
 def encode(
-    texts: Sequence[Text], names: Sequence[str], options: TextOptions, context: TaskContext
+    texts: Sequence[Text], names: Sequence[str], parameters: TextParameters, context: TaskContext
 ) -> tuple[list[Encoding], int]:
     """Return the encodings of texts to embed, and how many texts were cut.
 
     Args:
         texts: at least one text, or its token ids.
         names: name of each text in errors.
-        options: prompt and truncation.
+        parameters: prompt and truncation.
         context: a model with a recipe for embeddings.
 
     Raises:
@@ -131,12 +112,12 @@ def encode(
     """
     recipe = context.manifest.embedding
     assert recipe is not None  # a model with the head has a recipe
-    prompt = _prompt(recipe, options.prompt_name)
-    keep_end = options.truncation_direction == "left"
+    prompt = _prompt(recipe, parameters.prompt_name)
+    keep_end = parameters.truncation_direction == "left"
     encodings, truncated = [], 0
     for name, ids in zip(names, _ids(texts, names, prompt, context), strict=True):
         encoding, cut = context.tokenizer.encode(ids, recipe.max_tokens, keep_end=keep_end)
-        if cut and options.truncate is False:
+        if cut and parameters.truncate is False:
             raise InvalidRequest(
                 f"{name} has {len(ids) + 2} tokens; the model reads {recipe.max_tokens}, and "
                 "truncate is false"

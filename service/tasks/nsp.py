@@ -125,6 +125,7 @@ TASK: Final = Task(
     ],
     parameters=NoParameters,
     result=list[NspLabel] | list[list[NspLabel]] | list[RankedCandidate],
+    own_fields=("next", "candidates"),
     prepare=prepare,
     decode=decode,
     examples=(

@@ -310,6 +310,7 @@ TASK: Final = Task(
     ],
     parameters=QaParameters,
     result=Answers | list[Answers],
+    own_fields=("question",),
     prepare=prepare,
     decode=decode,
     examples=(

@@ -30,14 +30,6 @@ class SimilarityInputs(WireModel):
     sentences: Texts
 
 
-class SimilarityParameters(WireModel):
-    """The parameters of text-embeddings-inference; see `embed.EmbedParameters`."""
-
-    truncate: embed.Truncate = None
-    truncation_direction: embed.TruncationDirection = None
-    prompt_name: embed.PromptName = None
-
-
 def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[None]:
     """Tokenize the text, then the texts to compare with it.
 
@@ -52,7 +44,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[None]:
     encodings, truncated = embed.encode(
         [inputs.source_sentence, *inputs.sentences],
         ["inputs.source_sentence", *names],
-        embed.TextOptions(**call.parameters.model_dump()),
+        call.parameters,
         context,
     )
     return PreparedRequest(encodings, None, truncated=truncated)
@@ -74,8 +66,9 @@ TASK: Final = Task(
     summary="How similar a text is to each of other texts: the cosine of their embeddings",
     heads=(embedding.HEAD.name,),
     inputs=SimilarityInputs,
-    parameters=SimilarityParameters,
+    parameters=embed.TextParameters,
     result=list[float],
+    own_fields=("source_sentence",),
     prepare=prepare,
     decode=decode,
     examples=(

@@ -132,6 +132,8 @@ class Task:
             `vectors` is set.
         examples: example requests.
         vectors: whether the result is an array, which clients may request as bytes.
+        own_fields: fields that only objects among this task's inputs have. ``POST /`` recognises
+            the task by them.
     """
 
     name: str
@@ -145,6 +147,7 @@ class Task:
     decode: Callable[[PreparedRequest[Any], Sequence[HeadOutputs], TaskContext], Any]
     examples: tuple[Example, ...]
     vectors: bool = False
+    own_fields: tuple[str, ...] = ()
 
     def is_served_by(self, manifest: Manifest) -> bool:
         """Return whether a bundle has the heads that the task needs."""

@@ -153,6 +153,7 @@ TASK: Final = Task(
     ],
     parameters=TextClassificationParameters,
     result=list[list[LabelScore]],
+    own_fields=("text_pair",),
     prepare=prepare,
     decode=decode,
     examples=(

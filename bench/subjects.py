@@ -14,8 +14,7 @@ from cloze.bench.throughput import batches_for, rounds_per_s, run_all
 from cloze.model_store import Manifest, Store
 from cloze.model_store.batch import Encoding
 from cloze.service.core import Device, RequestedPrecision
-from cloze.service.engine import OnnxEngine
-from cloze.service.served_models import batch_tokens
+from cloze.service.served_models import batch_tokens, onnx_engine
 from cloze.service.settings import Settings
 from cloze.service.tasks import Task, TaskCall, TaskContext, TaskLimits
 from cloze.service.tokenizer import Tokenizer
@@ -91,7 +90,7 @@ class EngineAlone:
     def __init__(self, model: MeasuredModel, texts: Sequence[str]) -> None:
         bundle = Store(model.store).open(model.bundle)
         settings = Settings()
-        self._engine = OnnxEngine(bundle, model.device, model.precision)
+        self._engine = onnx_engine(settings)(bundle, model.device, model.precision)
         self._workers = settings.worker_count(self._engine.device)
         limits = _task_limits(bundle.manifest, settings)
         context = TaskContext(bundle.manifest, Tokenizer(bundle), limits)
@@ -111,14 +110,19 @@ class EngineAlone:
         return rounds * len(self._encodings)
 
     def single_latencies(self, seconds: float) -> HdrHistogram:
-        """Measure single texts, one after the other; return their latencies in microseconds."""
+        """Measure single texts, one after the other, as the server runs a lone request.
+
+        Returns:
+            The latencies in microseconds.
+        """
         latencies = histogram()
         for encoding in self._encodings[:_WARM_UP_RUNS]:
-            self._engine.run([encoding])
+            self._engine.run([encoding], alone=True)
         end = time.perf_counter() + seconds
         number = 0
         while (begin := time.perf_counter()) < end:
-            self._engine.run([self._encodings[number % len(self._encodings)]])
+            encoding = self._encodings[number % len(self._encodings)]
+            self._engine.run([encoding], alone=True)
             latencies.record_value(max(1, round((time.perf_counter() - begin) * 1e6)))
             number += 1
         return latencies

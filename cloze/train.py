@@ -5,19 +5,17 @@ Training packages are imported inside the commands, because a serving installati
 
 import json
 import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import wraps
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
 import click
 
 from cloze.failing import fail
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
-from cloze.model_store.store import Store, StoreError
+from cloze.model_store.store import Store
+from cloze.train_errors import one_line_errors
 
 if TYPE_CHECKING:
     import torch
@@ -63,58 +61,6 @@ def _recipe(default: str) -> Callable[[Callable[..., None]], Callable[..., None]
     )
 
 
-def _one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn each expected error of a command into one line and exit code 1."""
-
-    @wraps(command)
-    def run(**arguments: Any) -> None:
-        try:
-            from cloze.export.errors import DataError, ExportError
-        except ModuleNotFoundError as error:
-            _fail_for_missing_module(error)
-        try:
-            with _sigterm_as_ctrl_c():
-                command(**arguments)
-        except (DataError, ExportError, StoreError) as error:
-            fail(str(error))
-        except ModuleNotFoundError as error:
-            _fail_for_missing_module(error)
-        except KeyboardInterrupt:
-            fail(
-                "interrupted; what is saved is kept, the same command goes on from there", code=130
-            )
-        except OSError as error:
-            file = error.filename or arguments.get("out") or "a file"
-            fail(f"{file}: {error.strerror or error}")
-        except (MemoryError, RuntimeError) as error:
-            # torch has no type for a failed allocation on the CPU.
-            if isinstance(error, RuntimeError) and "allocate" not in str(error):
-                raise
-            fail(
-                "there is not enough memory; "
-                "fewer sequences per batch, fewer tokens or a smaller model need less"
-            )
-
-    return run
-
-
-def _fail_for_missing_module(error: ModuleNotFoundError) -> NoReturn:
-    fail(
-        f"training needs {error.name}, which the serving install leaves out; "
-        "install cloze[cpu,train]"
-    )
-
-
-@contextmanager
-def _sigterm_as_ctrl_c() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM outside the training loop, which has its own handler."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
 @click.group()
 def train() -> None:
     """Train a model: vocabulary, pre-training, fine-tuning, distillation, evaluation.
@@ -136,7 +82,7 @@ def train() -> None:
 )
 @click.option("--cased/--uncased", default=None, help="Instead of the recipe's case.")
 @_out
-@_one_line_errors
+@one_line_errors
 def vocab(
     corpus: tuple[Path, ...], recipe: str, size: int | None, cased: bool | None, out: Path
 ) -> None:
@@ -178,7 +124,7 @@ def vocab(
 @_seed
 @_device
 @_threads
-@_one_line_errors
+@one_line_errors
 def pretrain(
     corpus: tuple[Path, ...],
     recipe: str,
@@ -219,7 +165,7 @@ def pretrain(
 @_seed
 @_device
 @_threads
-@_one_line_errors
+@one_line_errors
 def finetune_qa(
     source: str,
     questions: tuple[Path, ...],
@@ -253,7 +199,7 @@ def finetune_qa(
 @_seed
 @_device
 @_threads
-@_one_line_errors
+@one_line_errors
 def finetune_embed(
     source: str,
     pairs: tuple[Path, ...],
@@ -286,7 +232,7 @@ def finetune_embed(
 @_seed
 @_device
 @_threads
-@_one_line_errors
+@one_line_errors
 def distill(
     teacher: str,
     corpus: tuple[Path, ...],
@@ -349,7 +295,7 @@ def distill(
 )
 @_device
 @_threads
-@_one_line_errors
+@one_line_errors
 def evaluate(
     source: str,
     corpus: tuple[Path, ...],

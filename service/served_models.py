@@ -100,7 +100,7 @@ def local_models(
     Raises:
         StartupError: an engine does not open, or the device is missing.
     """
-    make_engine = make_engine or _onnx_engine(settings, device_id)
+    make_engine = make_engine or onnx_engine(settings, device_id)
     engines = [make_engine(bundle, settings.device, settings.precision) for bundle in bundles]
     models = []
     activity = Activity()
@@ -122,7 +122,16 @@ def _precision_of(engine: Engine) -> Callable[[], str]:
     return lambda: engine.precision
 
 
-def _onnx_engine(settings: Settings, device_id: int) -> EngineFactory:
+def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:
+    """Return the factory of the engines that a server with these settings runs.
+
+    Args:
+        settings: the operator's settings.
+        device_id: index of the GPU.
+
+    Raises:
+        StartupError: onnxruntime is not installed, or the settings ask for more threads than cores.
+    """
     try:
         # Front ends import this module too, and use less memory without onnxruntime.
         from cloze.service.engine import OnnxEngine, SessionOptions

@@ -406,7 +406,10 @@ def test_what_the_address_alone_cannot_tell_is_refused(server: Server) -> None:
     )
     fits_none = call(server, "/", inputs={"text": "the king"})
     assert fits_none.status_code == 422
-    assert "inputs has an object that fits no task: it has none of source_sentence" in fits_none.json()["error"]
+    assert (
+        "inputs has an object that fits no task: it has none of source_sentence"
+        in fits_none.json()["error"]
+    )
     wrong = call(server, "/", inputs="the king", normalise=True)
     assert (wrong.status_code, wrong.json()["error"]) == (
         422,

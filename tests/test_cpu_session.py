@@ -19,7 +19,7 @@ from cloze.service.core import StartupError
 from cloze.service.engine import session as sessions
 from cloze.service.engine.session import CpuSession, cpu_session, temporary_folder
 from cloze.service.fake_engine import FakeEngine
-from cloze.service.served_models import _onnx_engine
+from cloze.service.served_models import onnx_engine
 from cloze.service.settings import load_settings
 from tests.waiting import wait_until
 
@@ -188,4 +188,4 @@ def test_more_threads_than_cores_are_refused() -> None:
     with pytest.raises(
         StartupError, match=r"^intra_op_threads is 1024, but this process may use \d+ cores?$"
     ):
-        _onnx_engine(settings, 0)
+        onnx_engine(settings, 0)

@@ -36,7 +36,7 @@ def write(checkpoint: Path) -> Path:
     Raises:
         OSError: the folder has no checkpoint, or is not writable.
     """
-    # The loop-free implementation of attention can be written as a graph.
+    # Of the implementations of attention, this one can be traced.
     model = AutoModel.from_pretrained(checkpoint, attn_implementation="eager").eval()
     names = ["input_ids", "attention_mask"]
     if model.config.model_type == "bert":

@@ -1,4 +1,4 @@
-"""Threads of a run alone and of runs side by side: decision 13.
+"""Threads of a run alone and of runs side by side (decision 13), and the cost of a text by batch.
 
 python bench/studies/lone_batch.py model_store/bundles/NAME/1/dense.onnx
 """
@@ -21,6 +21,7 @@ _CONFIGURATIONS = {
 
 _LENGTHS = (14, 40, 180)
 _LOADS = ((8, 14), (4, 180))
+_BATCHES = (1, 2, 4, 8, 16)
 _RUNS, _LOAD_S, _LOAD_TURNS = 40, 3.0, 3
 
 Feeds = dict[str, np.ndarray]
@@ -58,8 +59,12 @@ def _lone_ms(sessions: dict[str, ort.InferenceSession], length: int) -> dict[str
     return lowest
 
 
-def _texts_per_s(session: ort.InferenceSession, batch: int, length: int) -> float:
-    """Return the rate of two threads that run batches side by side."""
+def _load(session: ort.InferenceSession, batch: int, length: int) -> tuple[float, float]:
+    """Run batches on two threads side by side.
+
+    Returns:
+        Texts per second, and milliseconds of a core per text.
+    """
     feeds = _feeds(session, batch, length)
     done: list[int] = []
     end = time.perf_counter() + _LOAD_S
@@ -69,12 +74,13 @@ def _texts_per_s(session: ort.InferenceSession, batch: int, length: int) -> floa
             session.run(None, feeds)
             done.append(batch)
 
+    busy = time.process_time()
     workers = [threading.Thread(target=work) for _ in range(2)]
     for worker in workers:
         worker.start()
     for worker in workers:
         worker.join()
-    return sum(done) / _LOAD_S
+    return sum(done) / _LOAD_S, (time.process_time() - busy) / sum(done) * 1e3
 
 
 def measure_sessions(graph: str) -> None:
@@ -88,13 +94,20 @@ def measure_sessions(graph: str) -> None:
     for _ in range(_LOAD_TURNS):
         for number, (batch, length) in enumerate(_LOADS):
             for name, session in sessions.items():
-                rates[name][number].append(_texts_per_s(session, batch, length))
+                rates[name][number].append(_load(session, batch, length)[0])
     heads = [f"{n} tokens, ms" for n in _LENGTHS] + [f"{b} x {n}, texts/s" for b, n in _LOADS]
     print(f"| {Path(graph).name} | {' | '.join(heads)} |\n|---|{'---|' * len(heads)}")
     for name in sessions:
         cells = [f"{times[name]:.2f}" for times in lone]
         cells += [", ".join(f"{rate:.0f}" for rate in turns) for turns in rates[name]]
         print(f"| {name} | {' | '.join(cells)} |")
+    session = sessions["1 thread"]
+    costs = [
+        min(_load(session, batch, _LENGTHS[0])[1] for _ in range(_LOAD_TURNS)) for batch in _BATCHES
+    ]
+    print(f"\n| {_LENGTHS[0]} tokens, texts in a batch | {' | '.join(map(str, _BATCHES))} |")
+    print(f"|---|{'---|' * len(_BATCHES)}")
+    print(f"| ms of a core per text | {' | '.join(f'{cost:.2f}' for cost in costs)} |")
 
 
 if __name__ == "__main__":

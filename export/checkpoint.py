@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from cloze.export.errors import ExportError
-from cloze.export.heads import EMBEDDING, EXPORT_HEADS, ExportHead
+from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model_loading import load_model, read_head_options
 from cloze.export.models import FAMILIES, EncoderConfig, Family, Model
 from cloze.export.models.activations import ACTIVATIONS
@@ -159,11 +159,12 @@ def _mask_padding_rows(model: Model, tokenizer: CheckpointTokenizer) -> None:
 def _default_heads(heads: tuple[ExportHead, ...], *, declares_pooling: bool) -> tuple[Head, ...]:
     """Return the heads to export unless the user names others.
 
-    An encoder that was fine-tuned for answers or labels gives poor embeddings. The embedding head
-    is then a default head only if the checkpoint declares its pooling.
+    An encoder that was fine-tuned for answers or labels gives poor embeddings. The heads without
+    weights, which embed texts and tokens, are then default heads only if the checkpoint declares
+    its pooling.
     """
     tuned = [head for head in heads if head.fine_tuned]
-    others = [head for head in heads if not head.fine_tuned and head.head.name != EMBEDDING]
+    others = [head for head in heads if not head.fine_tuned and head.module is not None]
     chosen = tuned if tuned and not others and not declares_pooling else heads
     return tuple(head.head for head in chosen)
 

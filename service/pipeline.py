@@ -36,6 +36,7 @@ class TaskResult(NamedTuple):
         truncated: number of texts that were cut.
         warnings: messages for the client, in ASCII.
         timings: the time of each part of the request.
+        is_large: whether writing the value may take milliseconds.
     """
 
     value: Any
@@ -43,6 +44,7 @@ class TaskResult(NamedTuple):
     truncated: int
     warnings: tuple[str, ...]
     timings: Timings
+    is_large: bool = False
 
 
 class Completions:
@@ -97,6 +99,11 @@ class Pipeline:
         model: the bundle and the queue of its engine.
         limits: the limits of one request.
 
+    Attributes:
+        model: the bundle and the queue of its engine.
+        manifest: the manifest of the bundle.
+        context: what task calls use of the model: its tokenizer, and the limits.
+
     Raises:
         StartupError: the bundle's tokenizer cannot be read.
     """
@@ -104,7 +111,7 @@ class Pipeline:
     def __init__(self, model: ServedModel, limits: TaskLimits) -> None:
         self.model = model
         self.manifest: Manifest = model.bundle.manifest
-        self._context = TaskContext(self.manifest, Tokenizer(model.bundle), limits)
+        self.context = TaskContext(self.manifest, Tokenizer(model.bundle), limits)
         self._completions = Completions()
 
     async def run(self, task: Task, call: TaskCall, *, size: int, deadline: float) -> TaskResult:
@@ -125,7 +132,7 @@ class Pipeline:
         accepted = not queue.draining
         started = time.monotonic()
         inline = size <= _INLINE_BYTES
-        context = self._context
+        context = self.context
         if inline:
             prepared = task.prepare(call, context)
         else:
@@ -133,7 +140,8 @@ class Pipeline:
         tokenized = time.monotonic()
         future = queue.submit(prepared.encodings, deadline, accepted=accepted)
         batch = await self._completions.wait(future)
-        if inline and prepared.results <= _INLINE_RESULTS:
+        is_large = prepared.results > _INLINE_RESULTS
+        if inline and not is_large:
             value = task.decode(prepared, batch.outputs, context)
         else:
             value = await asyncio.to_thread(task.decode, prepared, batch.outputs, context)
@@ -143,6 +151,7 @@ class Pipeline:
             truncated=prepared.truncated,
             warnings=prepared.warnings,
             timings=Timings(tokenized - started, batch.queue_s, batch.inference_s),
+            is_large=is_large,
         )
 
 
@@ -179,6 +188,20 @@ class Models:
         """Return the pipeline for requests that name no model; None if no model serves the task."""
         return next(iter(self._served[task.name]), None)
 
+    def named(self, name: str) -> Pipeline:
+        """Return the pipeline of a model.
+
+        Args:
+            name: ``NAME`` or ``NAME@VERSION``.
+
+        Raises:
+            UnknownModel: no model of that name is served.
+        """
+        if (named := self._by_name.get(name)) is None:
+            served = ", ".join(sorted(self._by_name))
+            raise UnknownModel(f"no model {ascii(name)[:80]} is served (there: {served})")
+        return named
+
     def choose(self, task: Task, name: str | None) -> Pipeline:
         """Return the pipeline of the named model, or the task's default.
 
@@ -194,9 +217,7 @@ class Models:
             if (pipeline := self.default(task)) is None:
                 raise WrongTask(f"no served model can do {task.name}")
             return pipeline
-        if (named := self._by_name.get(name)) is None:
-            served = ", ".join(sorted(self._by_name))
-            raise UnknownModel(f"no model {ascii(name)[:80]} is served (there: {served})")
+        named = self.named(name)
         if named not in self._served[task.name]:
             raise WrongTask(
                 f"model {name} cannot do {task.name}; it does {', '.join(self.tasks_of(named))}"

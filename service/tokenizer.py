@@ -42,6 +42,7 @@ class Tokenizer:
         bundle: the opened bundle.
 
     Attributes:
+        cls_id, sep_id: ids of the tokens before and after a text.
         mask_id: id of the mask token.
         mask_token: the mask token, for example ``[MASK]``.
         vocab_size: number of tokens in the vocabulary.
@@ -63,8 +64,8 @@ class Tokenizer:
         self.mask_token = spec.mask_token
         self.vocab_size = spec.vocab_size
         self.unknown_token: str = self._backend.model.unk_token
-        self._cls_id = spec.cls_id
-        self._sep_id = spec.sep_id
+        self.cls_id = spec.cls_id
+        self.sep_id = spec.sep_id
         self._second_type = min(1, max(0, bundle.manifest.architecture.type_vocab_size - 1))
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -95,11 +96,16 @@ class Tokenizer:
         """
         capacity = max_tokens - 2
         kept = ids[-capacity:] if keep_end else ids[:capacity]
-        input_ids = np.array([self._cls_id, *kept, self._sep_id], np.int32)
+        input_ids = np.array([self.cls_id, *kept, self.sep_id], np.int32)
         return Encoding(input_ids, np.zeros(len(input_ids), np.int32)), len(ids) > capacity
 
     def pair(
-        self, first: Sequence[int], second: Sequence[int], max_tokens: int
+        self,
+        first: Sequence[int],
+        second: Sequence[int],
+        max_tokens: int,
+        *,
+        keep_end: bool = False,
     ) -> tuple[Encoding, bool]:
         """Return the encoding ``[CLS] first [SEP] second [SEP]``, and whether ids were cut.
 
@@ -109,6 +115,7 @@ class Tokenizer:
             first: ids of the first text, without special tokens.
             second: ids of the second text, without special tokens.
             max_tokens: most tokens of the encoding, special tokens included.
+            keep_end: whether to cut the start of a longer text instead of its end.
 
         Returns:
             An encoding without head requests, and whether ids were cut.
@@ -119,8 +126,11 @@ class Tokenizer:
             shorter = min(len(first), len(second), capacity // 2)
             longer = capacity - shorter
             lengths = (shorter, longer) if len(first) <= len(second) else (longer, shorter)
-            first, second = first[: lengths[0]], second[: lengths[1]]
-        ids = [self._cls_id, *first, self._sep_id, *second, self._sep_id]
+            if keep_end:
+                first, second = first[len(first) - lengths[0] :], second[len(second) - lengths[1] :]
+            else:
+                first, second = first[: lengths[0]], second[: lengths[1]]
+        ids = [self.cls_id, *first, self.sep_id, *second, self.sep_id]
         types = np.zeros(len(ids), np.int32)
         types[len(first) + 2 :] = self._second_type
         return Encoding(np.array(ids, np.int32), types), cut
@@ -148,4 +158,4 @@ class Tokenizer:
 
     def is_wrapped(self, ids: Sequence[int]) -> bool:
         """Return whether ids begin with ``[CLS]`` and end with ``[SEP]``."""
-        return len(ids) >= 2 and ids[0] == self._cls_id and ids[-1] == self._sep_id
+        return len(ids) >= 2 and ids[0] == self.cls_id and ids[-1] == self.sep_id

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from huggingface_hub import InferenceClient
 from huggingface_hub.errors import HfHubHTTPError, ValidationError
@@ -47,7 +48,8 @@ BAD: list[tuple[str, JSON | bytes, int, str, str]] = [
     ("/embed", {"inputs": 5}, 422, "Validation", r"^inputs: Input should be a valid string; inputs: Input should be a valid array"),
     ("/embed", {"inputs": {"text": "x"}}, 422, "Validation", r"^inputs: "),
     ("/embed", {"inputs": ["a", None]}, 422, "Validation", r"inputs\.1: "),
-    ("/embed", {"inputs": "x", "normalise": True}, 422, "Validation", r"^normalise: Extra inputs are not permitted$"),
+    ("/qa", {"inputs": PAIR, "normalise": True}, 422, "Validation", r"^normalise: Extra inputs are not permitted$"),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"], "c": 1}}, 422, "Validation", r"^inputs\.c: Extra inputs are not permitted$"),
     ("/embed", {"inputs": "x", "normalize": "yes"}, 422, "Validation", r"^normalize: Input should be a valid boolean$"),
     ("/embed", {"inputs": "x", "truncation_direction": "up"}, 422, "Validation", r"truncation_direction: .*'left' or 'right'"),
     ("/fill-mask", {"inputs": ["[MASK]"], "parameters": {"top_k": "5"}}, 422, "Validation", r"^parameters\.top_k: Input should be a valid integer$"),
@@ -56,22 +58,38 @@ BAD: list[tuple[str, JSON | bytes, int, str, str]] = [
     ("/nsp", {"inputs": "a"}, 422, "Validation", r"^inputs: "),
     ("/qa", {"inputs": {"question": "a"}}, 422, "Validation", r"inputs\.context: Field required"),
     ("/similarity", {"inputs": {"source_sentence": "a"}}, 422, "Validation", r"inputs\.sentences: Field required"),
-    ("/similarity", {"inputs": {"source_sentence": "", "sentences": ["a"]}}, 422, "Validation", r"inputs\.source_sentence is empty"),
-    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b", ""]}}, 422, "Validation", r"inputs\.sentences\[1\] is empty"),
-    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"] * 2048}}, 422, "Validation", r"inputs\.sentences has 2048 texts; it may have 1 to 2047"),
+    ("/similarity", {"inputs": {"source_sentence": "", "sentences": ["a"]}}, 400, "Empty", r"inputs\.source_sentence is empty"),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b", ""]}}, 400, "Empty", r"inputs\.sentences\[1\] is empty"),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b"] * 2048}}, 422, "Validation", r"inputs\.sentences has 2048 texts; the limit is 2047"),
+    ("/similarity", {"inputs": {"source_sentence": "a", "sentences": []}}, 400, "Empty", r"inputs\.sentences is an empty list"),
+    ("/embed_all", {"inputs": "x", "truncate": "no"}, 422, "Validation", r"^truncate: Input should be a valid boolean$"),
+    ("/embed_all", {"inputs": ["x", ""]}, 400, "Empty", r"inputs\[1\] is empty"),
+    ("/embed_all", {"inputs": ["a " * 200] * 300}, 422, "Validation", r"asks for 48000 vectors; the limit is 32768"),
+    # text-embeddings-inference's routes; tests/test_tei.py compares several hundred requests
+    ("/rerank", {"query": "a"}, 422, "Validation", r"^texts: Field required$"),
+    ("/rerank", {"query": "", "texts": ["a"]}, 400, "Empty", r"^query is empty"),
+    ("/rerank", {"query": "a", "texts": ["b", ""]}, 400, "Empty", r"^texts\[1\] is empty"),
+    ("/rerank", {"query": "a", "texts": ["b", "c " * 200], "truncate": False}, 422, "Validation", r"^texts\[1\] has 202 tokens; the model reads 160"),
+    ("/rerank", {"query": "a", "texts": ["b"], "model": "bert-qa"}, 424, "Backend", r"model bert-qa neither classifies texts with one label, nor embeds texts"),
+    ("/predict", {"inputs": "a"}, 424, "Backend", r"no served model can do text-classification"),
+    ("/tokenize", {"inputs": ["a"] * 2049}, 422, "Validation", r"inputs has 2049 texts; the limit is 2048"),
+    ("/tokenize", {"inputs": "a", "model": "nobody"}, 404, "Validation", r"no model 'nobody' is served"),
+    ("/tokenize", {"inputs": "a", "prompt_name": "query"}, 422, "Validation", r"prompt_name 'query'"),
+    ("/decode", {"ids": [5, -1]}, 422, "Validation", r"ids has token ids from -1 to 5; they are 0 to 4294967295"),
+    ("/decode", {"ids": [[5], []]}, 400, "Empty", r"ids has an empty list"),
     # empty
     ("/embed", {"inputs": []}, 400, "Empty", r"inputs is an empty list"),
     ("/fill-mask", {"inputs": []}, 400, "Empty", r"inputs is an empty list"),
     ("/nsp", {"inputs": []}, 400, "Empty", r"empty list"),
     ("/nsp", {"inputs": {"text": "a", "candidates": []}}, 400, "Empty", r"empty list"),
     ("/qa", {"inputs": []}, 400, "Empty", r"empty list"),
-    ("/embed", {"inputs": ""}, 422, "Validation", r"^inputs is empty; it needs at least 1 character$"),
-    ("/embed", {"inputs": ["a", ""]}, 422, "Validation", r"^inputs\[1\] is empty"),
-    ("/embed", {"inputs": [[5, 6], []]}, 422, "Validation", r"^inputs\[1\] is empty; it needs at least 1 token id$"),
-    ("/fill-mask", {"inputs": ""}, 422, "Validation", r"^inputs is empty"),
-    ("/nsp", {"inputs": {"text": "", "next": "a"}}, 422, "Validation", r"^inputs\.text is empty"),
-    ("/nsp", {"inputs": [{"text": "a", "next": ""}]}, 422, "Validation", r"^inputs\[0\]\.next is empty"),
-    ("/qa", {"inputs": {"question": "", "context": "a"}}, 422, "Validation", r"^inputs\.question is empty"),
+    ("/embed", {"inputs": ""}, 400, "Empty", r"^inputs is empty; it needs at least 1 character$"),
+    ("/embed", {"inputs": ["a", ""]}, 400, "Empty", r"^inputs\[1\] is empty"),
+    ("/embed", {"inputs": [[5, 6], []]}, 400, "Empty", r"^inputs\[1\] is empty; it needs at least 1 token id$"),
+    ("/fill-mask", {"inputs": ""}, 400, "Empty", r"^inputs is empty"),
+    ("/nsp", {"inputs": {"text": "", "next": "a"}}, 400, "Empty", r"^inputs\.text is empty"),
+    ("/nsp", {"inputs": [{"text": "a", "next": ""}]}, 400, "Empty", r"^inputs\[0\]\.next is empty"),
+    ("/qa", {"inputs": {"question": "", "context": "a"}}, 400, "Empty", r"^inputs\.question is empty"),
     ("/qa", {"inputs": {"question": "a", "context": " \n "}}, 422, "Validation", r"^inputs\.context has no token"),
     # masks
     ("/fill-mask", {"inputs": "no mask"}, 422, "Validation", r"holds no mask token; put \[MASK\]"),
@@ -272,6 +290,7 @@ def test_info_names_models_tasks_and_limits(server: Server) -> None:
     assert info["defaults"] == {
         "fill-mask": "bert@1",
         "embed": "bert@1",
+        "embed-all": "bert@1",
         "similarity": "bert@1",
         "nsp": "bert@1",
         "qa": "bert-qa@1",
@@ -370,7 +389,9 @@ def test_huggingface_client_answers_questions(client: Client) -> None:
 
 
 def test_huggingface_client_shows_our_errors(client: Client) -> None:
-    with pytest.raises((HfHubHTTPError, ValidationError), match=r"inputs\.sentences has 0 texts"):
+    with pytest.raises(
+        (HfHubHTTPError, ValidationError), match=r"inputs\.sentences is an empty list"
+    ):
         client("/similarity").sentence_similarity("a", other_sentences=[])
 
 
@@ -410,8 +431,42 @@ def test_what_the_address_alone_cannot_tell_is_refused(server: Server) -> None:
         "inputs has an object that fits no task: it has none of source_sentence"
         in fits_none.json()["error"]
     )
-    wrong = call(server, "/", inputs="the king", normalise=True)
+    wrong = call(server, "/", inputs="the king [MASK]", normalise=True)
     assert (wrong.status_code, wrong.json()["error"]) == (
         422,
         "normalise: Extra inputs are not permitted",
     )
+
+
+def test_unknown_fields_of_shared_routes_are_named(server: Server) -> None:
+    """As in text-embeddings-inference they are ignored, but never silently."""
+    plain = call(server, "/embed", inputs="the king")
+    assert "x-warning" not in plain.headers
+    extra = call(server, "/embed", inputs="the king", normalise=False, colour=["r\u00e9d"] * 9)
+    assert extra.headers["x-warning"] == "ignored unknown fields: normalise, colour"
+    assert extra.json() == plain.json()
+    pair = {"source_sentence": "a", "sentences": ["b"]}
+    similar = call(server, "/similarity", inputs=pair, parameters={"\u00fc": 1})
+    assert similar.headers["x-warning"] == "ignored unknown fields: parameters.\\xfc"
+    many = call(server, "/tokenize", inputs="a", **{f"f{i}": i for i in range(20)})
+    assert many.headers["x-warning"].endswith("f7 and 12 more")
+
+
+def test_ranks_say_by_what(server: Server) -> None:
+    """Without a classifier, the embeddings' similarity ranks; tests/test_tei.py has the other."""
+    texts = ["a moon over the sea", "the king", "the old king"]
+    ranks = call(server, "/rerank", query="the king", texts=texts, return_text=True)
+    assert ranks.headers["x-ranked-by"] == "similarity"
+    assert ranks.json()[0] == {"index": 1, "score": pytest.approx(1.0, abs=1e-5), "text": texts[1]}
+    scores = [rank["score"] for rank in ranks.json()]
+    assert scores == sorted(scores, reverse=True)
+    inputs = {"source_sentence": "the king", "sentences": texts}
+    assert sorted(call(server, "/similarity", inputs=inputs).json(), reverse=True) == scores
+
+
+def test_token_embeddings_pool_to_the_embedding(server: Server) -> None:
+    tokens = call(server, "/embed_all", inputs=["the king", "a"]).json()
+    assert [len(rows) for rows in tokens] == [4, 3]
+    pooled = call(server, "/embed", inputs=["the king", "a"], normalize=False).json()
+    for rows, vector in zip(tokens, pooled, strict=True):
+        assert np.mean(rows, axis=0) == pytest.approx(np.array(vector), abs=1e-5)

@@ -134,7 +134,9 @@ def test_every_form_gives_the_same_model(
     expected = load_checkpoint(str(checkpoints["bert"]))
     transform(folder)
     loaded = load_checkpoint(str(folder))
-    assert tasks(loaded.heads) == tasks(expected.heads) == ["fill-mask", "nsp", "embed"]
+    assert (
+        tasks(loaded.heads) == tasks(expected.heads) == ["fill-mask", "nsp", "embed", "embed-all"]
+    )
     assert torch.equal(hidden(loaded), hidden(expected))
     assert not [note for note in loaded.notes if "ignored" in note]
 
@@ -154,11 +156,26 @@ def test_half_precision_weights_are_widened(checkpoints: dict[str, Path], folder
 @pytest.mark.parametrize(
     ("kind", "offered", "default", "note"),
     [
-        ("bert", "fill-mask nsp embed", "fill-mask nsp embed", "qa is not offered"),
-        ("bert-plain", "embed", "embed", "nsp is not offered: the checkpoint has a pooler but no"),
-        ("bert-qa", "qa embed", "qa", "fill-mask is not offered"),
-        ("distilbert", "fill-mask embed", "fill-mask embed", "nsp is not offered"),
-        ("distilbert-qa", "qa embed", "qa", "fill-mask is not offered"),
+        (
+            "bert",
+            "fill-mask nsp embed embed-all",
+            "fill-mask nsp embed embed-all",
+            "qa is not offered",
+        ),
+        (
+            "bert-plain",
+            "embed embed-all",
+            "embed embed-all",
+            "nsp is not offered: the checkpoint has a pooler but no",
+        ),
+        ("bert-qa", "qa embed embed-all", "qa", "fill-mask is not offered"),
+        (
+            "distilbert",
+            "fill-mask embed embed-all",
+            "fill-mask embed embed-all",
+            "nsp is not offered",
+        ),
+        ("distilbert-qa", "qa embed embed-all", "qa", "fill-mask is not offered"),
     ],
 )
 def test_a_checkpoint_offers_what_it_has_heads_for(

@@ -19,7 +19,14 @@ from cloze.export.heads import MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.publish import export
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store import Store, tensors
-from cloze.model_store.heads import Head, embedding, masked_lm, next_sentence, span
+from cloze.model_store.heads import (
+    Head,
+    embedding,
+    masked_lm,
+    next_sentence,
+    span,
+    token_embedding,
+)
 from tests.tiny import SHAPES, make_model, name_of, save_checkpoint
 from tests.vocabulary import vocabulary
 
@@ -85,6 +92,8 @@ def test_every_head_agrees_with_transformers(
             expected[span.SPAN_LOGITS.name] = torch.stack(
                 [out.start_logits, out.end_logits], -1
             ).flatten(0, 1)
+        feeds[token_embedding.HIDDEN_ROWS.name] = np.arange(batch * length, dtype=np.int32)
+        expected[token_embedding.TOKEN_EMBEDDINGS.name] = out.hidden_states[-1].flatten(0, 1)
         feeds[embedding.EMBED_SEQUENCES.name] = np.arange(batch, dtype=np.int32)
         expected[embedding.EMBEDDINGS.name] = out.hidden_states[-1].mean(1)
         for name, actual in zip(expected, session.run(list(expected), feeds), strict=True):
@@ -145,6 +154,7 @@ def test_any_mix_of_heads_gives_each_what_it_gives_alone(
             masked_lm.TARGET_IDS.name: np.full(len(masks), 11, np.int32),
             next_sentence.PAIR_ROWS.name: np.array([pair * length for pair in pairs], np.int32),
             embedding.EMBED_SEQUENCES.name: np.array(embeds, np.int32),
+            token_embedding.HIDDEN_ROWS.name: np.array(masks[:1], np.int32),
         }
         return dict(zip([o.name for o in bert.get_outputs()], bert.run(None, feeds), strict=True))
 
@@ -253,6 +263,7 @@ def test_parity_in_the_manifest_covers_the_grid(tiny_store: Path) -> None:
         masked_lm.TARGET_LOGITS.name,
         next_sentence.PAIR_LOGITS.name,
         embedding.EMBEDDINGS.name,
+        token_embedding.TOKEN_EMBEDDINGS.name,
     }
     assert all(0 <= error <= parity.tolerance for error in parity.max_error.values())
 

@@ -108,7 +108,7 @@ def test_the_task_answers(toy_server: Server) -> None:
 def test_bad_input_gets_the_errors_of_every_task(toy_server: Server) -> None:
     url = f"{toy_server.url}/toy-length"
     cases: list[tuple[object, int, str]] = [
-        ({"inputs": ""}, 422, "inputs is empty; it needs at least 1 character"),
+        ({"inputs": ""}, 400, "inputs is empty; it needs at least 1 character"),
         ({"inputs": []}, 400, "inputs is an empty list; it needs at least 1 text"),
         ({"inputs": 5}, 422, "inputs: Input should be a valid string"),
         ({"inputs": "a", "parameters": {}}, 422, "parameters: Extra inputs are not permitted"),

@@ -135,20 +135,8 @@ def test_labels_stay_bounded_whatever_is_asked(fresh: Server) -> None:
     time.sleep(0.05)
     values = label_values()
     assert values["model"] <= {"", "bert@1", "bert-qa@1", "distilbert@1"}
-    assert values["route"] <= {
-        "/fill-mask",
-        "/embed",
-        "/similarity",
-        "/nsp",
-        "/qa",
-        "/classify",
-        "/token-classification",
-        "/v1/embeddings",
-        "/healthz",
-        "/readyz",
-        "/metrics",
-        "other",
-    }
+    documented = httpx.get(f"{fresh.url}/openapi.json").json()["paths"].keys()
+    assert values["route"] <= {*documented, "/docs", "/openapi.json", "other"}
     assert all(re.fullmatch(r"[1-5]\d\d", status) for status in values["status"])
     assert not any(math.isnan(number) for number in scrape(fresh).values())
 

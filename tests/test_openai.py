@@ -1,5 +1,6 @@
 """OpenAI's embeddings protocol: its released client reads our answers and our errors."""
 
+import asyncio
 import base64
 
 import httpx
@@ -48,6 +49,25 @@ def test_token_ids_and_dimensions(server: Server, client: openai.OpenAI) -> None
     assert len(client.embeddings.create(model="bert", input=[[7, 8], [9]]).data) == 2
 
 
+def test_a_model_is_described(client: openai.OpenAI) -> None:
+    assert client.models.retrieve("bert").id == "bert@1"
+    with pytest.raises(openai.NotFoundError, match="no model 'nobody' is served") as caught:
+        client.models.retrieve("nobody")
+    assert caught.value.code == "model_not_found"
+
+
+def test_the_asynchronous_client_works_too(server: Server) -> None:
+    async def ask() -> list[float]:
+        url = f"{server.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            assert (await client.models.retrieve("bert@1")).owned_by == "cloze"
+            answer = await client.embeddings.create(model="bert", input="the king")
+            return answer.data[0].embedding
+
+    expected = embed(server, input="the king").json()["data"][0]["embedding"]
+    assert asyncio.run(ask()) == pytest.approx(expected, abs=1e-6)
+
+
 def test_models_are_listed(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["bert@1", "bert-qa@1", "distilbert@1"]
 
@@ -55,8 +75,8 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "code", "message"),
     [
-        ({"input": ""}, 400, None, "inputs is empty; it needs at least 1 character"),
-        ({"input": []}, 400, None, "inputs is an empty list; it needs at least 1 text"),
+        ({"input": ""}, 400, None, "input is empty; it needs at least 1 character"),
+        ({"input": []}, 400, None, "input is an empty list; it needs at least 1 text"),
         ({"input": "a", "model": "gpt"}, 404, "model_not_found", "no model 'gpt' is served"),
         ({"input": "a", "model": "bert-qa"}, 424, None, "model bert-qa cannot do embed"),
         ({"input": "a", "dimensions": 0}, 400, None, "dimensions"),
@@ -66,7 +86,7 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
             None,
             "encoding_format: Input should be 'float' or 'base64'",
         ),
-        ({"input": ["a"] * 3000}, 400, None, "inputs has 3000 texts; the limit is 2048"),
+        ({"input": ["a"] * 3000}, 400, None, "input has 3000 texts; the limit is 2048"),
         ({}, 400, None, "input: Field required"),
     ],
 )

@@ -65,6 +65,26 @@ def test_examples_run(
     jsonschema.validate(body, schema | {"components": document["components"]})
 
 
+def test_examples_of_every_route_run(default_server: Server, document: dict[str, Any]) -> None:
+    """Those of tasks that no default model serves are refused as such."""
+    bodies = {
+        (path, title): example["value"]
+        for path, operations in document["paths"].items()
+        if "post" in operations
+        for title, example in operations["post"]["requestBody"]["content"]["application/json"][
+            "examples"
+        ].items()
+    }
+    assert {path for path, _ in bodies} == {
+        path for path, operations in document["paths"].items() if "post" in operations
+    }
+    for (path, _), body in bodies.items():
+        response = httpx.post(default_server.url + path, json=body)
+        check(document, path, "post", response)
+        unserved = "no served model can do" in response.text
+        assert response.status_code == (424 if unserved else 200), response.text
+
+
 @pytest.mark.parametrize(
     ("accept", "kind"), [("application/octet-stream",) * 2, ("application/x-npy",) * 2]
 )

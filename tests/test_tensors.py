@@ -9,7 +9,13 @@ from onnx import helper
 from cloze.export.graph.write import LAYOUTS, GraphWriter
 from cloze.export.models import EncoderConfig, Model
 from cloze.export.sentence import EmbeddingRecipe
-from cloze.model_store.heads import HEADS, embedding, sequence_classification, token_classification
+from cloze.model_store.heads import (
+    HEADS,
+    embedding,
+    sequence_classification,
+    token_classification,
+    token_embedding,
+)
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Precision
 from cloze.model_store.tensor_reference import tensor_reference
@@ -28,6 +34,7 @@ MODEL_SIZES = {
     embedding.EMBEDDINGS.name: {"D": 16},
     sequence_classification.CLASS_LOGITS.name: {"L": 3},
     token_classification.TOKEN_LOGITS.name: {"L": 4},
+    token_embedding.TOKEN_EMBEDDINGS.name: {"H": 16},
 }
 """Letters of an output's shape that stand for a size of the model, not of the batch."""
 

@@ -14,6 +14,7 @@ from cloze.export.heads import (
     sequence_classification,
     span,
     token_classification,
+    token_embedding,
 )
 from cloze.export.heads.head import ExportHead
 from cloze.export.models.config import Family
@@ -27,6 +28,7 @@ _MODULES = (
     sequence_classification,
     token_classification,
     embedding,
+    token_embedding,
 )
 
 EXPORT_HEADS: Final[dict[str, ExportHead]] = {
@@ -52,7 +54,7 @@ def tensor_names(family: Family) -> dict[str, Mapping[str, str]]:
 def head_module(model: Model, recipe: EmbeddingRecipe, name: str) -> Any:
     """Return the module that a head's functions take; None if the model lacks the head.
 
-    The embedding head has no torch module; its functions take the recipe.
+    The functions of a head without a torch module take the recipe of embeddings.
     """
     return recipe if EXPORT_HEADS[name].module is None else getattr(model, name)
 

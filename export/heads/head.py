@@ -109,6 +109,17 @@ def cls_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
     return [row for row, request in zip(starts, requests, strict=True) if request is not None]
 
 
+def token_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
+    """Return all rows of each sequence with a request."""
+    starts = placement.starts.tolist()
+    return [
+        row
+        for i, request in enumerate(requests)
+        if request is not None
+        for row in range(starts[i], starts[i + 1])
+    ]
+
+
 def agreement(pairs: Sequence[tuple[object, object]]) -> float:
     """Return the share of pairs whose two parts are equal, in [0, 1]."""
     return float(np.mean([one == other for one, other in pairs]))

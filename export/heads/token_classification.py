@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph
+from cloze.export.heads.head import ExportHead, HeadGraph, token_rows
 from cloze.export.heads.sequence_classification import read_labels
 from cloze.export.models.config import EncoderConfig
 from cloze.export.models.encoder import Encoder
@@ -41,14 +41,8 @@ def _write(head: TokenClassificationHead, graph: HeadGraph) -> None:
 def _reference(
     head: TokenClassificationHead, rows: Tensor, requests: Sequence[Any], placement: Placement
 ) -> dict[str, Tensor]:
-    starts = placement.starts.tolist()
-    asked = [
-        row
-        for i, request in enumerate(requests)
-        if request is not None
-        for row in range(starts[i], starts[i + 1])
-    ]
-    return {token_classification.TOKEN_LOGITS.name: head(rows[asked])}
+    logits: Tensor = head(rows[token_rows(requests, placement)])
+    return {token_classification.TOKEN_LOGITS.name: logits}
 
 
 def _sample(_: np.random.Generator, __: int, ___: int) -> TokenClassificationRequest:

@@ -13,6 +13,7 @@ from cloze.model_store.heads import (
     sequence_classification,
     span,
     token_classification,
+    token_embedding,
 )
 from cloze.model_store.heads.head import GraphSpec, Head, HeadRequest, Pooling
 
@@ -23,6 +24,7 @@ _MODULES = (
     sequence_classification,
     token_classification,
     embedding,
+    token_embedding,
 )
 
 HEADS: Final[dict[str, Head]] = {module.HEAD.name: module.HEAD for module in _MODULES}

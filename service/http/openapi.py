@@ -1,5 +1,6 @@
 """Writes the OpenAPI document of routes: requests, responses, errors and headers."""
 
+import re
 from collections.abc import Iterable, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -58,11 +59,16 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     if content:
         success["content"] = content
     operation: dict[str, Any] = {
-        "operationId": f"{route.method.lower()}{route.path.replace('/', '_').replace('-', '_')}",
+        "operationId": f"{route.method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path)}",
         "summary": doc.summary,
         "tags": [doc.tag],
         "responses": {"200": success} | {str(s): _error(s, route, schemas) for s in doc.errors},
     }
+    if names := re.findall(r"\{(\w+)\}", route.path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
     if doc.body is not None:
         examples = {title: {"value": body} for title, body in doc.examples.items()}
         body = {"schema": schemas[route.path, "body"]} | (

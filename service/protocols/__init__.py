@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from cloze.service.http.errors import describe_error
 from cloze.service.http.routes import JSON
-from cloze.service.protocols import native, openai
+from cloze.service.protocols import native, openai, tei
 from cloze.service.protocols.protocol import ApiLimits, ProtocolContext, WireProtocol
 
-PROTOCOLS: Final[tuple[WireProtocol, ...]] = (native.PROTOCOL, openai.PROTOCOL)
+PROTOCOLS: Final[tuple[WireProtocol, ...]] = (native.PROTOCOL, tei.PROTOCOL, openai.PROTOCOL)
 
 
 class ErrorResponder:
@@ -26,13 +26,18 @@ class ErrorResponder:
     """
 
     def __init__(self, protocols: Iterable[WireProtocol]) -> None:
-        self._protocols = sorted(protocols, key=lambda protocol: -len(protocol.prefix))
+        by_prefix = {prefix: p for p in protocols for prefix in p.prefixes}
+        self._by_prefix = sorted(by_prefix.items(), key=lambda item: -len(item[0]))
 
     async def respond(self, request: Request, error: Exception) -> Response:
         """Return the response to an error."""
         path = request.scope["path"]
         info = describe_error(request, error)
-        protocol = next(p for p in self._protocols if path.startswith(p.prefix) or p.prefix == "/")
+        protocol = next(
+            protocol
+            for prefix, protocol in self._by_prefix
+            if path.startswith(prefix) or prefix == "/"
+        )
         status, body = protocol.error(info)
         return Response(orjson.dumps(body), status, info.headers, JSON)
 

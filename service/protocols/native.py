@@ -1,13 +1,12 @@
 """The native protocol: one POST route per task, and the routes for operators.
 
-Bodies have the shape of huggingface_hub: ``{"inputs", "parameters"?, "model"?}``. The parameters of
-``embed`` are fields of the body itself, as in huggingface_hub's ``feature_extraction``. Errors have
+Bodies have the shape of huggingface_hub: ``{"inputs", "parameters"?, "model"?}``. Three routes have
+the bodies of text-embeddings-inference, which huggingface_hub sends too; see `_SHARED`. Errors have
 the shape of text-embeddings-inference: ``{"error", "error_type"}``.
 """
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
 import numpy as np
@@ -17,14 +16,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.core import Float32
-from cloze.service.http.errors import STATUS, ErrorInfo
+from cloze.service.http.errors import STATUS
 from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
 from cloze.service.protocols import operations
 from cloze.service.protocols.dispatch import DispatchBody, Dispatcher
+from cloze.service.protocols.error_body import ErrorBody, write_error
+from cloze.service.protocols.lenient import LenientModel, ignored_fields
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
-from cloze.service.tasks import Task, TaskCall, embed
+from cloze.service.tasks import Task, TaskCall, embed, embed_all, similarity
 from cloze.service.tasks.task import NoParameters, WireModel
 
 ModelName = Annotated[
@@ -32,25 +33,15 @@ ModelName = Annotated[
     Field(description="a served model, NAME or NAME@VERSION; the default is the task's default"),
 ]
 
-_PARAMETERS_AT_ROOT = frozenset({embed.TASK.name})
-"""Tasks whose parameters are fields of the body itself."""
+_PARAMETERS_AT_ROOT: Final = frozenset({embed.TASK.name, embed_all.TASK.name})
+"""Tasks whose parameters are fields of the body itself, as in text-embeddings-inference."""
+
+_SHARED: Final = _PARAMETERS_AT_ROOT | {similarity.TASK.name}
+"""Tasks whose routes text-embeddings-inference has. They ignore unknown fields, and name them."""
 
 _SHAPE: Final = {
     "x-shape": ("string", "shape of raw vectors: rows,columns of little-endian float32")
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ErrorBody:
-    """An error in the shape of text-embeddings-inference."""
-
-    error: str
-    error_type: str
-
-
-def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
-    """Return the status and the body of an error."""
-    return error.status, {"error": error.message, "error_type": error.kind}
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
@@ -98,7 +89,8 @@ def task_route(task: Task) -> TaskRoute:
         headers={**TIMING_HEADERS, **(_SHAPE if task.vectors else {})},
         errors=tuple(sorted({status for status, _ in STATUS.values()})),
     )
-    return TaskRoute(task.route, task, body, to_call, _respond, doc)
+    warnings = ignored_fields if task.name in _SHARED else None
+    return TaskRoute(task.route, task, body, to_call, _respond, doc, warnings)
 
 
 def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
@@ -108,12 +100,21 @@ def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
         task: the task.
         at_root: whether the parameters are fields of the body itself.
     """
+    base: Any = WireModel
+    parameters = task.parameters
+    if task.name in _SHARED:
+        base = LenientModel
+        parameters = create_model(
+            f"Lenient{parameters.__name__}",
+            __base__=(parameters, base),
+            __doc__=parameters.__doc__,
+        )
     fields: dict[str, Any] = {"inputs": (task.inputs, ...)}
     if not at_root and task.parameters is not NoParameters:
-        fields["parameters"] = (task.parameters | None, None)
+        fields["parameters"] = (parameters | None, None)
     fields["model"] = (ModelName, None)
     name = "".join(part.title() for part in task.name.split("-")) + "Body"
-    base = task.parameters if at_root else WireModel
+    base = parameters if at_root else base
     return create_model(name, __base__=base, __doc__=f"``POST {task.route}``.", **fields)
 
 
@@ -124,7 +125,7 @@ _ANY = (b"", b"*/*", b"application/json")
 def _respond(request: Request, _: Any, result: TaskResult) -> Response:
     if isinstance(result.value, np.ndarray):
         return respond_vectors(request, result.value)
-    return BytesResponse(orjson.dumps(result.value))
+    return BytesResponse(orjson.dumps(result.value, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def respond_vectors(request: Request, values: Float32) -> Response:
@@ -166,4 +167,4 @@ def _accepted(header: str) -> str:
     return best
 
 
-PROTOCOL: Final = WireProtocol("native", "/", routes, write_error)
+PROTOCOL: Final = WireProtocol("native", ("/",), routes, write_error)

@@ -2,7 +2,7 @@
 
 from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import orjson
@@ -10,6 +10,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloze.model_store import Manifest
 from cloze.service.core import UnknownModel
 from cloze.service.http.errors import STATUS, ErrorInfo
 from cloze.service.http.routes import JSON, BytesResponse, Route, RouteDoc
@@ -18,6 +19,9 @@ from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
 from cloze.service.tasks import TaskCall, embed
 from cloze.service.tasks.task import WireModel
+
+_ALIAS: Final = "/embeddings"
+"""Another path of ``/v1/embeddings``, which text-embeddings-inference has."""
 
 
 class OpenAiEmbeddingsBody(WireModel):
@@ -147,9 +151,13 @@ _EMBEDDINGS: Final = TaskRoute(
         result=EmbeddingList,
         error_body=ErrorBody,
         body=OpenAiEmbeddingsBody,
+        examples={
+            "Two texts": {"input": ["What is deep learning?", "A cat sat."], "model": "cloze-bert"}
+        },
         headers=TIMING_HEADERS,
         errors=tuple(sorted({_status(status) for status, _ in STATUS.values()})),
     ),
+    names={"inputs": "input"},
 )
 
 
@@ -157,14 +165,27 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes for OpenAI's clients."""
 
     async def models(_: Request) -> Response:
-        rows = [
-            ModelRow(manifest.reference, "model", int(manifest.created.timestamp()), "cloze")
-            for manifest in (pipeline.manifest for pipeline in context.models.pipelines)
-        ]
+        rows = [_row(pipeline.manifest) for pipeline in context.models.pipelines]
         return Response(orjson.dumps(ModelList("list", rows)), media_type=JSON)
 
+    async def model(request: Request) -> Response:
+        pipeline = context.models.named(request.path_params["model"])
+        return Response(orjson.dumps(_row(pipeline.manifest)), media_type=JSON)
+
     doc = RouteDoc("The served models, in OpenAI's shape", "OpenAI", ModelList, ErrorBody)
-    return [_EMBEDDINGS.bind(context), Route("GET", "/v1/models", models, doc)]
+    one = RouteDoc(
+        "A served model, in OpenAI's shape", "OpenAI", ModelRow, ErrorBody, errors=(404,)
+    )
+    return [
+        _EMBEDDINGS.bind(context),
+        replace(_EMBEDDINGS, path=_ALIAS).bind(context),
+        Route("GET", "/v1/models", models, doc),
+        Route("GET", "/v1/models/{model}", model, one),
+    ]
 
 
-PROTOCOL: Final = WireProtocol("openai", "/v1/", routes, write_error)
+def _row(manifest: Manifest) -> ModelRow:
+    return ModelRow(manifest.reference, "model", int(manifest.created.timestamp()), "cloze")
+
+
+PROTOCOL: Final = WireProtocol("openai", ("/v1/", _ALIAS), routes, write_error)

@@ -71,13 +71,13 @@ class WireProtocol:
 
     Attributes:
         name: name of the protocol.
-        prefix: prefix of the protocol's paths. The protocol with the longest prefix of a path
+        prefixes: prefixes of the protocol's paths. The protocol with the longest prefix of a path
             writes the errors of the path, also if the path is unknown.
         routes: context -> the routes.
         error: error -> the HTTP status and the JSON body.
     """
 
     name: str
-    prefix: str
+    prefixes: tuple[str, ...]
     routes: Callable[[ProtocolContext], Sequence[Route]]
     error: Callable[[ErrorInfo], tuple[int, Mapping[str, Any]]]

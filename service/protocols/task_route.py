@@ -1,16 +1,18 @@
 """The route of a task: reads the body, chooses the model, runs the task, writes the response."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.http.bodies import receive
 from cloze.service.http.routes import Route, RouteDoc
-from cloze.service.pipeline import TaskResult
+from cloze.service.pipeline import Pipeline, TaskResult
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.tasks import Task, TaskCall
 
@@ -49,6 +51,8 @@ class TaskRoute:
         to_call: body -> the task call.
         respond: (request, body, result) -> the response, without timing headers.
         doc: the documentation of the route.
+        warnings: body -> warnings about the body for the client, in ASCII; None: there are none.
+        names: the names of the task's inputs in the body, by the task's own, for errors.
     """
 
     path: str
@@ -57,6 +61,8 @@ class TaskRoute:
     to_call: Callable[[Any], TaskCall]
     respond: Callable[[Request, Any, TaskResult], Response]
     doc: RouteDoc
+    warnings: Callable[[Any], Sequence[str]] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, context: ProtocolContext) -> Route:
         """Return the route with a handler that uses the context's models."""
@@ -88,7 +94,12 @@ class Endpoint:
             return await self.answer_body(request, body, size, watched.deadline)
 
     async def answer_body(
-        self, request: Request, body: BaseModel, size: int, deadline: float
+        self,
+        request: Request,
+        body: BaseModel,
+        size: int,
+        deadline: float,
+        pipeline: Pipeline | None = None,
     ) -> Response:
         """Return the response to a request whose body has arrived.
 
@@ -97,23 +108,38 @@ class Endpoint:
             body: the parsed body.
             size: bytes of the body.
             deadline: `time.monotonic` time after which no encoding of the request starts.
+            pipeline: the model to use; None selects the one that the body names, or the default.
 
         Raises:
             ServiceError: the request gets no result.
         """
         route = self._route
-        pipeline = self._context.models.choose(route.task, cast(TaskBody, body).model)
+        pipeline = pipeline or self._context.models.choose(route.task, cast(TaskBody, body).model)
         reference = pipeline.manifest.reference
         request.scope["cloze.model"] = reference
         call = route.to_call(body)
-        result = await pipeline.run(route.task, call, size=size, deadline=deadline)
+        try:
+            result = await pipeline.run(route.task, call, size=size, deadline=deadline)
+        except (EmptyRequest, InvalidRequest) as error:
+            raise type(error)(_renamed(str(error), route.names)) from None
         self._context.metrics.observe_parts(reference, result.timings, result.truncated)
-        response = route.respond(request, body, result)
-        _add_timings(response, result)
+        if result.is_large:
+            response = await asyncio.to_thread(route.respond, request, body, result)
+        else:
+            response = route.respond(request, body, result)
+        _add_headers(response, result, route.warnings(body) if route.warnings else ())
         return response
 
 
-def _add_timings(response: Response, result: TaskResult) -> None:
+def _renamed(message: str, names: Mapping[str, str]) -> str:
+    """Return a message with the name that its input has in the body, if it begins with an input."""
+    for name, in_body in names.items():
+        if message.startswith(name):
+            return in_body + message.removeprefix(name)
+    return message
+
+
+def _add_headers(response: Response, result: TaskResult, warnings: Sequence[str]) -> None:
     timings = result.timings
     total = _milliseconds(timings.tokenize_s + timings.queue_s + timings.inference_s)
     response.raw_headers += [
@@ -125,8 +151,8 @@ def _add_timings(response: Response, result: TaskResult) -> None:
         (b"x-compute-tokens", b"%d" % result.tokens),
         (b"x-truncated", b"%d" % result.truncated),
     ]
-    if result.warnings:
-        warning = "; ".join(result.warnings)[:2000].encode("ascii")
+    if result.warnings or warnings:
+        warning = "; ".join((*warnings, *result.warnings))[:2000].encode("ascii")
         response.raw_headers.append((b"x-warning", warning))
 
 

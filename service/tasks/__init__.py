@@ -8,6 +8,7 @@ from typing import Final
 
 from cloze.service.tasks import (
     embed,
+    embed_all,
     fill_mask,
     nsp,
     qa,
@@ -22,6 +23,7 @@ TASKS: Final[dict[str, Task]] = {
     for module in (
         fill_mask,
         embed,
+        embed_all,
         similarity,
         nsp,
         qa,

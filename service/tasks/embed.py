@@ -1,15 +1,14 @@
 """Embedding: one vector per text."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
 import numpy as np
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.model_store.heads import embedding
-from cloze.model_store.manifest import Embedding
-from cloze.service.core import Float32, InvalidRequest
+from cloze.model_store.heads import HeadRequest, embedding
+from cloze.service.core import EmptyRequest, Float32, InvalidRequest
 from cloze.service.tasks.task import (
     Example,
     FirstError,
@@ -17,7 +16,7 @@ from cloze.service.tasks.task import (
     Task,
     TaskCall,
     TaskContext,
-    WireModel,
+    TruncationParameters,
     check_range,
     check_text,
     input_name,
@@ -31,19 +30,9 @@ TokenIds = Annotated[list[int], FirstError()]
 EmbedInputs = str | TokenIds | Annotated[list[str | TokenIds], FirstError()]
 
 
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
-class TextParameters(WireModel):
+class TextParameters(TruncationParameters):
     """How a text becomes a sequence: the fields of text-embeddings-inference."""
 
-    truncate: bool | None = Field(
-        None, description="true cuts a long text, false refuses the text; the default is true"
-    )
-    truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_lower)] = (
-        Field(None, description="the end of a long text to cut; the default is right")
-    )
     prompt_name: str | None = Field(
         None, description="name of a prompt of the model, which is put before each text"
     )
@@ -65,6 +54,9 @@ class EmbedParameters(TextParameters):
     )
 
 
+_REQUEST: Final = {embedding.HEAD.name: embedding.EmbeddingRequest()}
+
+
 class _State:
     """The options of one request that apply to its vectors."""
 
@@ -78,26 +70,38 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     """Tokenize the texts to embed.
 
     Raises:
-        InvalidRequest: a text is empty, an id is outside the vocabulary, the prompt is unknown, or
-            a text is too long and ``truncate`` is false.
+        EmptyRequest: there is no text, or a text is empty.
+        InvalidRequest: an id is outside the vocabulary, the prompt is unknown, or a text is too
+            long and ``truncate`` is false.
     """
     parameters: EmbedParameters = call.parameters
-    inputs: Any = call.inputs
-    is_one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
-    texts: list[Text] = listed([inputs] if is_one else inputs, context.limits)
+    texts, names = texts_and_names(call.inputs, context)
     recipe = context.manifest.embedding
     assert recipe is not None  # a model with the head has a recipe
     dimensions = recipe.dimensions if parameters.dimensions is None else parameters.dimensions
     check_range(dimensions, 1, recipe.dimensions, "dimensions")
-    many = not is_one
-    names = [input_name(index, many=many) for index in range(len(texts))]
     encodings, truncated = encode(texts, names, parameters, context)
     normalize = recipe.normalize if parameters.normalize is None else parameters.normalize
     return PreparedRequest(encodings, _State(dimensions, normalize), truncated=truncated)
 
 
+def texts_and_names(inputs: Any, context: TaskContext) -> tuple[list[Text], list[str]]:
+    """Return the texts of `EmbedInputs`, and the name of each text in errors.
+
+    Raises:
+        InvalidRequest: there are no texts, or too many.
+    """
+    is_one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
+    texts: list[Text] = listed([inputs] if is_one else inputs, context.limits)
+    return texts, [input_name(index, many=not is_one) for index in range(len(texts))]
+
+
 def encode(
-    texts: Sequence[Text], names: Sequence[str], parameters: TextParameters, context: TaskContext
+    texts: Sequence[Text],
+    names: Sequence[str],
+    parameters: TextParameters,
+    context: TaskContext,
+    request: Mapping[str, HeadRequest] = _REQUEST,
 ) -> tuple[list[Encoding], int]:
     """Return the encodings of texts to embed, and how many texts were cut.
 
@@ -105,30 +109,24 @@ def encode(
         texts: at least one text, or its token ids.
         names: name of each text in errors.
         parameters: prompt and truncation.
-        context: a model with a recipe for embeddings.
+        context: the model. Without a recipe for embeddings, it has no prompts.
+        request: what each encoding asks of the heads.
 
     Raises:
         InvalidRequest: see `prepare`.
     """
     recipe = context.manifest.embedding
-    assert recipe is not None  # a model with the head has a recipe
-    prompt = _prompt(recipe, parameters.prompt_name)
-    keep_end = parameters.truncation_direction == "left"
+    max_tokens = recipe.max_tokens if recipe else context.limits.max_tokens
+    prompt = prompt_of(context, parameters.prompt_name)
     encodings, truncated = [], 0
     for name, ids in zip(names, _ids(texts, names, prompt, context), strict=True):
-        encoding, cut = context.tokenizer.encode(ids, recipe.max_tokens, keep_end=keep_end)
-        if cut and parameters.truncate is False:
-            raise InvalidRequest(
-                f"{name} has {len(ids) + 2} tokens; the model reads {recipe.max_tokens}, and "
-                "truncate is false"
-            )
-        encoding.requests = _REQUEST
+        encoding, cut = context.tokenizer.encode(ids, max_tokens, keep_end=parameters.keep_end)
+        if cut:
+            parameters.check_cut(name, len(ids) + 2, max_tokens)
+        encoding.requests = request
         encodings.append(encoding)
         truncated += cut
     return encodings, truncated
-
-
-_REQUEST: Final = {embedding.HEAD.name: embedding.EmbeddingRequest()}
 
 
 def decode(
@@ -150,14 +148,21 @@ def normalized(vectors: Float32) -> Float32:
     return scaled
 
 
-def _prompt(recipe: Embedding, name: str | None) -> str:
-    name = name or recipe.default_prompt
+def prompt_of(context: TaskContext, name: str | None) -> str:
+    """Return the prompt to put before each text: the named one, or the model's default.
+
+    Raises:
+        InvalidRequest: the model has no prompt of that name.
+    """
+    recipe = context.manifest.embedding
+    prompts = recipe.prompts if recipe else {}
+    name = name or (recipe.default_prompt if recipe else None)
     if name is None:
         return ""
-    if name not in recipe.prompts:
-        known = ", ".join(map(ascii, recipe.prompts)) or "none"
+    if name not in prompts:
+        known = ", ".join(map(ascii, prompts)) or "none"
         raise InvalidRequest(f"prompt_name {name!a} is not one of the model's prompts ({known})")
-    return recipe.prompts[name]
+    return prompts[name]
 
 
 def _ids(
@@ -169,7 +174,7 @@ def _ids(
         if isinstance(text, str):
             check_text(text, name, context.limits)
         elif not text:
-            raise InvalidRequest(f"{name} is empty; it needs at least 1 token id")
+            raise EmptyRequest(f"{name} is empty; it needs at least 1 token id")
         elif not (min(text) >= 0 and max(text) < tokenizer.vocab_size):
             known = f"this model's are 0 to {tokenizer.vocab_size - 1}"
             raise InvalidRequest(f"{name} has token ids from {min(text)} to {max(text)}; {known}")

@@ -66,7 +66,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
     """Tokenize the pairs.
 
     Raises:
-        InvalidRequest: a text is empty.
+        EmptyRequest: a text is empty.
     """
     inputs, tokenizer, limits = call.inputs, context.tokenizer, context.limits
     if isinstance(inputs, Candidates):

@@ -131,7 +131,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     """Tokenize questions and their contexts into windows.
 
     Raises:
-        InvalidRequest: a text is empty, or a parameter is out of its limits.
+        EmptyRequest: a text is empty.
+        InvalidRequest: a text has no token, or a parameter is out of its limits.
     """
     pairs, many = listed(call.inputs, context.limits), isinstance(call.inputs, list)
     options, limits = _options(call.parameters, context.limits), context.limits

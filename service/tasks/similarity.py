@@ -10,7 +10,7 @@ import numpy as np
 
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import embedding
-from cloze.service.core import InvalidRequest
+from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import (
     Example,
@@ -34,12 +34,15 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[None]:
     """Tokenize the text, then the texts to compare with it.
 
     Raises:
-        InvalidRequest: there are no sentences or too many, or a text cannot be embedded.
+        EmptyRequest: there is no sentence, or a text is empty.
+        InvalidRequest: there are too many sentences, or a text cannot be embedded.
     """
     inputs: SimilarityInputs = call.inputs
     count, most = len(inputs.sentences), context.limits.max_request_texts - 1
-    if not 1 <= count <= most:
-        raise InvalidRequest(f"inputs.sentences has {count} texts; it may have 1 to {most}")
+    if not count:
+        raise EmptyRequest("inputs.sentences is an empty list; it needs at least 1 text")
+    if count > most:
+        raise InvalidRequest(f"inputs.sentences has {count} texts; the limit is {most}")
     names = [f"inputs.sentences[{index}]" for index in range(count)]
     encodings, truncated = embed.encode(
         [inputs.source_sentence, *inputs.sentences],

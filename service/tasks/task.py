@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
 from cloze.model_store import Manifest
 from cloze.model_store.batch import Encoding, HeadOutputs
@@ -23,6 +23,42 @@ class WireModel(BaseModel):
 
 class NoParameters(WireModel):
     """The parameters of a task that has none."""
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+class TruncationParameters(WireModel):
+    """What to do with a text that is too long for the model."""
+
+    truncate: bool | None = Field(
+        None, description="true cuts a long text, false refuses the text; the default is true"
+    )
+    truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_lower)] = (
+        Field(None, description="the end of a long text to cut; the default is right")
+    )
+
+    @property
+    def keep_end(self) -> bool:
+        """Whether to cut the start of a long text."""
+        return self.truncation_direction == "left"
+
+    def check_cut(self, name: str, tokens: int, max_tokens: int) -> None:
+        """Check that a long text may be cut.
+
+        Args:
+            name: name of the text in errors.
+            tokens: number of its tokens, special tokens included.
+            max_tokens: most tokens that the model reads.
+
+        Raises:
+            InvalidRequest: ``truncate`` is false.
+        """
+        if self.truncate is False:
+            raise InvalidRequest(
+                f"{name} has {tokens} tokens; the model reads {max_tokens}, and truncate is false"
+            )
 
 
 class FirstError(FailFast):
@@ -179,10 +215,11 @@ def check_text(text: str, name: str, limits: TaskLimits) -> None:
     """Check that a text is neither empty nor longer than the limit.
 
     Raises:
-        InvalidRequest: the text is empty, or exceeds `TaskLimits.max_text_characters`.
+        EmptyRequest: the text is empty.
+        InvalidRequest: the text exceeds `TaskLimits.max_text_characters`.
     """
     if not text:
-        raise InvalidRequest(f"{name} is empty; it needs at least 1 character")
+        raise EmptyRequest(f"{name} is empty; it needs at least 1 character")
     if len(text) > limits.max_text_characters:
         limit = limits.max_text_characters
         raise InvalidRequest(f"{name} has {len(text)} characters; the limit is {limit}")

@@ -10,7 +10,7 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
+from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.core import Float32
@@ -21,6 +21,7 @@ from cloze.service.tasks.task import (
     Task,
     TaskCall,
     TaskContext,
+    TruncationParameters,
     WireModel,
     check_range,
     check_text,
@@ -38,8 +39,8 @@ class TextPair(WireModel):
     text_pair: str | None = None
 
 
-class TextClassificationParameters(WireModel):
-    """The parameters that huggingface_hub's ``text_classification`` sends."""
+class TextClassificationParameters(TruncationParameters):
+    """The parameters that huggingface_hub's ``text_classification`` sends, and truncation."""
 
     top_k: int | None = Field(None, description="labels per text; the default is all labels")
     function_to_apply: Function | None = Field(
@@ -67,7 +68,9 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     """Tokenize the texts.
 
     Raises:
-        InvalidRequest: a text is empty, or a parameter is out of its limits.
+        EmptyRequest: there is no text, or a text is empty.
+        InvalidRequest: a parameter is out of its limits, or a text is too long and ``truncate`` is
+            false.
     """
     parameters: TextClassificationParameters = call.parameters
     tokenizer, limits = context.tokenizer, context.limits
@@ -83,12 +86,20 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
             check_text(second, f"{name}.text_pair", limits)
     firsts = tokenizer.ids([first for first, _ in pairs])
     seconds = tokenizer.ids([second or "" for _, second in pairs])
-    encodings, truncated = [], 0
+    keep_end = parameters.keep_end
+    encodings: list[Encoding] = []
+    truncated = 0
     for (_, second), first_ids, second_ids in zip(pairs, firsts, seconds, strict=True):
         if second is None:
-            encoding, cut = tokenizer.encode(first_ids, limits.max_tokens)
+            encoding, cut = tokenizer.encode(first_ids, limits.max_tokens, keep_end=keep_end)
         else:
-            encoding, cut = tokenizer.pair(first_ids, second_ids, limits.max_tokens)
+            encoding, cut = tokenizer.pair(
+                first_ids, second_ids, limits.max_tokens, keep_end=keep_end
+            )
+        if cut:
+            tokens = len(first_ids) + 2 + (0 if second is None else len(second_ids) + 1)
+            name = input_name(len(encodings), many=many)
+            parameters.check_cut(name, tokens, limits.max_tokens)
         encoding.requests = _REQUEST
         encodings.append(encoding)
         truncated += cut

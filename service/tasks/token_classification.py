@@ -126,7 +126,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     """Tokenize the texts, in windows if ``stride`` is set.
 
     Raises:
-        InvalidRequest: a text is empty or has no token, or a parameter is out of its limits.
+        EmptyRequest: there is no text, or a text is empty.
+        InvalidRequest: a text has no token, or a parameter is out of its limits.
     """
     parameters: TokenClassificationParameters = call.parameters
     limits, tokenizer = context.limits, context.tokenizer

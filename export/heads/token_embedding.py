@@ -1,0 +1,54 @@
+"""Token embedding: graph and gate figure. The head has no weights of its own."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+from torch import Tensor
+
+from cloze.export.evaluation.scorer import Scorer, encodings
+from cloze.export.evaluation.texts import GateTexts
+from cloze.export.heads.head import ExportHead, HeadGraph, token_rows
+from cloze.model_store.heads import token_embedding
+from cloze.model_store.heads.token_embedding import TokenEmbeddingRequest
+from cloze.model_store.layouts import Placement
+
+
+def _write(_: Any, graph: HeadGraph) -> None:
+    rows = graph.gather(token_embedding.HIDDEN_ROWS)
+    graph.output(rows, token_embedding.TOKEN_EMBEDDINGS, H=graph.config.hidden_size)
+
+
+def _reference(
+    _: Any, rows: Tensor, requests: Sequence[Any], placement: Placement
+) -> dict[str, Tensor]:
+    return {token_embedding.TOKEN_EMBEDDINGS.name: rows[token_rows(requests, placement)]}
+
+
+def _sample(_: np.random.Generator, __: int, ___: int) -> TokenEmbeddingRequest:
+    return TokenEmbeddingRequest()
+
+
+def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
+    """Return the mean cosine of both models' hidden states, token by token."""
+    name = token_embedding.HEAD.name
+    cosines = []
+    for ids in texts.sentences():
+        batch = encodings(ids, np.zeros_like(ids), [{name: TokenEmbeddingRequest()}])
+        one, other = (scorer.run(batch)[0][name].embeddings for scorer in (checkpoint, graph))
+        lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+        with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, and NaN fails the gate
+            cosines.append(np.vecdot(one, other) / lengths)
+    return {"token_embedding_cosine_mean": float(np.concatenate(cosines).mean())}
+
+
+EXPORT_HEAD: Final = ExportHead(
+    head=token_embedding.HEAD,
+    module=None,
+    tensor_names={},
+    write=_write,
+    reference=_reference,
+    sample=_sample,
+    measure=_measure,
+    limits={"token_embedding_cosine_mean": 0.98},
+)

@@ -73,6 +73,10 @@ class RequestTooLarge(RequestError):
     """The body has more bytes than the limit."""
 
 
+class UnsupportedEncoding(RequestError):
+    """The body has a content encoding that the server does not read."""
+
+
 class UnknownModel(RequestError):
     """The request names a model that is not served."""
 

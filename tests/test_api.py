@@ -2,9 +2,11 @@
 understand us.
 """
 
+import gzip
 import http.client
 import json
 import re
+import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -240,6 +242,57 @@ def test_probes_are_answered_while_a_huge_text_is_tokenized(server: Server) -> N
             assert probes.get("/healthz").status_code == 200
         assert not huge.done()
         assert huge.result().headers["x-truncated"] == "8"
+
+
+def compressed(server: Server, content: bytes, encoding: str = "gzip") -> httpx.Response:
+    headers = {"content-encoding": encoding}
+    return httpx.post(f"{server.url}/embed", content=content, headers=headers, timeout=30)
+
+
+def test_bodies_may_be_compressed(server: Server) -> None:
+    body = json.dumps({"inputs": "the king"}).encode()
+    plain = call(server, "/embed", content=body).json()
+    two_members = gzip.compress(body[:9]) + gzip.compress(body[9:])
+    for content, encoding in (
+        (gzip.compress(body), "gzip"),
+        (two_members, "GZip"),
+        (body, "identity"),
+    ):
+        response = compressed(server, content, encoding)
+        assert (response.status_code, response.json()) == (200, plain)
+
+
+@pytest.mark.parametrize(
+    ("content", "encoding", "status", "message"),
+    [
+        (b"{}", "br", 415, "the body's Content-Encoding is 'br'; send gzip, or none"),
+        (b"{}", "gzip, gzip", 415, "is 'gzip, gzip'"),
+        (b"{}", "gzip", 400, "the body is not gzip: Error -3"),
+        (gzip.compress(b"{}")[:-3], "gzip", 400, "the body is not gzip: it ends too early"),
+        (b"", "gzip", 400, "the body is empty"),
+        (gzip.compress(b" " * 2**28), "gzip", 413, "the decompressed body has over 8388608 bytes"),
+    ],
+)
+def test_bad_compression_is_told(
+    server: Server, content: bytes, encoding: str, status: int, message: str
+) -> None:
+    response = compressed(server, content, encoding)
+    assert response.status_code == status
+    assert message in response.json()["error"]
+    assert response.headers.get("accept-encoding") == ("gzip" if status == 415 else None)
+
+
+def test_an_announced_length_is_refused_before_the_body_comes(server: Server) -> None:
+    """Otherwise the client would wait for the server, and the server for the body."""
+    host, port = server.url.removeprefix("http://").split(":")
+    head = f"POST /embed HTTP/1.1\r\nhost: {host}\r\ncontent-length: 9000000\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(head.encode())
+        answer = b""
+        while b"limit is" not in answer:
+            answer += connection.recv(4096)
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"the body has 9000000 bytes; the limit is 8388608" in answer
 
 
 def test_chunked_bodies_are_bounded_too(server: Server) -> None:

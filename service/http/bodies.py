@@ -1,22 +1,32 @@
 """Reads and parses request bodies."""
 
 import asyncio
+import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from cloze.service.core import ClientGone, InvalidRequest, MalformedRequest, RequestTooLarge
+from cloze.service.core import (
+    ClientGone,
+    InvalidRequest,
+    MalformedRequest,
+    RequestTooLarge,
+    UnsupportedEncoding,
+)
 from cloze.service.http.watch import WatchedRequest
 
 B = TypeVar("B", bound=BaseModel)
 
 _DISCARD_FACTOR = 8
-"""Multiple of the size limit up to which an oversized body is read and discarded.
+"""Multiple of the size limit up to which an oversized body of unknown length is discarded.
 
 Many clients read the error response only after they have sent the whole body.
 """
+
+_GZIP = 31
+"""zlib's ``wbits`` for the gzip format with the largest window."""
 
 _INLINE_BYTES = 65_536
 """Largest body that is parsed on the event loop; a thread parses larger bodies."""
@@ -100,17 +110,67 @@ def _is_union_member(part: object) -> bool:
 
 
 async def read_body(request: Request, limit: int, watched: WatchedRequest) -> bytes:
-    """Return the body of a request.
+    """Return the body of a request, decompressed.
 
     Args:
         request: the request.
-        limit: most bytes of the body.
+        limit: most bytes of the body, before and after decompression.
         watched: ends the request if the body does not arrive in time.
 
     Raises:
-        RequestTooLarge: the body has more than ``limit`` bytes.
+        RequestTooLarge: the body has more than ``limit`` bytes, or its length is announced so. Such
+            a request is refused before its body arrives.
+        UnsupportedEncoding: the body is compressed, but not by gzip.
+        MalformedRequest: the body cannot be decompressed.
         ClientGone: the client closed its connection.
     """
+    encoding = _check_headers(request, limit)
+    data = await _receive_body(request, limit, watched)
+    return await asyncio.to_thread(_decompress, data, limit) if encoding == b"gzip" else data
+
+
+def _check_headers(request: Request, limit: int) -> bytes:
+    """Return the content encoding of a request, ``identity`` or ``gzip``.
+
+    Raises:
+        RequestTooLarge: the announced length is above the limit.
+        UnsupportedEncoding: the encoding is another one.
+    """
+    encoding = b"identity"
+    for name, value in request.scope["headers"]:
+        if name == b"content-length" and int(value) > limit:
+            raise RequestTooLarge(f"the body has {int(value)} bytes; the limit is {limit}")
+        if name == b"content-encoding":
+            encoding = value.strip().lower()
+    if encoding not in (b"identity", b"gzip"):
+        shown = ascii(encoding.decode("latin-1"))[:60]
+        raise UnsupportedEncoding(f"the body's Content-Encoding is {shown}; send gzip, or none")
+    return encoding
+
+
+def _decompress(data: bytes, limit: int) -> bytes:
+    """Return the content of gzip data, which may have several members.
+
+    Raises:
+        RequestTooLarge: the content has more than ``limit`` bytes.
+        MalformedRequest: the data is not gzip, or is cut.
+    """
+    content = b""
+    while data:
+        member = zlib.decompressobj(wbits=_GZIP)
+        try:
+            content += member.decompress(data, limit + 1 - len(content))
+        except zlib.error as error:
+            raise MalformedRequest(f"the body is not gzip: {error}") from None
+        if len(content) > limit:
+            raise RequestTooLarge(f"the decompressed body has over {limit} bytes, the limit")
+        if not member.eof:
+            raise MalformedRequest("the body is not gzip: it ends too early")
+        data = member.unused_data
+    return content
+
+
+async def _receive_body(request: Request, limit: int, watched: WatchedRequest) -> bytes:
     message = await request.receive()
     if "body" in message and not message.get("more_body") and len(message["body"]) <= limit:
         watched.body_complete()
@@ -127,8 +187,7 @@ async def read_body(request: Request, limit: int, watched: WatchedRequest) -> by
             break
         message = await request.receive()
     if watched.received_bytes > limit:
-        declared = request.headers.get("content-length", "")
-        bytes_sent = declared or f"at least {watched.received_bytes}"
-        raise RequestTooLarge(f"the body has {bytes_sent} bytes; the limit is {limit}")
+        sent = watched.received_bytes
+        raise RequestTooLarge(f"the body has at least {sent} bytes; the limit is {limit}")
     watched.body_complete()
     return b"".join(chunks)

@@ -13,6 +13,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     core.UnknownModel: (404, "Validation"),
     core.SlowRequest: (408, "Validation"),
     core.RequestTooLarge: (413, "Validation"),
+    core.UnsupportedEncoding: (415, "Validation"),
     core.InvalidRequest: (422, "Validation"),
     core.WrongTask: (424, "Backend"),
     core.Overloaded: (429, "Overloaded"),
@@ -62,6 +63,8 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
         headers = {}
         if isinstance(error, core.Overloaded):
             headers["retry-after"] = str(error.retry_after_s)
+        elif isinstance(error, core.UnsupportedEncoding):
+            headers["accept-encoding"] = "gzip"  # RFC 9110, section 12.5.3
         elif isinstance(error, core.SlowRequest):
             # Otherwise the server would parse the rest of the body as the next request.
             headers["connection"] = "close"

@@ -12,7 +12,10 @@ from cloze.service.http.routes import JSON, NPY, RAW, Route
 _REF = "#/components/schemas/{model}"
 
 REQUEST_ID = ("string", "the id of the request: the client's own `X-Request-Id`, or a random one")
-RETRY_AFTER = ("integer", "estimated seconds until the queue admits the request")
+_ERROR_HEADERS = {
+    415: {"accept-encoding": ("string", "the content encodings that the server reads")},
+    429: {"retry-after": ("integer", "estimated seconds until the queue admits the request")},
+}
 
 
 def document(title: str, version: str, description: str, routes: Sequence[Route]) -> dict[str, Any]:
@@ -79,7 +82,7 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _error(status: int, route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
-    headers = {"x-request-id": REQUEST_ID} | ({"retry-after": RETRY_AFTER} if status == 429 else {})
+    headers = {"x-request-id": REQUEST_ID} | _ERROR_HEADERS.get(status, {})
     return {
         "description": "Client closed its connection"
         if status == 499

@@ -30,16 +30,21 @@ DATA_FOLDER = os.environ.get(DATA_VARIABLE)
 
 @pytest.fixture(scope="session")
 def external_data() -> Path:
-    """Return the folder of real text, questions and vocabularies, which are too large to commit.
+    """Return the folder of real text, questions and vocabularies, which are too large to commit."""
+    return named_folder(DATA_FOLDER)
+
+
+def named_folder(name: str | None) -> Path:
+    """Return the folder that the variable names.
 
     Skip the test if the variable is unset. Fail if the variable names no folder, so that a wrong
     path cannot turn the tests off.
     """
-    if not DATA_FOLDER:
+    if not name:
         pytest.skip(f"set {DATA_VARIABLE} to the folder of the external test data")
-    folder = Path(DATA_FOLDER)
+    folder = Path(name)
     if not folder.is_dir():
-        pytest.fail(f"{DATA_VARIABLE} names no folder: {DATA_FOLDER}")
+        pytest.fail(f"{DATA_VARIABLE} names no folder: {name}")
     return folder
 
 

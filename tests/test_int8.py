@@ -34,7 +34,7 @@ from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store import Store, processor, tensors
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.model_store.heads import HEADS, embedding, token_embedding
+from cloze.model_store.heads import HEADS, embedding
 from cloze.model_store.heads.embedding import EmbeddingResult
 from cloze.model_store.manifest import Precision
 from cloze.model_store.processor import int8_instructions, int8_settings
@@ -177,7 +177,6 @@ def test_a_text_alone_is_what_it_is_in_any_batch(
             tensors.INPUT_IDS.name: rows,
             tensors.TOKEN_TYPE_IDS.name: np.zeros_like(rows),
             embedding.EMBED_SEQUENCES.name: np.arange(len(rows), dtype=np.int32),
-            token_embedding.HIDDEN_ROWS.name: np.zeros(0, np.int32),
         }
         return session.run([embedding.EMBEDDINGS.name], feeds)[0]
 

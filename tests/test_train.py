@@ -347,7 +347,7 @@ def test_heads_are_created_and_embeddings_kept(
     embeddings, exports as one bundle.
     """
     source = write_encoder(tmp_path / "encoder", trained, max_tokens=24)
-    assert tasks_of(source) == ["embed"]
+    assert tasks_of(source) == ["embed", "embed-all"]
     before = embed_all(str(source), stories)
     cosines, said = {}, []
     for keep in (True, False):
@@ -376,7 +376,7 @@ def test_heads_are_created_and_embeddings_kept(
     checkpoint = load_checkpoint(str(kept / "checkpoint"))
     assert checkpoint.recipe == EmbeddingRecipe(max_tokens=24)
     bundle = export(str(kept / "checkpoint"), "kept", Store(tmp_path / "store"))
-    assert set(bundle.manifest.tasks) == {"fill-mask", "nsp", "embed"}
+    assert set(bundle.manifest.tasks) == {"fill-mask", "nsp", "embed", "embed-all"}
     assert bundle.manifest.embedding is not None
     assert bundle.manifest.embedding.normalize
 
@@ -465,7 +465,7 @@ def test_fine_tuning_sees_each_pair_once_an_epoch_however_it_accumulates() -> No
 
 def test_a_head_that_tells_order_is_not_kept_as_one_of_next_sentences(tmp_path: Path) -> None:
     checkpoint = run(tmp_path, tiny_recipe(steps=3, sentence="sop"))
-    assert tasks_of(checkpoint) == ["fill-mask", "embed"]
+    assert tasks_of(checkpoint) == ["fill-mask", "embed", "embed-all"]
 
 
 @pytest.mark.parametrize("file", sorted(RECIPES.glob("*.toml")), ids=lambda file: file.stem)
@@ -749,7 +749,7 @@ def test_every_objective_learns(tmp_path: Path, pretraining: dict[str, object]) 
         _, report = theirs(checkpoint, BertModel)
         assert not [key for key in report["missing_keys"] if "pooler" not in key]
         bundle = export(str(checkpoint), "found", Store(tmp_path / "store"))
-        assert bundle.manifest.tasks == ("embed",)
+        assert bundle.manifest.tasks == ("embed", "embed-all")
 
 
 def test_a_boundary_knows_only_what_is_outside_the_span(trained: Path) -> None:

@@ -16,12 +16,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu,dev]'
 	touch $@
 
-# A separate environment with only what serving needs, so without torch.
+# A separate environment with only what serving and the client need, so without torch.
 SERVING := .venv-serving
 
 $(SERVING)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SERVING)
-	$(SERVING)/bin/pip install --quiet --constraint constraints.txt --editable '.[cpu]'
+	$(SERVING)/bin/pip install --quiet --constraint constraints.txt --editable '.[cpu,client]'
 	touch $@
 
 serve: $(SERVING)/.installed  ## Serve the models of the project on port 8000.

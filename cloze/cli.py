@@ -1,4 +1,4 @@
-"""The command line: ``cloze train | export | store | serve | bench``.
+"""The command line: ``cloze train | export | store | serve | ask | bench``.
 
 Each command parses its options, calls one package and prints the result. A known error becomes one
 line on standard error.
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from cloze.ask import ask
 from cloze.bench_command import bench
 from cloze.failing import fail
 from cloze.model_store.heads import HEADS
@@ -48,7 +49,8 @@ def cli() -> None:
 
     `cloze train` makes a checkpoint from text. `cloze export` makes a bundle from a checkpoint, in
     a model store. `cloze store` lists, verifies and removes bundles. `cloze serve` answers requests
-    from bundles over REST. `cloze bench` measures the server.
+    from bundles over REST. `cloze ask` asks a server, or a model in this process. `cloze bench`
+    measures the server.
     """
 
 
@@ -198,6 +200,7 @@ def _print_exported(bundle: Bundle) -> None:
 
 
 cli.add_command(train)
+cli.add_command(ask)
 cli.add_command(bench)
 
 

@@ -20,9 +20,13 @@ from typing import Any
 import httpx
 import numpy as np
 import onnx
+import openai
 import pytest
 from fastapi.testclient import TestClient
+from huggingface_hub import InferenceClient
+from huggingface_hub.errors import HfHubHTTPError
 
+from cloze.client import Client, ServerBusy
 from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.service.app import single_process
@@ -177,6 +181,36 @@ def test_1_a_full_queue_says_when_to_come_back(tiny_store: Path, faulty_server: 
         assert refused.json()["error_type"] == "Overloaded"
         assert "limit of 20" in refused.json()["error"]
         assert int(refused.headers["retry-after"]) >= 1
+
+
+def test_1_a_full_queue_is_each_clients_own_error(tiny_store: Path, faulty_server: Faulty) -> None:
+    with (
+        faulty_server(
+            tiny_store, CLOZE_MAX_QUEUE_TOKENS="20", CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1"
+        ) as server,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        running = pool.submit(embed, server, "river")
+        wait_for_run(server, "river")
+        waiting = pool.submit(embed, server, "walk " * 18)
+        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert@1"\}') == 20)
+        with (
+            openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+            pytest.raises(openai.RateLimitError, match="limit of 20"),
+        ):
+            client.embeddings.create(model="bert", input="paris")
+        with (
+            InferenceClient(base_url=server.url) as hub,
+            pytest.raises(HfHubHTTPError, match="limit of 20"),
+        ):
+            hub.feature_extraction("paris")
+        with (
+            Client(server.url, retries=0) as ours,
+            pytest.raises(ServerBusy, match="limit of 20") as caught,
+        ):
+            ours.embed("paris")
+        assert caught.value.retry_after_s is not None
+        assert {running.result().status_code, waiting.result().status_code} == {200}
 
 
 def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path, faulty_server: Faulty) -> None:

@@ -1,0 +1,34 @@
+"""The Python client: one method per task, numpy results, retries, and long lists in batches.
+
+    from cloze.client import Client
+
+    with Client("http://localhost:8000") as client:
+        vectors = client.embed(["What is deep learning?", "A cat sat."])
+
+`AsyncClient` has the same methods as coroutines. Install with ``pip install cloze[client]``.
+"""
+
+from cloze.client.clients import AsyncClient, Client
+from cloze.client.errors import (
+    ClientError,
+    RequestRefused,
+    ServerBusy,
+    ServerFailed,
+    ServerUnreachable,
+)
+from cloze.client.results import Answer, Entity, Label, Prediction, Rank
+
+__all__ = [
+    "Answer",
+    "AsyncClient",
+    "Client",
+    "ClientError",
+    "Entity",
+    "Label",
+    "Prediction",
+    "Rank",
+    "RequestRefused",
+    "ServerBusy",
+    "ServerFailed",
+    "ServerUnreachable",
+]

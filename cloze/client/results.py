@@ -1,0 +1,50 @@
+"""The results of tasks, besides arrays."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """A token for a mask, and the text with the token in the mask's place."""
+
+    score: float
+    token: int
+    token_str: str
+    sequence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A span of the context, ``context[start:end]``, that answers a question."""
+
+    answer: str
+    score: float
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A label of a text, and its score."""
+
+    label: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Entity:
+    """An entity, ``text[start:end]``, or one token if tokens are not grouped."""
+
+    entity: str
+    score: float
+    word: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """The position of a text in the request, and its score."""
+
+    index: int
+    score: float

@@ -236,8 +236,13 @@ def create_app(context: ProtocolContext, protocols: Sequence[WireProtocol]) -> F
 
 
 def _create_request_series(context: ProtocolContext, routes: Sequence[Route]) -> None:
-    """Create the metric series of every task route, so that rates start from zero."""
-    statuses = sorted({200, *(status for status, _ in STATUS.values())})
+    """Create the metric series of results and of the server's own errors, which start from zero.
+
+    Each series has a line per bucket in every scrape, so the clients' errors get theirs when the
+    first one occurs.
+    """
+    own = {status for status, _ in STATUS.values() if status >= 500 or status == 429}
+    statuses = sorted({200, *own})
     for route in routes:
         if route.task is not None:
             serving = context.models.serving(context.tasks[route.task])

@@ -209,9 +209,10 @@ class Metrics(Collector):
         Args:
             route: the path.
             models: the full names of the models that serve the route.
-            statuses: the HTTP statuses that the route may return.
+            statuses: the HTTP statuses that start from zero; another one's series begins with the
+                first such answer.
         """
-        for model in ("", *models):  # "" labels requests that failed before a model was chosen
+        for model in models:
             for status in statuses:
                 self._request_series(route, model, status)
 

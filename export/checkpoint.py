@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from cloze.export.errors import ExportError
-from cloze.export.heads import EXPORT_HEADS, ExportHead
+from cloze.export.heads import EXPORT_HEADS, ExportHead, head_module
 from cloze.export.model_loading import load_model, read_head_options
 from cloze.export.models import FAMILIES, EncoderConfig, Family, Model
 from cloze.export.models.activations import ACTIVATIONS
@@ -81,7 +81,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     heads = tuple(
         head
         for name, head in EXPORT_HEADS.items()
-        if head.module is None or getattr(model, name) is not None
+        if head_module(model, recipe or EmbeddingRecipe(), name) is not None
     )
     card = _read_card(files.folder)
     return Checkpoint(
@@ -166,7 +166,7 @@ def _default_heads(heads: tuple[ExportHead, ...], *, declares_pooling: bool) -> 
     tuned = [head for head in heads if head.fine_tuned]
     others = [head for head in heads if not head.fine_tuned and head.module is not None]
     chosen = tuned if tuned and not others and not declares_pooling else heads
-    return tuple(head.head for head in chosen)
+    return tuple(head.head for head in chosen if head.by_default)
 
 
 def _source(files: CheckpointFiles, weights: list[Path]) -> Source:

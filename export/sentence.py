@@ -83,7 +83,7 @@ class EmbeddingRecipe:
 def encoder_folder(folder: Path) -> Path:
     """Return the folder of the encoder: a subfolder in a sentence-transformers directory."""
     for kind, path in _modules(folder):
-        if kind == "Transformer":
+        if kind in ("Transformer", "MLMTransformer"):
             return folder / path
     return folder
 
@@ -91,11 +91,17 @@ def encoder_folder(folder: Path) -> Path:
 def read_recipe(folder: Path) -> EmbeddingRecipe | None:
     """Return the recipe of a sentence-transformers directory; None for another directory.
 
+    A directory of a sparse encoder has no recipe: its weights are those of the masked-language
+    model, as in a directory without modules.
+
     Raises:
         ExportError: this release cannot reproduce a module or a setting.
     """
     modules = _modules(folder)
     if not modules:
+        return None
+    if modules[-1][0] == "SpladePooling":
+        _check_splade(folder, modules)
         return None
     pooling, projections, normalize = _read_modules(folder, modules)
     settings = read_settings(folder / "config_sentence_transformers.json")
@@ -113,6 +119,22 @@ def read_recipe(folder: Path) -> EmbeddingRecipe | None:
         prompts=prompts,
         default_prompt=default if default in prompts else None,
     )
+
+
+def _check_splade(folder: Path, modules: list[tuple[str, str]]) -> None:
+    """Refuse a sparse encoder that does not compute what `cloze.model_store.heads` describes."""
+    kinds, settings = (
+        [kind for kind, _ in modules],
+        read_settings(folder / modules[-1][1] / "config.json"),
+    )
+    if len(kinds) != 2 or kinds[0] not in ("Transformer", "MLMTransformer"):
+        raise ExportError(
+            f"modules.json names {', '.join(kinds)}; before SpladePooling, one encoder is supported"
+        )
+    for name, supported in (("pooling_strategy", "max"), ("activation_function", "relu")):
+        value = settings.get(name, supported)
+        if value != supported:
+            raise ExportError(f"SpladePooling has {name} {value!r}; supported is {supported!r}")
 
 
 def _read_modules(

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cloze.model_store.heads import masked_lm
+from cloze.model_store.heads import HEADS
+
+_RANKED = {ids: numbers for head in HEADS.values() for ids, numbers in head.ranked.items()}
+"""See `Head.ranked`."""
 
 Arrays = Mapping[str, NDArray[Any]]
 """Outputs by tensor name."""
@@ -19,8 +22,8 @@ def output_errors(actual: Arrays, expected: Arrays, tolerance: float) -> dict[st
     """Return the largest error of each output.
 
     The error of floats is ``max |actual - expected| / max(1, max |expected|)``. The error of
-    ``top_ids`` is 0 if the ids agree, else infinity. Ids are compared only where torch's logits
-    differ by more than the tolerance: rounding may swap two closer logits.
+    ids is 0 if the ids agree, else infinity. Ids are compared only where torch's numbers differ by
+    more than the tolerance: rounding may swap two closer numbers.
 
     Args:
         actual: the graph's outputs; outputs that are not in ``expected`` are ignored.
@@ -39,21 +42,21 @@ def _error(name: str, actual: NDArray[Any], expected: Arrays, tolerance: float) 
         return float("inf")
     if not (np.isfinite(actual).all() and np.isfinite(reference).all()):
         return float("inf")
-    if name == masked_lm.TOP_IDS.name:
-        settled = _is_settled(expected[masked_lm.TOP_LOGITS.name], tolerance)
+    if name in _RANKED:
+        settled = _is_settled(expected[_RANKED[name]], tolerance)
         return 0.0 if ((actual == reference) | ~settled).all() else float("inf")
     scale = max(1.0, float(np.abs(reference).max(initial=0.0)))
     return float(np.abs(actual - reference).max(initial=0.0)) / scale
 
 
-def _is_settled(top_logits: NDArray[Any], tolerance: float) -> NDArray[np.bool_]:
-    """Return which of ``top_logits [M, K]`` differ from their neighbours by more than rounding.
+def _is_settled(numbers: NDArray[Any], tolerance: float) -> NDArray[np.bool_]:
+    """Return which of ``numbers [M, K]`` differ from their neighbours by more than rounding.
 
-    The last logit of a row never counts as settled, because its lower neighbour is unknown.
+    The last number of a row never counts as settled, because its lower neighbour is unknown.
     """
-    scale = max(1.0, float(np.abs(top_logits).max(initial=0.0)))
-    apart = -np.diff(top_logits, axis=1) > 2 * tolerance * scale  # [M, K - 1]
-    settled = np.zeros(top_logits.shape, np.bool_)
+    scale = max(1.0, float(np.abs(numbers).max(initial=0.0)))
+    apart = -np.diff(numbers, axis=1) > 2 * tolerance * scale  # [M, K - 1]
+    settled = np.zeros(numbers.shape, np.bool_)
     settled[:, :-1] = apart
     settled[:, 1:-1] &= apart[:, :-1]
     return settled

@@ -25,6 +25,7 @@ from cloze.model_store.heads import (
     masked_lm,
     next_sentence,
     span,
+    sparse_embedding,
     token_embedding,
 )
 from tests.tiny import SHAPES, make_model, name_of, save_checkpoint
@@ -92,6 +93,18 @@ def test_every_head_agrees_with_transformers(
             expected[span.SPAN_LOGITS.name] = torch.stack(
                 [out.start_logits, out.end_logits], -1
             ).flatten(0, 1)
+        if "sparse_embedding" in heads:
+            feeds[sparse_embedding.SPARSE_ROWS.name] = np.arange(
+                batch * length, dtype=np.int32
+            ).reshape(batch, length)
+            feeds[sparse_embedding.SPARSE_TOP_K.name] = np.array([4])
+            weights = (
+                (out.prediction_logits if "prediction_logits" in out else out.logits)
+                .relu()
+                .log1p()
+                .amax(1)
+            )
+            expected[sparse_embedding.SPARSE_WEIGHTS.name] = weights.topk(4).values
         feeds[token_embedding.HIDDEN_ROWS.name] = np.arange(batch * length, dtype=np.int32)
         expected[token_embedding.TOKEN_EMBEDDINGS.name] = out.hidden_states[-1].flatten(0, 1)
         feeds[embedding.EMBED_SEQUENCES.name] = np.arange(batch, dtype=np.int32)
@@ -122,7 +135,7 @@ def bert(
     checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> ort.InferenceSession:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    return open_graph(checkpoint, checkpoint.heads, tmp_path_factory.mktemp("graph"))
+    return open_graph(checkpoint, checkpoint.default_heads, tmp_path_factory.mktemp("graph"))
 
 
 @settings(max_examples=40, deadline=None)
@@ -182,7 +195,7 @@ def test_any_mix_of_heads_gives_each_what_it_gives_alone(
 def test_fused_operators_are_all_there(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
     operators = (
-        GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path)
+        GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.default_heads, tmp_path)
         .write()
         .operators
     )
@@ -199,7 +212,9 @@ def test_the_runtime_does_not_fuse_what_is_slower_fused(
 ) -> None:
     """`SkipLayerNormalization` takes six times as long as its parts on a CPU (onnxruntime 1.31)."""
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write()
+    graph = GraphWriter(
+        checkpoint.model, checkpoint.recipe, checkpoint.default_heads, tmp_path
+    ).write()
     options = ort.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimised.onnx")
     options.log_severity_level = 3
@@ -214,7 +229,7 @@ def test_the_runtime_does_not_fuse_what_is_slower_fused(
 
 def test_the_tied_decoder_is_stored_once(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write()
+    GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.default_heads, tmp_path).write()
     stored = (tmp_path / "weights.bin").stat().st_size
     assert (
         stored < 4 * checkpoint.model.parameter_count() + 4096 * 100
@@ -229,11 +244,13 @@ def test_a_graph_that_differs_from_torch_is_not_published(
     checkpoints: dict[str, Path], tmp_path: Path, damage: str
 ) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write()
+    graph = GraphWriter(
+        checkpoint.model, checkpoint.recipe, checkpoint.default_heads, tmp_path
+    ).write()
     with torch.no_grad():
         checkpoint.model.get_parameter(damage)[0].add_(0.05)
     with pytest.raises(ExportError, match="differs from torch"):
-        verify(tmp_path, GraphUnderTest(graph, checkpoint, checkpoint.heads, 160))
+        verify(tmp_path, GraphUnderTest(graph, checkpoint, checkpoint.default_heads, 160))
 
 
 def test_a_graph_with_wrong_ids_is_not_published(
@@ -241,7 +258,9 @@ def test_a_graph_with_wrong_ids_is_not_published(
 ) -> None:
     """Right logits under wrong names."""
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
-    graph = GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, tmp_path).write()
+    graph = GraphWriter(
+        checkpoint.model, checkpoint.recipe, checkpoint.default_heads, tmp_path
+    ).write()
     model = onnx.load(tmp_path / graph.file, load_external_data=False)
     node = next(node for node in model.graph.node if node.output[0] == masked_lm.TOP_IDS.name)
     one = onnx.numpy_helper.from_array(np.array(1), "one")
@@ -249,7 +268,7 @@ def test_a_graph_with_wrong_ids_is_not_published(
     node.op_type, node.input[:] = "Add", [node.input[0], "one"]
     onnx.save(model, tmp_path / graph.file)
     with pytest.raises(ExportError, match=r"top_ids at .* differs from torch by inf"):
-        verify(tmp_path, GraphUnderTest(graph, checkpoint, checkpoint.heads, 160))
+        verify(tmp_path, GraphUnderTest(graph, checkpoint, checkpoint.default_heads, 160))
 
 
 def test_parity_in_the_manifest_covers_the_grid(tiny_store: Path) -> None:

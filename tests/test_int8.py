@@ -58,7 +58,7 @@ def test_the_graph_is_int8_and_near_torch(
     """Over the whole grid, all heads; and the encoder has no other product left."""
     checkpoint = load_checkpoint(str(checkpoints[kind]))
     scales = input_scales(checkpoint.model, checkpoint.tokenizer.size)
-    heads = checkpoint.heads
+    heads = checkpoint.default_heads
     writer = GraphWriter(checkpoint.model, checkpoint.recipe, heads, tmp_path, scales=scales)
     writer.write()
     graph = writer.write(Precision.INT8)

@@ -63,7 +63,7 @@ def place(lengths: Sequence[int] | np.ndarray) -> Feeds:
 
 
 def writer_of(checkpoint: Checkpoint, folder: Path) -> GraphWriter:
-    return GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.heads, folder)
+    return GraphWriter(checkpoint.model, checkpoint.recipe, checkpoint.default_heads, folder)
 
 
 @pytest.mark.parametrize(("kind", "sizes"), CASES)
@@ -76,7 +76,7 @@ def test_every_head_agrees_with_torch(
     checkpoint = load_checkpoint(str(save_checkpoint(tmp_path / "checkpoint", kind, **sizes)))
     graph = writer_of(checkpoint, tmp_path).write(Precision.FP16)
     assert (graph.layout, graph.precision) == (Layout.PACKED, Precision.FP16)
-    subject = GraphUnderTest(graph, checkpoint, checkpoint.heads, 160)
+    subject = GraphUnderTest(graph, checkpoint, checkpoint.default_heads, 160)
     parity = verify(tmp_path, subject, open_packed(tmp_path / graph.file, on_cuda))
     assert 0 < max(parity.max_error.values()) < 0.01, "fp16 rounds, but not more than this"
 
@@ -87,7 +87,7 @@ def test_every_pooling_agrees_with_torch(
 ) -> None:
     checkpoint = replace(bert, recipe=replace(bert.recipe, pooling=pooling))
     graph = writer_of(checkpoint, tmp_path).write(Precision.FP16)
-    subject = GraphUnderTest(graph, checkpoint, checkpoint.heads, 64)
+    subject = GraphUnderTest(graph, checkpoint, checkpoint.default_heads, 64)
     verify(tmp_path, subject, open_packed(tmp_path / graph.file, on_cuda))
 
 
@@ -198,7 +198,7 @@ def test_a_wrong_graph_is_not_let_through(checkpoints: dict[str, Path], tmp_path
     with torch.no_grad():
         checkpoint.model.encoder.layers[1].attention.value.bias += 0.5  # type: ignore[union-attr, operator]
     with pytest.raises(ExportError, match=r"parity: .* differs from torch"):
-        verify(tmp_path, GraphUnderTest(graph, checkpoint, checkpoint.heads, 64))
+        verify(tmp_path, GraphUnderTest(graph, checkpoint, checkpoint.default_heads, 64))
 
 
 def test_what_fp16_cannot_hold_is_named(checkpoints: dict[str, Path], tmp_path: Path) -> None:

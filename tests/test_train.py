@@ -316,8 +316,8 @@ def test_what_a_checkpoint_decides_is_not_asked_for(
 
 
 def tasks_of(folder: Path) -> list[str]:
-    """Return the tasks that a checkpoint can be exported for."""
-    return [head.task for head in load_checkpoint(str(folder)).heads]
+    """Return the tasks that a checkpoint is exported for."""
+    return [head.task for head in load_checkpoint(str(folder)).default_heads]
 
 
 def write_encoder(folder: Path, trained: Path, **recipe: object) -> Path:

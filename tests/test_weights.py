@@ -58,7 +58,7 @@ def test_int8_keeps_one_copy_for_both_graphs(
     none by a hair.
     """
     checkpoint = load_checkpoint(str(checkpoints[kind]))
-    model, recipe, heads = checkpoint.model, checkpoint.recipe, checkpoint.heads
+    model, recipe, heads = checkpoint.model, checkpoint.recipe, checkpoint.default_heads
     (tmp_path / "fp32").mkdir()
     GraphWriter(model, recipe, heads, tmp_path / "fp32").write()
     scales = input_scales(model, checkpoint.tokenizer.size)

@@ -13,6 +13,7 @@ from cloze.export.heads import (
     next_sentence,
     sequence_classification,
     span,
+    sparse_embedding,
     token_classification,
     token_embedding,
 )
@@ -29,6 +30,7 @@ _MODULES = (
     token_classification,
     embedding,
     token_embedding,
+    sparse_embedding,
 )
 
 EXPORT_HEADS: Final[dict[str, ExportHead]] = {
@@ -56,7 +58,10 @@ def head_module(model: Model, recipe: EmbeddingRecipe, name: str) -> Any:
 
     The functions of a head without a torch module take the recipe of embeddings.
     """
-    return recipe if EXPORT_HEADS[name].module is None else getattr(model, name)
+    head = EXPORT_HEADS[name]
+    if head.module is None and head.module_of is None:
+        return recipe
+    return getattr(model, head.module_of or name)
 
 
 __all__ = [

@@ -70,7 +70,9 @@ class ExportHead:
 
     Attributes:
         head: the contract with the service.
-        module: (sizes, encoder, options) -> a new torch module; None: the head has no module.
+        module: (sizes, encoder, options) -> a new torch module; None: the head has no module of
+            its own.
+        module_of: name of the head whose module this head uses; None: it uses none but its own.
         tensor_names: tensor names by family; a family may override the names (`Family.heads`).
         write: (module, graph) -> None; writes the head into the graph.
         reference: (module, hidden rows [T, H], requests, placement) -> the graph's outputs by
@@ -80,6 +82,7 @@ class ExportHead:
         measure: (checkpoint, graph, texts) -> figures that compare the graph with the checkpoint,
             for the quality gate.
         limits: the lowest accepted value of each figure.
+        by_default: whether a checkpoint with this head is exported for it unless the user chooses.
         fine_tuned: whether a checkpoint with this head is by default exported only for its
             fine-tuned heads.
         architecture: the end of the class names in ``config.json`` that have this head, for a head
@@ -97,6 +100,8 @@ class ExportHead:
     sample: Callable[[np.random.Generator, int, int], HeadRequest]
     measure: Callable[[Scorer, Scorer, GateTexts], dict[str, float]]
     limits: Mapping[str, float]
+    module_of: str | None = None
+    by_default: bool = True
     fine_tuned: bool = False
     architecture: str | None = None
     read_options: Callable[[Mapping[str, Any]], Frozen] | None = None

@@ -44,19 +44,21 @@ class MaskedLMHead(nn.Module):
         return logits
 
 
-def _write(head: MaskedLMHead, graph: HeadGraph) -> None:
-    """Write top-k, log-sum-exp and requested logits: k numbers per mask leave the graph, not V."""
+def write_logits(head: MaskedLMHead, graph: HeadGraph, rows: str) -> str:
+    """Write the logits [M, V] of ``rows`` [M, H], both float32."""
     g = graph.g
-    rows = graph.gather(masked_lm.MASK_ROWS)
     transform = Fp32().matmul(g, LinearInput(rows), "masked_lm.transform", head.transform)
     transform_bias = g.weight("masked_lm.transform.bias", head.transform.bias)
     rows = bias_activation(g, transform, transform_bias, head.activation_name)
     rows = layer_norm(g, rows, "masked_lm.norm", head.norm)
     bias = g.weight("masked_lm.decoder.bias", head.decoder.bias)
-    logits = graph.linear_ops.tied_logits(  # [M, V]
-        g, rows, WORD_EMBEDDINGS, head.decoder.weight, bias
-    )
+    return graph.linear_ops.tied_logits(g, rows, WORD_EMBEDDINGS, head.decoder.weight, bias)
 
+
+def _write(head: MaskedLMHead, graph: HeadGraph) -> None:
+    """Write top-k, log-sum-exp and requested logits: k numbers per mask leave the graph, not V."""
+    g = graph.g
+    logits = write_logits(head, graph, graph.gather(masked_lm.MASK_ROWS))
     top = g.op("TopK", [logits, graph.input(masked_lm.TOP_K)], outputs=2, axis=1)
     graph.output(top, masked_lm.TOP_LOGITS)
     graph.output(f"{top}_1", masked_lm.TOP_IDS)

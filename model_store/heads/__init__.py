@@ -12,6 +12,7 @@ from cloze.model_store.heads import (
     next_sentence,
     sequence_classification,
     span,
+    sparse_embedding,
     token_classification,
     token_embedding,
 )
@@ -25,6 +26,7 @@ _MODULES = (
     token_classification,
     embedding,
     token_embedding,
+    sparse_embedding,
 )
 
 HEADS: Final[dict[str, Head]] = {module.HEAD.name: module.HEAD for module in _MODULES}

@@ -5,8 +5,8 @@ requested before the head projects, so a head without requests costs nothing, an
 mix all heads.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
@@ -83,6 +83,7 @@ class Head:
         unpack: (requests, placement, outputs) -> one result per request, None for None.
         largest_request: (largest number of vocabulary rows) -> the request that needs the most
             memory.
+        ranked: outputs of ids, by name -> the output of numbers in whose descending order they are.
         options: the type of the head's section in a manifest, under `heads`; None: no section.
     """
 
@@ -95,4 +96,5 @@ class Head:
     pack: Callable[[Requests, Placement, GraphSpec], Feeds]
     unpack: Callable[[Requests, Placement, Outputs], list[Any]]
     largest_request: Callable[[int], HeadRequest]
+    ranked: Mapping[str, str] = field(default_factory=dict)
     options: type[Frozen] | None = None

@@ -138,5 +138,6 @@ HEAD: Final = Head(
     result=MaskedLMResult,
     pack=_pack,
     unpack=_unpack,
+    ranked={TOP_IDS.name: TOP_LOGITS.name},
     largest_request=lambda rows: MaskedLMRequest([0] * rows, top_k=5),
 )

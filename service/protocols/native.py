@@ -1,6 +1,6 @@
 """The native protocol: one POST route per task, and the routes for operators.
 
-Bodies have the shape of huggingface_hub: ``{"inputs", "parameters"?, "model"?}``. Three routes have
+Bodies have the shape of huggingface_hub: ``{"inputs", "parameters"?, "model"?}``. Four routes have
 the bodies of text-embeddings-inference, which huggingface_hub sends too; see `_SHARED`. Errors have
 the shape of text-embeddings-inference: ``{"error", "error_type"}``.
 """
@@ -25,7 +25,7 @@ from cloze.service.protocols.error_body import ErrorBody, write_error
 from cloze.service.protocols.lenient import LenientModel, ignored_fields
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
-from cloze.service.tasks import Task, TaskCall, embed, embed_all, similarity
+from cloze.service.tasks import Task, TaskCall, embed, embed_all, embed_sparse, similarity
 from cloze.service.tasks.task import NoParameters, WireModel
 
 ModelName = Annotated[
@@ -33,7 +33,9 @@ ModelName = Annotated[
     Field(description="a served model, NAME or NAME@VERSION; the default is the task's default"),
 ]
 
-_PARAMETERS_AT_ROOT: Final = frozenset({embed.TASK.name, embed_all.TASK.name})
+_PARAMETERS_AT_ROOT: Final = frozenset(
+    task.name for task in (embed.TASK, embed_all.TASK, embed_sparse.TASK)
+)
 """Tasks whose parameters are fields of the body itself, as in text-embeddings-inference."""
 
 _SHARED: Final = _PARAMETERS_AT_ROOT | {similarity.TASK.name}

@@ -9,6 +9,7 @@ from typing import Final
 from cloze.service.tasks import (
     embed,
     embed_all,
+    embed_sparse,
     fill_mask,
     nsp,
     qa,
@@ -24,6 +25,7 @@ TASKS: Final[dict[str, Task]] = {
         fill_mask,
         embed,
         embed_all,
+        embed_sparse,
         similarity,
         nsp,
         qa,

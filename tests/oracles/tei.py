@@ -195,6 +195,7 @@ def _embedder() -> Iterator[Case]:
             yield Case(route, body)
         yield Case(route, {"model": "embedder"})
     yield from _malformed("/embed", "/embed_all", "/similarity", "/tokenize", "/v1/embeddings")
+    yield Case("/embed_sparse", {"inputs": "the king"})
     for route, body in (
         ("/predict", {"inputs": "the king"}),
         ("/rerank", {"query": "the king", "texts": ["a"]}),

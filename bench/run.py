@@ -202,7 +202,7 @@ class _ServerLoads:
 
     async def measure(self) -> list[Turn]:
         """Run the closed loops, the open loops, then single requests beside bulk requests."""
-        await self._closed_loop(max(self._plan.clients), _WARM_UP_S)
+        await self._closed_loop(max(self._plan.clients), min(_WARM_UP_S, self._plan.seconds))
         capacity = await self._closed_loops()
         if capacity:
             await self._open_loops(capacity)

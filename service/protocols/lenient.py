@@ -23,7 +23,7 @@ def ignored_fields(body: Any) -> Sequence[str]:
         body: a `LenientModel`, whose ``parameters`` may be one too.
     """
     names = list(body.model_extra)
-    if parameters := getattr(body, "parameters", None):
+    if parameters := vars(body).get("parameters"):  # getattr of a missing field takes microseconds
         names += [f"parameters.{name}" for name in parameters.model_extra]
     if not names:
         return ()

@@ -14,7 +14,6 @@ from cloze.failing import fail
 if TYPE_CHECKING:
     from cloze.client import AsyncClient
 
-_DEFAULT_URL = "http://localhost:8000"
 _SHOWN_NUMBERS = 6
 
 Rows = list[dict[str, Any]]
@@ -60,6 +59,16 @@ async def _embed_all(client: "AsyncClient", texts: Sequence[str], options: dict[
         {"text": i, "token": j, "dimensions": len(vector), "vector": _start(vector)}
         for i, vectors in enumerate(await client.embed_all(texts, **options))
         for j, vector in enumerate(vectors)
+    ]
+
+
+async def _embed_sparse(
+    client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]
+) -> Rows:
+    return [
+        {"text": i, "weight": word.value, "index": word.index, "token": word.token}
+        for i, words in enumerate(await client.embed_sparse(texts, **options))
+        for word in words
     ]
 
 
@@ -112,6 +121,7 @@ _ASKING = {
     "fill-mask": _Asking(("TEXT",), _fill_mask, options=("model", "top_k", "targets")),
     "embed": _Asking(("TEXT",), _embed),
     "embed-all": _Asking(("TEXT",), _embed_all),
+    "embed-sparse": _Asking(("TEXT",), _embed_sparse, options=("model", "top_k")),
     "similarity": _Asking(("TEXT", "OTHER"), _similarity),
     "nsp": _Asking(("TEXT", "NEXT"), _nsp, repeats=False),
     "qa": _Asking(("QUESTION", "CONTEXT"), _qa, repeats=False, options=("model", "top_k")),
@@ -124,7 +134,7 @@ _ASKING = {
 @click.command()
 @click.argument("task", type=click.Choice(list(_ASKING)))
 @click.argument("texts", nargs=-1, required=True)
-@click.option("--url", help=f"Address of the server.  [default: {_DEFAULT_URL}]")
+@click.option("--url", help="Address of the server.  [default: port 8000 of this machine]")
 @click.option("--model", help="Served model to ask, NAME or NAME@VERSION.")
 @click.option("--top-k", type=click.IntRange(1), help="Number of results per text.")
 @click.option("--target", "targets", multiple=True, help="Token to choose among; repeatable.")
@@ -177,13 +187,13 @@ async def _answer(
 ) -> Rows:
     from cloze.client import AsyncClient, ServerUnreachable
 
-    async with AsyncClient(url or _DEFAULT_URL, retries=0) as client:
-        if url is not None:
-            return await asking.ask(client, texts, options)
+    async with AsyncClient(retries=0) if url is None else AsyncClient(url, retries=0) as client:
         try:
             return await asking.ask(client, texts, options)
-        except ServerUnreachable:
-            click.echo(f"no server at {_DEFAULT_URL}; answering in this process", err=True)
+        except ServerUnreachable as error:
+            if url is not None:
+                raise
+            click.echo(f"{error}; answering in this process", err=True)
     async with _in_process() as client:
         return await asking.ask(client, texts, options)
 
@@ -215,9 +225,12 @@ async def _in_process() -> AsyncIterator["AsyncClient"]:
 
 def _print_table(rows: Rows) -> None:
     """Print rows with aligned columns, numbers to the right; a column of zeros is left out."""
+    if not rows:
+        click.echo("nothing found")
+        return
     columns = [
         name
-        for name in (rows[0] if rows else ())
+        for name in rows[0]
         if name not in ("text", "mask") or any(row[name] != 0 for row in rows)
     ]
     table = [columns, *([_cell(row[name]) for name in columns] for row in rows)]

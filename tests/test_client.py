@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
+from cloze.ask import _ASKING
 from cloze.client import (
     AsyncClient,
     Client,
@@ -23,6 +24,7 @@ from cloze.client import (
     ServerUnreachable,
     calls,
 )
+from cloze.service.tasks import TASKS
 from tests.serving import Server, running_server
 
 TEXTS = ["the king", "a moon over the sea", "the old house", "red", "walk", "who was he?", "time"]
@@ -163,6 +165,7 @@ def ask_both(transport: httpx.MockTransport, **options: Any) -> list[Callable[[]
         ((500,), 1, ServerFailed),
         ((504,), 1, ServerFailed),
         ((httpx.ReadTimeout("too late"),), 1, ServerUnreachable),
+        ((httpx.UnsupportedProtocol("no scheme"),), 1, ServerUnreachable),
     ],
 )
 def test_what_may_pass_is_sent_again(
@@ -223,7 +226,10 @@ def test_both_clients_have_a_method_per_task_with_its_parameters() -> None:
         for name, function in inspect.getmembers(calls, inspect.isfunction)
         if function.__module__ == calls.__name__ and not name.startswith("_")
     }
-    assert len(functions) == 9
+    assert len(functions) == 10
+    called = {name.replace("_", "-") for name in functions} | {"text-classification"}
+    assert set(TASKS) <= called, "classify does text-classification"
+    assert set(TASKS) <= _ASKING.keys() | {"text-classification"}
     for kind in (Client, AsyncClient):
         for name, function in functions.items():
             method = inspect.signature(getattr(kind, name))
@@ -284,7 +290,7 @@ def test_ask_knows_every_task(
 def test_ask_answers_without_a_server(tiny_store: Path) -> None:
     """The test's environment has no server at the default address."""
     done = cloze_ask("nsp", "the king", "he was old", CLOZE_MODEL_STORE=str(tiny_store))
-    if "no server at" not in done.stderr:
+    if "no answer from" not in done.stderr:
         pytest.skip("something listens at http://localhost:8000")
     assert done.stdout.split()[:3] == ["label", "score", "IsNext"]
     assert "answering in this process" in done.stderr

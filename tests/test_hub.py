@@ -117,7 +117,7 @@ def export(
     )
 
 
-@pytest.mark.parametrize("revision", [(), ("--revision", "v1")])
+@pytest.mark.parametrize("revision", [(), ("--revision", "v1"), ("--revision", COMMIT)])
 def test_a_hub_id_is_downloaded_at_one_commit_that_is_recorded(
     hub: FakeHub, tmp_path: Path, revision: tuple[str, ...]
 ) -> None:

@@ -221,7 +221,7 @@ def test_heads_without_a_fast_kernel_are_refused(tmp_path: Path) -> None:
         writer_of(checkpoint, tmp_path).write(Precision.FP16)
 
 
-@pytest.mark.parametrize("weights", [Weights.FP32, Weights.INT8])
+@pytest.mark.parametrize("weights", list(Weights))
 def test_a_bundle_holds_every_weight_once(
     weights: Weights, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:

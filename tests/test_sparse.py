@@ -12,6 +12,7 @@ import pytest
 from sentence_transformers import SparseEncoder
 from sentence_transformers.sparse_encoder.modules import MLMTransformer, SpladePooling
 
+from cloze.client import Client
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.publish import ExportOptions, export
@@ -20,6 +21,7 @@ from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from tests import tiny
 from tests.serving import Server, running_server
+from tests.test_client import cloze_ask
 
 TEXTS = ["the king", "paris is the capital of france", "year time door green " * 60, "red"]
 TASKS = ("sparse", "fill-mask", "embed")
@@ -82,6 +84,18 @@ def test_the_heaviest_words_can_be_named(server: Server, oracles: dict[str, Path
     expected = encoder.decode(encoder.encode(TEXTS[1]), top_k=7)
     (rows,) = ask(server, TEXTS[1], top_k=7, return_tokens=True).json()
     assert [row["token"] for row in rows] == [token for token, _ in expected]
+
+
+def test_our_client_names_the_words(server: Server) -> None:
+    expected = ask(server, TEXTS, top_k=3, return_tokens=True).json()
+    with Client(server.url, batch_size=3) as client:
+        found = client.embed_sparse(TEXTS, top_k=3)
+    assert [[w.token for w in words] for words in found] == [
+        [row["token"] for row in rows] for rows in expected
+    ]
+    done = cloze_ask("embed-sparse", TEXTS[0], "--top-k", "2", "--url", server.url)
+    assert done.stdout.splitlines()[0].split() == ["weight", "index", "token"]
+    assert len(done.stdout.splitlines()) == 3
 
 
 def test_alone_and_in_any_batch_the_answer_is_one(server: Server) -> None:

@@ -1014,12 +1014,13 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
     assert steps_logged(folder) == steps_logged(undisturbed), "no line twice, none missing"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_run_saves_its_last_step_and_goes_on(
-    undisturbed: Path, stories: Path, tmp_path: Path
+    undisturbed: Path, stories: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
     folder = tmp_path / "run"
     with caught_in_the_middle(folder, stories) as process:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         _, stderr = process.communicate(timeout=60)
     assert process.returncode == 1
     assert (

@@ -16,7 +16,7 @@ from cloze.client.errors import (
     ServerFailed,
     ServerUnreachable,
 )
-from cloze.client.results import Answer, Entity, Label, Prediction, Rank
+from cloze.client.results import Answer, Entity, Label, Prediction, Rank, Word
 
 __all__ = [
     "Answer",
@@ -31,4 +31,5 @@ __all__ = [
     "ServerBusy",
     "ServerFailed",
     "ServerUnreachable",
+    "Word",
 ]

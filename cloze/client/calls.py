@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from cloze.client.results import Answer, Entity, Label, Prediction, Rank
+from cloze.client.results import Answer, Entity, Label, Prediction, Rank, Word
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -106,10 +106,7 @@ def embed(
         rows, columns = map(int, response.headers["x-shape"].split(","))
         return np.frombuffer(response.content, "<f4").reshape(rows, columns)
 
-    def body(part: Sequence[str]) -> Mapping[str, Any]:
-        return {"inputs": part, **options}
-
-    return Call("/embed", _many(texts), body, read, _stack, _VECTORS)
+    return Call("/embed", _many(texts), partial(_body_at_root, options), read, _stack, _VECTORS)
 
 
 def embed_all(
@@ -139,10 +136,41 @@ def embed_all(
     def read(response: httpx.Response, _: int) -> list[Float32]:
         return [np.array(rows, np.float32) for rows in response.json()]
 
-    def body(part: Sequence[str]) -> Mapping[str, Any]:
-        return {"inputs": part, **options}
+    return Call("/embed_all", _many(texts), partial(_body_at_root, options), read, _chain)
 
-    return Call("/embed_all", _many(texts), body, read, _chain)
+
+def embed_sparse(
+    texts: str | Sequence[str],
+    *,
+    top_k: int | None = None,
+    truncate: bool | None = None,
+    truncation_direction: Direction | None = None,
+    prompt_name: str | None = None,
+    model: str | None = None,
+) -> Call[list[list[Word]]]:
+    """Return the words of the vocabulary that each text is about, the heaviest first.
+
+    Args:
+        texts: a text or many.
+        top_k: most words per text; None selects the server's limit.
+        truncate: whether to cut a long text; False refuses it.
+        truncation_direction: the end of a long text to cut.
+        prompt_name: name of a prompt of the model, which is put before each text.
+        model: a served model; None selects the task's default.
+    """
+    options = _given(
+        top_k=top_k,
+        return_tokens=True,
+        truncate=truncate,
+        truncation_direction=truncation_direction,
+        prompt_name=prompt_name,
+        model=model,
+    )
+
+    def read(response: httpx.Response, _: int) -> list[list[Word]]:
+        return [[_result(Word, word) for word in words] for words in response.json()]
+
+    return Call("/embed_sparse", _many(texts), partial(_body_at_root, options), read, _chain)
 
 
 def similarity(
@@ -316,6 +344,10 @@ def _body(
         **({"parameters": parameters} if parameters else {}),
         **_given(model=model),
     }
+
+
+def _body_at_root(options: Mapping[str, Any], inputs: Sequence[Any]) -> Mapping[str, Any]:
+    return {"inputs": inputs, **options}
 
 
 def _masks(item: list[Any]) -> list[list[dict[str, Any]]]:

@@ -18,10 +18,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
-DEFAULT_URL = "http://localhost:8000"
-
 _RETRIED = frozenset({429, 502, 503})
 """Statuses that a later request may not get. 504 is not one: the server has spent its time."""
+
+_RETRIED_ERRORS = (
+    httpx.NetworkError,
+    httpx.RemoteProtocolError,
+    httpx.ConnectTimeout,
+    httpx.PoolTimeout,
+)
+"""Errors of a request that may not have arrived. One that waited for its answer has had its time,
+and a wrong address stays wrong."""
 
 _LONGEST_WAIT_S = 30.0
 _FIRST_WAIT_S = 0.5
@@ -111,8 +118,7 @@ def _wait_s(reply: httpx.Response | httpx.TransportError, default_s: float | Non
         if asked_s is not None:
             return asked_s if asked_s <= _LONGEST_WAIT_S else None
         return default_s
-    # A request that timed out has had its time; one that did not arrive may be sent again.
-    return None if isinstance(reply, httpx.ReadTimeout) else default_s
+    return default_s if isinstance(reply, _RETRIED_ERRORS) else None
 
 
 def _result(reply: httpx.Response | httpx.TransportError, url: httpx.URL) -> httpx.Response:
@@ -156,7 +162,7 @@ class Client:
 
     def __init__(
         self,
-        url: str = DEFAULT_URL,
+        url: str = "http://localhost:8000",
         *,
         timeout_s: float = 60.0,
         batch_size: int = 256,
@@ -188,6 +194,7 @@ class Client:
     fill_mask = _sync(calls.fill_mask)
     embed = _sync(calls.embed)
     embed_all = _sync(calls.embed_all)
+    embed_sparse = _sync(calls.embed_sparse)
     similarity = _sync(calls.similarity)
     nsp = _sync(calls.nsp)
     qa = _sync(calls.qa)
@@ -240,7 +247,7 @@ class AsyncClient:
 
     def __init__(
         self,
-        url: str = DEFAULT_URL,
+        url: str = "http://localhost:8000",
         *,
         timeout_s: float = 60.0,
         batch_size: int = 256,
@@ -276,6 +283,7 @@ class AsyncClient:
     fill_mask = _async(calls.fill_mask)
     embed = _async(calls.embed)
     embed_all = _async(calls.embed_all)
+    embed_sparse = _async(calls.embed_sparse)
     similarity = _async(calls.similarity)
     nsp = _async(calls.nsp)
     qa = _async(calls.qa)

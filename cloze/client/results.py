@@ -43,6 +43,15 @@ class Entity:
 
 
 @dataclass(frozen=True, slots=True)
+class Word:
+    """A word of the vocabulary that a text is about, and its weight."""
+
+    index: int
+    value: float
+    token: str
+
+
+@dataclass(frozen=True, slots=True)
 class Rank:
     """The position of a text in the request, and its score."""
 

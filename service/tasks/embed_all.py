@@ -4,9 +4,7 @@ Source: the route ``/embed_all`` of text-embeddings-inference.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Final
-
-from pydantic import Field
+from typing import Final
 
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import token_embedding
@@ -44,13 +42,7 @@ TASK: Final = Task(
     route="/embed_all",
     summary="One vector per token of a text",
     heads=(token_embedding.HEAD.name,),
-    inputs=Annotated[
-        embed.EmbedInputs,
-        Field(
-            description="a text, its token ids, or a list of either",
-            examples=["What is deep learning?"],
-        ),
-    ],
+    inputs=embed.TASK.inputs,
     parameters=embed.TextParameters,
     result=list[list[list[float]]],
     prepare=prepare,

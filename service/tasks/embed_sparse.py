@@ -5,7 +5,7 @@ Source: Formal et al. 2021, "SPLADE v2"; the route ``/embed_sparse`` of text-emb
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Final
 
 import numpy as np
 from pydantic import Field
@@ -102,13 +102,7 @@ TASK: Final = Task(
     route="/embed_sparse",
     summary="The words of the vocabulary that a text is about, with weights",
     heads=(sparse_embedding.HEAD.name,),
-    inputs=Annotated[
-        embed.EmbedInputs,
-        Field(
-            description="a text, its token ids, or a list of either",
-            examples=["What is deep learning?"],
-        ),
-    ],
+    inputs=embed.TASK.inputs,
     parameters=SparseParameters,
     result=SparseVectors,
     prepare=prepare,

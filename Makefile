@@ -64,6 +64,7 @@ bench: install  ## Measure the default model: the engine alone and the server.
 
 docs: install  ## Renew the generated documents.
 	$(BIN)/python -m cloze.model_store.tensor_reference > docs/tensors.md
+	$(BIN)/python -m cloze.service.route_reference > docs/routes.md
 
 format: install  ## Format the code.
 	$(BIN)/ruff format .

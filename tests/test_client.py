@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from cloze.ask import _ASKING
+from cloze.ask import _ASKING, _print_table
 from cloze.client import (
     AsyncClient,
     Client,
@@ -264,6 +264,12 @@ def test_ask_prints_a_table(server: Server) -> None:
     assert [len(lines), done.stderr] == [3, ""]
     many = cloze_ask("fill-mask", "the [MASK]", "a [MASK] [MASK]", "--url", server.url)
     assert many.stdout.split()[:5] == ["text", "mask", "score", "token", "sequence"]
+
+
+def test_ask_says_so_if_there_are_no_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """For example a text without entities."""
+    _print_table([])
+    assert capsys.readouterr().out == "nothing found\n"
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """The OpenAPI document is true: every example runs, and every answer has its documented shape."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,14 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from transformers import BertForSequenceClassification, BertForTokenClassification
 
+from cloze.export.publish import ExportOptions, export
 from cloze.model_store.store import Store
 from cloze.service.tasks import TASKS
+from tests import tiny
 from tests.serving import Server, running_server
+from tests.test_released_clients import CLIENTS, environment
 
 DEFAULT_STORE = Path(__file__).parents[1] / "model_store" / "bundles"
 
@@ -144,3 +149,51 @@ def test_every_route_is_documented_whole(document: dict[str, Any]) -> None:
                 assert operation["requestBody"]["required"]
                 assert {"400", "404", "413", "429", "503", "504"} <= operation["responses"].keys()
                 assert "retry-after" in operation["responses"]["429"]["headers"]
+
+
+@pytest.fixture(scope="module")
+def every_task(
+    tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
+) -> Iterator[Server]:
+    """A server of every task; the model of the examples has most of them."""
+    root, folder = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("checkpoints")
+    labels = {0: "O", 1: "B-PER", 2: "I-PER"}
+    for kind, model in (
+        ("bert-classifier", BertForSequenceClassification),
+        ("bert-tagger", BertForTokenClassification),
+    ):
+        tiny.CLASSES[kind] = model
+        export(str(tiny.save_checkpoint(folder / kind, kind, id2label=labels)), kind, Store(root))
+    most = ExportOptions(tasks=("fill-mask", "nsp", "embed", "embed-all", "sparse"))
+    export(str(checkpoints["bert"]), "cloze-bert", Store(root), most)
+    export(str(checkpoints["bert-qa"]), "cloze-qa", Store(root))
+    with running_server(root) as server:
+        info = httpx.get(f"{server.url}/info").json()
+        assert info["defaults"].keys() == TASKS.keys()
+        yield server
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--max-examples", "5", "--seed", "1"), id="seconds"),
+        pytest.param(
+            ("--max-examples", "500", "--max-time", "600"), id="minutes", marks=pytest.mark.slow
+        ),
+    ],
+)
+@pytest.mark.timeout(900)
+def test_a_schema_driven_tester_finds_nothing(
+    every_task: Server, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    """schemathesis, in an environment of its own, with all its checks."""
+    program = environment("schemathesis.txt", tmp_path / "environment") / "schemathesis"
+    command = [program, "--config-file", CLIENTS / "schemathesis.toml", "run"]
+    checks = ("--checks", "all", "--continue-on-failure")
+    document = f"{every_task.url}/openapi.json"
+    done = subprocess.run(
+        [*command, document, *checks, *options], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    operations = len([o for path in httpx.get(document).json()["paths"].values() for o in path])
+    assert f"Tested: {operations}" in done.stdout, done.stdout[-2000:]

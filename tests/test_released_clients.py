@@ -41,12 +41,17 @@ def install(*command: str, cwd: Path | None = None) -> None:
         )
 
 
-def run(program: str, lock: str, folder: Path, *arguments: str) -> dict[str, Any]:
-    """Run a program of tests/clients with the packages of a lock; return what it printed."""
-    python = folder / "bin" / "python"
-    uv = find_uv_bin()
+def environment(lock: str, folder: Path) -> Path:
+    """Install the packages of a lock of tests/clients; return the folder of their programs."""
+    uv, python = find_uv_bin(), folder / "bin" / "python"
     install(uv, "venv", "--quiet", "--python", sys.executable, str(folder))
     install(uv, "pip", "sync", "--quiet", "--python", str(python), str(CLIENTS / lock))
+    return python.parent
+
+
+def run(program: str, lock: str, folder: Path, *arguments: str) -> dict[str, Any]:
+    """Run a program of tests/clients with the packages of a lock; return what it printed."""
+    python = environment(lock, folder) / "python"
     return printed([str(python), str(CLIENTS / program), *arguments])
 
 

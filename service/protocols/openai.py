@@ -18,7 +18,7 @@ from cloze.service.pipeline import TaskResult
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
 from cloze.service.tasks import TaskCall, embed
-from cloze.service.tasks.task import WireModel
+from cloze.service.tasks.task import Count, WireModel
 
 _ALIAS: Final = "/embeddings"
 """Another path of ``/v1/embeddings``, which text-embeddings-inference has."""
@@ -35,7 +35,7 @@ class OpenAiEmbeddingsBody(WireModel):
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="base64 encodes little-endian float32; the default is float"
     )
-    dimensions: int | None = Field(None, description="number of leading dimensions to keep")
+    dimensions: Count | None = Field(None, description="number of leading dimensions to keep")
     user: str | None = Field(None, description="accepted and ignored")
 
 

@@ -30,8 +30,11 @@ from cloze.service.protocols.task_route import TIMING_HEADERS, Endpoint, TaskRou
 from cloze.service.tasks import TaskCall, embed, similarity, text_classification
 from cloze.service.tasks.similarity import SimilarityInputs
 from cloze.service.tasks.task import (
+    CountOrZero,
     FirstError,
+    NotEmpty,
     TaskContext,
+    Text,
     Texts,
     TruncationParameters,
     check_text,
@@ -47,13 +50,13 @@ _ERRORS: Final = tuple(sorted({status for status, _ in STATUS.values()}))
 _MODEL: Final = Field(None, description="a served model, NAME or NAME@VERSION")
 _WARNING: Final = {"x-warning": TIMING_HEADERS["x-warning"]}
 
-_OneOrTwo = Annotated[list[str], FirstError(), Field(min_length=1, max_length=2)]
+_OneOrTwo = Annotated[list[Text], FirstError(), Field(min_length=1, max_length=2)]
 
 
 class PredictBody(TruncationParameters, LenientModel):
     """The body of ``POST /predict``."""
 
-    inputs: str | _OneOrTwo | Annotated[list[_OneOrTwo], FirstError()] = Field(
+    inputs: Text | _OneOrTwo | Annotated[list[_OneOrTwo], FirstError(), NotEmpty] = Field(
         description="a text; [text] or [text, second text]; or a list of such lists",
         examples=["The room was loud."],
     )
@@ -64,7 +67,7 @@ class PredictBody(TruncationParameters, LenientModel):
 class RerankBody(TruncationParameters, LenientModel):
     """The body of ``POST /rerank``."""
 
-    query: str = Field(examples=["What is deep learning?"])
+    query: Text = Field(examples=["What is deep learning?"])
     texts: Texts = Field(examples=[["A ship left the harbour.", "Networks with many layers."]])
     raw_scores: bool = Field(False, description="whether a classifier's scores are its logits")
     return_text: bool = Field(False, description="whether the ranks repeat the texts")
@@ -74,19 +77,19 @@ class RerankBody(TruncationParameters, LenientModel):
 class TokenizeBody(LenientModel):
     """The body of ``POST /tokenize``."""
 
-    inputs: str | Texts = Field(description="a text or a list of texts", examples=["A cat sat."])
+    inputs: Text | Texts = Field(description="a text or a list of texts", examples=["A cat sat."])
     add_special_tokens: bool = Field(True, description="whether to add the tokens around a text")
     prompt_name: str | None = Field(None, description="name of a prompt to put before each text")
     model: str | None = _MODEL
 
 
-_Ids = Annotated[list[int], FirstError()]
+_Ids = Annotated[list[CountOrZero], FirstError(), NotEmpty]
 
 
 class DecodeBody(LenientModel):
     """The body of ``POST /decode``."""
 
-    ids: _Ids | Annotated[list[_Ids], FirstError()] = Field(
+    ids: _Ids | Annotated[list[_Ids], FirstError(), NotEmpty] = Field(
         description="the token ids of a text, or a list of such lists", examples=[[101, 102]]
     )
     skip_special_tokens: bool = Field(True, description="whether to omit special tokens")
@@ -317,8 +320,7 @@ def _tokenizer_route(
             body, _ = await receive(request, body_type, context.limits.max_request_bytes, watched)
             pipeline = _tokenizing(context, getattr(body, "model", None))
             request.scope["cloze.model"] = pipeline.manifest.reference
-            value = await asyncio.to_thread(answer, body, pipeline.context)
-            content = await asyncio.to_thread(orjson.dumps, value)
+            content = await asyncio.to_thread(lambda: orjson.dumps(answer(body, pipeline.context)))
         headers = [(b"x-warning", warning.encode()) for warning in ignored_fields(body)]
         return BytesResponse(content, b"application/json", *headers)
 

@@ -10,12 +10,16 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import HeadRequest, embedding
 from cloze.service.core import EmptyRequest, Float32, InvalidRequest
 from cloze.service.tasks.task import (
+    Count,
+    CountOrZero,
     Example,
     FirstError,
+    NotEmpty,
     PreparedRequest,
     Task,
     TaskCall,
     TaskContext,
+    Text,
     TruncationParameters,
     check_range,
     check_text,
@@ -23,11 +27,11 @@ from cloze.service.tasks.task import (
     listed,
 )
 
-Text = str | list[int]
+TextOrIds = str | list[int]
 """A text, or the token ids of a text in the model's vocabulary."""
 
-TokenIds = Annotated[list[int], FirstError()]
-EmbedInputs = str | TokenIds | Annotated[list[str | TokenIds], FirstError()]
+TokenIds = Annotated[list[CountOrZero], FirstError(), NotEmpty]
+EmbedInputs = Text | TokenIds | Annotated[list[Text | TokenIds], FirstError(), NotEmpty]
 
 
 class TextParameters(TruncationParameters):
@@ -44,7 +48,7 @@ class EmbedParameters(TextParameters):
     normalize: bool | None = Field(
         None, description="whether to scale vectors to length 1; the default depends on the model"
     )
-    dimensions: int | None = Field(
+    dimensions: Count | None = Field(
         None,
         description="number of leading dimensions to keep, for models with Matryoshka "
         "representations (Kusupati et al. 2022)",
@@ -85,19 +89,19 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     return PreparedRequest(encodings, _State(dimensions, normalize), truncated=truncated)
 
 
-def texts_and_names(inputs: Any, context: TaskContext) -> tuple[list[Text], list[str]]:
+def texts_and_names(inputs: Any, context: TaskContext) -> tuple[list[TextOrIds], list[str]]:
     """Return the texts of `EmbedInputs`, and the name of each text in errors.
 
     Raises:
         InvalidRequest: there are no texts, or too many.
     """
     is_one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
-    texts: list[Text] = listed([inputs] if is_one else inputs, context.limits)
+    texts: list[TextOrIds] = listed([inputs] if is_one else inputs, context.limits)
     return texts, [input_name(index, many=not is_one) for index in range(len(texts))]
 
 
 def encode(
-    texts: Sequence[Text],
+    texts: Sequence[TextOrIds],
     names: Sequence[str],
     parameters: TextParameters,
     context: TaskContext,
@@ -166,7 +170,7 @@ def prompt_of(context: TaskContext, name: str | None) -> str:
 
 
 def _ids(
-    texts: Sequence[Text], names: Sequence[str], prompt: str, context: TaskContext
+    texts: Sequence[TextOrIds], names: Sequence[str], prompt: str, context: TaskContext
 ) -> list[list[int]]:
     """Return the ids of each text without ``[CLS]`` and ``[SEP]``."""
     tokenizer = context.tokenizer

@@ -16,6 +16,7 @@ from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, Spa
 from cloze.service.core import InvalidRequest
 from cloze.service.tasks import embed
 from cloze.service.tasks.task import (
+    Count,
     Example,
     PreparedRequest,
     Task,
@@ -28,7 +29,7 @@ from cloze.service.tasks.task import (
 class SparseParameters(embed.TextParameters):
     """The fields of text-embeddings-inference, and two of our own."""
 
-    top_k: int | None = Field(
+    top_k: Count | None = Field(
         None, description="most words per text; the default is the server's limit of results"
     )
     return_tokens: bool | None = Field(

@@ -16,12 +16,15 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.service.core import InvalidRequest
 from cloze.service.tasks.task import (
+    Count,
     Example,
+    FirstError,
     PreparedRequest,
     Task,
     TaskCall,
     TaskContext,
     TaskLimits,
+    Text,
     Texts,
     WireModel,
     check_range,
@@ -41,8 +44,8 @@ Writing a token costs less than running a token.
 class FillMaskParameters(WireModel):
     """The parameters that huggingface_hub's ``fill_mask`` sends."""
 
-    top_k: int | None = Field(None, description="predictions per mask; the default is 5")
-    targets: str | Texts | None = Field(
+    top_k: Count | None = Field(None, description="predictions per mask; the default is 5")
+    targets: str | Annotated[list[str], FirstError()] | None = Field(
         None,
         description="tokens to choose among; a score remains the softmax over the whole vocabulary",
     )
@@ -214,7 +217,7 @@ TASK: Final = Task(
     summary="The likeliest tokens at each [MASK]",
     heads=(masked_lm.HEAD.name,),
     inputs=Annotated[
-        str | Texts,
+        Text | Texts,
         Field(
             description="a text with at least one [MASK], or a list of such texts",
             examples=["Paris is the [MASK] of France."],

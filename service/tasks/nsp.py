@@ -16,10 +16,12 @@ from cloze.service.tasks.task import (
     Example,
     FirstError,
     NoParameters,
+    NotEmpty,
     PreparedRequest,
     Task,
     TaskCall,
     TaskContext,
+    Text,
     Texts,
     WireModel,
     check_text,
@@ -31,14 +33,14 @@ from cloze.service.tasks.task import (
 class Pair(WireModel):
     """Two texts. The task predicts whether ``next`` follows ``text``."""
 
-    text: str
-    next: str
+    text: Text
+    next: Text
 
 
 class Candidates(WireModel):
     """A text, and candidates for the next text to rank."""
 
-    text: str
+    text: Text
     candidates: Texts
 
 
@@ -117,7 +119,7 @@ TASK: Final = Task(
     summary="Whether one text follows another",
     heads=(next_sentence.HEAD.name,),
     inputs=Annotated[
-        Pair | Candidates | Annotated[list[Pair], FirstError()],
+        Pair | Candidates | Annotated[list[Pair], FirstError(), NotEmpty],
         Field(
             description="a pair, a list of pairs, or a text with candidates to rank",
             examples=[{"text": "He opened the door.", "next": "Then he went in."}],

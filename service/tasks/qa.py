@@ -18,13 +18,17 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import span
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.task import (
+    Count,
+    CountOrZero,
     Example,
     FirstError,
+    NotEmpty,
     PreparedRequest,
     Task,
     TaskCall,
     TaskContext,
     TaskLimits,
+    Text,
     WireModel,
     check_range,
     check_text,
@@ -44,28 +48,28 @@ _WINDOW_RESULTS = 32
 class QaPair(WireModel):
     """A question and the text that contains the answer."""
 
-    question: str
-    context: str
+    question: Text
+    context: Text
 
 
 class QaParameters(WireModel):
     """The parameters of the pipeline of transformers v4, with the same names and defaults."""
 
-    top_k: int | None = Field(None, description="answers per question; the default is 1")
-    doc_stride: int | None = Field(
+    top_k: Count | None = Field(None, description="answers per question; the default is 1")
+    doc_stride: CountOrZero | None = Field(
         None,
         description="number of tokens that neighbouring windows share; "
         "the default is min(max_seq_len // 2, 128)",
     )
-    max_answer_len: int | None = Field(
+    max_answer_len: Count | None = Field(
         None, description="most tokens per answer; the default is 15"
     )
-    max_seq_len: int | None = Field(
+    max_seq_len: Count | None = Field(
         None,
         description="tokens per window, question and special tokens included; "
         "the default is 384, or the model's limit if that is less",
     )
-    max_question_len: int | None = Field(
+    max_question_len: Count | None = Field(
         None, description="most tokens per question; a longer question is cut; the default is 64"
     )
     handle_impossible_answer: bool | None = Field(
@@ -303,7 +307,7 @@ TASK: Final = Task(
     summary="The span of a context that answers a question",
     heads=(span.HEAD.name,),
     inputs=Annotated[
-        QaPair | Annotated[list[QaPair], FirstError()],
+        QaPair | Annotated[list[QaPair], FirstError(), NotEmpty],
         Field(
             description="a question with its context, or a list of them",
             examples=[{"question": "Who wrote it?", "context": "It was written by Ada."}],

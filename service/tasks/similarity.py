@@ -18,6 +18,7 @@ from cloze.service.tasks.task import (
     Task,
     TaskCall,
     TaskContext,
+    Text,
     Texts,
     WireModel,
 )
@@ -26,7 +27,7 @@ from cloze.service.tasks.task import (
 class SimilarityInputs(WireModel):
     """A text, and the texts to compare with it."""
 
-    source_sentence: str
+    source_sentence: Text
     sentences: Texts
 
 

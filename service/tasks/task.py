@@ -4,7 +4,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    Field,
+    GetJsonSchemaHandler,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from cloze.model_store import Manifest
 from cloze.model_store.batch import Encoding, HeadOutputs
@@ -72,7 +81,27 @@ class FirstError(FailFast):
         return hash(type(self))
 
 
-Texts = Annotated[list[str], FirstError()]
+@dataclass(frozen=True, slots=True)
+class SchemaKeyword:
+    """A keyword for a type's JSON schema. The task checks the value, with an error of its own."""
+
+    keyword: str
+    value: int
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Return the type's schema with the keyword."""
+        return handler(schema) | {self.keyword: self.value}
+
+
+NotEmpty = SchemaKeyword("minItems", 1)
+"""Marks a list that has at least one element."""
+
+Text = Annotated[str, SchemaKeyword("minLength", 1)]
+Texts = Annotated[list[Text], FirstError(), NotEmpty]
+Count = Annotated[int, SchemaKeyword("minimum", 1)]
+CountOrZero = Annotated[int, SchemaKeyword("minimum", 0)]
 
 
 @dataclass(frozen=True, slots=True)

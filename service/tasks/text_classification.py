@@ -15,12 +15,15 @@ from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.core import Float32
 from cloze.service.tasks.task import (
+    Count,
     Example,
     FirstError,
+    NotEmpty,
     PreparedRequest,
     Task,
     TaskCall,
     TaskContext,
+    Text,
     TruncationParameters,
     WireModel,
     check_range,
@@ -35,14 +38,14 @@ Function = Literal["sigmoid", "softmax", "none"]
 class TextPair(WireModel):
     """A text and an optional second text, which form one sequence."""
 
-    text: str
-    text_pair: str | None = None
+    text: Text
+    text_pair: Text | None = None
 
 
 class TextClassificationParameters(TruncationParameters):
     """The parameters that huggingface_hub's ``text_classification`` sends, and truncation."""
 
-    top_k: int | None = Field(None, description="labels per text; the default is all labels")
+    top_k: Count | None = Field(None, description="labels per text; the default is all labels")
     function_to_apply: Function | None = Field(
         None,
         description="function from logits to scores; the default depends on the problem type: "
@@ -156,7 +159,7 @@ TASK: Final = Task(
     summary="The labels of a text or of a pair of texts",
     heads=(sequence_classification.HEAD.name,),
     inputs=Annotated[
-        str | TextPair | Annotated[list[str | TextPair], FirstError()],
+        Text | TextPair | Annotated[list[Text | TextPair], FirstError(), NotEmpty],
         Field(
             description="a text, a pair of texts, or a list of either",
             examples=["The room was loud and the staff unfriendly."],

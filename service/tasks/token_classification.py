@@ -17,11 +17,13 @@ from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.task import (
+    CountOrZero,
     Example,
     PreparedRequest,
     Task,
     TaskCall,
     TaskContext,
+    Text,
     Texts,
     WireModel,
     check_range,
@@ -48,7 +50,7 @@ class TokenClassificationParameters(WireModel):
         "then neighbours form an entity); the default is simple",
     )
     ignore_labels: list[str] | None = Field(None, description="labels to omit; the default is O")
-    stride: int | None = Field(
+    stride: CountOrZero | None = Field(
         None,
         description="number of tokens that neighbouring windows of a long text share; "
         "the default is to cut the text",
@@ -331,7 +333,7 @@ TASK: Final = Task(
     summary="The entities of a text, with character offsets",
     heads=(token_classification.HEAD.name,),
     inputs=Annotated[
-        str | Texts,
+        Text | Texts,
         Field(
             description="a text, or a list of texts",
             examples=["Ada Lovelace was born in London."],

@@ -1,0 +1,104 @@
+"""Writes `docs/routes.md`: every route, with its protocols, its clients, and what differs.
+
+python -m cloze.service.route_reference > docs/routes.md
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Final
+
+from cloze.service.app import DEFAULT_REGISTRIES, Service
+from cloze.service.metrics import Metrics
+from cloze.service.settings import Settings
+
+_INTRODUCTION = """\
+# Routes and clients
+
+<!-- Generated: python -m cloze.service.route_reference > docs/routes.md -->
+
+This page is generated from the routes and from `service/route_reference.py`. Do not edit the page.
+`cloze.client` has a method for every task. "Differs" compares with the protocol's own server; the
+whole list for text-embeddings-inference is in
+[clients](clients.md#coming-from-text-embeddings-inference), and each field is in [the API](api.md).
+
+| route | answer | protocol | released clients | differs |
+|---|---|---|---|---|
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """The protocols that have a route, the released clients that tests send there, differences."""
+
+    protocols: str
+    clients: str = ""
+    differs: str = ""
+
+
+_HUB, _TEI, _OPENAI = "Hugging Face", "text-embeddings-inference", "OpenAI"
+_HUB_CLIENTS = "huggingface_hub, @huggingface/inference"
+
+_OURS: Final = _Use("Cloze")
+
+USES: Final = {
+    "/fill-mask": _Use(_HUB, _HUB_CLIENTS),
+    "/embed": _Use(
+        f"{_HUB}, {_TEI}",
+        f"{_HUB_CLIENTS}, LlamaIndex, Haystack",
+        "token ids get [CLS] and [SEP] unless they have them; 2,048 texts instead of 32",
+    ),
+    "/embed_all": _Use(_TEI, "", "the model needs a head for token vectors, else 424"),
+    "/embed_sparse": _Use(_TEI, "", "`top_k` and `return_tokens` are our own fields"),
+    "/similarity": _Use(f"{_HUB}, {_TEI}", "huggingface_hub"),
+    "/qa": _Use(_HUB, "huggingface_hub"),
+    "/classify": _Use(_HUB, "huggingface_hub", "all labels by default"),
+    "/token-classification": _Use(_HUB, "huggingface_hub"),
+    "/": _Use(
+        f"{_HUB}, {_TEI}",
+        f"{_HUB_CLIENTS}, LangChain",
+        "the body chooses the task; text-embeddings-inference has one per server",
+    ),
+    "/rerank": _Use(
+        _TEI,
+        "LlamaIndex, Haystack",
+        "without a classifier of one label, the similarity of embeddings ranks; `x-ranked-by` "
+        "says which",
+    ),
+    "/predict": _Use(_TEI, "", "the checkpoint's `problem_type` chooses the function"),
+    "/tokenize": _Use(_TEI),
+    "/decode": _Use(_TEI),
+    "/v1/embeddings": _Use(
+        f"{_OPENAI}, {_TEI}", "openai, LangChain", "token ids are those of the served model"
+    ),
+    "/embeddings": _Use(f"{_TEI}, Infinity", "", "as `/v1/embeddings`"),
+    "/v1/models": _Use(_OPENAI, "openai"),
+    "/v1/models/{model}": _Use(_OPENAI, "openai"),
+    "/health": _Use(_TEI),
+    "/info": _Use(_TEI, "", "the fields of the default model, and a list of all models"),
+    "/metrics": _Use("Prometheus", "", "names of our own"),
+}
+"""How routes are used that are not only ours."""
+
+
+def route_reference() -> str:
+    """Return the text of `docs/routes.md`."""
+    return _INTRODUCTION + "".join(
+        f"| `{method} {path}` | {summary} | {use.protocols} | {use.clients} | {use.differs} |\n"
+        for method, path, summary in routes()
+        for use in (USES.get(path, _OURS),)
+    )
+
+
+def routes() -> list[tuple[str, str, str]]:
+    """Return the method, the path and the summary of every route of a server."""
+    service = Service(Settings(), [], Metrics([], shared=False), DEFAULT_REGISTRIES)
+    paths = service.api().openapi()["paths"]
+    return [
+        (method.upper(), path, operation["summary"])
+        for path, operations in paths.items()
+        for method, operation in operations.items()
+    ]
+
+
+if __name__ == "__main__":
+    sys.stdout.write(route_reference())

@@ -483,7 +483,8 @@ def test_7_nobody_queues_for_a_server_that_drains(tiny_store: Path, faulty_serve
         wait_for_run(server, "moon")
         server.process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 10
-        with pytest.raises(httpx.ConnectError):
+        # The kernel resets a connection that it has accepted and the server has not.
+        with pytest.raises((httpx.ConnectError, httpx.ReadError)):
             while time.monotonic() < deadline:  # until it listens no more
                 assert httpx.get(f"{server.url}/healthz", timeout=5).status_code == 200
         assert not slow.done()

@@ -46,6 +46,14 @@ async def _fill_mask(client: "AsyncClient", texts: Sequence[str], options: dict[
     ]
 
 
+async def _score(client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]) -> Rows:
+    return [
+        {"text": i, "log_probability": t.log_probability, "start": t.start, "token": t.token}
+        for i, score in enumerate(await client.score(texts, **options))
+        for t in score.tokens
+    ]
+
+
 async def _embed(client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]) -> Rows:
     vectors = await client.embed(texts, **options)
     return [
@@ -119,6 +127,7 @@ async def _rerank(client: "AsyncClient", texts: Sequence[str], options: dict[str
 
 _ASKING = {
     "fill-mask": _Asking(("TEXT",), _fill_mask, options=("model", "top_k", "targets")),
+    "score": _Asking(("TEXT",), _score),
     "embed": _Asking(("TEXT",), _embed),
     "embed-all": _Asking(("TEXT",), _embed_all),
     "embed-sparse": _Asking(("TEXT",), _embed_sparse, options=("model", "top_k")),

@@ -10,6 +10,16 @@ from typing import Final
 from cloze.service.app import DEFAULT_REGISTRIES, Service
 from cloze.service.metrics import Metrics
 from cloze.service.settings import Settings
+from cloze.service.tasks import (
+    embed,
+    embed_all,
+    embed_sparse,
+    fill_mask,
+    qa,
+    similarity,
+    text_classification,
+    token_classification,
+)
 
 _INTRODUCTION = """\
 # Routes and clients
@@ -41,18 +51,18 @@ _HUB_CLIENTS = "huggingface_hub, @huggingface/inference"
 _OURS: Final = _Use("Cloze")
 
 USES: Final = {
-    "/fill-mask": _Use(_HUB, _HUB_CLIENTS),
-    "/embed": _Use(
+    fill_mask.TASK.route: _Use(_HUB, _HUB_CLIENTS),
+    embed.TASK.route: _Use(
         f"{_HUB}, {_TEI}",
         f"{_HUB_CLIENTS}, LlamaIndex, Haystack",
         "token ids get [CLS] and [SEP] unless they have them; 2,048 texts instead of 32",
     ),
-    "/embed_all": _Use(_TEI, "", "the model needs a head for token vectors, else 424"),
-    "/embed_sparse": _Use(_TEI, "", "`top_k` and `return_tokens` are our own fields"),
-    "/similarity": _Use(f"{_HUB}, {_TEI}", "huggingface_hub"),
-    "/qa": _Use(_HUB, "huggingface_hub"),
-    "/classify": _Use(_HUB, "huggingface_hub", "all labels by default"),
-    "/token-classification": _Use(_HUB, "huggingface_hub"),
+    embed_all.TASK.route: _Use(_TEI, "", "the model needs a head for token vectors, else 424"),
+    embed_sparse.TASK.route: _Use(_TEI, "", "`top_k` and `return_tokens` are our own fields"),
+    similarity.TASK.route: _Use(f"{_HUB}, {_TEI}", "huggingface_hub"),
+    qa.TASK.route: _Use(_HUB, "huggingface_hub"),
+    text_classification.TASK.route: _Use(_HUB, "huggingface_hub", "all labels by default"),
+    token_classification.TASK.route: _Use(_HUB, "huggingface_hub"),
     "/": _Use(
         f"{_HUB}, {_TEI}",
         f"{_HUB_CLIENTS}, LangChain",

@@ -226,7 +226,7 @@ def test_both_clients_have_a_method_per_task_with_its_parameters() -> None:
         for name, function in inspect.getmembers(calls, inspect.isfunction)
         if function.__module__ == calls.__name__ and not name.startswith("_")
     }
-    assert len(functions) == 10
+    assert len(functions) == 11
     called = {name.replace("_", "-") for name in functions} | {"text-classification"}
     assert set(TASKS) <= called, "classify does text-classification"
     assert set(TASKS) <= _ASKING.keys() | {"text-classification"}
@@ -275,6 +275,7 @@ def test_ask_says_so_if_there_are_no_rows(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("arguments", "columns"),
     [
+        (("score", "the king"), {"log_probability", "start", "token"}),
         (("embed", "the king"), {"dimensions", "vector"}),
         (("embed-all", "the king"), {"token", "dimensions", "vector"}),
         (("similarity", "the king", "a moon"), {"cosine", "text"}),

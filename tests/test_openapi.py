@@ -19,7 +19,7 @@ from tests.test_released_clients import CLIENTS, environment
 
 DEFAULT_STORE = Path(__file__).parents[1] / "model_store" / "bundles"
 
-SERVED = {"fill-mask", "embed", "similarity", "nsp", "qa"}
+SERVED = {"fill-mask", "score", "embed", "similarity", "nsp", "qa"}
 """The tasks of the default models; the others have examples in their own tests' words."""
 
 

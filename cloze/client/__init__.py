@@ -16,7 +16,16 @@ from cloze.client.errors import (
     ServerFailed,
     ServerUnreachable,
 )
-from cloze.client.results import Answer, Entity, Label, Prediction, Rank, Word
+from cloze.client.results import (
+    Answer,
+    Entity,
+    Label,
+    Prediction,
+    Rank,
+    Score,
+    ScoredToken,
+    Word,
+)
 
 __all__ = [
     "Answer",
@@ -28,6 +37,8 @@ __all__ = [
     "Prediction",
     "Rank",
     "RequestRefused",
+    "Score",
+    "ScoredToken",
     "ServerBusy",
     "ServerFailed",
     "ServerUnreachable",

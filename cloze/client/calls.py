@@ -13,7 +13,16 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from cloze.client.results import Answer, Entity, Label, Prediction, Rank, Word
+from cloze.client.results import (
+    Answer,
+    Entity,
+    Label,
+    Prediction,
+    Rank,
+    Score,
+    ScoredToken,
+    Word,
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -70,6 +79,23 @@ def fill_mask(
 
     parameters = _given(top_k=top_k, targets=None if targets is None else list(targets))
     return Call("/fill-mask", _many(texts), partial(_body, parameters, model), read, _chain)
+
+
+def score(texts: str | Sequence[str], *, model: str | None = None) -> Call[list[Score]]:
+    """Return the pseudo-log-likelihood of each text, with that of each token.
+
+    Args:
+        texts: a text or many.
+        model: a served model; None selects the task's default.
+    """
+
+    def read(response: httpx.Response, _: int) -> list[Score]:
+        return [
+            Score(item["score"], [_result(ScoredToken, token) for token in item["tokens"]])
+            for item in response.json()
+        ]
+
+    return Call("/score", _many(texts), partial(_body, {}, model), read, _chain)
 
 
 def embed(

@@ -192,6 +192,7 @@ class Client:
         return info
 
     fill_mask = _sync(calls.fill_mask)
+    score = _sync(calls.score)
     embed = _sync(calls.embed)
     embed_all = _sync(calls.embed_all)
     embed_sparse = _sync(calls.embed_sparse)
@@ -281,6 +282,7 @@ class AsyncClient:
         return info
 
     fill_mask = _async(calls.fill_mask)
+    score = _async(calls.score)
     embed = _async(calls.embed)
     embed_all = _async(calls.embed_all)
     embed_sparse = _async(calls.embed_sparse)

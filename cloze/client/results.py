@@ -14,6 +14,24 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of a text, ``text[start:end]``, and the logarithm of its probability."""
+
+    token: str
+    start: int
+    end: int
+    log_probability: float
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The pseudo-log-likelihood of a text: the sum over its tokens."""
+
+    score: float
+    tokens: list[ScoredToken]
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """A span of the context, ``context[start:end]``, that answers a question."""
 

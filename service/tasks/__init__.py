@@ -13,6 +13,7 @@ from cloze.service.tasks import (
     fill_mask,
     nsp,
     qa,
+    score,
     similarity,
     text_classification,
     token_classification,
@@ -23,6 +24,7 @@ TASKS: Final[dict[str, Task]] = {
     module.TASK.name: module.TASK
     for module in (
         fill_mask,
+        score,
         embed,
         embed_all,
         embed_sparse,

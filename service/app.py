@@ -16,13 +16,16 @@ from typing import Any, Protocol
 from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from cloze.model_store import Bundle
 from cloze.service.core import ServiceError
 from cloze.service.http.connection import Connection, DirectRoutes
 from cloze.service.http.errors import STATUS
 from cloze.service.http.openapi import document
-from cloze.service.http.routes import Route
+from cloze.service.http.page import part_handlers
+from cloze.service.http.routes import Handler, Route
 from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline
@@ -221,8 +224,11 @@ def create_app(context: ProtocolContext, protocols: Sequence[WireProtocol]) -> F
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     routes = [route for protocol in protocols for route in protocol.routes(context)]
-    for route in routes:
-        app.add_route(route.path, route.handler, methods=[route.method])
+    for path, handlers in _by_path(routes).items():
+        app.add_route(path, _by_method(handlers), methods=list(handlers))
+    parts = part_handlers()
+    for path, handler in parts.items():
+        app.add_route(path, handler, methods=["GET"])
     _create_request_series(context, routes)
     responder = ErrorResponder(protocols)
     for error_type in (ServiceError, HTTPException, Exception):
@@ -230,9 +236,28 @@ def create_app(context: ProtocolContext, protocols: Sequence[WireProtocol]) -> F
     app.openapi = _openapi(routes)  # type: ignore[method-assign]
     task_handlers = {route.path: route.handler for route in routes if route.task is not None}
     app.add_middleware(DirectRoutes, handlers=task_handlers, respond=responder.respond)
-    known_routes = ("/docs", "/openapi.json", *(route.path for route in routes))
+    known_routes = ("/docs", "/openapi.json", *parts, *(route.path for route in routes))
     app.add_middleware(Connection, known_routes=known_routes, metrics=context.metrics)
     return app
+
+
+def _by_path(routes: Sequence[Route]) -> dict[str, dict[str, Handler]]:
+    """Return the handlers by path and method."""
+    by_path: dict[str, dict[str, Handler]] = {}
+    for route in routes:
+        by_path.setdefault(route.path, {})[route.method] = route.handler
+    return by_path
+
+
+def _by_method(handlers: Mapping[str, Handler]) -> Handler:
+    """Return the handler of a path. One route per path, so that ``Allow`` names every method."""
+    if len(handlers) == 1:
+        return next(iter(handlers.values()))
+
+    async def answer(request: Request) -> Response:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+
+    return answer
 
 
 def _create_request_series(context: ProtocolContext, routes: Sequence[Route]) -> None:

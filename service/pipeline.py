@@ -140,6 +140,18 @@ class Pipeline:
         tokenized = time.monotonic()
         future = queue.submit(prepared.encodings, deadline, accepted=accepted)
         batch = await self._completions.wait(future)
+        tokens, truncated = sum(map(len, prepared.encodings)), prepared.truncated
+        warnings = prepared.warnings
+        queue_s, inference_s = batch.queue_s, batch.inference_s
+        while prepared.advance is not None:
+            following = await asyncio.to_thread(prepared.advance, batch.outputs, context)
+            if following is None:
+                break
+            prepared = following
+            future = queue.submit(prepared.encodings, deadline, accepted=True)
+            batch = await self._completions.wait(future)
+            tokens += sum(map(len, prepared.encodings))
+            queue_s, inference_s = queue_s + batch.queue_s, inference_s + batch.inference_s
         is_large = prepared.results > _INLINE_RESULTS
         if inline and not is_large:
             value = task.decode(prepared, batch.outputs, context)
@@ -147,10 +159,10 @@ class Pipeline:
             value = await asyncio.to_thread(task.decode, prepared, batch.outputs, context)
         return TaskResult(
             value=value,
-            tokens=sum(map(len, prepared.encodings)),
-            truncated=prepared.truncated,
-            warnings=prepared.warnings,
-            timings=Timings(tokenized - started, batch.queue_s, batch.inference_s),
+            tokens=tokens,
+            truncated=truncated,
+            warnings=warnings,
+            timings=Timings(tokenized - started, queue_s, inference_s),
             is_large=is_large,
         )
 

@@ -15,11 +15,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # No test may reach a hub. The tests of downloads set an endpoint of their own.
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 
+import httpx
 import pytest
+from transformers import BertForSequenceClassification, BertForTokenClassification
 
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
+from cloze.service.tasks import TASKS
+from tests import tiny
 from tests.serving import Server, running_server
 from tests.tiny import save_checkpoint
 
@@ -106,6 +110,28 @@ def packed_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str
 def server(request: pytest.FixtureRequest, tiny_store: Path) -> Iterator[Server]:
     """Run a server on `tiny_store`."""
     with running_server(tiny_store, *request.param) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def every_task(
+    tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
+) -> Iterator[Server]:
+    """A server of every task; the model of the examples has most of them."""
+    root, folder = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("checkpoints")
+    labels = {0: "O", 1: "B-PER", 2: "I-PER"}
+    for kind, model in (
+        ("bert-classifier", BertForSequenceClassification),
+        ("bert-tagger", BertForTokenClassification),
+    ):
+        tiny.CLASSES[kind] = model
+        export(str(tiny.save_checkpoint(folder / kind, kind, id2label=labels)), kind, Store(root))
+    most = ExportOptions(tasks=("fill-mask", "nsp", "embed", "embed-all", "sparse"))
+    export(str(checkpoints["bert"]), "cloze-bert", Store(root), most)
+    export(str(checkpoints["bert-qa"]), "cloze-qa", Store(root))
+    with running_server(root) as server:
+        info = httpx.get(f"{server.url}/info").json()
+        assert info["defaults"].keys() == TASKS.keys()
         yield server
 
 

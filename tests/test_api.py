@@ -342,6 +342,7 @@ def test_info_names_models_tasks_and_limits(server: Server) -> None:
     info = httpx.get(f"{server.url}/info").json()
     assert info["defaults"] == {
         "fill-mask": "bert@1",
+        "score": "bert@1",
         "embed": "bert@1",
         "embed-all": "bert@1",
         "similarity": "bert@1",

@@ -8,12 +8,9 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
-from transformers import BertForSequenceClassification, BertForTokenClassification
 
-from cloze.export.publish import ExportOptions, export
 from cloze.model_store.store import Store
 from cloze.service.tasks import TASKS
-from tests import tiny
 from tests.serving import Server, running_server
 from tests.test_released_clients import CLIENTS, environment
 
@@ -149,28 +146,6 @@ def test_every_route_is_documented_whole(document: dict[str, Any]) -> None:
                 assert operation["requestBody"]["required"]
                 assert {"400", "404", "413", "429", "503", "504"} <= operation["responses"].keys()
                 assert "retry-after" in operation["responses"]["429"]["headers"]
-
-
-@pytest.fixture(scope="module")
-def every_task(
-    tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
-) -> Iterator[Server]:
-    """A server of every task; the model of the examples has most of them."""
-    root, folder = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("checkpoints")
-    labels = {0: "O", 1: "B-PER", 2: "I-PER"}
-    for kind, model in (
-        ("bert-classifier", BertForSequenceClassification),
-        ("bert-tagger", BertForTokenClassification),
-    ):
-        tiny.CLASSES[kind] = model
-        export(str(tiny.save_checkpoint(folder / kind, kind, id2label=labels)), kind, Store(root))
-    most = ExportOptions(tasks=("fill-mask", "nsp", "embed", "embed-all", "sparse"))
-    export(str(checkpoints["bert"]), "cloze-bert", Store(root), most)
-    export(str(checkpoints["bert-qa"]), "cloze-qa", Store(root))
-    with running_server(root) as server:
-        info = httpx.get(f"{server.url}/info").json()
-        assert info["defaults"].keys() == TASKS.keys()
-        yield server
 
 
 @pytest.mark.parametrize(

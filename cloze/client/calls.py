@@ -129,8 +129,7 @@ def embed(
     )
 
     def read(response: httpx.Response, _: int) -> Float32:
-        rows, columns = map(int, response.headers["x-shape"].split(","))
-        return np.frombuffer(response.content, "<f4").reshape(rows, columns)
+        return _vectors(response)
 
     return Call("/embed", _many(texts), partial(_body_at_root, options), read, _stack, _VECTORS)
 
@@ -160,9 +159,11 @@ def embed_all(
     )
 
     def read(response: httpx.Response, _: int) -> list[Float32]:
-        return [np.array(rows, np.float32) for rows in response.json()]
+        lengths = list(map(int, response.headers["x-lengths"].split(",")))
+        return np.split(_vectors(response), np.cumsum(lengths)[:-1])
 
-    return Call("/embed_all", _many(texts), partial(_body_at_root, options), read, _chain)
+    body = partial(_body_at_root, options)
+    return Call("/embed_all", _many(texts), body, read, _chain, _VECTORS)
 
 
 def embed_sparse(
@@ -346,6 +347,12 @@ def rerank(
         return sorted(_chain(parts), key=lambda rank: -rank.score)
 
     return Call("/rerank", _many(texts), body, read, join)
+
+
+def _vectors(response: httpx.Response) -> Float32:
+    """Return the rows of float32 of a response."""
+    rows, columns = map(int, response.headers["x-shape"].split(","))
+    return np.frombuffer(response.content, "<f4").reshape(rows, columns)
 
 
 def _many(texts: str | Sequence[str]) -> list[str]:

@@ -12,6 +12,7 @@ JSON = "application/json"
 RAW = "application/octet-stream"
 NPY = "application/x-npy"
 TEXT = "text/plain"
+HTML = "text/html"
 
 
 class BytesResponse(Response):

@@ -1,8 +1,8 @@
-"""The routes for operators: probes, the served models and metrics."""
+"""The routes for operators: the page, probes, the served models and metrics."""
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -12,7 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service import core
-from cloze.service.http.routes import JSON, TEXT, Route, RouteDoc
+from cloze.service.http.page import PAGE_HEADERS, page_handler
+from cloze.service.http.routes import HTML, JSON, TEXT, Route, RouteDoc
 from cloze.service.metrics import CONTENT_TYPE
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.tasks import embed
@@ -44,7 +45,10 @@ def routes(context: ProtocolContext, error_body: Any) -> Sequence[Route]:
     health = probe("Readiness, under the path of text-embeddings-inference", result=None)
     info = report("The served models and their limits", result=dict[str, Any])
     metrics = report("Metrics in Prometheus's text format", result=None, media_types=(TEXT,))
+    page = report("A page on which people try the tasks", result=None, media_types=(HTML,))
+    page = replace(page, headers=PAGE_HEADERS)
     return [
+        Route("GET", "/", page_handler(), page),
         Route("GET", "/healthz", operations.alive, healthz),
         Route("GET", "/readyz", operations.ready, readyz),
         Route("GET", "/health", operations.health, health),

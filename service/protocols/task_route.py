@@ -52,6 +52,8 @@ class TaskRoute:
         respond: (request, body, result) -> the response, without timing headers.
         doc: the documentation of the route.
         warnings: body -> warnings about the body for the client, in ASCII; None: there are none.
+        check: checks the headers of a request before its texts are tokenized; None: nothing to
+            check.
         names: the names of the task's inputs in the body, by the task's own, for errors.
     """
 
@@ -62,6 +64,7 @@ class TaskRoute:
     respond: Callable[[Request, Any, TaskResult], Response]
     doc: RouteDoc
     warnings: Callable[[Any], Sequence[str]] | None = None
+    check: Callable[[Request], None] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, context: ProtocolContext) -> Route:
@@ -117,6 +120,8 @@ class Endpoint:
         pipeline = pipeline or self._context.models.choose(route.task, cast(TaskBody, body).model)
         reference = pipeline.manifest.reference
         request.scope["cloze.model"] = reference
+        if route.check is not None:
+            route.check(request)
         call = route.to_call(body)
         try:
             result = await pipeline.run(route.task, call, size=size, deadline=deadline)

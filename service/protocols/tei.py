@@ -228,7 +228,9 @@ _RERANK_DOC: Final = _doc(
     two_texts={"query": "Who died?", "texts": ["A ship left.", "The king was dead."]},
 )
 _BY_CLASSIFIER, _BY_SIMILARITY = (
-    TaskRoute("/rerank", task, RerankBody, to_call, respond, _RERANK_DOC, ignored_fields, names)
+    TaskRoute(
+        "/rerank", task, RerankBody, to_call, respond, _RERANK_DOC, ignored_fields, names=names
+    )
     for task, to_call, respond, names in (
         (text_classification.TASK, _to_relevance, _respond_relevance, {"inputs": "texts"}),
         (

@@ -48,4 +48,5 @@ TASK: Final = Task(
     prepare=prepare,
     decode=decode,
     examples=(Example("One text", {"inputs": "What is deep learning?"}),),
+    vectors=True,
 )

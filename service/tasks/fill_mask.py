@@ -2,12 +2,13 @@
 
 Scores and result shapes are those of transformers' pipeline. The score of a token is its softmax
 over the whole vocabulary, also if the request names targets. The first sub-token replaces a target
-that is not one token, and a warning says so.
+that is not one token, and a warning says so. `fill_words` takes such targets as whole words, and
+`fill_jointly` fills all masks of a text together.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final, Literal, Protocol
 
 import numpy as np
 from pydantic import Field
@@ -15,6 +16,7 @@ from pydantic import Field
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.service.core import InvalidRequest
+from cloze.service.tasks import fill_jointly, fill_words
 from cloze.service.tasks.task import (
     Count,
     Example,
@@ -49,6 +51,16 @@ class FillMaskParameters(WireModel):
         None,
         description="tokens to choose among; a score remains the softmax over the whole vocabulary",
     )
+    targets_as: Literal["tokens", "words"] | None = Field(
+        None,
+        description="words: a target of several sub-tokens has the probability of all of them; "
+        "the default, tokens, takes the first sub-token",
+    )
+    decode: fill_jointly.Method | None = Field(
+        None,
+        description="fill all masks of a text together, and return whole fillings with their joint "
+        "probability; the default is to fill each mask by itself",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,18 +77,36 @@ Masks = list[Prediction] | list[list[Prediction]]
 """The predictions for one text, best first; one list per mask if the text has several masks."""
 
 
+class _Filling(Protocol):
+    """The state of a request."""
+
+    def decode(self, outputs: Sequence[HeadOutputs], context: TaskContext) -> Any:
+        """Return the result."""
+
+
 @dataclass(frozen=True, slots=True)
-class _State:
+class _TokenFilling:
+    """The state of a request that fills each mask by itself."""
+
+    encodings: Sequence[Encoding]
     top_k: int
     many: bool
 
+    def decode(self, outputs: Sequence[HeadOutputs], context: TaskContext) -> Masks | list[Masks]:
+        """Return the predictions for one text, or a list of them if the inputs are a list."""
+        results: list[Masks] = []
+        for encoding, output in zip(self.encodings, outputs, strict=True):
+            masks = _predictions(context.tokenizer, encoding, output, self.top_k)
+            results.append(masks[0] if len(masks) == 1 else masks)
+        return results if self.many else results[0]
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
+
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
     """Tokenize texts that each hold at least one mask token.
 
     Raises:
         InvalidRequest: a text has no mask, too many masks, or a mask after the model's limit; or a
-            parameter is out of its limits.
+            parameter is out of its limits, or contradicts another one.
     """
     parameters: FillMaskParameters = call.parameters
     tokenizer, limits = context.tokenizer, context.limits
@@ -85,23 +115,60 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     targets = [targets] if isinstance(targets, str) else targets
     top_k = 5 if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, min(limits.max_top_k, tokenizer.vocab_size), "top_k")
-    if len(targets) > limits.max_top_k:
-        raise InvalidRequest(f"targets has {len(targets)} tokens; the limit is {limits.max_top_k}")
-    target_ids, warnings = _target_ids(tokenizer, targets)
+    _check_targets(parameters, targets, limits)
     for index, text in enumerate(texts):
         check_text(text, input_name(index, many=many), limits)
+    ids = tokenizer.ids(texts)
+    masks = [
+        _count_masks(tokenizer, text, input_name(index, many=many), limits)
+        for index, text in enumerate(ids)
+    ]
+    if parameters.decode is not None:
+        return fill_jointly.prepare_jointly(ids, parameters.decode, top_k, context, many=many)
+    if targets and parameters.targets_as == "words":
+        return fill_words.prepare_words(ids, targets, top_k, context, many=many)
+    return _prepare_tokens(ids, masks, targets, top_k, context, many=many)
+
+
+def _check_targets(
+    parameters: FillMaskParameters, targets: Sequence[str], limits: TaskLimits
+) -> None:
+    if len(targets) > limits.max_top_k:
+        raise InvalidRequest(f"targets has {len(targets)} tokens; the limit is {limits.max_top_k}")
+    for index, target in enumerate(targets):
+        if len(target) > (most := limits.max_text_characters):
+            raise InvalidRequest(
+                f"targets[{index}] has {len(target)} characters; the limit is {most}"
+            )
+    if parameters.decode is not None and targets:
+        raise InvalidRequest("decode chooses among the whole vocabulary; leave out targets")
+    if parameters.targets_as == "words" and not targets:
+        raise InvalidRequest("targets_as words needs targets")
+
+
+def _prepare_tokens(
+    ids: Sequence[Sequence[int]],
+    masks: Sequence[int],
+    targets: Sequence[str],
+    top_k: int,
+    context: TaskContext,
+    *,
+    many: bool,
+) -> PreparedRequest[_TokenFilling]:
+    tokenizer, limits = context.tokenizer, context.limits
+    target_ids, warnings = _target_ids(tokenizer, targets)
     encodings, truncated = [], 0
     counter = _PredictionCounter(limits, max(top_k, len(target_ids)))
-    for index, ids in enumerate(tokenizer.ids(texts)):
-        masks = _count_masks(tokenizer, ids, input_name(index, many=many), limits)
-        counter.add(masks, min(len(ids), limits.max_tokens))
-        encoding, cut = tokenizer.encode(ids, limits.max_tokens)
+    for text, count in zip(ids, masks, strict=True):
+        counter.add(count, min(len(text), limits.max_tokens))
+        encoding, cut = tokenizer.encode(text, limits.max_tokens)
         positions = np.flatnonzero(encoding.input_ids == tokenizer.mask_id).tolist()
         request = masked_lm.MaskedLMRequest(positions, 0 if target_ids else top_k, target_ids)
         encoding.requests = {masked_lm.HEAD.name: request}
         encodings.append(encoding)
         truncated += cut
-    return PreparedRequest(encodings, _State(top_k, many), counter.predictions, truncated, warnings)
+    state = _TokenFilling(encodings, top_k, many)
+    return PreparedRequest(encodings, state, counter.predictions, truncated, warnings)
 
 
 class _PredictionCounter:
@@ -175,14 +242,10 @@ def _target_ids(tokenizer: Tokenizer, targets: Sequence[str]) -> tuple[list[int]
 
 
 def decode(
-    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], context: TaskContext
-) -> Masks | list[Masks]:
-    """Return the predictions for one text, or a list of predictions if the inputs are a list."""
-    results: list[Masks] = []
-    for encoding, output in zip(prepared.encodings, outputs, strict=True):
-        masks = _predictions(context.tokenizer, encoding, output, prepared.state.top_k)
-        results.append(masks[0] if len(masks) == 1 else masks)
-    return results if prepared.state.many else results[0]
+    prepared: PreparedRequest[_Filling], outputs: Sequence[HeadOutputs], context: TaskContext
+) -> Any:
+    """Return the result for one text, or a list of results if the inputs are a list."""
+    return prepared.state.decode(outputs, context)
 
 
 def _predictions(
@@ -211,6 +274,8 @@ def _predictions(
     return masks
 
 
+_Result = Masks | fill_words.Words | list[fill_jointly.Filling]
+
 TASK: Final = Task(
     name="fill-mask",
     route="/fill-mask",
@@ -224,7 +289,7 @@ TASK: Final = Task(
         ),
     ],
     parameters=FillMaskParameters,
-    result=Masks | list[Masks],
+    result=_Result | list[_Result],
     prepare=prepare,
     decode=decode,
     examples=(
@@ -232,6 +297,20 @@ TASK: Final = Task(
         Example(
             "Targets to choose among",
             {"inputs": "The water is [MASK].", "parameters": {"targets": ["red", "green"]}},
+        ),
+        Example(
+            "Whole words to choose among",
+            {
+                "inputs": "The water is [MASK].",
+                "parameters": {"targets": ["red", "unhealthy"], "targets_as": "words"},
+            },
+        ),
+        Example(
+            "Two masks together",
+            {
+                "inputs": "She [MASK] the [MASK] and went in.",
+                "parameters": {"decode": "beam", "top_k": 3},
+            },
         ),
     ),
 )

@@ -157,6 +157,8 @@ class PreparedRequest(NamedTuple, Generic[S]):
         results: approximate cost of `Task.decode`, in predictions of a mask; 0 if the cost is low.
         truncated: number of the request's texts that were cut.
         warnings: messages for the client, in ASCII.
+        advance: (outputs, context) -> the next round of the engine, or None if `Task.decode`
+            follows; None if there is one round.
     """
 
     encodings: list[Encoding]
@@ -164,6 +166,10 @@ class PreparedRequest(NamedTuple, Generic[S]):
     results: int = 0
     truncated: int = 0
     warnings: tuple[str, ...] = ()
+    advance: "Advance | None" = None
+
+
+Advance = Callable[[Sequence[HeadOutputs], TaskContext], PreparedRequest[Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +199,11 @@ class Task:
         result: the type of the value that `decode` returns, for the documentation.
         prepare: (call, context) -> the tokenized request; raises `InvalidRequest`.
         decode: (prepared, outputs in the order of the encodings, context) -> the result. The result
-            consists of JSON values and frozen dataclasses, or is a float32 array [n, D] if
-            `vectors` is set.
+            consists of JSON values and frozen dataclasses, or if `vectors` is set, is a float32
+            array [n, D] or a list of such arrays.
         examples: example requests.
-        vectors: whether the result is an array, which clients may request as bytes.
+        vectors: whether the result is an array or a list of arrays, which clients may request as
+            bytes.
         own_fields: fields that only objects among this task's inputs have. ``POST /`` recognises
             the task by them.
     """

@@ -1,0 +1,166 @@
+// The page: chooses a panel by the address, sends its request, and shows answer, times and code.
+
+import { element } from "./elements.js";
+import { showLive } from "./live.js";
+import { PANELS } from "./panels.js";
+
+const LIVE = { task: "live", title: "Live" };
+const main = document.getElementById("main");
+const nav = document.getElementById("panels");
+
+let leave = () => {}; // ends what the shown panel has under way
+
+async function start() {
+  let info;
+  try {
+    info = await (await fetch("/info")).json();
+  } catch {
+    main.replaceChildren(element("p", { class: "error", role: "alert" }, "The server does not answer."));
+    return;
+  }
+  for (const { task, title } of [...PANELS, LIVE]) {
+    nav.append(element("a", { href: `#${task}` }, title));
+  }
+  addEventListener("hashchange", () => route(info));
+  route(info);
+}
+
+function route(info) {
+  leave();
+  leave = () => {};
+  const task = location.hash.slice(1);
+  const panel = [...PANELS, LIVE].find((one) => one.task === task) ?? PANELS[0];
+  for (const link of nav.children) {
+    if (link.hash === `#${panel.task}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = `${panel.title} - Cloze`;
+  main.replaceChildren(element("h2", {}, panel.title));
+  if (panel === LIVE) leave = showLive(main);
+  else if (panel.task in info.defaults) leave = showPanel(panel, info);
+  else main.append(...notServed(panel));
+}
+
+function notServed({ task, exported = task }) {
+  return [
+    element("p", {}, `No served model does ${task}. Export one from a checkpoint that has the head:`),
+    element("pre", { tabIndex: 0 }, `cloze export CHECKPOINT --name NAME --task ${exported}\ncloze serve`),
+  ];
+}
+
+function showPanel(panel, info) {
+  const models = info.models
+    .filter(({ tasks }) => tasks.includes(panel.task))
+    .map(({ name, version }) => `${name}@${version}`);
+  const inputs = Object.fromEntries(panel.fields.map((field) => [field.name, input(field)]));
+  const model = element("select", { name: "model" },
+    ...models.map((name) => element("option", { value: name }, name)));
+  model.value = info.defaults[panel.task];
+  const small = panel.fields.filter(({ kind }) => kind);
+  const labelled = ({ label, name }) => element("label", {}, label, inputs[name]);
+  const form = element("form", {},
+    ...panel.fields.filter((field) => !small.includes(field)).map(labelled),
+    element("div", { class: "row" },
+      ...small.map(labelled),
+      element("label", {}, "Model", model),
+      element("button", { type: "submit" }, "Ask")));
+  const output = element("div", { "aria-live": "polite" });
+  let underway = new AbortController();
+
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    underway.abort();
+    const current = underway = new AbortController();
+    const values = Object.fromEntries(Object.entries(inputs).map(([name, { value }]) => [name, value]));
+    const body = panel.body(values);
+    if (model.value !== info.defaults[panel.task]) body.model = model.value;
+    try {
+      const shown = await ask(panel, values, body, current.signal);
+      if (current === underway) output.replaceChildren(...shown, ...code(panel, values, body));
+    } catch (error) {
+      if (error.name !== "AbortError") throw error;
+    }
+  });
+  form.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+  });
+  main.append(form, output);
+  form.requestSubmit();
+  return () => underway.abort();
+}
+
+function input({ value, rows, kind }) {
+  if (kind) return element("input", { type: kind, value, min: 1 });
+  return rows ? element("textarea", { value, rows }) : element("input", { type: "text", value });
+}
+
+/** Sends a request; returns the elements that show its answer, or what went wrong. */
+async function ask(panel, values, body, signal) {
+  const alarm = (message) => [element("p", { class: "error", role: "alert" }, message)];
+  const started = performance.now();
+  let response, answer;
+  try {
+    response = await fetch(panel.route, {
+      method: "POST",
+      headers: { "content-type": "application/json" },
+      body: JSON.stringify(body),
+      signal,
+    });
+    answer = await response.json();
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    return alarm("The server does not answer.");
+  }
+  if (!response.ok) {
+    const wait = response.headers.get("retry-after");
+    return alarm(`${response.status}: ${answer.error}${wait ? `; try again in ${wait} s` : ""}`);
+  }
+  const warning = response.headers.get("x-warning");
+  return [
+    element("h3", {}, "Answer"),
+    ...panel.show(answer, values),
+    ...(warning ? [element("p", { class: "faint" }, `Warning: ${warning}`)] : []),
+    times(performance.now() - started, response.headers),
+  ];
+}
+
+function times(total, headers) {
+  const part = (name) => headers.get(`x-${name}-time`);
+  return element("p", { class: "faint" },
+    `${total.toFixed(0)} ms in the browser. In the server: tokenizing ${part("tokenization")} ms, ` +
+    `queue ${part("queue")} ms, inference ${part("inference")} ms; ` +
+    `${headers.get("x-compute-tokens")} tokens.`);
+}
+
+/** Returns the commands that repeat a request. */
+function code(panel, values, body) {
+  const json = JSON.stringify(body).replaceAll("'", "'\\''");
+  const call = panel.python(values).slice(0, -1) + (body.model ? `, model="${body.model}")` : ")");
+  const program = [
+    "from cloze.client import Client",
+    "",
+    `with Client("${location.origin}") as client:`,
+    `    print(${call})`,
+  ].join("\n");
+  return [
+    ...copied("curl", `curl ${location.origin}${panel.route} -d '${json}'`),
+    ...copied("Python", program),
+  ];
+}
+
+function copied(title, text) {
+  const button = element("button", { type: "button" }, `Copy ${title}`);
+  const pre = element("pre", { tabIndex: 0 }, text);
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "Copied";
+    } catch { // without a permission, or without https: the user copies the selection
+      getSelection().selectAllChildren(pre);
+      button.textContent = "Selected";
+    }
+  });
+  return [element("h3", {}, title), pre, button];
+}
+
+start();

@@ -1,0 +1,219 @@
+"""Fill-mask of several masks at once: whole fillings of a text, with their joint probability.
+
+- ``independent``: the probability of a filling is the product of each mask's own probabilities.
+- ``left-to-right``: each mask is filled in the light of those before it, with its likeliest token.
+  The first mask has as many tokens as fillings are asked for.
+- ``beam``: the same, but at each mask the best beginnings of all fillings are kept.
+
+The last two multiply the probability of each token given those before it (the chain rule). They
+take one round of the engine per mask.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads import masked_lm
+from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
+from cloze.service.core import InvalidRequest
+from cloze.service.tasks.task import PreparedRequest, TaskContext, input_name
+from cloze.service.tokenizer import Tokenizer
+
+Method = Literal["independent", "left-to-right", "beam"]
+
+_LEAST_BEAMS = 5
+"""Beginnings that a beam search keeps, if no more fillings are asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Tokens for all masks of a text, with their joint probability."""
+
+    score: float
+    tokens: list[int]
+    token_strs: list[str]
+    sequence: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """The tokens of the first masks, and the logarithm of their probability."""
+
+    tokens: tuple[int, ...] = ()
+    log_probability: float = 0.0
+
+
+@dataclass(slots=True)
+class _Text:
+    """A text under way.
+
+    Attributes:
+        ids: ids of the text, without special tokens.
+        masks: positions of the masks in the encoding.
+        beginnings: what fills the first masks, best first.
+    """
+
+    ids: list[int]
+    masks: list[int]
+    beginnings: list[_Beginning] = field(default_factory=lambda: [_Beginning()])
+
+    @property
+    def filled(self) -> int:
+        """Number of masks that are filled."""
+        return len(self.beginnings[0].tokens)
+
+
+class JointFilling:
+    """The state of a request for whole fillings.
+
+    Args:
+        texts: the texts.
+        method: see the module.
+        top_k: number of fillings per text.
+        many: whether the inputs are a list.
+    """
+
+    def __init__(self, texts: Sequence[_Text], method: Method, top_k: int, *, many: bool) -> None:
+        self._texts, self._method, self._top_k, self._many = texts, method, top_k, many
+        self._width = _width(method, top_k)
+
+    def next_round(self, tokenizer: Tokenizer) -> PreparedRequest["JointFilling"] | None:
+        """Return the next round of the engine; None if all masks are filled."""
+        encodings = [
+            self._encoding(text, beginning, tokenizer)
+            for text in self._unfinished()
+            for beginning in text.beginnings
+        ]
+        if not encodings:
+            return None
+        return PreparedRequest(encodings, self, results=len(encodings), advance=self._advance)
+
+    def _advance(
+        self, outputs: Sequence[HeadOutputs], context: TaskContext
+    ) -> PreparedRequest["JointFilling"] | None:
+        """Fill the next masks by the outputs of a round; return the next round, if there is one."""
+        results = iter(output[masked_lm.HEAD.name] for output in outputs)
+        for text in self._unfinished():
+            if self._method == "independent":
+                text.beginnings = _best_products(next(results), self._width)
+            else:
+                text.beginnings = self._extended(text, [next(results) for _ in text.beginnings])
+        return self.next_round(context.tokenizer)
+
+    def decode(
+        self, _: Sequence[HeadOutputs], context: TaskContext
+    ) -> list[Filling] | list[list[Filling]]:
+        """Return the fillings of one text, or a list if the inputs are a list."""
+        answers = [self._fillings(text, context.tokenizer) for text in self._texts]
+        return answers if self._many else answers[0]
+
+    def _unfinished(self) -> list[_Text]:
+        return [text for text in self._texts if text.filled < len(text.masks)]
+
+    def _encoding(self, text: _Text, beginning: _Beginning, tokenizer: Tokenizer) -> Encoding:
+        encoding, _ = tokenizer.encode(text.ids, len(text.ids) + 2)
+        positions = text.masks
+        if self._method != "independent":
+            encoding.input_ids[text.masks[: text.filled]] = beginning.tokens
+            positions = [text.masks[text.filled]]
+        greedy = self._method == "left-to-right" and text.filled
+        request = MaskedLMRequest(positions, 1 if greedy else self._width)
+        encoding.requests = {masked_lm.HEAD.name: request}
+        return encoding
+
+    def _extended(self, text: _Text, results: Sequence[MaskedLMResult]) -> list[_Beginning]:
+        """Return the best beginnings with one more mask; each result is that of a beginning."""
+        longer = [
+            _Beginning((*beginning.tokens, token), beginning.log_probability + log_probability)
+            for beginning, result in zip(text.beginnings, results, strict=True)
+            for token, log_probability in _predictions(result, 0)
+        ]
+        return heapq.nlargest(self._width, longer, key=lambda one: one.log_probability)
+
+    def _fillings(self, text: _Text, tokenizer: Tokenizer) -> list[Filling]:
+        best = text.beginnings[: self._top_k]
+        filled = []
+        for one in best:
+            ids = list(text.ids)
+            for position, token in zip(text.masks, one.tokens, strict=True):
+                ids[position - 1] = token
+            filled.append(ids)
+        return [
+            Filling(
+                math.exp(one.log_probability),
+                list(one.tokens),
+                tokenizer.decode([[token] for token in one.tokens]),
+                sequence,
+            )
+            for one, sequence in zip(
+                best, tokenizer.decode(filled, skip_special_tokens=True), strict=True
+            )
+        ]
+
+
+def prepare_jointly(
+    ids: Sequence[Sequence[int]], method: Method, top_k: int, context: TaskContext, *, many: bool
+) -> PreparedRequest[JointFilling]:
+    """Prepare texts whose masks are filled together.
+
+    Args:
+        ids: ids of each text, without special tokens; each has at least one mask.
+        method: see the module.
+        top_k: number of fillings per text.
+        context: the model.
+        many: whether the inputs are a list.
+
+    Raises:
+        InvalidRequest: a text is too long, or all rounds of all texts cost more than a request may.
+    """
+    tokenizer, limits = context.tokenizer, context.limits
+    width = _width(method, top_k)
+    texts, tokens, results = [], 0, 0
+    for index, text in enumerate(ids):
+        name, size = input_name(index, many=many), len(text) + 2
+        if size > limits.max_tokens:
+            raise InvalidRequest(f"{name} has {size} tokens; the model reads {limits.max_tokens}")
+        masks = [i for i, token in enumerate(text, start=1) if token == tokenizer.mask_id]
+        texts.append(_Text(list(text), masks))
+        rounds = 0 if method == "independent" else len(masks) - 1
+        tokens += size * (1 + rounds * width)
+        if tokens > (most := limits.max_request_tokens):
+            raise InvalidRequest(
+                f"up to {name} decode {method} takes {tokens} tokens; the limit of a request is "
+                f"{most}"
+            )
+        results += len(masks) * width * (width if method == "beam" else 1)
+        if results > (most := limits.max_results):
+            raise InvalidRequest(
+                f"up to {name} decode {method} compares {results} predictions; the limit is {most}"
+            )
+    first = JointFilling(texts, method, top_k, many=many).next_round(tokenizer)
+    assert first is not None  # each text has a mask
+    return first
+
+
+def _width(method: Method, top_k: int) -> int:
+    return max(top_k, _LEAST_BEAMS) if method == "beam" else top_k
+
+
+def _predictions(result: MaskedLMResult, mask: int) -> list[tuple[int, float]]:
+    """Return the likeliest tokens of a mask, with the logarithms of their probabilities."""
+    log_probabilities = result.top_logits[mask] - result.logsumexp[mask]
+    return list(zip(result.top_ids[mask].tolist(), log_probabilities.tolist(), strict=True))
+
+
+def _best_products(result: MaskedLMResult, count: int) -> list[_Beginning]:
+    """Return the fillings of the greatest product of probabilities, best first."""
+    best = [_Beginning()]
+    for mask in range(len(result.logsumexp)):
+        # The best products have only best products of fewer masks as parts.
+        longer = [
+            _Beginning((*one.tokens, token), one.log_probability + log_probability)
+            for one in best
+            for token, log_probability in _predictions(result, mask)
+        ]
+        best = heapq.nlargest(count, longer, key=lambda one: one.log_probability)
+    return best

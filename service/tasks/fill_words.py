@@ -1,0 +1,174 @@
+"""Fill-mask with words as targets: a word may have several sub-tokens.
+
+The score of a word of n sub-tokens is the product of n probabilities: that of each sub-token, in
+the place of n masks, after the sub-tokens before it. A word of one sub-token thus has the score
+that it has as a token.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads import masked_lm
+from cloze.model_store.heads.masked_lm import MaskedLMRequest
+from cloze.service.core import InvalidRequest
+from cloze.service.tasks.task import PreparedRequest, TaskContext, input_name
+from cloze.service.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class WordPrediction:
+    """A word for one mask, with the ids of its sub-tokens."""
+
+    score: float
+    tokens: list[int]
+    token_str: str
+    sequence: str
+
+
+Words = list[WordPrediction] | list[list[WordPrediction]]
+"""The words for one text, best first; one list per mask if the text has several masks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Text:
+    """The ids of a text with special tokens, and the positions of its masks."""
+
+    ids: list[int]
+    masks: list[int]
+
+
+class WordFilling:
+    """The state of a request whose targets are words.
+
+    Args:
+        texts: the texts.
+        words: ids of the sub-tokens of each word, without repetition.
+        top_k: most words per mask in the result.
+        many: whether the inputs are a list.
+    """
+
+    def __init__(
+        self, texts: Sequence[_Text], words: Sequence[list[int]], top_k: int, *, many: bool
+    ) -> None:
+        self._texts, self._words, self._top_k, self._many = texts, words, top_k, many
+
+    def encodings(self, tokenizer: Tokenizer) -> list[Encoding]:
+        """Return one encoding per text, mask, word and sub-token."""
+        return [
+            _encoding(tokenizer, text, mask, word, known)
+            for text in self._texts
+            for mask in text.masks
+            for word in self._words
+            for known in range(len(word))
+        ]
+
+    def decode(self, outputs: Sequence[HeadOutputs], context: TaskContext) -> Words | list[Words]:
+        """Return the words for one text, or a list if the inputs are a list."""
+        results = iter(output[masked_lm.HEAD.name] for output in outputs)
+        answers: list[Words] = []
+        for text in self._texts:
+            masks = []
+            for mask in text.masks:
+                scores = [
+                    math.exp(sum(_log_probability(next(results)) for _ in word))
+                    for word in self._words
+                ]
+                masks.append(self._best(text, mask, scores, context.tokenizer))
+            answers.append(masks[0] if len(masks) == 1 else masks)
+        return answers if self._many else answers[0]
+
+    def _best(
+        self, text: _Text, mask: int, scores: Sequence[float], tokenizer: Tokenizer
+    ) -> list[WordPrediction]:
+        order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: self._top_k]
+        words = [self._words[index] for index in order]
+        filled = [[*text.ids[:mask], *word, *text.ids[mask + 1 :]] for word in words]
+        only_one = len(text.masks) == 1
+        return [
+            WordPrediction(scores[index], word, string, sequence)
+            for index, word, string, sequence in zip(
+                order,
+                words,
+                tokenizer.decode(words),
+                tokenizer.decode(filled, skip_special_tokens=only_one),
+                strict=True,
+            )
+        ]
+
+
+def prepare_words(
+    ids: Sequence[Sequence[int]],
+    targets: Sequence[str],
+    top_k: int,
+    context: TaskContext,
+    *,
+    many: bool,
+) -> PreparedRequest[WordFilling]:
+    """Prepare texts whose masks words fill.
+
+    Args:
+        ids: ids of each text, without special tokens; each has at least one mask.
+        targets: the words.
+        top_k: most words per mask in the result.
+        context: the model.
+        many: whether the inputs are a list.
+
+    Raises:
+        InvalidRequest: no target is a word of the vocabulary; or a text is too long with one of
+            them, or all texts are.
+    """
+    tokenizer, limits = context.tokenizer, context.limits
+    words, warnings = _words(tokenizer, targets)
+    longest, pieces = max(map(len, words)), sum(map(len, words))
+    texts, tokens = [], 0
+    for index, text in enumerate(ids):
+        name, size = input_name(index, many=many), len(text) + 2 + longest - 1
+        if size > limits.max_tokens:
+            raise InvalidRequest(
+                f"{name} has {size} tokens with its longest target; the model reads "
+                f"{limits.max_tokens}"
+            )
+        masks = [i for i, token in enumerate(text, start=1) if token == tokenizer.mask_id]
+        texts.append(_Text([tokenizer.cls_id, *text, tokenizer.sep_id], masks))
+        tokens += len(masks) * pieces * size
+        if tokens > (most := limits.max_request_tokens):
+            raise InvalidRequest(
+                f"up to {name} the targets take {tokens} tokens; the limit of a request is {most}"
+            )
+    state = WordFilling(texts, words, top_k, many=many)
+    encodings = state.encodings(tokenizer)
+    return PreparedRequest(encodings, state, results=len(encodings), warnings=warnings)
+
+
+def _words(tokenizer: Tokenizer, targets: Sequence[str]) -> tuple[list[list[int]], tuple[str, ...]]:
+    """Return the distinct words as ids, and warnings about targets that are left out."""
+    unknown = tokenizer.id_of(tokenizer.unknown_token)
+    words: dict[tuple[int, ...], None] = {}  # ordered
+    warnings = []
+    for target, ids in zip(targets, tokenizer.ids(targets), strict=True):
+        if not ids or unknown in ids or tokenizer.mask_id in ids:
+            warnings.append(f"target {target!a} is not in the vocabulary and was left out")
+        else:
+            words[tuple(ids)] = None
+    if not words:
+        raise InvalidRequest("none of the targets is a word of the model's vocabulary")
+    return [list(word) for word in words], tuple(warnings)
+
+
+def _encoding(
+    tokenizer: Tokenizer, text: _Text, mask: int, word: Sequence[int], known: int
+) -> Encoding:
+    """Return a text whose mask stands for a word, of which some sub-tokens are known."""
+    assert tokenizer.mask_id is not None  # a model with the head has the token
+    place = [*word[:known], *[tokenizer.mask_id] * (len(word) - known)]
+    ids = [*text.ids[1:mask], *place, *text.ids[mask + 1 : -1]]
+    encoding, _ = tokenizer.encode(ids, len(ids) + 2)
+    request = MaskedLMRequest([mask + known], targets=[word[known]])
+    encoding.requests = {masked_lm.HEAD.name: request}
+    return encoding
+
+
+def _log_probability(result: masked_lm.MaskedLMResult) -> float:
+    return float(result.target_logits[0, 0]) - float(result.logsumexp[0])

@@ -1,0 +1,157 @@
+"""The page at /, in a real browser: every panel, errors, an overload, and its limits."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cloze.model_store.locations import DEFAULT_ROOT
+from tests.serving import Server, running_server
+from tests.test_promises import embed, metric, one_process, wait_for_run
+from tests.test_released_clients import CLIENTS, environment, printed
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+Browse = Callable[[str, str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """The default models, which have no classes and no entities."""
+    with running_server(DEFAULT_ROOT) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def browse(tmp_path_factory: pytest.TempPathFactory) -> Browse:
+    """Return a function that runs a scenario of tests/clients/page.py."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed (Debian's package chromium)")
+    python = environment("page.txt", tmp_path_factory.mktemp("browser") / "environment") / "python"
+
+    def run(scenario: str, address: str) -> dict[str, Any]:
+        return printed([str(python), str(CLIENTS / "page.py"), chromium, scenario, address])
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def panels(browse: Browse, server: Server) -> dict[str, Any]:
+    return browse("panels", server.url)
+
+
+def test_every_panel_answers_or_says_what_it_needs(panels: dict[str, Any]) -> None:
+    for panel in ("token-classification", "text-classification"):
+        assert f"No served model does {panel}." in panels["text"][panel]
+        assert f"cloze export CHECKPOINT --name NAME --task {panel}" in panels["text"][panel]
+    for panel in ("fill-mask", "embed", "nsp", "qa", "score"):
+        text = panels["text"][panel]
+        assert "Answer" in text
+        assert "ms in the browser. In the server: tokenizing" in text
+        assert "curl http" in text
+        assert "from cloze.client import Client" in text
+
+
+def test_the_page_is_accessible(panels: dict[str, Any]) -> None:
+    """axe-core's rules, in light and dark; and nothing is wider than a phone."""
+    assert panels["violations"] == []
+    assert panels["rules"] > 15, "that many rules applied to each panel"
+    assert panels["wide"] == []
+
+
+def test_the_page_asks_only_this_server_and_logs_nothing(
+    panels: dict[str, Any], server: Server
+) -> None:
+    assert panels["messages"] == []
+    assert len(panels["addresses"]) >= 10
+    assert [
+        a for a in panels["addresses"] if not a.startswith((server.url, "data:", "about:"))
+    ] == []
+    policy = httpx.get(server.url).headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+    assert "unsafe" not in policy
+
+
+def test_answers_are_those_of_the_routes(browse: Browse, server: Server) -> None:
+    seen = browse("answers", server.url)
+    assert seen["messages"] == []
+    # The shown commands repeat the requests.
+    done = subprocess.run(seen["curl"], shell=True, capture_output=True, text=True)
+    assert [p["token_str"] for p in json.loads(done.stdout)] == seen["bars"]
+    assert '"model":"cloze-distilbert@1"' in seen["curl of another model"]
+    done = subprocess.run([sys.executable, "-c", seen["python"]], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Prediction(") == 2
+    assert len(seen["cosines"]) == 9
+    assert seen["cosines"][0::4] == ["1.000"] * 3
+    assert seen["marked"] == seen["answers"][:2]
+    assert seen["emoji"][0] == seen["emoji"][1], "offsets are in code points"
+    assert "".join(seen["tokens"]) == "Heopenedthedoorandwalkedintothesky."
+
+
+def test_entities_and_classes(browse: Browse, every_task: Server) -> None:
+    seen = browse("labels", every_task.url)
+    assert seen["messages"] == []
+    text = "Ada Lovelace was born in London."
+    entities = httpx.post(f"{every_task.url}/token-classification", json={"inputs": text}).json()
+    assert entities, "the tagger finds something in this text"
+    expected = [(text[e["start"] : e["end"]], e["entity_group"]) for e in entities]
+    for shown, (word, kind) in zip(seen["entities"], expected, strict=True):
+        assert shown.startswith(f"{word}{kind}")
+    classes = httpx.post(
+        f"{every_task.url}/classify", json={"inputs": "The room was loud and the staff unfriendly."}
+    ).json()[0]
+    assert seen["classes"] == [label["label"] for label in classes]
+
+
+def test_mistakes_are_told_and_texts_are_no_markup(browse: Browse, server: Server) -> None:
+    seen = browse("mistakes", server.url)
+    assert seen["alert"].startswith("422: inputs holds no mask token")
+    assert seen["images"] == 0
+    assert [m for m in seen["messages"] if "422" not in m] == []  # Chromium logs each failed fetch
+
+
+def test_an_overload_is_told(browse: Browse, tiny_store: Path) -> None:
+    limits = {"CLOZE_MAX_QUEUE_TOKENS": "20", "CLOZE_WORKERS": "1", "CLOZE_MAX_BATCH_TOKENS": "1"}
+    with one_process(tiny_store, **limits) as server, ThreadPoolExecutor(2) as pool:
+        pool.submit(embed, server, "river")
+        wait_for_run(server, "river")
+        pool.submit(embed, server, ["river"] * 8)  # 3 s each
+        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert@1"\}') > 20)
+        seen = browse("overload", server.url)
+        server.process.kill()
+    assert "429: the queue holds" in seen["alert"]
+    assert "; try again in " in seen["alert"]
+
+
+def test_the_live_panel_plots_the_metrics(browse: Browse, server: Server) -> None:
+    seen = browse("live", server.url)
+    titles = [
+        "Requests per second",
+        "Latency p50 and p99",
+        "Texts per batch",
+        "Tokens in the queue",
+    ]
+    assert [caption.split("\n")[0] for caption in seen["captions"]] == titles
+    rate, latency, batch, _ = (caption.split("\n")[1] for caption in seen["captions"])
+    assert float(rate) > 0
+    assert float(latency.split(" ms")[0]) > 0
+    assert float(batch) >= 1
+    assert seen["curves"] == 5
+    assert seen["messages"] == []
+    assert seen["offline"] == "The server does not answer."
+
+
+def test_an_unknown_file_of_the_page_is_not_found(server: Server) -> None:
+    assert httpx.get(f"{server.url}/page/../settings.py").status_code == 404
+    assert httpx.get(f"{server.url}/page/other.js").status_code == 404
+    assert httpx.post(f"{server.url}/page/page.js").status_code == 405

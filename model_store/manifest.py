@@ -140,6 +140,9 @@ class Embedding(Frozen):
     max_tokens: int = Field(gt=0, description="longest sequence, special tokens included")
     prompts: dict[str, str] = Field({})
     default_prompt: str | None = None
+    projected: bool | None = Field(
+        None, description="whether layers follow the pooling; null in bundles that do not say so"
+    )
 
     @model_validator(mode="after")
     def _default_is_known(self) -> Self:

@@ -131,7 +131,7 @@ class Pipeline:
         queue = self.model.queue
         accepted = not queue.draining
         started = time.monotonic()
-        inline = size <= _INLINE_BYTES
+        inline = size <= _INLINE_BYTES and not task.takes_long(call)
         context = self.context
         if inline:
             prepared = task.prepare(call, context)
@@ -148,7 +148,7 @@ class Pipeline:
             if following is None:
                 break
             prepared = following
-            future = queue.submit(prepared.encodings, deadline, accepted=True)
+            future = queue.submit(prepared.encodings, deadline, admitted=True)
             batch = await self._completions.wait(future)
             tokens += sum(map(len, prepared.encodings))
             queue_s, inference_s = queue_s + batch.queue_s, inference_s + batch.inference_s

@@ -51,41 +51,47 @@ _HUB_CLIENTS = "huggingface_hub, @huggingface/inference"
 _OURS: Final = _Use("Cloze")
 
 USES: Final = {
-    fill_mask.TASK.route: _Use(_HUB, _HUB_CLIENTS),
-    embed.TASK.route: _Use(
+    f"POST {fill_mask.TASK.route}": _Use(_HUB, _HUB_CLIENTS),
+    f"POST {embed.TASK.route}": _Use(
         f"{_HUB}, {_TEI}",
         f"{_HUB_CLIENTS}, LlamaIndex, Haystack",
         "token ids get [CLS] and [SEP] unless they have them; 2,048 texts instead of 32",
     ),
-    embed_all.TASK.route: _Use(_TEI, "", "the model needs a head for token vectors, else 424"),
-    embed_sparse.TASK.route: _Use(_TEI, "", "`top_k` and `return_tokens` are our own fields"),
-    similarity.TASK.route: _Use(f"{_HUB}, {_TEI}", "huggingface_hub"),
-    qa.TASK.route: _Use(_HUB, "huggingface_hub"),
-    text_classification.TASK.route: _Use(_HUB, "huggingface_hub", "all labels by default"),
-    token_classification.TASK.route: _Use(_HUB, "huggingface_hub"),
-    "/": _Use(
+    f"POST {embed_all.TASK.route}": _Use(
+        _TEI, "", "the model needs a head for token vectors, else 424"
+    ),
+    f"POST {embed_sparse.TASK.route}": _Use(
+        _TEI, "", "`top_k` and `return_tokens` are our own fields"
+    ),
+    f"POST {similarity.TASK.route}": _Use(f"{_HUB}, {_TEI}", "huggingface_hub"),
+    f"POST {qa.TASK.route}": _Use(_HUB, "huggingface_hub"),
+    f"POST {text_classification.TASK.route}": _Use(
+        _HUB, "huggingface_hub", "all labels by default"
+    ),
+    f"POST {token_classification.TASK.route}": _Use(_HUB, "huggingface_hub"),
+    "POST /": _Use(
         f"{_HUB}, {_TEI}",
         f"{_HUB_CLIENTS}, LangChain",
         "the body chooses the task; text-embeddings-inference has one per server",
     ),
-    "/rerank": _Use(
+    "POST /rerank": _Use(
         _TEI,
         "LlamaIndex, Haystack",
         "without a classifier of one label, the similarity of embeddings ranks; `x-ranked-by` "
         "says which",
     ),
-    "/predict": _Use(_TEI, "", "the checkpoint's `problem_type` chooses the function"),
-    "/tokenize": _Use(_TEI),
-    "/decode": _Use(_TEI),
-    "/v1/embeddings": _Use(
+    "POST /predict": _Use(_TEI, "", "the checkpoint's `problem_type` chooses the function"),
+    "POST /tokenize": _Use(_TEI),
+    "POST /decode": _Use(_TEI),
+    "POST /v1/embeddings": _Use(
         f"{_OPENAI}, {_TEI}", "openai, LangChain", "token ids are those of the served model"
     ),
-    "/embeddings": _Use(f"{_TEI}, Infinity", "", "as `/v1/embeddings`"),
-    "/v1/models": _Use(_OPENAI, "openai"),
-    "/v1/models/{model}": _Use(_OPENAI, "openai"),
-    "/health": _Use(_TEI),
-    "/info": _Use(_TEI, "", "the fields of the default model, and a list of all models"),
-    "/metrics": _Use("Prometheus", "", "names of our own"),
+    "POST /embeddings": _Use(f"{_TEI}, Infinity", "", "as `/v1/embeddings`"),
+    "GET /v1/models": _Use(_OPENAI, "openai"),
+    "GET /v1/models/{model}": _Use(_OPENAI, "openai"),
+    "GET /health": _Use(_TEI),
+    "GET /info": _Use(_TEI, "", "the fields of the default model, and a list of all models"),
+    "GET /metrics": _Use("Prometheus", "", "names of our own"),
 }
 """How routes are used that are not only ours."""
 
@@ -95,7 +101,7 @@ def route_reference() -> str:
     return _INTRODUCTION + "".join(
         f"| `{method} {path}` | {summary} | {use.protocols} | {use.clients} | {use.differs} |\n"
         for method, path, summary in routes()
-        for use in (USES.get(path, _OURS),)
+        for use in (USES.get(f"{method} {path}", _OURS),)
     )
 
 

@@ -156,6 +156,10 @@ class Tokenizer:
         """Return the id of a token; None if the token is not in the vocabulary."""
         return self._backend.token_to_id(token)
 
+    def mask_positions(self, ids: Sequence[int]) -> list[int]:
+        """Return the indices of the mask tokens."""
+        return [index for index, token in enumerate(ids) if token == self.mask_id]
+
     def is_wrapped(self, ids: Sequence[int]) -> bool:
         """Return whether ids begin with ``[CLS]`` and end with ``[SEP]``."""
         return len(ids) >= 2 and ids[0] == self.cls_id and ids[-1] == self.sep_id

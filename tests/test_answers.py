@@ -2,6 +2,8 @@
 
 import io
 import json
+import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -225,3 +227,29 @@ def test_qa_offsets_point_into_the_context(server: Server) -> None:
         )
         for answer in answers if isinstance(answers, list) else [answers]:
             assert case["context"][answer["start"] : answer["end"]] == answer["answer"]
+
+
+def test_qa_tells_what_each_window_had_to_offer(server: Server) -> None:
+    context = "the king of paris walked to the house . " * 12 + "the queen was old ."
+    inputs = {"question": "who was old ?", "context": context}
+    parameters = {"top_k": 2, "max_seq_len": 48, "doc_stride": 16}
+    plain = post(server, "/qa", inputs=inputs, parameters=parameters)
+    detailed = post(server, "/qa", inputs=inputs, parameters=parameters | {"details": True})
+    assert detailed["answers"] == plain
+    windows = detailed["windows"]
+    assert len(windows) > 3
+    assert (windows[0]["start"], windows[-1]["end"]) == (0, len(context))
+    texts = [answer["answer"] for answer in plain]
+    for before, window in pairwise(windows):
+        assert window["start"] < before["end"], "windows overlap"
+    for window in windows:
+        best = window["best"]
+        assert best["answer"] == context[best["start"] : best["end"]]
+        assert window["start"] <= best["start"] < best["end"] <= window["end"]
+        assert 0 < window["no_answer"] < 1
+        if window["reason"] == "returned":
+            assert texts[window["rank"] - 1] == best["answer"]
+        else:
+            assert best["answer"] not in texts
+            assert re.match(r"\d+ answers? ha(s|ve) a higher score", window["reason"])
+    assert {window["reason"] for window in windows} != {"returned"}

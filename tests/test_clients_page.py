@@ -55,7 +55,7 @@ def test_the_commands(default_server: Server) -> None:
 
 def test_the_table_of_routes_is_the_generated_one() -> None:
     assert (Path(__file__).parents[1] / "docs" / "routes.md").read_text() == route_reference()
-    assert USES.keys() <= {path for _, path, _ in routes()}
+    assert USES.keys() <= {f"{method} {path}" for method, path, _ in routes()}
 
 
 def test_the_api_page_has_every_route() -> None:

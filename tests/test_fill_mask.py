@@ -1,6 +1,5 @@
 """Fill-mask of whole words and of several masks together, against direct computations."""
 
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 
+from cloze.client import Client
 from tests.serving import Server, running_server
 
 WORDS = ["paris", "unhealthy", "walking", "houses", "red"]
 TWO_MASKS = "the [MASK] of the [MASK] was red"
 THREE_MASKS = "a [MASK] [MASK] and a [MASK]"
-
-
-@pytest.fixture(scope="module", params=[(), ("--frontends", "1")], ids=["one-process", "front-end"])
-def server(request: pytest.FixtureRequest, tiny_store: Path) -> Iterator[Server]:
-    with running_server(tiny_store, "--precision", "fp32", *request.param) as server:
-        yield server
 
 
 def ask(server: Server, inputs: Any, model: str = "bert", **parameters: Any) -> httpx.Response:
@@ -161,10 +155,31 @@ def test_left_to_right_takes_the_likeliest_token_each_time(
     assert [found["tokens"] for found in filling] == [best]
 
 
-def test_a_beam_finds_no_worse_a_filling(server: Server) -> None:
-    greedy = answer(server, THREE_MASKS, decode="left-to-right", top_k=1)[0]
-    beam = answer(server, THREE_MASKS, decode="beam", top_k=1)[0]
-    assert beam["score"] >= greedy["score"] * 0.999
+def test_a_beam_keeps_the_best_hypotheses_at_each_mask(
+    server: Server, oracle: tuple[str, Oracle]
+) -> None:
+    family, torch_model = oracle
+    ids, width = torch_model.ids(THREE_MASKS), 6
+    hypotheses: list[tuple[float, list[int]]] = [(1.0, [])]
+    masks = torch_model.masks(ids)
+    for mask in masks:
+        extended = []
+        for probability, tokens in hypotheses:
+            filled = list(ids)
+            for position, token in zip(masks, tokens, strict=False):
+                filled[position] = token
+            best = torch_model.probabilities(filled, mask).topk(width)
+            extended += [
+                (probability * float(value), [*tokens, int(token)])
+                for value, token in zip(best.values, best.indices, strict=True)
+            ]
+        hypotheses = sorted(extended, reverse=True)[:width]
+    fillings = answer(server, THREE_MASKS, family, decode="beam", top_k=width)
+    assert [filling["tokens"] for filling in fillings] == [tokens for _, tokens in hypotheses]
+    expected = [probability for probability, _ in hypotheses]
+    assert [filling["score"] for filling in fillings] == pytest.approx(expected, rel=1e-3)
+    greedy = answer(server, THREE_MASKS, family, decode="left-to-right", top_k=width)
+    assert [filling["tokens"] for filling in greedy] != [tokens for _, tokens in hypotheses]
 
 
 def test_independent_fillings_are_the_best_products(
@@ -199,6 +214,19 @@ def test_the_tokens_of_all_rounds_are_counted(server: Server) -> None:
     assert response.headers["x-compute-tokens"] == str(9 * (1 + 3))
 
 
+def test_our_client_fills_with_words_and_jointly(server: Server) -> None:
+    texts = ["the [MASK]", TWO_MASKS]
+    with Client(server.url, batch_size=1) as client:
+        words = client.fill_mask_words(texts, WORDS, top_k=2)
+        fillings = client.fill_mask_jointly(texts, decode="left-to-right", top_k=2)
+    options = {"targets": WORDS, "targets_as": "words", "top_k": 2}
+    assert [[len(mask) for mask in text] for text in words] == [[2], [2, 2]]
+    expected = answer(server, TWO_MASKS, **options)
+    assert words[1][1][0].token_str == expected[1][0]["token_str"]
+    best = answer(server, TWO_MASKS, decode="left-to-right", top_k=2)
+    assert [one.tokens for one in fillings[1]] == [one["tokens"] for one in best]
+
+
 # ---- bad input -------------------------------------------------------------------------------------
 
 
@@ -213,6 +241,7 @@ def test_the_tokens_of_all_rounds_are_counted(server: Server) -> None:
         ("a", {"decode": "beam"}, "inputs holds no mask token"),
         ("year " * 157 + "[MASK]", {"targets": ["walking"], "targets_as": "words"}, "inputs has 161 tokens with its longest target; the model reads 160"),
         ("[MASK] " + "year " * 158, {"decode": "beam"}, "inputs has 161 tokens; the model reads 160"),
+        (["[MASK] " * 9] * 40, {"targets": ["walking"] * 100, "targets_as": "words"}, "the request asks for more than 32768 predictions (masks x top_k), the limit"),
         (["[MASK] [MASK]"] * 40, {"decode": "beam", "top_k": 50}, "up to inputs[6] decode beam compares 35000 predictions; the limit is 32768"),
     ],
 )  # fmt: skip

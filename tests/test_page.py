@@ -152,6 +152,7 @@ def test_the_live_panel_plots_the_metrics(browse: Browse, server: Server) -> Non
 
 
 def test_an_unknown_file_of_the_page_is_not_found(server: Server) -> None:
-    assert httpx.get(f"{server.url}/page/../settings.py").status_code == 404
+    for path in ("/page/%2e%2e/settings.py", "/page/..%2fsettings.py", "/page//etc/passwd"):
+        assert httpx.get(server.url + path).status_code == 404
     assert httpx.get(f"{server.url}/page/other.js").status_code == 404
     assert httpx.post(f"{server.url}/page/page.js").status_code == 405

@@ -492,6 +492,26 @@ def test_7_nobody_queues_for_a_server_that_drains(tiny_store: Path, faulty_serve
         assert server.process.wait(20) == 0
 
 
+def test_7_a_request_of_several_rounds_gets_them_all(
+    tiny_store: Path, faulty_server: Faulty
+) -> None:
+    """Though the server drains and the queue is full when later rounds begin."""
+    limits = {"CLOZE_WORKERS": "1", "CLOZE_MAX_BATCH_TOKENS": "1", "CLOZE_MAX_QUEUE_TOKENS": "1"}
+    parameters = {"decode": "left-to-right", "top_k": 1}
+    body = {"inputs": "moon [MASK] [MASK] [MASK] [MASK]", "parameters": parameters}
+    with faulty_server(tiny_store, **limits) as server, ThreadPoolExecutor(2) as pool:
+        rounds = pool.submit(httpx.post, f"{server.url}/fill-mask", json=body, timeout=30)
+        wait_for_run(server, "moon")
+        waiting = pool.submit(embed, server, "river walk")  # 3 s in the engine or in the queue
+        wait_for_run(server, "river")
+        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert@1"\}') > 0)
+        assert embed(server, "walk").status_code == 429
+        server.process.send_signal(signal.SIGTERM)
+        assert rounds.result().status_code == 200, rounds.result().text
+        assert len(rounds.result().json()[0]["tokens"]) == 4
+        assert waiting.result().status_code == 200
+
+
 def test_4_nobody_outlives_the_supervisor(tiny_store: Path) -> None:
     with front_ends(tiny_store) as server:
         family = children(server.process.pid, "")

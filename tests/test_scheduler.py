@@ -404,6 +404,22 @@ def test_a_full_queue_admits_all_of_a_request_or_none() -> None:
         assert [sums(first), sums(second), sums(third)] == [[10.0], [10.0, 10.0], [10.0]]
 
 
+def test_a_later_round_of_an_admitted_request_is_never_refused() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=1, max_queue_tokens=30, max_batch_tokens=10) as scheduler:
+        requests = [scheduler.submit([sized(10)], later())]
+        assert engine.entered.wait(WAIT_S)
+        requests.append(scheduler.submit([sized(11), sized(12)], later()))
+        requests.append(scheduler.submit([sized(13)], later(), admitted=True))
+        scheduler.drain()
+        requests.append(scheduler.submit([sized(14)], later(), admitted=True))
+        with pytest.raises(ShuttingDown):
+            scheduler.submit([sized(15)], later())
+        engine.gate.set()
+        assert [len(sums(request)) for request in requests] == [1, 2, 1, 1]
+
+
 def test_a_request_beyond_the_limit_is_admitted_when_nothing_waits() -> None:
     """Else it would be refused for ever."""
     with running(FakeEngine(), max_queue_tokens=5) as scheduler:

@@ -1,6 +1,5 @@
 """Scores of texts: those of a direct computation with transformers' models."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +10,13 @@ from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 
 from cloze.client import Client
 from tests.serving import Server, running_server
-from tests.waiting import wait_until
 
-TEXTS = ["paris is the capital of france", "red", "Ünknöwn houses, walking doors!", "year " * 60]
-
-
-@pytest.fixture(scope="module", params=[(), ("--frontends", "1")], ids=["one-process", "front-end"])
-def server(request: pytest.FixtureRequest, tiny_store: Path) -> Iterator[Server]:
-    with running_server(tiny_store, "--precision", "fp32", *request.param) as server:
-        yield server
+TEXTS = [
+    "paris is the capital of france",
+    "red",
+    "Ünknöwn houses 한국, walking doors!",
+    "year " * 60,
+]
 
 
 def ask(server: Server, inputs: Any, model: str = "bert") -> httpx.Response:
@@ -27,20 +24,20 @@ def ask(server: Server, inputs: Any, model: str = "bert") -> httpx.Response:
 
 
 @torch.no_grad()
-def log_probabilities(folder: Path, family: str, text: str) -> dict[tuple[int, int], float]:
+def log_probabilities(folder: Path, family: str, text: str) -> list[tuple[tuple[int, int], float]]:
     """Mask each token in turn; return the log-probability of each, by its characters."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = {"bert": BertForMaskedLM, "distilbert": DistilBertForMaskedLM}[family]
     model = model.from_pretrained(folder).eval()
     encoded = tokenizer(text, return_offsets_mapping=True, return_tensors="pt")
-    ids, found = encoded.input_ids[0], {}
+    ids, scored = encoded.input_ids[0], []
     for position in range(1, len(ids) - 1):
         masked = ids.clone()
         masked[position] = tokenizer.mask_token_id
         logits = model(input_ids=masked[None]).logits[0, position]
         start, end = encoded.offset_mapping[0, position].tolist()
-        found[start, end] = float(logits.log_softmax(-1)[ids[position]])
-    return found
+        scored.append(((start, end), float(logits.log_softmax(-1)[ids[position]])))
+    return scored
 
 
 @pytest.mark.parametrize("family", ["bert", "distilbert"])
@@ -51,9 +48,11 @@ def test_scores_are_those_of_a_direct_computation(
     assert answer.status_code == 200, answer.text
     for text, score in zip(TEXTS, answer.json(), strict=True):
         expected = log_probabilities(checkpoints[family], family, text)
-        found = {(t["start"], t["end"]): t["log_probability"] for t in score["tokens"]}
-        assert found == pytest.approx(expected, abs=1e-4)
-        assert score["score"] == pytest.approx(sum(expected.values()), abs=1e-3)
+        places = [(token["start"], token["end"]) for token in score["tokens"]]
+        assert places == [place for place, _ in expected]
+        values = [token["log_probability"] for token in score["tokens"]]
+        assert values == pytest.approx([value for _, value in expected], abs=1e-4)
+        assert score["score"] == pytest.approx(sum(value for _, value in expected), abs=1e-3)
 
 
 def test_one_text_alone_has_the_score_it_has_in_a_list(server: Server) -> None:
@@ -64,16 +63,14 @@ def test_one_text_alone_has_the_score_it_has_in_a_list(server: Server) -> None:
         assert [t["token"] for t in alone["tokens"]] == [t["token"] for t in score["tokens"]]
 
 
-def test_the_copies_of_a_text_run_in_batches(server: Server) -> None:
-    def metric(name: str) -> float:
-        lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
-
-    names = ("cloze_batch_sequences_sum", "cloze_batch_sequences_count")
-    before = list(map(metric, names))
-    assert ask(server, "year " * 60).status_code == 200
-    wait_until(lambda: metric(names[0]) >= before[0] + 60)  # recorded after the answer
-    assert metric(names[1]) - before[1] < 20
+def test_the_copies_of_a_text_run_in_batches(tiny_store: Path) -> None:
+    # One worker: idle workers would share the copies of a text.
+    limits = {"CLOZE_WORKERS": "1", "CLOZE_MAX_BATCH_TOKENS": "620"}
+    with running_server(tiny_store, **limits) as server:
+        assert ask(server, "year " * 60).status_code == 200  # 60 copies of 62 tokens
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert 'cloze_batch_sequences_sum{model="bert@1"} 60.0' in metrics
+        assert 'cloze_batch_sequences_count{model="bert@1"} 6.0' in metrics
 
 
 def test_our_client_returns_scores(server: Server) -> None:

@@ -19,12 +19,14 @@ from cloze.client.errors import (
 from cloze.client.results import (
     Answer,
     Entity,
+    Filling,
     Label,
     Prediction,
     Rank,
     Score,
     ScoredToken,
     Word,
+    WordPrediction,
 )
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "Client",
     "ClientError",
     "Entity",
+    "Filling",
     "Label",
     "Prediction",
     "Rank",
@@ -43,4 +46,5 @@ __all__ = [
     "ServerFailed",
     "ServerUnreachable",
     "Word",
+    "WordPrediction",
 ]

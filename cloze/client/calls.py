@@ -16,12 +16,14 @@ from numpy.typing import NDArray
 from cloze.client.results import (
     Answer,
     Entity,
+    Filling,
     Label,
     Prediction,
     Rank,
     Score,
     ScoredToken,
     Word,
+    WordPrediction,
 )
 
 T = TypeVar("T")
@@ -78,6 +80,55 @@ def fill_mask(
         ]
 
     parameters = _given(top_k=top_k, targets=None if targets is None else list(targets))
+    return Call("/fill-mask", _many(texts), partial(_body, parameters, model), read, _chain)
+
+
+def fill_mask_words(
+    texts: str | Sequence[str],
+    targets: Sequence[str],
+    *,
+    top_k: int | None = None,
+    model: str | None = None,
+) -> Call[list[list[list[WordPrediction]]]]:
+    """Return the likeliest words among targets: for each text, for each of its masks, best first.
+
+    Args:
+        texts: a text or many, each with at least one mask token.
+        targets: the words, of one or more sub-tokens.
+        top_k: number of words per mask; None selects the server's default, 5.
+        model: a served model; None selects the task's default.
+    """
+
+    def read(response: httpx.Response, _: int) -> list[list[list[WordPrediction]]]:
+        return [
+            [[_result(WordPrediction, word) for word in words] for words in _masks(item)]
+            for item in response.json()
+        ]
+
+    parameters = _given(top_k=top_k, targets=list(targets), targets_as="words")
+    return Call("/fill-mask", _many(texts), partial(_body, parameters, model), read, _chain)
+
+
+def fill_mask_jointly(
+    texts: str | Sequence[str],
+    *,
+    decode: Literal["independent", "left-to-right", "beam"] = "beam",
+    top_k: int | None = None,
+    model: str | None = None,
+) -> Call[list[list[Filling]]]:
+    """Return whole fillings of each text, with their joint probability, best first.
+
+    Args:
+        texts: a text or many, each with at least one mask token.
+        decode: how the masks are filled together.
+        top_k: number of fillings per text; None selects the server's default, 5.
+        model: a served model; None selects the task's default.
+    """
+
+    def read(response: httpx.Response, _: int) -> list[list[Filling]]:
+        return [[_result(Filling, one) for one in fillings] for fillings in response.json()]
+
+    parameters = _given(top_k=top_k, decode=decode)
     return Call("/fill-mask", _many(texts), partial(_body, parameters, model), read, _chain)
 
 
@@ -160,7 +211,8 @@ def embed_all(
 
     def read(response: httpx.Response, _: int) -> list[Float32]:
         lengths = list(map(int, response.headers["x-lengths"].split(",")))
-        return np.split(_vectors(response), np.cumsum(lengths)[:-1])
+        parts = np.split(_vectors(response), np.cumsum(lengths)[:-1])
+        return [part.copy() for part in parts]
 
     body = partial(_body_at_root, options)
     return Call("/embed_all", _many(texts), body, read, _chain, _VECTORS)

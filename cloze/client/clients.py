@@ -192,6 +192,8 @@ class Client:
         return info
 
     fill_mask = _sync(calls.fill_mask)
+    fill_mask_words = _sync(calls.fill_mask_words)
+    fill_mask_jointly = _sync(calls.fill_mask_jointly)
     score = _sync(calls.score)
     embed = _sync(calls.embed)
     embed_all = _sync(calls.embed_all)
@@ -282,6 +284,8 @@ class AsyncClient:
         return info
 
     fill_mask = _async(calls.fill_mask)
+    fill_mask_words = _async(calls.fill_mask_words)
+    fill_mask_jointly = _async(calls.fill_mask_jointly)
     score = _async(calls.score)
     embed = _async(calls.embed)
     embed_all = _async(calls.embed_all)

@@ -14,6 +14,26 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class WordPrediction:
+    """A word for a mask, with the ids of its sub-tokens, and the text with the word in it."""
+
+    score: float
+    tokens: list[int]
+    token_str: str
+    sequence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """Tokens for all masks of a text, with their joint probability, and the filled text."""
+
+    score: float
+    tokens: list[int]
+    token_strs: list[str]
+    sequence: str
+
+
+@dataclass(frozen=True, slots=True)
 class ScoredToken:
     """A token of a text, ``text[start:end]``, and the logarithm of its probability."""
 

@@ -80,6 +80,15 @@ class MaskedLMResult:
     logsumexp: NDArray[np.float32]
     target_logits: NDArray[np.float32]
 
+    def top_log_probabilities(self, mask: int) -> NDArray[np.float32]:
+        """Return the logarithms [k] of the probabilities of the likeliest tokens of a mask."""
+        log_probabilities: NDArray[np.float32] = self.top_logits[mask] - self.logsumexp[mask]
+        return log_probabilities
+
+    def target_log_probability(self) -> float:
+        """Return the logarithm of the probability of the first target at the first position."""
+        return float(self.target_logits[0, 0]) - float(self.logsumexp[0])
+
 
 def _pack(requests: Sequence[MaskedLMRequest | None], placement: Placement, _: GraphSpec) -> Feeds:
     asked = [(i, request) for i, request in enumerate(requests) if request is not None]

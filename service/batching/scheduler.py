@@ -130,13 +130,20 @@ class Scheduler:
         return self._draining
 
     def submit(
-        self, encodings: Sequence[Encoding], deadline: float, *, accepted: bool = False
+        self,
+        encodings: Sequence[Encoding],
+        deadline: float,
+        *,
+        accepted: bool = False,
+        admitted: bool = False,
     ) -> Future[BatchResult]:
         """Admit all encodings of a request or none; see `core.Queue`."""
         lengths = list(map(len, encodings))
         tokens = sum(lengths)
         with self._lock:
-            self._check_admission(tokens, accepted=accepted)
+            self._check_alive()
+            if not admitted:
+                self._check_admission(tokens, accepted=accepted)
             request = PendingRequest(len(encodings), tokens, deadline)
             request.add_done_callback(self._forget)
             self._queue.add(request, encodings, lengths)
@@ -144,11 +151,16 @@ class Scheduler:
             self._wake_for_short_texts()
         return request
 
-    def _check_admission(self, tokens: int, *, accepted: bool) -> None:
-        """Raise unless a request of so many tokens may be queued; the caller holds the lock."""
+    def _check_alive(self) -> None:
+        """Raise unless queued encodings will run; the caller holds the lock."""
         if self._dead is not None:
             raise EngineDead(f"the engine is dead: {self._dead}")
-        if self._closing or (self._draining and not accepted):
+        if self._closing:
+            raise ShuttingDown("the server is shutting down")
+
+    def _check_admission(self, tokens: int, *, accepted: bool) -> None:
+        """Raise unless a request of so many tokens may be queued; the caller holds the lock."""
+        if self._draining and not accepted:
             raise ShuttingDown("the server is shutting down")
         queued = self._queue.tokens
         if queued and queued + tokens > self._limits.max_queue_tokens:

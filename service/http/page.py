@@ -1,6 +1,6 @@
 """The page at ``/``, on which people try the tasks: plain files that use the routes as any client.
 
-The page loads nothing from another address, and its policy forbids that.
+The page loads nothing from another address. Its content security policy forbids that, too.
 """
 
 from pathlib import Path

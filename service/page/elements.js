@@ -32,6 +32,7 @@ export function spanned(text, spans) {
   const paragraph = element("p", { class: "text" });
   let at = 0;
   for (const { start, end, make } of spans) {
+    if (start < at) continue; // another token of the same character
     paragraph.append(characters.slice(at, start).join(""));
     paragraph.append(make(characters.slice(start, end).join("")));
     at = end;

@@ -27,10 +27,17 @@ export function showLive(parent) {
   let ended = false;
 
   async function scrape() {
+    if (document.hidden) {
+      before = null;
+      timer = setTimeout(scrape, PERIOD_MS);
+      return;
+    }
     try {
-      const now = summary(await (await fetch("/metrics")).text(), performance.now() / 1000);
+      const response = await fetch("/metrics");
+      if (!response.ok) throw new Error(`status ${response.status}`);
+      const now = summary(await response.text(), performance.now() / 1000);
       if (ended) return;
-      if (before) {
+      if (before && now.requests >= before.requests) { // else the server has started again
         history.push(difference(before, now));
         history.splice(0, history.length - POINTS);
         for (const { draw } of figures) draw(history);
@@ -53,9 +60,9 @@ export function showLive(parent) {
 function summary(text, time) {
   const sums = { time, requests: 0, buckets: new Map(), texts: 0, batches: 0, queue: 0 };
   for (const line of text.split("\n")) {
-    const found = /^(\w+?)(?:\{(.*)\})? (\S+)$/.exec(line);
-    if (!found) continue;
-    const [, name, labels = "", value] = found;
+    const sample = /^(\w+?)(?:\{(.*)\})? (\S+)$/.exec(line);
+    if (!sample) continue;
+    const [, name, labels = "", value] = sample;
     const number = Number(value);
     if (name === "cloze_batch_sequences_sum") sums.texts += number;
     else if (name === "cloze_batch_sequences_count") sums.batches += number;

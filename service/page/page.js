@@ -64,7 +64,8 @@ function showPanel(panel, info) {
       ...small.map(labelled),
       element("label", {}, "Model", model),
       element("button", { type: "submit" }, "Ask")));
-  const output = element("div", { "aria-live": "polite" });
+  const status = element("p", { class: "faint", role: "status" });
+  const output = element("div");
   let underway = new AbortController();
 
   form.addEventListener("submit", async (event) => {
@@ -76,15 +77,18 @@ function showPanel(panel, info) {
     if (model.value !== info.defaults[panel.task]) body.model = model.value;
     try {
       const shown = await ask(panel, values, body, current.signal);
-      if (current === underway) output.replaceChildren(...shown, ...code(panel, values, body));
+      if (current !== underway) return;
+      output.replaceChildren(...shown, ...code(panel, values, body));
+      status.textContent = output.querySelector(".error") ? "" : "Answered.";
     } catch (error) {
-      if (error.name !== "AbortError") throw error;
+      if (error.name === "AbortError") return;
+      output.replaceChildren(element("p", { class: "error", role: "alert" }, `No answer to show: ${error.message}`));
     }
   });
   form.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
   });
-  main.append(form, output);
+  main.append(form, status, output);
   form.requestSubmit();
   return () => underway.abort();
 }

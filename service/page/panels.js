@@ -91,12 +91,12 @@ export const PANELS = [
     body: ({ question, context }) => ({ inputs: { question, context }, parameters: { top_k: 4 } }),
     python: ({ question, context }) => `client.qa((${python(question)}, ${python(context)}), top_k=4)`,
     show(answers, { context }) {
-      const found = [answers].flat();
+      const spans = [answers].flat();
       const place = element("div");
       const mark = ({ start, end }) => place.replaceChildren(
         spanned(context, [{ start, end, make: (part) => element("mark", {}, part) }]));
-      mark(found[0]);
-      const others = found.map((answer) => {
+      mark(spans[0]);
+      const others = spans.map((answer) => {
         const button = element("button", { type: "button" }, answer.answer || "(no answer)");
         button.addEventListener("click", () => mark(answer));
         return element("p", {}, button, ` ${percent(answer.score)}`);
@@ -149,12 +149,14 @@ export const PANELS = [
           title: `${token}: probability ${percent(Math.exp(log_probability))}`,
         }, part),
       }));
-      const rarest = [...tokens].sort((a, b) => a.log_probability - b.log_probability).slice(0, 5);
+      const rarest = [...tokens].sort((a, b) => a.log_probability - b.log_probability);
+      const rows = rarest.map(({ token, log_probability }) => ({ name: token, share: Math.exp(log_probability) }));
       return [
         spanned(text, spans),
         element("p", {}, `Log-likelihood ${score.toFixed(2)}, mean per token ${(score / tokens.length).toFixed(2)}.`),
         element("h3", {}, "The most surprising tokens and their probability"),
-        bars(rarest.map(({ token, log_probability }) => ({ name: token, share: Math.exp(log_probability) }))),
+        bars(rows.slice(0, 5)),
+        element("details", {}, element("summary", {}, "All tokens"), bars(rows)),
       ];
     },
   },

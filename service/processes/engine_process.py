@@ -158,7 +158,9 @@ class EngineServer:
 
     def submit(self, run: frames.Run) -> Future[BatchResult]:
         """Admit a request; see `core.Queue`."""
-        future = self._queues[run.model].submit(run.encodings, run.deadline, accepted=run.accepted)
+        future = self._queues[run.model].submit(
+            run.encodings, run.deadline, accepted=run.accepted, admitted=run.admitted
+        )
         self.observe_queue(run.model)
         return future
 

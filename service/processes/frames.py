@@ -37,6 +37,7 @@ class Run:
         model: index of the served model.
         accepted: whether the request arrived before a drain.
         encodings: at least one.
+        admitted: whether the encodings belong to a request that was admitted before.
     """
 
     number: int
@@ -44,6 +45,7 @@ class Run:
     model: int
     accepted: bool
     encodings: Sequence[Encoding]
+    admitted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class _Run(msgspec.Struct, tag=_RUN, array_like=True, gc=False):
     request_of: list[int]  # index into `requests`, per encoding
     input_ids: memoryview
     token_type_ids: memoryview
+    admitted: bool
 
 
 class _Column(msgspec.Struct, array_like=True, gc=False):
@@ -139,6 +142,7 @@ def encode_run(run: Run) -> bytes:
         request_of,
         np.concatenate([encoding.input_ids for encoding in encodings]).data,
         np.concatenate([encoding.token_type_ids for encoding in encodings]).data,
+        run.admitted,
     ]
     return _encoder.encode(message)
 
@@ -180,7 +184,14 @@ def decode_request(message: memoryview | bytes) -> Run | Cancel:
         Encoding(ids[first:end], types[first:end], requests[index])
         for (first, end), index in zip(bounds, decoded.request_of, strict=True)
     ]
-    return Run(decoded.number, decoded.deadline, decoded.model, decoded.accepted, encodings)
+    return Run(
+        decoded.number,
+        decoded.deadline,
+        decoded.model,
+        decoded.accepted,
+        encodings,
+        decoded.admitted,
+    )
 
 
 def decode_answer(message: memoryview | bytes) -> Greeting | Answer:

@@ -61,7 +61,13 @@ class EngineLink(Channel):
                 self.close()
 
     def submit(
-        self, model: int, encodings: Sequence[Encoding], deadline: float, *, accepted: bool
+        self,
+        model: int,
+        encodings: Sequence[Encoding],
+        deadline: float,
+        *,
+        accepted: bool,
+        admitted: bool,
     ) -> Future[BatchResult]:
         """Send a request; see `core.Queue`."""
         if self._closed:
@@ -74,7 +80,8 @@ class EngineLink(Channel):
         self.tokens += tokens
         self._pending[number] = future
         future.add_done_callback(partial(self._forget, number, tokens))
-        self.send(frames.encode_run(frames.Run(number, deadline, model, accepted, encodings)))
+        run = frames.Run(number, deadline, model, accepted, encodings, admitted)
+        self.send(frames.encode_run(run))
         return future
 
     def shut_down(self) -> None:
@@ -158,17 +165,22 @@ class RemoteQueue:
         return self._draining
 
     def submit(
-        self, encodings: Sequence[Encoding], deadline: float, *, accepted: bool = False
+        self,
+        encodings: Sequence[Encoding],
+        deadline: float,
+        *,
+        accepted: bool = False,
+        admitted: bool = False,
     ) -> Future[BatchResult]:
         """Send a request to the running engine with the fewest tokens; see `core.Queue`.
 
         The engine bounds its queue: the future fails with `Overloaded` if the queue is full.
         """
-        if self._draining and not accepted:
+        if self._draining and not (accepted or admitted):
             raise ShuttingDown("the server is shutting down")
         running = [link for link in self._links if link.dead is None]
         link = min(running or self._links, key=lambda link: link.tokens)
-        return link.submit(self._model, encodings, deadline, accepted=accepted)
+        return link.submit(self._model, encodings, deadline, accepted=accepted, admitted=admitted)
 
     def precision(self) -> str:
         """Return the precision of the graph that an engine runs; empty before the greeting."""

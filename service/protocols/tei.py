@@ -195,7 +195,7 @@ def _to_relevance(body: RerankBody) -> TaskCall:
 
 def _to_similarity(body: RerankBody) -> TaskCall:
     inputs = SimilarityInputs(source_sentence=body.query, sentences=body.texts)
-    return TaskCall(inputs, embed.TextParameters(**_truncation(body)))
+    return TaskCall(inputs, similarity.SimilarityParameters(**_truncation(body)))
 
 
 def _respond_relevance(_: Request, body: RerankBody, result: TaskResult) -> Response:

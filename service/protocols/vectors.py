@@ -44,7 +44,8 @@ DTYPES: Final[Mapping[str, Convert]] = {
     "int8": _int8,
     "ubinary": lambda values: (np.packbits(values > 0, axis=1), None),
 }
-"""Conversions of vectors [n, D]. ``ubinary`` has the signs of 8 numbers per byte, [n, D / 8]."""
+"""Conversions of vectors [n, D]. ``ubinary`` has the signs of 8 numbers per byte, the last one
+filled up with zeros: [n, ceil(D / 8)]."""
 
 
 def check(request: Request) -> None:
@@ -88,11 +89,12 @@ def _respond_bytes(
     kind: str, dtype: str, values: Float32, *headers: tuple[bytes, bytes]
 ) -> Response:
     converted, scale = DTYPES[dtype](values)
-    content = converted.tobytes()
     if kind == NPY:
         file = io.BytesIO()
         np.save(file, converted)
         content = file.getvalue()
+    else:
+        content = converted.tobytes()
     return BytesResponse(
         content,
         kind.encode(),
@@ -117,6 +119,8 @@ def _accepted(request: Request) -> tuple[str, str]:
     best, best_weight = (JSON, "float32"), 0.0
     for item in accept.decode("latin-1").lower().split(","):
         kind, *rest = (part.strip() for part in item.split(";"))
+        if kind in ("*/*", "application/*"):
+            kind = JSON
         if kind not in (JSON, RAW, NPY):
             continue
         parameters = dict(part.partition("=")[::2] for part in rest)

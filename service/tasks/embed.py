@@ -1,5 +1,6 @@
 """Embedding: one vector per text."""
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -7,8 +8,8 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.model_store.heads import HeadRequest, embedding
-from cloze.service.core import EmptyRequest, Float32, InvalidRequest
+from cloze.model_store.heads import HeadRequest, Pooling, embedding, token_embedding
+from cloze.service.core import EmptyRequest, Float32, InvalidRequest, WrongTask
 from cloze.service.tasks.task import (
     Count,
     CountOrZero,
@@ -34,6 +35,10 @@ TokenIds = Annotated[list[CountOrZero], FirstError(), NotEmpty]
 EmbedInputs = Text | TokenIds | Annotated[list[Text | TokenIds], FirstError(), NotEmpty]
 
 
+Offsets = list[tuple[int, int] | None]
+"""(start, end) of each token in characters of its text; None for special tokens and a prompt's."""
+
+
 class TextParameters(TruncationParameters):
     """How a text becomes a sequence: the fields of text-embeddings-inference."""
 
@@ -56,6 +61,11 @@ class EmbedParameters(TextParameters):
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="accepted for huggingface_hub and ignored"
     )
+    spans: Annotated[list[tuple[CountOrZero, Count]], FirstError(), NotEmpty] | None = Field(
+        None,
+        description="parts (start, end) of one text, in characters; each has a vector, pooled from "
+        "one pass over the whole text (late chunking, Guenther et al. 2024)",
+    )
 
 
 _REQUEST: Final = {embedding.HEAD.name: embedding.EmbeddingRequest()}
@@ -64,19 +74,24 @@ _REQUEST: Final = {embedding.HEAD.name: embedding.EmbeddingRequest()}
 class _State:
     """The options of one request that apply to its vectors."""
 
-    __slots__ = ("dimensions", "normalize")
+    __slots__ = ("dimensions", "normalize", "rows")
 
-    def __init__(self, dimensions: int, normalize: bool) -> None:
+    def __init__(
+        self, dimensions: int, normalize: bool, rows: list[tuple[int, int]] | None = None
+    ) -> None:
         self.dimensions, self.normalize = dimensions, normalize
+        self.rows = rows
+        """The (first, end) tokens of each span; None: a vector per text."""
 
 
 def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     """Tokenize the texts to embed.
 
     Raises:
-        EmptyRequest: there is no text, or a text is empty.
+        EmptyRequest: there is no text, or no span, or a text is empty.
         InvalidRequest: an id is outside the vocabulary, the prompt is unknown, or a text is too
-            long and ``truncate`` is false.
+            long and ``truncate`` is false; or a span is not one of the text.
+        WrongTask: spans are asked for of a model that cannot pool them.
     """
     parameters: EmbedParameters = call.parameters
     texts, names = texts_and_names(call.inputs, context)
@@ -84,9 +99,66 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     assert recipe is not None  # a model with the head has a recipe
     dimensions = recipe.dimensions if parameters.dimensions is None else parameters.dimensions
     check_range(dimensions, 1, recipe.dimensions, "dimensions")
-    encodings, truncated = encode(texts, names, parameters, context)
     normalize = recipe.normalize if parameters.normalize is None else parameters.normalize
+    if parameters.spans is not None:
+        return _prepare_spans(call.inputs, parameters.spans, dimensions, normalize, call, context)
+    encodings, truncated = encode(texts, names, parameters, context)
     return PreparedRequest(encodings, _State(dimensions, normalize), truncated=truncated)
+
+
+def _prepare_spans(
+    text: Any,
+    spans: Sequence[tuple[int, int]],
+    dimensions: int,
+    normalize: bool,
+    call: TaskCall,
+    context: TaskContext,
+) -> PreparedRequest[_State]:
+    """Tokenize one text whose spans are embedded."""
+    _check_spans(text, spans, context)
+    parameters: EmbedParameters = call.parameters
+    encodings, truncated = encode([text], ["inputs"], parameters, context, _TOKENS_REQUEST)
+    places = offsets(text, len(encodings[0]), parameters, context)
+    own = [(token, place) for token, place in enumerate(places) if place is not None]
+    starts, ends = [place[0] for _, place in own], [place[1] for _, place in own]
+    rows = []
+    for index, (start, end) in enumerate(spans):
+        first, last = bisect_right(ends, start), bisect_left(starts, end)  # tokens never overlap
+        if first >= last:
+            raise InvalidRequest(
+                f"spans[{index}] has no token among the {len(places)} that the model reads"
+            )
+        rows.append((own[first][0], own[last - 1][0] + 1))
+    state = _State(dimensions, normalize, rows)
+    return PreparedRequest(encodings, state, results=len(places), truncated=truncated)
+
+
+_TOKENS_REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
+
+
+def _check_spans(text: Any, spans: Sequence[tuple[int, int]], context: TaskContext) -> None:
+    """Check the spans of one text, before it is tokenized; see `prepare`."""
+    recipe, reference = context.manifest.embedding, context.manifest.reference
+    assert recipe is not None
+    heads = {head.name for head in context.manifest.graph_heads}
+    if token_embedding.HEAD.name not in heads:
+        task = token_embedding.HEAD.task
+        raise WrongTask(f"spans need vectors of tokens; export {reference} with --task {task} too")
+    if recipe.pooling is not Pooling.MEAN or recipe.projected is not False:
+        raise WrongTask(
+            f"spans need a model that pools the mean of its tokens; {reference} has more"
+        )
+    if not isinstance(text, str):
+        raise InvalidRequest("spans are parts of one text; inputs is a list")
+    if not spans:
+        raise EmptyRequest("spans is an empty list; it needs at least 1 span")
+    if len(spans) > (most := context.limits.max_request_texts):
+        raise InvalidRequest(f"spans has {len(spans)} spans; the limit is {most}")
+    for index, (start, end) in enumerate(spans):
+        if not 0 <= start < end <= len(text):
+            raise InvalidRequest(
+                f"spans[{index}] is ({start}, {end}); the text has {len(text)} characters"
+            )
 
 
 def texts_and_names(inputs: Any, context: TaskContext) -> tuple[list[TextOrIds], list[str]]:
@@ -138,11 +210,32 @@ def decode(
 ) -> Float32:
     """Return the vectors [n, D] float32."""
     state = prepared.state
-    rows = [output[embedding.HEAD.name].embedding for output in outputs]
+    if state.rows is None:
+        rows = [output[embedding.HEAD.name].embedding for output in outputs]
+    else:
+        tokens = outputs[0][token_embedding.HEAD.name].embeddings  # [S, H]
+        rows = [tokens[first:end].mean(0) for first, end in state.rows]
     vectors = np.array(rows, np.float32)
     if state.dimensions < vectors.shape[1]:
         vectors = np.ascontiguousarray(vectors[:, : state.dimensions])
     return normalized(vectors) if state.normalize else vectors
+
+
+def offsets(text: str, tokens: int, parameters: TextParameters, context: TaskContext) -> Offsets:
+    """Return the place of each token of a text's encoding.
+
+    Args:
+        text: the text.
+        tokens: length of the encoding, special tokens included.
+        parameters: the prompt and the truncation of the encoding.
+        context: the model.
+    """
+    prompt = prompt_of(context, parameters.prompt_name)
+    found = context.tokenizer.spans(prompt + text).offsets
+    kept = found[len(found) - (tokens - 2) :] if parameters.keep_end else found[: tokens - 2]
+    skipped = len(prompt)
+    places = [(start - skipped, end - skipped) if start >= skipped else None for start, end in kept]
+    return [None, *places, None]
 
 
 def normalized(vectors: Float32) -> Float32:

@@ -4,7 +4,10 @@ Source: the route ``/embed_all`` of text-embeddings-inference.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
+
+from pydantic import Field
 
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import token_embedding
@@ -15,26 +18,62 @@ from cloze.service.tasks.task import Example, PreparedRequest, Task, TaskCall, T
 _REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[None]:
+class TokenParameters(embed.TextParameters):
+    """The fields of text-embeddings-inference, and one of our own."""
+
+    return_offsets: bool | None = Field(
+        None, description="whether to add the place of each token in its text; the answer is JSON"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenVectors:
+    """The vectors of a text's tokens, special tokens included, and their places.
+
+    Attributes:
+        embeddings: [S][H].
+        offsets: (start, end) in characters; null for special tokens and those of a prompt.
+    """
+
+    embeddings: list[list[float]]
+    offsets: embed.Offsets
+
+
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[embed.Offsets] | None]:
     """Tokenize the texts.
 
     Raises:
         InvalidRequest: see `embed.prepare`; or the texts have more tokens than a request may have
-            results.
+            results, or offsets are asked for of token ids.
     """
+    parameters: TokenParameters = call.parameters
     texts, names = embed.texts_and_names(call.inputs, context)
-    encodings, truncated = embed.encode(texts, names, call.parameters, context, _REQUEST)
+    for name, text in zip(names, texts, strict=True):
+        if parameters.return_offsets and not isinstance(text, str):
+            raise InvalidRequest(f"{name} is a list of token ids, which have no offsets")
+    encodings, truncated = embed.encode(texts, names, parameters, context, _REQUEST)
     tokens, most = sum(map(len, encodings)), context.limits.max_results
     if tokens > most:
         raise InvalidRequest(f"the request asks for {tokens} vectors; the limit is {most}")
-    return PreparedRequest(encodings, None, results=tokens, truncated=truncated)
+    offsets = None
+    if parameters.return_offsets:
+        offsets = [
+            embed.offsets(str(text), len(encoding), parameters, context)
+            for text, encoding in zip(texts, encodings, strict=True)
+        ]
+    return PreparedRequest(encodings, offsets, results=tokens, truncated=truncated)
 
 
 def decode(
-    _: PreparedRequest[None], outputs: Sequence[HeadOutputs], __: TaskContext
-) -> list[Float32]:
+    prepared: PreparedRequest[list[embed.Offsets] | None],
+    outputs: Sequence[HeadOutputs],
+    _: TaskContext,
+) -> list[Float32] | list[TokenVectors]:
     """Return the vectors [S, H] float32 of each text, special tokens included."""
-    return [output[token_embedding.HEAD.name].embeddings for output in outputs]
+    vectors = [output[token_embedding.HEAD.name].embeddings for output in outputs]
+    if prepared.state is None:
+        return vectors
+    return [TokenVectors(*pair) for pair in zip(vectors, prepared.state, strict=True)]
 
 
 TASK: Final = Task(
@@ -43,10 +82,16 @@ TASK: Final = Task(
     summary="One vector per token of a text",
     heads=(token_embedding.HEAD.name,),
     inputs=embed.TASK.inputs,
-    parameters=embed.TextParameters,
-    result=list[list[list[float]]],
+    parameters=TokenParameters,
+    result=list[list[list[float]]] | list[TokenVectors],
     prepare=prepare,
     decode=decode,
-    examples=(Example("One text", {"inputs": "What is deep learning?"}),),
+    examples=(
+        Example("One text", {"inputs": "What is deep learning?"}),
+        Example(
+            "With the place of each token",
+            {"inputs": "What is deep learning?", "return_offsets": True},
+        ),
+    ),
     vectors=True,
 )

@@ -1,9 +1,9 @@
 """Fill-mask of several masks at once: whole fillings of a text, with their joint probability.
 
 - ``independent``: the probability of a filling is the product of each mask's own probabilities.
-- ``left-to-right``: each mask is filled in the light of those before it, with its likeliest token.
-  The first mask has as many tokens as fillings are asked for.
-- ``beam``: the same, but at each mask the best beginnings of all fillings are kept.
+- ``left-to-right``: each mask gets its likeliest token, given the tokens of the masks before it.
+  The first mask gets as many tokens as fillings are asked for.
+- ``beam``: beam search, from left to right.
 
 The last two multiply the probability of each token given those before it (the chain rule). They
 take one round of the engine per mask.
@@ -24,8 +24,8 @@ from cloze.service.tokenizer import Tokenizer
 
 Method = Literal["independent", "left-to-right", "beam"]
 
-_LEAST_BEAMS = 5
-"""Beginnings that a beam search keeps, if no more fillings are asked for."""
+_MIN_BEAM_WIDTH = 5
+"""Hypotheses that a beam search keeps, if no more fillings are asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Filling:
 
 
 @dataclass(frozen=True, slots=True)
-class _Beginning:
+class _Hypothesis:
     """The tokens of the first masks, and the logarithm of their probability."""
 
     tokens: tuple[int, ...] = ()
@@ -48,22 +48,22 @@ class _Beginning:
 
 @dataclass(slots=True)
 class _Text:
-    """A text under way.
+    """A text whose masks are being filled.
 
     Attributes:
         ids: ids of the text, without special tokens.
         masks: positions of the masks in the encoding.
-        beginnings: what fills the first masks, best first.
+        hypotheses: what fills the first masks, best first.
     """
 
     ids: list[int]
     masks: list[int]
-    beginnings: list[_Beginning] = field(default_factory=lambda: [_Beginning()])
+    hypotheses: list[_Hypothesis] = field(default_factory=lambda: [_Hypothesis()])
 
     @property
     def filled(self) -> int:
         """Number of masks that are filled."""
-        return len(self.beginnings[0].tokens)
+        return len(self.hypotheses[0].tokens)
 
 
 class JointFilling:
@@ -78,18 +78,19 @@ class JointFilling:
 
     def __init__(self, texts: Sequence[_Text], method: Method, top_k: int, *, many: bool) -> None:
         self._texts, self._method, self._top_k, self._many = texts, method, top_k, many
-        self._width = _width(method, top_k)
+        self._beam_width = _beam_width(method, top_k)
 
     def next_round(self, tokenizer: Tokenizer) -> PreparedRequest["JointFilling"] | None:
         """Return the next round of the engine; None if all masks are filled."""
         encodings = [
-            self._encoding(text, beginning, tokenizer)
+            self._encoding(text, hypothesis, tokenizer)
             for text in self._unfinished()
-            for beginning in text.beginnings
+            for hypothesis in text.hypotheses
         ]
         if not encodings:
             return None
-        return PreparedRequest(encodings, self, results=len(encodings), advance=self._advance)
+        results = self._top_k * sum(len(text.masks) for text in self._texts)
+        return PreparedRequest(encodings, self, results=results, advance=self._advance)
 
     def _advance(
         self, outputs: Sequence[HeadOutputs], context: TaskContext
@@ -98,9 +99,9 @@ class JointFilling:
         results = iter(output[masked_lm.HEAD.name] for output in outputs)
         for text in self._unfinished():
             if self._method == "independent":
-                text.beginnings = _best_products(next(results), self._width)
+                text.hypotheses = _best_products(next(results), self._beam_width)
             else:
-                text.beginnings = self._extended(text, [next(results) for _ in text.beginnings])
+                text.hypotheses = self._extended(text, [next(results) for _ in text.hypotheses])
         return self.next_round(context.tokenizer)
 
     def decode(
@@ -113,44 +114,44 @@ class JointFilling:
     def _unfinished(self) -> list[_Text]:
         return [text for text in self._texts if text.filled < len(text.masks)]
 
-    def _encoding(self, text: _Text, beginning: _Beginning, tokenizer: Tokenizer) -> Encoding:
+    def _encoding(self, text: _Text, hypothesis: _Hypothesis, tokenizer: Tokenizer) -> Encoding:
         encoding, _ = tokenizer.encode(text.ids, len(text.ids) + 2)
         positions = text.masks
         if self._method != "independent":
-            encoding.input_ids[text.masks[: text.filled]] = beginning.tokens
+            encoding.input_ids[text.masks[: text.filled]] = hypothesis.tokens
             positions = [text.masks[text.filled]]
         greedy = self._method == "left-to-right" and text.filled
-        request = MaskedLMRequest(positions, 1 if greedy else self._width)
+        request = MaskedLMRequest(positions, 1 if greedy else self._beam_width)
         encoding.requests = {masked_lm.HEAD.name: request}
         return encoding
 
-    def _extended(self, text: _Text, results: Sequence[MaskedLMResult]) -> list[_Beginning]:
-        """Return the best beginnings with one more mask; each result is that of a beginning."""
-        longer = [
-            _Beginning((*beginning.tokens, token), beginning.log_probability + log_probability)
-            for beginning, result in zip(text.beginnings, results, strict=True)
+    def _extended(self, text: _Text, results: Sequence[MaskedLMResult]) -> list[_Hypothesis]:
+        """Return the best hypotheses with one more mask; each result is that of a hypothesis."""
+        extended = [
+            _Hypothesis((*hypothesis.tokens, token), hypothesis.log_probability + log_probability)
+            for hypothesis, result in zip(text.hypotheses, results, strict=True)
             for token, log_probability in _predictions(result, 0)
         ]
-        return heapq.nlargest(self._width, longer, key=lambda one: one.log_probability)
+        return heapq.nlargest(self._beam_width, extended, key=lambda one: one.log_probability)
 
     def _fillings(self, text: _Text, tokenizer: Tokenizer) -> list[Filling]:
-        best = text.beginnings[: self._top_k]
+        best = text.hypotheses[: self._top_k]
         filled = []
         for one in best:
             ids = list(text.ids)
             for position, token in zip(text.masks, one.tokens, strict=True):
                 ids[position - 1] = token
             filled.append(ids)
+        sequences = tokenizer.decode(filled, skip_special_tokens=True)
+        strings = iter(tokenizer.decode([[token] for one in best for token in one.tokens]))
         return [
             Filling(
                 math.exp(one.log_probability),
                 list(one.tokens),
-                tokenizer.decode([[token] for token in one.tokens]),
+                [next(strings) for _ in one.tokens],
                 sequence,
             )
-            for one, sequence in zip(
-                best, tokenizer.decode(filled, skip_special_tokens=True), strict=True
-            )
+            for one, sequence in zip(best, sequences, strict=True)
         ]
 
 
@@ -170,22 +171,22 @@ def prepare_jointly(
         InvalidRequest: a text is too long, or all rounds of all texts cost more than a request may.
     """
     tokenizer, limits = context.tokenizer, context.limits
-    width = _width(method, top_k)
+    beam_width = _beam_width(method, top_k)
     texts, tokens, results = [], 0, 0
     for index, text in enumerate(ids):
         name, size = input_name(index, many=many), len(text) + 2
         if size > limits.max_tokens:
             raise InvalidRequest(f"{name} has {size} tokens; the model reads {limits.max_tokens}")
-        masks = [i for i, token in enumerate(text, start=1) if token == tokenizer.mask_id]
+        masks = [index + 1 for index in tokenizer.mask_positions(text)]  # after [CLS]
         texts.append(_Text(list(text), masks))
         rounds = 0 if method == "independent" else len(masks) - 1
-        tokens += size * (1 + rounds * width)
+        tokens += size * (1 + rounds * beam_width)
         if tokens > (most := limits.max_request_tokens):
             raise InvalidRequest(
                 f"up to {name} decode {method} takes {tokens} tokens; the limit of a request is "
                 f"{most}"
             )
-        results += len(masks) * width * (width if method == "beam" else 1)
+        results += len(masks) * beam_width * (beam_width if method == "beam" else 1)
         if results > (most := limits.max_results):
             raise InvalidRequest(
                 f"up to {name} decode {method} compares {results} predictions; the limit is {most}"
@@ -195,25 +196,26 @@ def prepare_jointly(
     return first
 
 
-def _width(method: Method, top_k: int) -> int:
-    return max(top_k, _LEAST_BEAMS) if method == "beam" else top_k
+def _beam_width(method: Method, top_k: int) -> int:
+    return max(top_k, _MIN_BEAM_WIDTH) if method == "beam" else top_k
 
 
 def _predictions(result: MaskedLMResult, mask: int) -> list[tuple[int, float]]:
     """Return the likeliest tokens of a mask, with the logarithms of their probabilities."""
-    log_probabilities = result.top_logits[mask] - result.logsumexp[mask]
-    return list(zip(result.top_ids[mask].tolist(), log_probabilities.tolist(), strict=True))
+    log_probabilities = result.top_log_probabilities(mask).tolist()
+    return list(zip(result.top_ids[mask].tolist(), log_probabilities, strict=True))
 
 
-def _best_products(result: MaskedLMResult, count: int) -> list[_Beginning]:
+def _best_products(result: MaskedLMResult, count: int) -> list[_Hypothesis]:
     """Return the fillings of the greatest product of probabilities, best first."""
-    best = [_Beginning()]
+    best = [_Hypothesis()]
     for mask in range(len(result.logsumexp)):
-        # The best products have only best products of fewer masks as parts.
-        longer = [
-            _Beginning((*one.tokens, token), one.log_probability + log_probability)
-            for one in best
-            for token, log_probability in _predictions(result, mask)
+        # The hypothesis of rank i is in the best n only with tokens of rank n / (i + 1) or better:
+        # all better hypotheses with all better tokens have greater products.
+        extended = [
+            _Hypothesis((*one.tokens, token), one.log_probability + log_probability)
+            for rank, one in enumerate(best, start=1)
+            for token, log_probability in _predictions(result, mask)[: count // rank]
         ]
-        best = heapq.nlargest(count, longer, key=lambda one: one.log_probability)
+        best = heapq.nlargest(count, extended, key=lambda one: one.log_probability)
     return best

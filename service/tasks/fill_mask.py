@@ -119,15 +119,20 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
     for index, text in enumerate(texts):
         check_text(text, input_name(index, many=many), limits)
     ids = tokenizer.ids(texts)
-    masks = [
-        _count_masks(tokenizer, text, input_name(index, many=many), limits)
-        for index, text in enumerate(ids)
-    ]
+    counter = _PredictionCounter(limits, max(top_k, len(targets)))
+    for index, text in enumerate(ids):
+        masks = _count_masks(tokenizer, text, input_name(index, many=many), limits)
+        counter.add(masks, min(len(text), limits.max_tokens))
     if parameters.decode is not None:
         return fill_jointly.prepare_jointly(ids, parameters.decode, top_k, context, many=many)
     if targets and parameters.targets_as == "words":
         return fill_words.prepare_words(ids, targets, top_k, context, many=many)
-    return _prepare_tokens(ids, masks, targets, top_k, context, many=many)
+    return _prepare_tokens(ids, counter.predictions, targets, top_k, context, many=many)
+
+
+def _takes_long(call: TaskCall) -> bool:
+    parameters: FillMaskParameters = call.parameters
+    return parameters.decode is not None or parameters.targets_as == "words"
 
 
 def _check_targets(
@@ -148,27 +153,25 @@ def _check_targets(
 
 def _prepare_tokens(
     ids: Sequence[Sequence[int]],
-    masks: Sequence[int],
+    predictions: int,
     targets: Sequence[str],
     top_k: int,
     context: TaskContext,
     *,
     many: bool,
 ) -> PreparedRequest[_TokenFilling]:
-    tokenizer, limits = context.tokenizer, context.limits
+    tokenizer = context.tokenizer
     target_ids, warnings = _target_ids(tokenizer, targets)
     encodings, truncated = [], 0
-    counter = _PredictionCounter(limits, max(top_k, len(target_ids)))
-    for text, count in zip(ids, masks, strict=True):
-        counter.add(count, min(len(text), limits.max_tokens))
-        encoding, cut = tokenizer.encode(text, limits.max_tokens)
+    for text in ids:
+        encoding, cut = tokenizer.encode(text, context.limits.max_tokens)
         positions = np.flatnonzero(encoding.input_ids == tokenizer.mask_id).tolist()
         request = masked_lm.MaskedLMRequest(positions, 0 if target_ids else top_k, target_ids)
         encoding.requests = {masked_lm.HEAD.name: request}
         encodings.append(encoding)
         truncated += cut
     state = _TokenFilling(encodings, top_k, many)
-    return PreparedRequest(encodings, state, counter.predictions, truncated, warnings)
+    return PreparedRequest(encodings, state, predictions, truncated, warnings)
 
 
 class _PredictionCounter:
@@ -203,7 +206,7 @@ def _count_masks(tokenizer: Tokenizer, ids: Sequence[int], name: str, limits: Ta
     Raises:
         InvalidRequest: the text has no mask, too many masks, or a mask after the model's limit.
     """
-    positions = [position for position, token in enumerate(ids) if token == tokenizer.mask_id]
+    positions = tokenizer.mask_positions(ids)
     if not positions:
         raise InvalidRequest(
             f"{name} holds no mask token; put {tokenizer.mask_token} where a word is to be guessed"
@@ -292,6 +295,7 @@ TASK: Final = Task(
     result=_Result | list[_Result],
     prepare=prepare,
     decode=decode,
+    takes_long=_takes_long,
     examples=(
         Example("One text", {"inputs": "Paris is the [MASK] of France."}),
         Example(

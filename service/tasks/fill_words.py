@@ -13,7 +13,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.service.core import InvalidRequest
-from cloze.service.tasks.task import PreparedRequest, TaskContext, input_name
+from cloze.service.tasks.task import PreparedRequest, TaskContext, check_results, input_name
 from cloze.service.tokenizer import Tokenizer
 
 
@@ -72,7 +72,7 @@ class WordFilling:
             masks = []
             for mask in text.masks:
                 scores = [
-                    math.exp(sum(_log_probability(next(results)) for _ in word))
+                    sum(next(results).target_log_probability() for _ in word)
                     for word in self._words
                 ]
                 masks.append(self._best(text, mask, scores, context.tokenizer))
@@ -82,12 +82,13 @@ class WordFilling:
     def _best(
         self, text: _Text, mask: int, scores: Sequence[float], tokenizer: Tokenizer
     ) -> list[WordPrediction]:
+        """Return the best words; the scores are logarithms of probabilities."""
         order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: self._top_k]
         words = [self._words[index] for index in order]
         filled = [[*text.ids[:mask], *word, *text.ids[mask + 1 :]] for word in words]
         only_one = len(text.masks) == 1
         return [
-            WordPrediction(scores[index], word, string, sequence)
+            WordPrediction(math.exp(scores[index]), word, string, sequence)
             for index, word, string, sequence in zip(
                 order,
                 words,
@@ -130,13 +131,16 @@ def prepare_words(
                 f"{name} has {size} tokens with its longest target; the model reads "
                 f"{limits.max_tokens}"
             )
-        masks = [i for i, token in enumerate(text, start=1) if token == tokenizer.mask_id]
-        texts.append(_Text([tokenizer.cls_id, *text, tokenizer.sep_id], masks))
+        whole = [tokenizer.cls_id, *text, tokenizer.sep_id]
+        masks = tokenizer.mask_positions(whole)
+        texts.append(_Text(whole, masks))
         tokens += len(masks) * pieces * size
         if tokens > (most := limits.max_request_tokens):
             raise InvalidRequest(
                 f"up to {name} the targets take {tokens} tokens; the limit of a request is {most}"
             )
+    count = sum(len(text.masks) for text in texts) * pieces
+    check_results(count, "the targets need", limits)
     state = WordFilling(texts, words, top_k, many=many)
     encodings = state.encodings(tokenizer)
     return PreparedRequest(encodings, state, results=len(encodings), warnings=warnings)
@@ -168,7 +172,3 @@ def _encoding(
     request = MaskedLMRequest([mask + known], targets=[word[known]])
     encoding.requests = {masked_lm.HEAD.name: request}
     return encoding
-
-
-def _log_probability(result: masked_lm.MaskedLMResult) -> float:
-    return float(result.target_logits[0, 0]) - float(result.logsumexp[0])

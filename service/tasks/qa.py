@@ -9,7 +9,7 @@ character offsets, and their ends are moved to the ends of words.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -78,6 +78,9 @@ class QaParameters(WireModel):
     align_to_words: bool | None = Field(
         None, description="whether to extend answers to whole words; the default is true"
     )
+    details: bool | None = Field(
+        None, description="whether to return the best span of each window too"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,7 @@ class _Options:
     max_question_len: int = 64
     handle_impossible_answer: bool = False
     align_to_words: bool = True
+    details: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,37 @@ class QaAnswer:
 
 Answers = QaAnswer | list[QaAnswer]
 """The result for one question: the best answer, or a list of answers if there are several."""
+
+
+@dataclass(frozen=True, slots=True)
+class QaWindow:
+    """One window of a context, ``context[start:end]``, and its best span.
+
+    Attributes:
+        start, end: the characters of the window.
+        best: its best span, with the score that the span has in this window.
+        no_answer: the score of "no answer" in this window.
+        rank: rank of the span's text among all answers, from 1.
+        reason: whether the span is among the answers, or why it is not.
+    """
+
+    start: int
+    end: int
+    best: QaAnswer
+    no_answer: float
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class QaDetails:
+    """The answers to a question, and what each window of its context had to offer."""
+
+    answers: list[QaAnswer]
+    windows: list[QaWindow]
+
+
+_Result = Answers | QaDetails
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,49 +247,101 @@ def _stride(options: _Options, window_tokens: int, name: str) -> int:
 
 def decode(
     prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], _: TaskContext
-) -> Answers | list[Answers]:
+) -> _Result | list[_Result]:
     """Return the best answers to one question, or a list of answers if the inputs are a list."""
     rest = iter(outputs)
     state = prepared.state
-    results: list[Answers] = []
+    results: list[_Result] = []
     for question in state.questions:
         logits = [next(rest)[span.HEAD.name].logits for _ in question.windows]
-        answers = _best_answers(question, logits, state.options)
-        results.append(answers[0] if len(answers) == 1 else answers)
+        windows = _search(question, logits, state.options)
+        ranked = _ranked(windows, state.options)
+        answers = ranked[: state.options.top_k]
+        if state.options.details:
+            results.append(_details(question, windows, ranked, answers))
+        else:
+            results.append(answers[0] if len(answers) == 1 else answers)
     return results if state.many else results[0]
 
 
-def _best_answers(
-    question: _Question, logits: Sequence[Float32], options: _Options
-) -> list[QaAnswer]:
-    """Return the best answers of all windows, best first.
+class _Window(NamedTuple):
+    """The spans of one window, best first, and the score of "no answer"."""
+
+    spans: list[QaAnswer]
+    no_answer: float
+
+
+def _search(question: _Question, logits: Sequence[Float32], options: _Options) -> list[_Window]:
+    """Return the best spans of each window.
 
     Args:
         question: the question's context and windows.
         logits: the logits [tokens, 2] of each window.
         options: the parameters of the request.
     """
-    # Several candidates may have the same text after they are extended to whole words.
+    # Several spans may have the same text after they are extended to whole words.
     count = options.top_k * 2 + 10 if options.align_to_words else options.top_k
-    merged: dict[str, QaAnswer] = {}  # by lower-case text
-    no_answer = 1e6
+    offsets = question.spans.offsets
+    windows = []
     for window, window_logits in zip(question.windows, logits, strict=True):
         scores = _scores(window_logits, question.question_tokens, window[1] - window[0])
-        no_answer = min(no_answer, float(scores[0, 0] * scores[0, 1]))
-        for score, start_token, end_token in _best_spans(scores[1:], count, options.max_answer_len):
-            tokens = window[0] + start_token, window[0] + end_token
+        spans = []
+        for score, first, last in _best_spans(scores[1:], count, options.max_answer_len):
+            tokens = window[0] + first, window[0] + last
             if options.align_to_words:
                 tokens = _whole_words(question.spans, tokens, window)
-            start, end = question.spans.offsets[tokens[0]][0], question.spans.offsets[tokens[1]][1]
-            answer = QaAnswer(question.context[start:end], score, start, end)
+            start, end = offsets[tokens[0]][0], offsets[tokens[1]][1]
+            spans.append(QaAnswer(question.context[start:end], score, start, end))
+        windows.append(_Window(spans, float(scores[0, 0] * scores[0, 1])))
+    return windows
+
+
+def _ranked(windows: Sequence[_Window], options: _Options) -> list[QaAnswer]:
+    """Return the answers of all windows, best first; spans of one text are one answer."""
+    merged: dict[str, QaAnswer] = {}  # by lower-case text
+    for window in windows:
+        for answer in window.spans:
             key = answer.answer.lower()
             if (same := merged.get(key)) is not None:
-                answer = replace(same, score=same.score + score)
+                answer = replace(same, score=same.score + answer.score)
             merged[key] = answer
     answers = list(merged.values())
     if options.handle_impossible_answer:
-        answers.append(QaAnswer("", no_answer, 0, 0))
-    return sorted(answers, key=lambda answer: -answer.score)[: options.top_k]
+        answers.append(QaAnswer("", min(window.no_answer for window in windows), 0, 0))
+    return sorted(answers, key=lambda answer: -answer.score)
+
+
+def _details(
+    question: _Question,
+    windows: Sequence[_Window],
+    ranked: Sequence[QaAnswer],
+    answers: list[QaAnswer],
+) -> QaDetails:
+    """Return the answers with the best span of each window."""
+    ranks = {answer.answer.lower(): rank for rank, answer in enumerate(ranked, start=1)}
+    details = []
+    for (first, end), window in zip(question.windows, windows, strict=True):
+        best = window.spans[0]
+        rank = ranks[best.answer.lower()]
+        details.append(
+            QaWindow(
+                start=question.spans.offsets[first][0],
+                end=question.spans.offsets[end - 1][1],
+                best=best,
+                no_answer=window.no_answer,
+                rank=rank,
+                reason=_reason(rank, len(answers), window.no_answer > best.score),
+            )
+        )
+    return QaDetails(answers, details)
+
+
+def _reason(rank: int, returned: int, no_answer_is_likelier: bool) -> str:
+    if rank <= returned:
+        return "returned"
+    others = "1 answer has" if rank == 2 else f"{rank - 1} answers have"
+    doubt = "; the window rather has no answer" if no_answer_is_likelier else ""
+    return f"{others} a higher score{doubt}"
 
 
 def _scores(logits: Float32, question_tokens: int, context_tokens: int) -> Float32:
@@ -314,7 +401,7 @@ TASK: Final = Task(
         ),
     ],
     parameters=QaParameters,
-    result=Answers | list[Answers],
+    result=_Result | list[_Result],
     own_fields=("question",),
     prepare=prepare,
     decode=decode,

@@ -1,8 +1,8 @@
 """Score: how likely a text is to a model that fills masks.
 
-The log-probability of a token is that of the token at its own place, masked, given all other tokens
-of the text. Their sum is the text's pseudo-log-likelihood. A text of n tokens takes n runs, which
-run in batches with those of everyone else.
+The log-probability of a token is the logarithm of its probability at a mask in its place, given all
+other tokens of the text. The sum over the tokens is the text's pseudo-log-likelihood. A text of n
+tokens becomes n encodings, which share batches with those of other requests.
 
 Source: Salazar et al. 2020, "Masked Language Model Scoring", equation 1.
 """
@@ -27,6 +27,7 @@ from cloze.service.tasks.task import (
     TaskContext,
     Text,
     Texts,
+    check_results,
     check_text,
     input_name,
     listed,
@@ -84,6 +85,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
                 f"up to {name} the masked copies hold {tokens} tokens; the limit of a request is "
                 f"{most}"
             )
+    check_results(sum(len(text.ids) for text in spans), "the texts need", context.limits)
     encodings = [copy for text in spans for copy in _masked_copies(text.ids, context.tokenizer)]
     return PreparedRequest(encodings, _State(spans, many), results=len(encodings))
 
@@ -104,12 +106,13 @@ def _check(ids: Sequence[int], name: str, context: TaskContext) -> None:
 def _masked_copies(ids: Sequence[int], tokenizer: Tokenizer) -> list[Encoding]:
     """Return an encoding per token, in which a mask replaces the token."""
     assert tokenizer.mask_id is not None  # a model with the head has the token
+    whole, _ = tokenizer.encode(ids, len(ids) + 2)
     copies = []
     for position, token in enumerate(ids, start=1):
-        copy, _ = tokenizer.encode(ids, len(ids) + 2)
-        copy.input_ids[position] = tokenizer.mask_id
-        copy.requests = {masked_lm.HEAD.name: MaskedLMRequest([position], targets=[token])}
-        copies.append(copy)
+        input_ids = whole.input_ids.copy()
+        input_ids[position] = tokenizer.mask_id
+        requests = {masked_lm.HEAD.name: MaskedLMRequest([position], targets=[token])}
+        copies.append(Encoding(input_ids, whole.token_type_ids, requests))
     return copies
 
 
@@ -121,15 +124,13 @@ def decode(
     scores = []
     for text in prepared.state.texts:
         tokens = [
-            ScoredToken(context.tokenizer.token_of(token), start, end, _log_probability(result))
+            ScoredToken(
+                context.tokenizer.token_of(token), start, end, result.target_log_probability()
+            )
             for token, (start, end), result in zip(text.ids, text.offsets, results, strict=False)
         ]
         scores.append(TextScore(math.fsum(token.log_probability for token in tokens), tokens))
     return scores if prepared.state.many else scores[0]
-
-
-def _log_probability(result: masked_lm.MaskedLMResult) -> float:
-    return float(result.target_logits[0, 0]) - float(result.logsumexp[0])
 
 
 TASK: Final = Task(
@@ -147,6 +148,7 @@ TASK: Final = Task(
     result=TextScore | list[TextScore],
     prepare=prepare,
     decode=decode,
+    takes_long=lambda _: True,
     examples=(
         Example("One text", {"inputs": "Paris is the capital of France."}),
         Example("Two texts to compare", {"inputs": ["He opened the door.", "He opened the sky."]}),

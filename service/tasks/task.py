@@ -202,6 +202,8 @@ class Task:
             consists of JSON values and frozen dataclasses, or if `vectors` is set, is a float32
             array [n, D] or a list of such arrays.
         examples: example requests.
+        takes_long: call -> whether `prepare` may take milliseconds for a short body, because one
+            text becomes many encodings.
         vectors: whether the result is an array or a list of arrays, which clients may request as
             bytes.
         own_fields: fields that only objects among this task's inputs have. ``POST /`` recognises
@@ -218,6 +220,7 @@ class Task:
     prepare: Callable[[TaskCall, TaskContext], PreparedRequest[Any]]
     decode: Callable[[PreparedRequest[Any], Sequence[HeadOutputs], TaskContext], Any]
     examples: tuple[Example, ...]
+    takes_long: Callable[[TaskCall], bool] = lambda _: False
     vectors: bool = False
     own_fields: tuple[str, ...] = ()
 
@@ -259,6 +262,16 @@ def check_text(text: str, name: str, limits: TaskLimits) -> None:
     if len(text) > limits.max_text_characters:
         limit = limits.max_text_characters
         raise InvalidRequest(f"{name} has {len(text)} characters; the limit is {limit}")
+
+
+def check_results(results: int, asked: str, limits: TaskLimits) -> None:
+    """Check the number of a request's results, or of the encodings that it needs.
+
+    Raises:
+        InvalidRequest: the number exceeds `TaskLimits.max_results`.
+    """
+    if results > (most := limits.max_results):
+        raise InvalidRequest(f"{asked} {results} predictions; the limit is {most}")
 
 
 def check_range(value: int, low: int, high: int, name: str) -> None:

@@ -386,6 +386,7 @@ def test_what_cannot_be_measured_is_one_line(
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_all_that_a_device_gives(tmp_path: Path) -> None:
     """The programme that measures a GPU, on this CPU and at small size: engines, padded, torch's
     ways, a server.

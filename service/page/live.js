@@ -33,7 +33,7 @@ export function showLive(parent) {
       return;
     }
     try {
-      const response = await fetch("/metrics");
+      const response = await fetch("metrics");
       if (!response.ok) throw new Error(`status ${response.status}`);
       const now = summary(await response.text(), performance.now() / 1000);
       if (ended) return;

@@ -4,6 +4,7 @@ import { element } from "./elements.js";
 import { showLive } from "./live.js";
 import { PANELS } from "./panels.js";
 
+const BASE = new URL(".", location).href.slice(0, -1); // also below a path of a proxy
 const LIVE = { task: "live", title: "Live" };
 const main = document.getElementById("main");
 const nav = document.getElementById("panels");
@@ -13,7 +14,7 @@ let leave = () => {}; // ends what the shown panel has under way
 async function start() {
   let info;
   try {
-    info = await (await fetch("/info")).json();
+    info = await (await fetch(`${BASE}/info`)).json();
   } catch {
     main.replaceChildren(element("p", { class: "error", role: "alert" }, "The server does not answer."));
     return;
@@ -104,7 +105,7 @@ async function ask(panel, values, body, signal) {
   const started = performance.now();
   let response, answer;
   try {
-    response = await fetch(panel.route, {
+    response = await fetch(BASE + panel.route, {
       method: "POST",
       headers: { "content-type": "application/json" },
       body: JSON.stringify(body),
@@ -119,11 +120,15 @@ async function ask(panel, values, body, signal) {
     const wait = response.headers.get("retry-after");
     return alarm(`${response.status}: ${answer.error}${wait ? `; try again in ${wait} s` : ""}`);
   }
-  const warning = response.headers.get("x-warning");
+  const cut = Number(response.headers.get("x-truncated"));
+  const warnings = [
+    ...(cut ? [`${cut === 1 ? "1 text was" : `${cut} texts were`} cut to the model's limit`] : []),
+    ...(response.headers.get("x-warning") ?? "").split("; ").filter(Boolean),
+  ];
   return [
     element("h3", {}, "Answer"),
     ...panel.show(answer, values),
-    ...(warning ? [element("p", { class: "faint" }, `Warning: ${warning}`)] : []),
+    ...warnings.map((warning) => element("p", { class: "faint" }, `Warning: ${warning}`)),
     times(performance.now() - started, response.headers),
   ];
 }
@@ -143,11 +148,11 @@ function code(panel, values, body) {
   const program = [
     "from cloze.client import Client",
     "",
-    `with Client("${location.origin}") as client:`,
+    `with Client("${BASE}") as client:`,
     `    print(${call})`,
   ].join("\n");
   return [
-    ...copied("curl", `curl ${location.origin}${panel.route} -d '${json}'`),
+    ...copied("curl", `curl ${BASE}${panel.route} -d '${json}'`),
     ...copied("Python", program),
   ];
 }

@@ -87,6 +87,9 @@ def answers(browser: Browser, address: str) -> dict[str, Any]:
     page.wait_for_selector("text=Mask 2")
     page = watched.open(address, "embed")
     seen["cosines"] = page.locator("td.heat").all_inner_texts()
+    page.get_by_label("Texts to compare").fill("a\n" + "year " * 300)
+    page.get_by_role("button", name="Ask").click()
+    page.get_by_text("Warning: 1 text was cut to the model's limit").wait_for()
     page = watched.open(address, "qa")
     seen["marked"] = [page.inner_text("mark")]
     seen["answers"] = page.locator("p button").all_inner_texts()

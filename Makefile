@@ -36,7 +36,8 @@ lint: install  ## Run ruff, mypy --strict and import-linter.
 # Some tests read real text from the directory that CLOZE_TEST_DATA names. Without the variable,
 # these tests skip.
 test: lint  ## Run the linters and all tests except the slow ones.
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile -m 'computes and not slow and not gpu'
+	$(BIN)/pytest -m 'not computes and not slow and not gpu'
 
 test-slow: install  ## Run the tests that take minutes.
 	$(BIN)/pytest -m slow

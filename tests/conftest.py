@@ -32,6 +32,40 @@ DATA_VARIABLE = "CLOZE_TEST_DATA"
 DATA_FOLDER = os.environ.get(DATA_VARIABLE)
 
 
+COMPUTING = {
+    f"test_{name}.py"
+    for name in (
+        "checkpoint",
+        "cli",
+        "default_models",
+        "deploy",
+        "graph",
+        "hub",
+        "int8",
+        "main_job",
+        "packed",
+        "packed_engine",
+        "sentence",
+        "squad",
+        "store",
+        "tensors",
+        "tokenizer",
+        "train",
+        "train_bad_input",
+        "train_data",
+        "weights",
+        "wheel",
+    )
+}
+"""Files whose tests pass on a busy machine. `make test` runs them side by side."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.name in COMPUTING:
+            item.add_marker("computes")
+
+
 @pytest.fixture(scope="session")
 def external_data() -> Path:
     """Return the folder of real text, questions and vocabularies, which are too large to commit."""

@@ -34,7 +34,8 @@ lint: install  ## Run ruff, mypy --strict and import-linter.
 	$(BIN)/lint-imports
 
 # Some tests read real text from the directory that CLOZE_TEST_DATA names. Without the variable,
-# these tests skip.
+# these tests skip. The files that only compute run side by side; the others measure times, so
+# they run one after another.
 test: lint  ## Run the linters and all tests except the slow ones.
 	$(BIN)/pytest -n 2 --dist loadfile -m 'computes and not slow and not gpu'
 	$(BIN)/pytest -m 'not computes and not slow and not gpu'

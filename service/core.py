@@ -235,7 +235,7 @@ class Queue(Protocol):
         deadline: float,
         *,
         accepted: bool = False,
-        admitted: bool = False,
+        later_round: bool = False,
     ) -> Future[BatchResult]:
         """Admit all encodings of a request or none.
 
@@ -243,8 +243,8 @@ class Queue(Protocol):
             encodings: at least one encoding.
             deadline: `time.monotonic` time after which no encoding of the request starts.
             accepted: whether the request arrived before the drain and must still be answered.
-            admitted: whether the encodings belong to a request that was admitted before; then
-                neither a drain nor a full queue refuses them.
+            later_round: whether the encodings belong to a request that was admitted in an earlier
+                round; then neither a drain nor a full queue refuses them.
 
         Returns:
             A future that always ends: with a result, or with a `ServiceError`. Cancelling the

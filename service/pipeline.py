@@ -148,7 +148,7 @@ class Pipeline:
             if following is None:
                 break
             prepared = following
-            future = queue.submit(prepared.encodings, deadline, admitted=True)
+            future = queue.submit(prepared.encodings, deadline, later_round=True)
             batch = await self._completions.wait(future)
             tokens += sum(map(len, prepared.encodings))
             queue_s, inference_s = queue_s + batch.queue_s, inference_s + batch.inference_s

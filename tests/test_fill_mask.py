@@ -65,7 +65,7 @@ def oracle(request: pytest.FixtureRequest, checkpoints: dict[str, Path]) -> tupl
     return request.param, Oracle(checkpoints[request.param], request.param)
 
 
-# ---- words -----------------------------------------------------------------------------------------
+# ---- words ---------------------------------------------------------------------------------------
 
 
 def test_words_have_the_probability_of_all_their_tokens(
@@ -120,7 +120,7 @@ def test_words_outside_the_vocabulary_are_left_out(server: Server) -> None:
     )
 
 
-# ---- several masks together ------------------------------------------------------------------------
+# ---- several masks together ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["left-to-right", "beam"])
@@ -227,24 +227,56 @@ def test_our_client_fills_with_words_and_jointly(server: Server) -> None:
     assert [one.tokens for one in fillings[1]] == [one["tokens"] for one in best]
 
 
-# ---- bad input -------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("inputs", "parameters", "message"),
     [
         ("a [MASK]", {"targets_as": "words"}, "targets_as words needs targets"),
-        ("a [MASK]", {"targets_as": "letters"}, "parameters.targets_as: Input should be 'tokens' or 'words'"),
-        ("a [MASK]", {"decode": "beam", "targets": ["red"]}, "decode chooses among the whole vocabulary"),
-        ("a [MASK]", {"decode": "greedy"}, "parameters.decode: Input should be 'independent', 'left-to-right' or 'beam'"),
-        ("a [MASK]", {"targets": ["北"], "targets_as": "words"}, "none of the targets is a word of the model's vocabulary"),
+        (
+            "a [MASK]",
+            {"targets_as": "letters"},
+            "parameters.targets_as: Input should be 'tokens' or 'words'",
+        ),
+        (
+            "a [MASK]",
+            {"decode": "beam", "targets": ["red"]},
+            "decode chooses among the whole vocabulary",
+        ),
+        (
+            "a [MASK]",
+            {"decode": "greedy"},
+            "parameters.decode: Input should be 'independent', 'left-to-right' or 'beam'",
+        ),
+        (
+            "a [MASK]",
+            {"targets": ["北"], "targets_as": "words"},
+            "none of the targets is a word of the model's vocabulary",
+        ),
         ("a", {"decode": "beam"}, "inputs holds no mask token"),
-        ("year " * 157 + "[MASK]", {"targets": ["walking"], "targets_as": "words"}, "inputs has 161 tokens with its longest target; the model reads 160"),
-        ("[MASK] " + "year " * 158, {"decode": "beam"}, "inputs has 161 tokens; the model reads 160"),
-        (["[MASK] " * 9] * 40, {"targets": ["walking"] * 100, "targets_as": "words"}, "the request asks for more than 32768 predictions (masks x top_k), the limit"),
-        (["[MASK] [MASK]"] * 40, {"decode": "beam", "top_k": 50}, "up to inputs[6] decode beam compares 35000 predictions; the limit is 32768"),
+        (
+            "year " * 157 + "[MASK]",
+            {"targets": ["walking"], "targets_as": "words"},
+            "inputs has 161 tokens with its longest target; the model reads 160",
+        ),
+        (
+            "[MASK] " + "year " * 158,
+            {"decode": "beam"},
+            "inputs has 161 tokens; the model reads 160",
+        ),
+        (
+            ["[MASK] " * 9] * 40,
+            {"targets": [f"walking{n}" for n in range(100)], "targets_as": "words"},
+            "the request asks for more than 32768 predictions (masks x top_k), the limit",
+        ),
+        (
+            ["[MASK] [MASK]"] * 40,
+            {"decode": "beam", "top_k": 50},
+            "up to inputs[6] decode beam compares 35000 predictions; the limit is 32768",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused(
     server: Server, inputs: Any, parameters: dict[str, Any], message: str
 ) -> None:

@@ -151,6 +151,14 @@ def test_the_live_panel_plots_the_metrics(browse: Browse, server: Server) -> Non
     assert seen["offline"] == "The server does not answer."
 
 
+def test_the_docs_try_a_route_out_without_the_network(browse: Browse, server: Server) -> None:
+    seen = browse("docs", server.url)
+    assert seen["status"].split()[0] == "200"
+    assert json.loads(seen["body"])[0]["token_str"]
+    assert [a for a in seen["addresses"] if not a.startswith((server.url, "data:"))] == []
+    assert seen["messages"] == []
+
+
 def test_an_unknown_file_of_the_page_is_not_found(server: Server) -> None:
     for path in ("/page/%2e%2e/settings.py", "/page/..%2fsettings.py", "/page//etc/passwd"):
         assert httpx.get(server.url + path).status_code == 404

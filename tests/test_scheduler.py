@@ -411,9 +411,9 @@ def test_a_later_round_of_an_admitted_request_is_never_refused() -> None:
         requests = [scheduler.submit([sized(10)], later())]
         assert engine.entered.wait(WAIT_S)
         requests.append(scheduler.submit([sized(11), sized(12)], later()))
-        requests.append(scheduler.submit([sized(13)], later(), admitted=True))
+        requests.append(scheduler.submit([sized(13)], later(), later_round=True))
         scheduler.drain()
-        requests.append(scheduler.submit([sized(14)], later(), admitted=True))
+        requests.append(scheduler.submit([sized(14)], later(), later_round=True))
         with pytest.raises(ShuttingDown):
             scheduler.submit([sized(15)], later())
         engine.gate.set()

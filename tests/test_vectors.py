@@ -1,6 +1,7 @@
 """Vectors as bytes: types of numbers, NumPy's format, a vector per token."""
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,15 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from sentence_transformers.sentence_transformer.modules import Dense, Pooling
 from sentence_transformers.util.quantization import quantize_embeddings
 from transformers import AutoModel, AutoTokenizer
 
 from cloze.client import Client
+from cloze.export.publish import ExportOptions, export
+from cloze.model_store import Store
 from tests.serving import Server, running_server
+from tests.test_sentence import saved as sentence_transformer
 
 RAW, NPY = "application/octet-stream", "application/x-npy"
 TEXTS = ["the king", "of Paris", "a moon over the sea"]
@@ -106,7 +111,7 @@ def test_an_unknown_type_is_refused_before_the_texts_are_read(
     )
 
 
-# ---- places of tokens ------------------------------------------------------------------------------
+# ---- places of tokens ----------------------------------------------------------------------------
 
 
 def with_offsets(server: Server, inputs: Any, **options: Any) -> httpx.Response:
@@ -145,7 +150,7 @@ def test_token_ids_have_no_places(server: Server) -> None:
     assert answer.json()["error"] == "inputs[1] is a list of token ids, which have no offsets"
 
 
-# ---- the tokens that carry a similarity ------------------------------------------------------------
+# ---- the tokens that carry a similarity ----------------------------------------------------------
 
 
 def compare(server: Server, source: str, sentences: list[str], **options: Any) -> httpx.Response:
@@ -189,7 +194,7 @@ def test_a_model_without_vectors_of_tokens_says_so(minilm_store: Path) -> None:
         )
 
 
-# ---- spans of one text (late chunking) -------------------------------------------------------------
+# ---- spans of one text (late chunking) -----------------------------------------------------------
 
 LONG = "the king of Paris was red . a moon over the sea ,  and the old house"
 
@@ -263,3 +268,30 @@ def test_spans_of_a_model_without_vectors_of_tokens_are_refused(minilm_store: Pa
         assert answer.json()["error"] == (
             "spans need vectors of tokens; export minilm@1 with --task embed-all too"
         )
+
+
+@pytest.mark.parametrize(
+    ("after", "message"),
+    [
+        (
+            lambda: [Pooling(64, pooling_mode="cls")],
+            "spans need mean pooling; the pooling of m@1 is cls",
+        ),
+        (
+            lambda: [Pooling(64, pooling_mode="mean"), Dense(64, 24)],
+            "spans need a model without layers after its pooling; m@1 has some",
+        ),
+    ],
+    ids=["cls", "projected"],
+)
+def test_spans_of_a_model_that_pools_otherwise_are_refused(
+    tmp_path: Path, after: Callable[[], list[Any]], message: str
+) -> None:
+    checkpoint = sentence_transformer(tmp_path, "bert-plain", *after())
+    export(
+        str(checkpoint), "m", Store(tmp_path / "store"), ExportOptions(tasks=("embed", "embed-all"))
+    )
+    with running_server(tmp_path / "store") as server:
+        answer = embed_spans(server, [[0, 3]])
+        assert answer.status_code == 424
+        assert answer.json()["error"].startswith(message)

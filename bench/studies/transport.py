@@ -125,7 +125,7 @@ class InstantQueue:
         deadline: float,  # noqa: ARG002
         *,
         accepted: bool = False,  # noqa: ARG002
-        admitted: bool = False,  # noqa: ARG002
+        later_round: bool = False,  # noqa: ARG002
     ) -> Future[BatchResult]:
         """Hand the request to the worker thread."""
         future: Future[BatchResult] = Future()

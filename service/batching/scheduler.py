@@ -135,14 +135,14 @@ class Scheduler:
         deadline: float,
         *,
         accepted: bool = False,
-        admitted: bool = False,
+        later_round: bool = False,
     ) -> Future[BatchResult]:
         """Admit all encodings of a request or none; see `core.Queue`."""
         lengths = list(map(len, encodings))
         tokens = sum(lengths)
         with self._lock:
             self._check_alive()
-            if not admitted:
+            if not later_round:
                 self._check_admission(tokens, accepted=accepted)
             request = PendingRequest(len(encodings), tokens, deadline)
             request.add_done_callback(self._forget)

@@ -159,7 +159,7 @@ class EngineServer:
     def submit(self, run: frames.Run) -> Future[BatchResult]:
         """Admit a request; see `core.Queue`."""
         future = self._queues[run.model].submit(
-            run.encodings, run.deadline, accepted=run.accepted, admitted=run.admitted
+            run.encodings, run.deadline, accepted=run.accepted, later_round=run.later_round
         )
         self.observe_queue(run.model)
         return future

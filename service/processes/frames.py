@@ -37,7 +37,7 @@ class Run:
         model: index of the served model.
         accepted: whether the request arrived before a drain.
         encodings: at least one.
-        admitted: whether the encodings belong to a request that was admitted before.
+        later_round: whether the request was admitted in an earlier round.
     """
 
     number: int
@@ -45,7 +45,7 @@ class Run:
     model: int
     accepted: bool
     encodings: Sequence[Encoding]
-    admitted: bool = False
+    later_round: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class _Run(msgspec.Struct, tag=_RUN, array_like=True, gc=False):
     request_of: list[int]  # index into `requests`, per encoding
     input_ids: memoryview
     token_type_ids: memoryview
-    admitted: bool
+    later_round: bool
 
 
 class _Column(msgspec.Struct, array_like=True, gc=False):
@@ -142,7 +142,7 @@ def encode_run(run: Run) -> bytes:
         request_of,
         np.concatenate([encoding.input_ids for encoding in encodings]).data,
         np.concatenate([encoding.token_type_ids for encoding in encodings]).data,
-        run.admitted,
+        run.later_round,
     ]
     return _encoder.encode(message)
 
@@ -190,7 +190,7 @@ def decode_request(message: memoryview | bytes) -> Run | Cancel:
         decoded.model,
         decoded.accepted,
         encodings,
-        decoded.admitted,
+        decoded.later_round,
     )
 
 

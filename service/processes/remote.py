@@ -67,7 +67,7 @@ class EngineLink(Channel):
         deadline: float,
         *,
         accepted: bool,
-        admitted: bool,
+        later_round: bool,
     ) -> Future[BatchResult]:
         """Send a request; see `core.Queue`."""
         if self._closed:
@@ -80,7 +80,7 @@ class EngineLink(Channel):
         self.tokens += tokens
         self._pending[number] = future
         future.add_done_callback(partial(self._forget, number, tokens))
-        run = frames.Run(number, deadline, model, accepted, encodings, admitted)
+        run = frames.Run(number, deadline, model, accepted, encodings, later_round)
         self.send(frames.encode_run(run))
         return future
 
@@ -170,17 +170,19 @@ class RemoteQueue:
         deadline: float,
         *,
         accepted: bool = False,
-        admitted: bool = False,
+        later_round: bool = False,
     ) -> Future[BatchResult]:
         """Send a request to the running engine with the fewest tokens; see `core.Queue`.
 
         The engine bounds its queue: the future fails with `Overloaded` if the queue is full.
         """
-        if self._draining and not (accepted or admitted):
+        if self._draining and not (accepted or later_round):
             raise ShuttingDown("the server is shutting down")
         running = [link for link in self._links if link.dead is None]
         link = min(running or self._links, key=lambda link: link.tokens)
-        return link.submit(self._model, encodings, deadline, accepted=accepted, admitted=admitted)
+        return link.submit(
+            self._model, encodings, deadline, accepted=accepted, later_round=later_round
+        )
 
     def precision(self) -> str:
         """Return the precision of the graph that an engine runs; empty before the greeting."""

@@ -18,7 +18,7 @@ from cloze.service.pipeline import Pipeline
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.protocols.task_route import Endpoint, TaskRoute
 from cloze.service.tasks import Task, embed, fill_mask, text_classification, token_classification
-from cloze.service.tasks.task import NotEmpty, SchemaKeyword, WireModel
+from cloze.service.tasks.task import NotEmpty, NotEmptyText, WireModel
 
 _CLASSIFYING: Final = (text_classification.TASK, token_classification.TASK)
 """Tasks whose bodies look the same."""
@@ -29,7 +29,7 @@ class DispatchBody(WireModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    inputs: Annotated[JsonValue, SchemaKeyword("minLength", 1), NotEmpty] = Field(
+    inputs: Annotated[JsonValue, NotEmptyText, NotEmpty] = Field(
         description="the inputs of the task"
     )
     parameters: dict[str, JsonValue] | None = Field(None, description="its parameters")

@@ -101,22 +101,21 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     check_range(dimensions, 1, recipe.dimensions, "dimensions")
     normalize = recipe.normalize if parameters.normalize is None else parameters.normalize
     if parameters.spans is not None:
-        return _prepare_spans(call.inputs, parameters.spans, dimensions, normalize, call, context)
+        return _prepare_spans(call, parameters.spans, dimensions, normalize, context)
     encodings, truncated = encode(texts, names, parameters, context)
     return PreparedRequest(encodings, _State(dimensions, normalize), truncated=truncated)
 
 
 def _prepare_spans(
-    text: Any,
+    call: TaskCall,
     spans: Sequence[tuple[int, int]],
     dimensions: int,
     normalize: bool,
-    call: TaskCall,
     context: TaskContext,
 ) -> PreparedRequest[_State]:
     """Tokenize one text whose spans are embedded."""
+    text, parameters = call.inputs, call.parameters
     _check_spans(text, spans, context)
-    parameters: EmbedParameters = call.parameters
     encodings, truncated = encode([text], ["inputs"], parameters, context, _TOKENS_REQUEST)
     places = offsets(text, len(encodings[0]), parameters, context)
     own = [(token, place) for token, place in enumerate(places) if place is not None]
@@ -144,9 +143,12 @@ def _check_spans(text: Any, spans: Sequence[tuple[int, int]], context: TaskConte
     if token_embedding.HEAD.name not in heads:
         task = token_embedding.HEAD.task
         raise WrongTask(f"spans need vectors of tokens; export {reference} with --task {task} too")
-    if recipe.pooling is not Pooling.MEAN or recipe.projected is not False:
+    if recipe.pooling is not Pooling.MEAN:
+        raise WrongTask(f"spans need mean pooling; the pooling of {reference} is {recipe.pooling}")
+    if recipe.projected is not False:
         raise WrongTask(
-            f"spans need a model that pools the mean of its tokens; {reference} has more"
+            f"spans need a model without layers after its pooling; {reference} has some, or was "
+            "exported before bundles said so"
         )
     if not isinstance(text, str):
         raise InvalidRequest("spans are parts of one text; inputs is a list")

@@ -116,6 +116,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
     top_k = 5 if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, min(limits.max_top_k, tokenizer.vocab_size), "top_k")
     _check_targets(parameters, targets, limits)
+    targets = list(dict.fromkeys(targets))
     for index, text in enumerate(texts):
         check_text(text, input_name(index, many=many), limits)
     ids = tokenizer.ids(texts)

@@ -98,7 +98,10 @@ class SchemaKeyword:
 NotEmpty = SchemaKeyword("minItems", 1)
 """Marks a list that has at least one element."""
 
-Text = Annotated[str, SchemaKeyword("minLength", 1)]
+NotEmptyText = SchemaKeyword("minLength", 1)
+"""Marks a text that has at least one character."""
+
+Text = Annotated[str, NotEmptyText]
 Texts = Annotated[list[Text], FirstError(), NotEmpty]
 Count = Annotated[int, SchemaKeyword("minimum", 1)]
 CountOrZero = Annotated[int, SchemaKeyword("minimum", 0)]

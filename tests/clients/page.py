@@ -167,8 +167,28 @@ def live(browser: Browser, address: str) -> dict[str, Any]:
     return seen | {"offline": other.inner_text("[role=alert]")}
 
 
+def docs(browser: Browser, address: str) -> dict[str, Any]:
+    """What "Try it out" of /docs shows for the first example of /fill-mask."""
+    watched = Watched(browser)
+    page = watched.page
+    page.goto(f"{address}/docs")
+    operation = page.locator(".opblock").filter(has=page.locator("[data-path='/fill-mask']"))
+    operation.locator(".opblock-summary-control").click()
+    operation.get_by_role("button", name="Try it out").click()
+    operation.get_by_role("button", name="Execute").click()
+    response = operation.locator(".live-responses-table")
+    response.wait_for()
+    return {
+        "status": response.locator(".response-col_status").nth(1).inner_text(),
+        "body": response.locator(".response-col_description .microlight").first.inner_text(),
+        "messages": watched.messages,
+        "addresses": sorted(watched.addresses),
+    }
+
+
 SCENARIOS: dict[str, Callable[[Browser, str], dict[str, Any]]] = {
-    function.__name__: function for function in (panels, answers, labels, mistakes, overload, live)
+    function.__name__: function
+    for function in (panels, answers, labels, mistakes, overload, live, docs)
 }
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ class GraphUnderTest:
             tuple(head.name for head in self.heads),
             token_types=self.checkpoint.model.config.type_vocab_size > 0,
             pooling=self.checkpoint.recipe.pooling,
+            layers=self.checkpoint.model.config.layers,
         )
 
 
@@ -157,13 +158,13 @@ def _make_case(
     """Return a batch of random tokens between ``[CLS]`` and ``[SEP]``, and torch's outputs."""
     checkpoint, codec = subject.checkpoint, BatchCodec(subject.spec)
     batch = [_random_encoding(rng, checkpoint, int(size), asked) for size in sizes]
-    rows = _hidden_rows(checkpoint.model, batch, subject.graph.layout)
-    expected = torch_outputs(checkpoint.model, checkpoint.recipe, rows, batch, codec)
+    states = _states(checkpoint.model, batch, subject.graph.layout)
+    expected = torch_outputs(checkpoint.model, checkpoint.recipe, states, batch, codec)
     return _Case(codec.pack(batch), expected)
 
 
-def _hidden_rows(model: Model, batch: Sequence[Encoding], layout: Layout) -> torch.Tensor:
-    """Return torch's hidden states [T, H] of a batch.
+def _states(model: Model, batch: Sequence[Encoding], layout: Layout) -> torch.Tensor:
+    """Return torch's hidden states [N, T, H] of a batch: the embeddings, then each layer.
 
     In the dense layout all sequences have one length and run as one batch. In the packed layout
     each sequence runs alone, so the reference does not depend on the layout or on other sequences.
@@ -175,8 +176,8 @@ def _hidden_rows(model: Model, batch: Sequence[Encoding], layout: Layout) -> tor
             torch.from_numpy(np.stack(arrays).astype(np.int64))
             for arrays in ([e.input_ids for e in call], [e.token_type_ids for e in call])
         )
-        states.append(model(ids, types).flatten(0, 1))
-    return torch.cat(states)
+        states.append(model.encoder.states(ids, types).flatten(1, 2))
+    return torch.cat(states, dim=1)
 
 
 def _random_encoding(

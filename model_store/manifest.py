@@ -262,6 +262,7 @@ class BundleSpec(Frozen):
             tuple(head.name for head in self.graph_heads),
             token_types=self.architecture.type_vocab_size > 0,
             pooling=self.embedding.pooling if self.embedding else None,
+            layers=self.architecture.layers,
         )
 
     def lower_precisions(self) -> list[LowerPrecision]:

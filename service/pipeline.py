@@ -15,6 +15,7 @@ from cloze.model_store import Manifest
 from cloze.service.core import BatchResult, Timings, UnknownModel, WrongTask
 from cloze.service.served_models import ServedModel
 from cloze.service.tasks import Task, TaskCall, TaskContext, TaskLimits
+from cloze.service.tasks.task import TextUsage
 from cloze.service.tokenizer import Tokenizer
 
 _INLINE_BYTES = 4_000
@@ -37,6 +38,7 @@ class TaskResult(NamedTuple):
         warnings: messages for the client, in ASCII.
         timings: the time of each part of the request.
         is_large: whether writing the value may take milliseconds.
+        usage: how much of each input was used; None unless the client asks.
     """
 
     value: Any
@@ -45,6 +47,7 @@ class TaskResult(NamedTuple):
     warnings: tuple[str, ...]
     timings: Timings
     is_large: bool = False
+    usage: Sequence[TextUsage] | None = None
 
 
 class Completions:
@@ -141,7 +144,7 @@ class Pipeline:
         future = queue.submit(prepared.encodings, deadline, accepted=accepted)
         batch = await self._completions.wait(future)
         tokens, truncated = sum(map(len, prepared.encodings)), prepared.truncated
-        warnings = prepared.warnings
+        warnings, usage = prepared.warnings, prepared.usage
         queue_s, inference_s = batch.queue_s, batch.inference_s
         while prepared.advance is not None:
             following = await asyncio.to_thread(prepared.advance, batch.outputs, context)
@@ -164,6 +167,7 @@ class Pipeline:
             warnings=warnings,
             timings=Timings(tokenized - started, queue_s, inference_s),
             is_large=is_large,
+            usage=usage,
         )
 
 

@@ -34,6 +34,10 @@ class Spans:
     offsets: list[tuple[int, int]]
     words: list[int | None]
 
+    def first(self, tokens: int) -> "Spans":
+        """Return the first tokens of the text."""
+        return Spans(self.ids[:tokens], self.offsets[:tokens], self.words[:tokens])
+
 
 class Tokenizer:
     """The WordPiece tokenizer of a bundle. Several threads may call its methods at once.

@@ -160,7 +160,8 @@ def every_task(
     ):
         tiny.CLASSES[kind] = model
         export(str(tiny.save_checkpoint(folder / kind, kind, id2label=labels)), kind, Store(root))
-    most = ExportOptions(tasks=("fill-mask", "nsp", "embed", "embed-all", "sparse"))
+    tasks = ("fill-mask", "nsp", "embed", "embed-all", "embed-layers", "sparse")
+    most = ExportOptions(tasks=tasks)
     export(str(checkpoints["bert"]), "cloze-bert", Store(root), most)
     export(str(checkpoints["bert-qa"]), "cloze-qa", Store(root))
     with running_server(root) as server:

@@ -23,6 +23,7 @@ from cloze.client import (
     ServerFailed,
     ServerUnreachable,
     calls,
+    vector_calls,
 )
 from cloze.service.tasks import TASKS
 from tests.serving import Server, running_server
@@ -50,6 +51,29 @@ def test_embeddings_are_an_array_whatever_the_batches(server: Server, client: Cl
     assert client.embed("the king", dimensions=8, normalize=False).shape == (1, 8)
     tokens = client.embed_all(TEXTS)
     assert [rows.shape for rows in tokens[:2]] == [(4, 64), (11, 64)]
+
+
+def test_vectors_travel_in_fewer_bytes(client: Client) -> None:
+    texts = ["the king", "of Paris", "the moon"]
+    exact = client.embed(texts)
+    for dtype, tolerance in (("float16", 1e-3), ("int8", 0.01)):
+        found = client.embed(texts, dtype=dtype)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, exact, atol=tolerance * np.abs(exact).max())
+    signs = client.embed(texts, dtype="ubinary")
+    np.testing.assert_array_equal(signs, np.packbits(exact > 0, axis=1))
+
+
+def test_long_texts_are_a_choice(client: Client) -> None:
+    long = "year " * 300
+    divided = client.embed([long], long_text="window")
+    assert not np.allclose(divided, client.embed([long]), atol=1e-4)
+    with pytest.raises(RequestRefused, match="long_text is error"):
+        client.embed([long], long_text="error")
+    scored = client.score(long, long_text="window")[0]
+    assert len(scored.tokens) == 300
+    [masks] = client.fill_mask("[MASK] " + long, long_text="window", top_k=2)
+    assert len(masks[0]) == 2
 
 
 def test_masks_are_filled_per_text_and_mask(client: Client) -> None:
@@ -223,8 +247,9 @@ def test_options_are_checked(options: dict[str, int], message: str) -> None:
 def test_both_clients_have_a_method_per_task_with_its_parameters() -> None:
     functions = {
         name: function
-        for name, function in inspect.getmembers(calls, inspect.isfunction)
-        if function.__module__ == calls.__name__ and not name.startswith("_")
+        for module in (calls, vector_calls)
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == module.__name__ and not name.startswith("_")
     }
     assert len(functions) == 13
     called = {name.replace("_", "-") for name in functions} | {"text-classification"}

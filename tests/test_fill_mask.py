@@ -227,6 +227,33 @@ def test_our_client_fills_with_words_and_jointly(server: Server) -> None:
     assert [one.tokens for one in fillings[1]] == [one["tokens"] for one in best]
 
 
+# ---- the original word --------------------------------------------------------------------------
+
+
+def test_the_original_word_has_a_probability_and_a_rank(
+    server: Server, oracle: tuple[str, Oracle]
+) -> None:
+    family, torch_model = oracle
+    texts = ["the [MASK] was red", "a [MASK] over the sea"]
+    results = answer(server, texts, family, original=["king", "moon"], top_k=3)
+    for text, word, result in zip(texts, ["king", "moon"], results, strict=True):
+        assert result["predictions"] == answer(server, text, family, top_k=3)
+        ids = torch_model.ids(text)
+        likely = torch_model.probabilities(ids, torch_model.masks(ids)[0])
+        [token] = torch_model.ids(word)[1:-1]
+        original = result["original"]
+        assert (original["token"], original["token_str"]) == (token, word)
+        assert original["score"] == pytest.approx(torch_model.word(text, word), rel=1e-3)
+        assert original["rank"] == 1 + int((likely > likely[token]).sum())
+
+
+def test_the_best_prediction_has_rank_1(server: Server) -> None:
+    best = answer(server, "the [MASK] was red", top_k=1)[0]
+    result = answer(server, "the [MASK] was red", original=best["token_str"])
+    assert result["original"]["rank"] == 1
+    assert result["original"]["score"] == pytest.approx(best["score"])
+
+
 # ---- bad input -----------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from cloze.export.sentence import EmbeddingRecipe
 from cloze.model_store.heads import (
     HEADS,
     embedding,
+    layer_embedding,
     sequence_classification,
     token_classification,
     token_embedding,
@@ -35,6 +36,8 @@ MODEL_SIZES = {
     sequence_classification.CLASS_LOGITS.name: {"L": 3},
     token_classification.TOKEN_LOGITS.name: {"L": 4},
     token_embedding.TOKEN_EMBEDDINGS.name: {"H": 16},
+    layer_embedding.LAYER_SUMS.name: {"H": 16},
+    layer_embedding.LAYER_MAXIMA.name: {"H": 16},
 }
 """Letters of an output's shape that stand for a size of the model, not of the batch."""
 

@@ -10,8 +10,8 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, get_args
 
 import httpx
 
-from cloze.client import calls
-from cloze.client.calls import Call
+from cloze.client import calls, vector_calls
+from cloze.client.call import Call
 from cloze.client.errors import ServerUnreachable, error_of, retry_after_s
 
 P = ParamSpec("P")
@@ -195,10 +195,10 @@ class Client:
     fill_mask_words = _sync(calls.fill_mask_words)
     fill_mask_jointly = _sync(calls.fill_mask_jointly)
     score = _sync(calls.score)
-    embed = _sync(calls.embed)
-    embed_all = _sync(calls.embed_all)
-    embed_sparse = _sync(calls.embed_sparse)
-    similarity = _sync(calls.similarity)
+    embed = _sync(vector_calls.embed)
+    embed_all = _sync(vector_calls.embed_all)
+    embed_sparse = _sync(vector_calls.embed_sparse)
+    similarity = _sync(vector_calls.similarity)
     nsp = _sync(calls.nsp)
     qa = _sync(calls.qa)
     classify = _sync(calls.classify)
@@ -287,10 +287,10 @@ class AsyncClient:
     fill_mask_words = _async(calls.fill_mask_words)
     fill_mask_jointly = _async(calls.fill_mask_jointly)
     score = _async(calls.score)
-    embed = _async(calls.embed)
-    embed_all = _async(calls.embed_all)
-    embed_sparse = _async(calls.embed_sparse)
-    similarity = _async(calls.similarity)
+    embed = _async(vector_calls.embed)
+    embed_all = _async(vector_calls.embed_all)
+    embed_sparse = _async(vector_calls.embed_sparse)
+    similarity = _async(vector_calls.similarity)
     nsp = _async(calls.nsp)
     qa = _async(calls.qa)
     classify = _async(calls.classify)

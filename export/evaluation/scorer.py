@@ -76,7 +76,8 @@ class TorchScorer:
     ) -> None:
         self._model, self._device = model, device
         self._recipe = recipe or EmbeddingRecipe()
-        self._codec = BatchCodec(GraphSpec(Layout.DENSE, tuple(HEADS), token_types=True))
+        graph = GraphSpec(Layout.DENSE, tuple(HEADS), token_types=True, layers=model.config.layers)
+        self._codec = BatchCodec(graph)
 
     @torch.inference_mode()
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
@@ -86,16 +87,15 @@ class TorchScorer:
             torch.from_numpy(np.stack(rows).astype(np.int64)).to(self._device)
             for rows in ([e.input_ids for e in batch], [e.token_type_ids for e in batch])
         )
-        outputs = torch_outputs(
-            self._model, self._recipe, self._model(ids, types).flatten(0, 1), batch, self._codec
-        )
+        states = self._model.encoder.states(ids, types).flatten(1, 2)
+        outputs = torch_outputs(self._model, self._recipe, states, batch, self._codec)
         return self._codec.unpack(batch, outputs)
 
 
 def torch_outputs(
     model: Model,
     recipe: EmbeddingRecipe,
-    rows: torch.Tensor,
+    states: torch.Tensor,
     batch: Sequence[Encoding],
     codec: BatchCodec,
 ) -> dict[str, NDArray[Any]]:
@@ -104,7 +104,7 @@ def torch_outputs(
     Args:
         model: the model, with the requested heads.
         recipe: the recipe of embeddings.
-        rows: the encoder's hidden states [T, H] of the batch.
+        states: the encoder's hidden states [N, T, H] of the batch, see `Encoder.states`.
         batch: the encodings.
         codec: the codec of the graph.
     """
@@ -121,7 +121,7 @@ def torch_outputs(
         if module is None:
             continue
         requests = requests_of(batch, export_head.head)
-        reference = export_head.reference(module, rows, requests, placement)
+        reference = export_head.reference(module, states, requests, placement)
         outputs |= {output: values.cpu().numpy() for output, values in reference.items()}
     return outputs
 

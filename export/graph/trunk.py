@@ -20,18 +20,21 @@ from cloze.export.models import Model
 from cloze.export.models.encoder import Layer
 
 
-def write_trunk(g: GraphBuilder, layout: BatchLayout, linear_ops: LinearOps, model: Model) -> str:
+def write_trunk(
+    g: GraphBuilder, layout: BatchLayout, linear_ops: LinearOps, model: Model
+) -> list[str]:
     """Write the trunk's inputs, embeddings and layers.
 
     Returns:
-        The name of the hidden states, in the layout's shape.
+        The names of the embeddings and of each layer's output, in the layout's shape.
     """
-    hidden = layout.embed(g, linear_ops, model.encoder.embeddings)
+    states = [layout.embed(g, linear_ops, model.encoder.embeddings)]
     for number, layer in enumerate(model.encoder.layers):
         assert isinstance(layer, Layer)
         writer = _LayerWriter(g, layout, linear_ops, f"layers.{number}", layer)
-        hidden = writer.feed_forward(writer.self_attention(hidden), model.config.activation)
-    return hidden
+        attended = writer.self_attention(states[-1])
+        states.append(writer.feed_forward(attended, model.config.activation))
+    return states
 
 
 @dataclass(frozen=True, slots=True)

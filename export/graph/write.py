@@ -3,7 +3,6 @@
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +12,7 @@ from cloze.export.graph.layouts import DenseLayout, PackedLayout
 from cloze.export.graph.linear_ops import Fp16, Fp32, InputScale, Int8, LinearOps, round_to_int8
 from cloze.export.graph.trunk import write_trunk
 from cloze.export.heads import EXPORT_HEADS, head_module
-from cloze.export.heads.head import HeadGraph
+from cloze.export.heads.head import HeadGraph, flat_rows
 from cloze.export.models import EncoderConfig, Model
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.model_store.heads import Head
@@ -81,13 +80,10 @@ class GraphWriter:
         config, layout = self._model.config, LAYOUTS[precision]
         linear_ops = self._linear_ops(precision)
         g = GraphBuilder(half=self._weights is not Weights.FP32)
-        packed = layout is Layout.PACKED
-        batch_layout = PackedLayout() if packed else DenseLayout()
-        rows = hidden = write_trunk(g, batch_layout, linear_ops, self._model)
-        if not packed:
-            shape = g.weight("rows_shape", np.array([-1, config.hidden_size], np.int64))
-            rows = g.op("Reshape", [hidden, shape])  # [B, S, H] -> [T, H]
-        graph = HeadGraph(g, linear_ops, layout, hidden, rows, config)
+        batch_layout = PackedLayout() if layout is Layout.PACKED else DenseLayout()
+        states = write_trunk(g, batch_layout, linear_ops, self._model)
+        rows = flat_rows(g, layout, states[-1], config)
+        graph = HeadGraph(g, linear_ops, layout, states, rows, config)
         for head in self._heads:
             module = head_module(self._model, self._recipe, head.name)
             assert module is not None  # callers choose heads that the model has

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from cloze.export.heads import (
     embedding,
+    layer_embedding,
     masked_lm,
     next_sentence,
     sequence_classification,
@@ -31,6 +32,7 @@ _MODULES = (
     embedding,
     token_embedding,
     sparse_embedding,
+    layer_embedding,
 )
 
 EXPORT_HEADS: Final[dict[str, ExportHead]] = {

@@ -63,8 +63,9 @@ def _pool_packed(recipe: EmbeddingRecipe, graph: HeadGraph) -> str:
 
 
 def _reference(
-    recipe: EmbeddingRecipe, rows: Tensor, requests: Sequence[Any], placement: Placement
+    recipe: EmbeddingRecipe, states: Tensor, requests: Sequence[Any], placement: Placement
 ) -> dict[str, Tensor]:
+    rows = states[-1]
     starts = placement.starts.tolist()
     pooled = [
         recipe.pool(rows[None, starts[i] : starts[i + 1]])

@@ -27,7 +27,8 @@ class HeadGraph:
         g: the graph.
         linear_ops: the graph's arithmetic.
         layout: the graph's layout.
-        hidden: name of the trunk's output in the layout's shape: [B, S, H] or [T, H].
+        states: names of the embeddings and of each layer's output, in the layout's shape:
+            [B, S, H] or [T, H].
         rows: name of the trunk's output in the shape [T, H].
         config: sizes of the encoder.
     """
@@ -35,9 +36,14 @@ class HeadGraph:
     g: GraphBuilder
     linear_ops: LinearOps
     layout: Layout
-    hidden: str
+    states: Sequence[str]
     rows: str
     config: EncoderConfig
+
+    @property
+    def hidden(self) -> str:
+        """The name of the trunk's output in the layout's shape: [B, S, H] or [T, H]."""
+        return self.states[-1]
 
     def input(self, tensor: TensorSpec) -> str:
         """Declare an input of the head."""
@@ -56,8 +62,32 @@ class HeadGraph:
 
     def gather(self, tensor: TensorSpec) -> str:
         """Declare an input of row numbers; return those rows of ``hidden [T, H]`` in float32."""
-        gathered = self.g.op("Gather", [self.rows, self.input(tensor)], axis=0)
-        return self.linear_ops.to_float32(self.g, gathered)
+        return self._gathered(self.rows, self.input(tensor))
+
+    def _gathered(self, rows: str, numbers: str) -> str:
+        return self.linear_ops.to_float32(self.g, self.g.op("Gather", [rows, numbers], axis=0))
+
+    def rows_of(self, states: str, numbers: str) -> str:
+        """Return rows of one of ``states`` in float32.
+
+        Args:
+            states: a name among ``states``.
+            numbers: the name of row numbers, of any shape.
+        """
+        rows = (
+            self.rows
+            if states == self.hidden
+            else flat_rows(self.g, self.layout, states, self.config)
+        )
+        return self._gathered(rows, numbers)
+
+
+def flat_rows(g: GraphBuilder, layout: Layout, states: str, config: EncoderConfig) -> str:
+    """Return hidden states in the shape [T, H]."""
+    if layout is Layout.PACKED:
+        return states
+    shape = g.weight("rows_shape", np.array([-1, config.hidden_size], np.int64))
+    return g.op("Reshape", [states, shape])  # [B, S, H] -> [T, H]
 
 
 TensorNames = Mapping[str, str]
@@ -75,8 +105,8 @@ class ExportHead:
         module_of: name of the head whose module this head uses; None: it uses none but its own.
         tensor_names: tensor names by family; a family may override the names (`Family.heads`).
         write: (module, graph) -> None; writes the head into the graph.
-        reference: (module, hidden rows [T, H], requests, placement) -> the graph's outputs by
-            name, computed with torch.
+        reference: (module, hidden states [N, T, H] of the embeddings and of each layer, requests,
+            placement) -> the graph's outputs by name, computed with torch.
         sample: (random generator, tokens of a sequence, size of the vocabulary) -> a request for
             verification.
         measure: (checkpoint, graph, texts) -> figures that compare the graph with the checkpoint,

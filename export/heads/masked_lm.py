@@ -87,10 +87,11 @@ def _logsumexp(g: GraphBuilder, logits: str, largest: str) -> str:
 
 def _reference(
     head: MaskedLMHead,
-    rows: Tensor,
+    states: Tensor,
     requests: Sequence[MaskedLMRequest | None],
     placement: Placement,
 ) -> dict[str, Tensor]:
+    rows = states[-1]
     starts = placement.starts.tolist()
     asked = [(starts[i], request) for i, request in enumerate(requests) if request is not None]
     positions = [start + position for start, request in asked for position in request.positions]

@@ -42,8 +42,9 @@ def _write(head: NextSentenceHead, graph: HeadGraph) -> None:
 
 
 def _reference(
-    head: NextSentenceHead, rows: Tensor, requests: Sequence[Any], placement: Placement
+    head: NextSentenceHead, states: Tensor, requests: Sequence[Any], placement: Placement
 ) -> dict[str, Tensor]:
+    rows = states[-1]
     return {next_sentence.PAIR_LOGITS.name: head(rows[cls_rows(requests, placement)])}
 
 

@@ -58,10 +58,11 @@ def _write(head: SequenceClassificationHead, graph: HeadGraph) -> None:
 
 def _reference(
     head: SequenceClassificationHead,
-    rows: Tensor,
+    states: Tensor,
     requests: Sequence[Any],
     placement: Placement,
 ) -> dict[str, Tensor]:
+    rows = states[-1]
     logits = head(rows[cls_rows(requests, placement)])
     return {sequence_classification.CLASS_LOGITS.name: logits}
 

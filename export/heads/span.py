@@ -35,7 +35,10 @@ def _write(head: SpanHead, graph: HeadGraph) -> None:
     graph.output(linear(graph.g, rows, "span.classifier", head.classifier), span.SPAN_LOGITS)
 
 
-def _reference(head: SpanHead, rows: Tensor, _: Sequence[Any], __: Placement) -> dict[str, Tensor]:
+def _reference(
+    head: SpanHead, states: Tensor, _: Sequence[Any], __: Placement
+) -> dict[str, Tensor]:
+    rows = states[-1]
     return {span.SPAN_LOGITS.name: head(rows)}
 
 

@@ -43,10 +43,11 @@ def _write(head: MaskedLMHead, graph: HeadGraph) -> None:
 
 def _reference(
     head: MaskedLMHead,
-    rows: Tensor,
+    states: Tensor,
     requests: Sequence[SparseEmbeddingRequest | None],
     placement: Placement,
 ) -> dict[str, Tensor]:
+    rows = states[-1]
     starts = placement.starts.tolist()
     asked = [(i, request) for i, request in enumerate(requests) if request is not None]
     vectors = [head(rows[starts[i] : starts[i + 1]]).relu().log1p().max(0).values for i, _ in asked]

@@ -39,8 +39,9 @@ def _write(head: TokenClassificationHead, graph: HeadGraph) -> None:
 
 
 def _reference(
-    head: TokenClassificationHead, rows: Tensor, requests: Sequence[Any], placement: Placement
+    head: TokenClassificationHead, states: Tensor, requests: Sequence[Any], placement: Placement
 ) -> dict[str, Tensor]:
+    rows = states[-1]
     logits: Tensor = head(rows[token_rows(requests, placement)])
     return {token_classification.TOKEN_LOGITS.name: logits}
 

@@ -20,8 +20,9 @@ def _write(_: Any, graph: HeadGraph) -> None:
 
 
 def _reference(
-    _: Any, rows: Tensor, requests: Sequence[Any], placement: Placement
+    _: Any, states: Tensor, requests: Sequence[Any], placement: Placement
 ) -> dict[str, Tensor]:
+    rows = states[-1]
     return {token_embedding.TOKEN_EMBEDDINGS.name: rows[token_rows(requests, placement)]}
 
 

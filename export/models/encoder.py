@@ -153,3 +153,10 @@ class Encoder(nn.Module):
         for layer in self.layers:
             x = layer(x, attention_mask)
         return x
+
+    def states(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """Return the embeddings and the output of each layer, [N, B, S, H]; see `forward`."""
+        states = [self.embeddings(input_ids, token_type_ids)]
+        for layer in self.layers:
+            states.append(layer(states[-1], None))
+        return torch.stack(states)

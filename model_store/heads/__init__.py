@@ -8,6 +8,7 @@ from typing import Final
 
 from cloze.model_store.heads import (
     embedding,
+    layer_embedding,
     masked_lm,
     next_sentence,
     sequence_classification,
@@ -27,6 +28,7 @@ _MODULES = (
     embedding,
     token_embedding,
     sparse_embedding,
+    layer_embedding,
 )
 
 HEADS: Final[dict[str, Head]] = {module.HEAD.name: module.HEAD for module in _MODULES}

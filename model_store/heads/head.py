@@ -44,12 +44,14 @@ class GraphSpec:
         heads: names of the graph's heads.
         token_types: whether the trunk has the input `token_type_ids`.
         pooling: the pooling of the embedding head; None: the graph has no embedding head.
+        layers: number of layers of the trunk.
     """
 
     layout: Layout
     heads: tuple[str, ...]
     token_types: bool
     pooling: Pooling | None = None
+    layers: int = 0
 
 
 class HeadRequest:

@@ -24,7 +24,8 @@ from cloze.service.protocols.lenient import LenientModel, ignored_fields
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
 from cloze.service.tasks import Task, TaskCall, embed, embed_all, embed_sparse, similarity
-from cloze.service.tasks.task import NoParameters, WireModel
+from cloze.service.tasks.long_text import UsageParameters
+from cloze.service.tasks.task import NoParameters, TextUsage, WireModel
 
 ModelName = Annotated[
     str | None,
@@ -77,7 +78,7 @@ def task_route(task: Task) -> TaskRoute:
     doc = RouteDoc(
         summary=task.summary,
         tag="tasks",
-        result=task.result,
+        result=_result(task),
         error_body=ErrorBody,
         body=body,
         examples={example.title: example.body for example in task.examples},
@@ -88,6 +89,20 @@ def task_route(task: Task) -> TaskRoute:
     warnings = ignored_fields if task.name in _SHARED else None
     check = vectors.check if task.vectors else None
     return TaskRoute(task.route, task, body, to_call, _respond, doc, warnings, check)
+
+
+def _result(task: Task) -> Any:
+    """Return the type of a task's response, with the report that clients may ask for."""
+    if not issubclass(task.parameters, UsageParameters):
+        return task.result
+    report = create_model(
+        f"{_title(task)}Report", result=(task.result, ...), usage=(list[TextUsage], ...)
+    )
+    return task.result | report
+
+
+def _title(task: Task) -> str:
+    return "".join(part.title() for part in task.name.split("-"))
 
 
 def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
@@ -110,13 +125,16 @@ def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
     if not at_root and task.parameters is not NoParameters:
         fields["parameters"] = (parameters | None, None)
     fields["model"] = (ModelName, None)
-    name = "".join(part.title() for part in task.name.split("-")) + "Body"
     base = parameters if at_root else base
-    return create_model(name, __base__=base, __doc__=f"``POST {task.route}``.", **fields)
+    return create_model(
+        f"{_title(task)}Body", __base__=base, __doc__=f"``POST {task.route}``.", **fields
+    )
 
 
 def _respond(request: Request, _: Any, result: TaskResult) -> Response:
     value = result.value
+    if result.usage is not None:
+        value = {"result": value, "usage": result.usage}
     if isinstance(value, np.ndarray):
         return vectors.respond(request, value)
     if isinstance(value, list) and value and isinstance(value[0], np.ndarray):

@@ -17,7 +17,7 @@ from cloze.service.http.routes import JSON, BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
-from cloze.service.tasks import TaskCall, embed
+from cloze.service.tasks import TaskCall, embed, embed_inputs
 from cloze.service.tasks.task import Count, WireModel
 
 _ALIAS: Final = "/embeddings"
@@ -27,7 +27,7 @@ _ALIAS: Final = "/embeddings"
 class OpenAiEmbeddingsBody(WireModel):
     """The body of ``POST /v1/embeddings``."""
 
-    input: embed.EmbedInputs = Field(
+    input: embed_inputs.EmbedInputs = Field(
         description="a text, its token ids, or a list of either",
         examples=["What is deep learning?"],
     )

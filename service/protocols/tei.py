@@ -27,7 +27,8 @@ from cloze.service.protocols.error_body import ErrorBody, write_error
 from cloze.service.protocols.lenient import LenientModel, ignored_fields
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 from cloze.service.protocols.task_route import TIMING_HEADERS, Endpoint, TaskRoute
-from cloze.service.tasks import TaskCall, embed, similarity, text_classification
+from cloze.service.tasks import TaskCall, embed, embed_inputs, similarity, text_classification
+from cloze.service.tasks.long_text import TruncationParameters
 from cloze.service.tasks.similarity import SimilarityInputs
 from cloze.service.tasks.task import (
     CountOrZero,
@@ -36,7 +37,6 @@ from cloze.service.tasks.task import (
     TaskContext,
     Text,
     Texts,
-    TruncationParameters,
     check_text,
     input_name,
     listed,
@@ -141,7 +141,7 @@ def _doc(
 
 
 def _truncation(body: TruncationParameters) -> dict[str, Any]:
-    return {"truncate": body.truncate, "truncation_direction": body.truncation_direction}
+    return body.model_dump(include=set(TruncationParameters.model_fields))
 
 
 def _to_classification(body: PredictBody) -> TaskCall:
@@ -343,7 +343,7 @@ def _tokenize(body: TokenizeBody, context: TaskContext) -> list[list[dict[str, A
     for index, text in enumerate(texts):
         name = input_name(index, many=isinstance(body.inputs, list))
         check_text(text, name, context.limits)
-    prompt = embed.prompt_of(context, body.prompt_name)
+    prompt = embed_inputs.prompt_of(context, body.prompt_name)
     special = body.add_special_tokens
     return [_tokens(prompt + text, context, special=special) for text in texts]
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cloze.service.core import Float32
+from cloze.service.tasks.long_text import LongText
 from cloze.service.tokenizer import Spans
 
 
@@ -87,6 +88,8 @@ class QaOptions:
     handle_impossible_answer: bool = False
     align_to_words: bool = True
     details: bool = False
+    long_text: LongText = "window"
+    return_usage: bool = False
 
 
 def best_answers(

@@ -12,13 +12,14 @@ from pydantic import Field
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import token_embedding
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks import embed
+from cloze.service.tasks import embed_inputs
+from cloze.service.tasks.embed_inputs import Offsets, TextParameters
 from cloze.service.tasks.task import Example, PreparedRequest, Task, TaskCall, TaskContext
 
 _REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
 
 
-class TokenParameters(embed.TextParameters):
+class TokenParameters(TextParameters):
     """The fields of text-embeddings-inference, and one of our own."""
 
     return_offsets: bool | None = Field(
@@ -36,36 +37,38 @@ class TokenVectors:
     """
 
     embeddings: list[list[float]]
-    offsets: embed.Offsets
+    offsets: Offsets
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[embed.Offsets] | None]:
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offsets] | None]:
     """Tokenize the texts.
 
     Raises:
-        InvalidRequest: see `embed.prepare`; or the texts have more tokens than a request may have
-            results, or offsets are asked for of token ids.
+        InvalidRequest: see `embed_inputs.encode`; or the texts have more tokens than a request may
+            have results, or offsets are asked for of token ids.
     """
     parameters: TokenParameters = call.parameters
-    texts, names = embed.texts_and_names(call.inputs, context)
+    texts, names = embed_inputs.texts_and_names(call.inputs, context)
     for name, text in zip(names, texts, strict=True):
         if parameters.return_offsets and not isinstance(text, str):
             raise InvalidRequest(f"{name} is a list of token ids, which have no offsets")
-    encodings, truncated = embed.encode(texts, names, parameters, context, _REQUEST)
-    tokens, most = sum(map(len, encodings)), context.limits.max_results
+    encoded = embed_inputs.encode(texts, names, parameters, context, _REQUEST)
+    tokens, most = sum(map(len, encoded.encodings)), context.limits.max_results
     if tokens > most:
         raise InvalidRequest(f"the request asks for {tokens} vectors; the limit is {most}")
     offsets = None
     if parameters.return_offsets:
         offsets = [
-            embed.offsets(str(text), len(encoding), parameters, context)
-            for text, encoding in zip(texts, encodings, strict=True)
+            embed_inputs.offsets(str(text), len(encoding), parameters, context)
+            for text, encoding in zip(texts, encoded.encodings, strict=True)
         ]
-    return PreparedRequest(encodings, offsets, results=tokens, truncated=truncated)
+    return PreparedRequest(
+        encoded.encodings, offsets, tokens, encoded.truncated, usage=encoded.usage
+    )
 
 
 def decode(
-    prepared: PreparedRequest[list[embed.Offsets] | None],
+    prepared: PreparedRequest[list[Offsets] | None],
     outputs: Sequence[HeadOutputs],
     _: TaskContext,
 ) -> list[Float32] | list[TokenVectors]:
@@ -81,7 +84,7 @@ TASK: Final = Task(
     route="/embed_all",
     summary="One vector per token of a text",
     heads=(token_embedding.HEAD.name,),
-    inputs=embed.TASK.inputs,
+    inputs=embed_inputs.Inputs,
     parameters=TokenParameters,
     result=list[list[list[float]]] | list[TokenVectors],
     prepare=prepare,

@@ -14,7 +14,8 @@ from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sparse_embedding
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
 from cloze.service.core import InvalidRequest
-from cloze.service.tasks import embed
+from cloze.service.tasks import embed_inputs
+from cloze.service.tasks.embed_inputs import TextParameters
 from cloze.service.tasks.task import (
     Count,
     Example,
@@ -26,7 +27,7 @@ from cloze.service.tasks.task import (
 )
 
 
-class SparseParameters(embed.TextParameters):
+class SparseParameters(TextParameters):
     """The fields of text-embeddings-inference, and two of our own."""
 
     top_k: Count | None = Field(
@@ -62,10 +63,10 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
 
     Raises:
         EmptyRequest: there is no text, or a text is empty.
-        InvalidRequest: see `embed.prepare`; or the request asks for too many words.
+        InvalidRequest: see `embed_inputs.encode`; or the request asks for too many words.
     """
     parameters: SparseParameters = call.parameters
-    texts, names = embed.texts_and_names(call.inputs, context)
+    texts, names = embed_inputs.texts_and_names(call.inputs, context)
     largest = min(context.limits.max_top_k, context.tokenizer.vocab_size)
     top_k = largest if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, largest, "top_k")
@@ -74,12 +75,14 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
         raise InvalidRequest(
             f"the request asks for {len(texts) * top_k} words; the limit is {most}"
         )
-    encodings, truncated = embed.encode(texts, names, parameters, context, {})
-    for encoding in encodings:
+    encoded = embed_inputs.encode(texts, names, parameters, context, {})
+    for encoding in encoded.encodings:
         request = SparseEmbeddingRequest(len(encoding), top_k)
         encoding.requests = {sparse_embedding.HEAD.name: request}
     named = bool(parameters.return_tokens)
-    return PreparedRequest(encodings, named, results=len(texts) * top_k, truncated=truncated)
+    return PreparedRequest(
+        encoded.encodings, named, len(texts) * top_k, encoded.truncated, usage=encoded.usage
+    )
 
 
 def decode(
@@ -103,7 +106,7 @@ TASK: Final = Task(
     route="/embed_sparse",
     summary="The words of the vocabulary that a text is about, with weights",
     heads=(sparse_embedding.HEAD.name,),
-    inputs=embed.TASK.inputs,
+    inputs=embed_inputs.Inputs,
     parameters=SparseParameters,
     result=SparseVectors,
     prepare=prepare,

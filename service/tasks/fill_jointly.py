@@ -161,22 +161,21 @@ def prepare_jointly(
     """Prepare texts whose masks are filled together.
 
     Args:
-        ids: ids of each text, without special tokens; each has at least one mask.
+        ids: ids of each text, without special tokens; each has at least one mask, and is not
+            too long.
         method: see the module.
         top_k: number of fillings per text.
         context: the model.
         many: whether the inputs are a list.
 
     Raises:
-        InvalidRequest: a text is too long, or all rounds of all texts cost more than a request may.
+        InvalidRequest: all rounds of all texts cost more than a request may.
     """
     tokenizer, limits = context.tokenizer, context.limits
     beam_width = _beam_width(method, top_k)
     texts, tokens, results = [], 0, 0
     for index, text in enumerate(ids):
         name, size = input_name(index, many=many), len(text) + 2
-        if size > limits.max_tokens:
-            raise InvalidRequest(f"{name} has {size} tokens; the model reads {limits.max_tokens}")
         masks = [index + 1 for index in tokenizer.mask_positions(text)]  # after [CLS]
         texts.append(_Text(list(text), masks))
         rounds = 0 if method == "independent" else len(masks) - 1

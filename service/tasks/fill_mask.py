@@ -1,22 +1,20 @@
 """Fill-mask: the likeliest tokens for each ``[MASK]``.
 
-Scores and result shapes are those of transformers' pipeline. The score of a token is its softmax
-over the whole vocabulary, also if the request names targets. The first sub-token replaces a target
-that is not one token, and a warning says so. `fill_words` takes such targets as whole words, and
-`fill_jointly` fills all masks of a text together.
+Scores and result shapes are those of transformers' pipeline. `fill_tokens` fills each mask with a
+token, `fill_words` with a word of several sub-tokens, and `fill_jointly` fills all masks of a text
+together. `fill_length` cuts long texts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, Protocol
 
-import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.service.core import InvalidRequest
-from cloze.service.tasks import fill_jointly, fill_words
+from cloze.service.tasks import fill_jointly, fill_length, fill_tokens, fill_words
+from cloze.service.tasks.long_text import LongText, UsageParameters
 from cloze.service.tasks.task import (
     Count,
     Example,
@@ -28,13 +26,11 @@ from cloze.service.tasks.task import (
     TaskLimits,
     Text,
     Texts,
-    WireModel,
     check_range,
     check_text,
     input_name,
     listed,
 )
-from cloze.service.tokenizer import Tokenizer
 
 _WRITTEN_TOKENS = 4
 """Most tokens in the result per token that a request may run.
@@ -43,8 +39,8 @@ Writing a token costs less than running a token.
 """
 
 
-class FillMaskParameters(WireModel):
-    """The parameters that huggingface_hub's ``fill_mask`` sends."""
+class FillMaskParameters(UsageParameters):
+    """The parameters that huggingface_hub's ``fill_mask`` sends, and some of our own."""
 
     top_k: Count | None = Field(None, description="predictions per mask; the default is 5")
     targets: str | Annotated[list[str], FirstError()] | None = Field(
@@ -61,20 +57,16 @@ class FillMaskParameters(WireModel):
         description="fill all masks of a text together, and return whole fillings with their joint "
         "probability; the default is to fill each mask by itself",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """A predicted token for one mask."""
-
-    score: float
-    token: int
-    token_str: str
-    sequence: str
-
-
-Masks = list[Prediction] | list[list[Prediction]]
-"""The predictions for one text, best first; one list per mask if the text has several masks."""
+    original: Text | Texts | None = Field(
+        None,
+        description="the word that stood at the mask, one per text: return its probability, and "
+        "its rank in the vocabulary, with the predictions",
+    )
+    long_text: LongText | None = Field(
+        None,
+        description="error refuses a long text, truncate cuts its end, window keeps the part "
+        "around its masks; the default is truncate, with decode or targets_as words error",
+    )
 
 
 class _Filling(Protocol):
@@ -82,23 +74,6 @@ class _Filling(Protocol):
 
     def decode(self, outputs: Sequence[HeadOutputs], context: TaskContext) -> Any:
         """Return the result."""
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenFilling:
-    """The state of a request that fills each mask by itself."""
-
-    encodings: Sequence[Encoding]
-    top_k: int
-    many: bool
-
-    def decode(self, outputs: Sequence[HeadOutputs], context: TaskContext) -> Masks | list[Masks]:
-        """Return the predictions for one text, or a list of them if the inputs are a list."""
-        results: list[Masks] = []
-        for encoding, output in zip(self.encodings, outputs, strict=True):
-            masks = _predictions(context.tokenizer, encoding, output, self.top_k)
-            results.append(masks[0] if len(masks) == 1 else masks)
-        return results if self.many else results[0]
 
 
 def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
@@ -119,21 +94,44 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
     targets = list(dict.fromkeys(targets))
     for index, text in enumerate(texts):
         check_text(text, input_name(index, many=many), limits)
-    ids = tokenizer.ids(texts)
+    as_words = bool(targets) and parameters.targets_as == "words"
+    words = fill_words.vocabulary_words(tokenizer, targets) if as_words else None
+    choice = parameters.long_text
+    if choice is None:
+        choice = "error" if as_words or parameters.decode is not None else "truncate"
+    longest = words.longest if words else 1
+    shortener = fill_length.Shortener(
+        choice, context, longest, report=bool(parameters.return_usage)
+    )
     counter = _PredictionCounter(limits, max(top_k, len(targets)))
-    for index, text in enumerate(ids):
-        masks = _count_masks(tokenizer, text, input_name(index, many=many), limits)
-        counter.add(masks, min(len(text), limits.max_tokens))
+    ids = []
+    for index, text in enumerate(tokenizer.ids(texts)):
+        name = input_name(index, many=many)
+        ids.append(shortener.shortened(text, texts[index], name))
+        counter.add(len(tokenizer.mask_positions(ids[-1])), len(ids[-1]))
+    prepared: PreparedRequest[Any]
     if parameters.decode is not None:
-        return fill_jointly.prepare_jointly(ids, parameters.decode, top_k, context, many=many)
-    if targets and parameters.targets_as == "words":
-        return fill_words.prepare_words(ids, targets, top_k, context, many=many)
-    return _prepare_tokens(ids, counter.predictions, targets, top_k, context, many=many)
+        method = parameters.decode
+        prepared = fill_jointly.prepare_jointly(ids, method, top_k, context, many=many)
+    elif words is not None:
+        prepared = fill_words.prepare_words(ids, words, top_k, context, many=many)
+    elif parameters.original is not None:
+        originals = parameters.original
+        originals = [originals] if isinstance(originals, str) else originals
+        prepared = fill_tokens.prepare_originals(ids, originals, top_k, context, many=many)
+    else:
+        prepared = fill_tokens.prepare_tokens(ids, targets, top_k, context, many=many)
+        prepared = prepared._replace(results=counter.predictions)
+    return prepared._replace(truncated=shortener.truncated, usage=shortener.usage)
 
 
 def _takes_long(call: TaskCall) -> bool:
     parameters: FillMaskParameters = call.parameters
-    return parameters.decode is not None or parameters.targets_as == "words"
+    return (
+        parameters.decode is not None
+        or parameters.targets_as == "words"
+        or parameters.original is not None
+    )
 
 
 def _check_targets(
@@ -150,29 +148,10 @@ def _check_targets(
         raise InvalidRequest("decode chooses among the whole vocabulary; leave out targets")
     if parameters.targets_as == "words" and not targets:
         raise InvalidRequest("targets_as words needs targets")
-
-
-def _prepare_tokens(
-    ids: Sequence[Sequence[int]],
-    predictions: int,
-    targets: Sequence[str],
-    top_k: int,
-    context: TaskContext,
-    *,
-    many: bool,
-) -> PreparedRequest[_TokenFilling]:
-    tokenizer = context.tokenizer
-    target_ids, warnings = _target_ids(tokenizer, targets)
-    encodings, truncated = [], 0
-    for text in ids:
-        encoding, cut = tokenizer.encode(text, context.limits.max_tokens)
-        positions = np.flatnonzero(encoding.input_ids == tokenizer.mask_id).tolist()
-        request = masked_lm.MaskedLMRequest(positions, 0 if target_ids else top_k, target_ids)
-        encoding.requests = {masked_lm.HEAD.name: request}
-        encodings.append(encoding)
-        truncated += cut
-    state = _TokenFilling(encodings, top_k, many)
-    return PreparedRequest(encodings, state, predictions, truncated, warnings)
+    if parameters.original is not None and (targets or parameters.decode is not None):
+        raise InvalidRequest(
+            "original is ranked in the whole vocabulary; leave out targets and decode"
+        )
 
 
 class _PredictionCounter:
@@ -201,50 +180,6 @@ class _PredictionCounter:
             )
 
 
-def _count_masks(tokenizer: Tokenizer, ids: Sequence[int], name: str, limits: TaskLimits) -> int:
-    """Return the number of masks in a text.
-
-    Raises:
-        InvalidRequest: the text has no mask, too many masks, or a mask after the model's limit.
-    """
-    positions = tokenizer.mask_positions(ids)
-    if not positions:
-        raise InvalidRequest(
-            f"{name} holds no mask token; put {tokenizer.mask_token} where a word is to be guessed"
-        )
-    if len(positions) > limits.max_masks:
-        raise InvalidRequest(
-            f"{name} holds {len(positions)} mask tokens; the limit is {limits.max_masks}"
-        )
-    if (last := positions[-1] + 1) > limits.max_tokens - 2:
-        raise InvalidRequest(
-            f"{name} has a mask token at token {last}, but the model reads only the first "
-            f"{limits.max_tokens - 2} of a text"
-        )
-    return len(positions)
-
-
-def _target_ids(tokenizer: Tokenizer, targets: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
-    """Return the distinct ids of the targets, and warnings about targets that are not one token."""
-    target_ids: dict[int, None] = {}  # ordered
-    warnings = []
-    for target in targets:
-        target_id = tokenizer.id_of(target)
-        if target_id is None:
-            pieces = tokenizer.ids([target])[0]
-            shown = ascii(target)
-            if not pieces:
-                warnings.append(f"target {shown} is not in the vocabulary and was left out")
-                continue
-            target_id = pieces[0]
-            piece = tokenizer.decode([[target_id]])[0]
-            warnings.append(f"target {shown} is not in the vocabulary; {piece!a} stands for it")
-        target_ids[target_id] = None
-    if targets and not target_ids:
-        raise InvalidRequest("none of the targets has a token in the model's vocabulary")
-    return list(target_ids), tuple(warnings)
-
-
 def decode(
     prepared: PreparedRequest[_Filling], outputs: Sequence[HeadOutputs], context: TaskContext
 ) -> Any:
@@ -252,33 +187,9 @@ def decode(
     return prepared.state.decode(outputs, context)
 
 
-def _predictions(
-    tokenizer: Tokenizer, encoding: Encoding, output: HeadOutputs, top_k: int
-) -> list[list[Prediction]]:
-    request: masked_lm.MaskedLMRequest = encoding.requests[masked_lm.HEAD.name]  # type: ignore[assignment]
-    result: masked_lm.MaskedLMResult = output[masked_lm.HEAD.name]
-    sequence = encoding.input_ids.tolist()
-    only_one = len(request.positions) == 1
-    masks = []
-    for mask, position in enumerate(request.positions):
-        if request.targets:
-            logits = result.target_logits[mask]  # [n]
-            best = np.argsort(-logits, kind="stable")[:top_k]
-            logits, tokens = logits[best], [request.targets[choice] for choice in best]
-        else:
-            logits, tokens = result.top_logits[mask], result.top_ids[mask].tolist()  # [k]
-        scores = np.exp(logits - result.logsumexp[mask]).tolist()
-        filled = [[*sequence[:position], token, *sequence[position + 1 :]] for token in tokens]
-        # If a text has several masks, the sequences keep the other masks and all special tokens,
-        # as in transformers.
-        texts = tokenizer.decode(filled, skip_special_tokens=only_one)
-        words = tokenizer.decode([[token] for token in tokens])
-        predictions = zip(scores, tokens, words, texts, strict=True)
-        masks.append([Prediction(*prediction) for prediction in predictions])
-    return masks
-
-
-_Result = Masks | fill_words.Words | list[fill_jointly.Filling]
+_Result = (
+    fill_tokens.Masks | fill_tokens.RankedOriginal | fill_words.Words | list[fill_jointly.Filling]
+)
 
 TASK: Final = Task(
     name="fill-mask",

@@ -101,7 +101,7 @@ class WordFilling:
 
 def prepare_words(
     ids: Sequence[Sequence[int]],
-    targets: Sequence[str],
+    words: "VocabularyWords",
     top_k: int,
     context: TaskContext,
     *,
@@ -110,27 +110,21 @@ def prepare_words(
     """Prepare texts whose masks words fill.
 
     Args:
-        ids: ids of each text, without special tokens; each has at least one mask.
-        targets: the words.
+        ids: ids of each text, without special tokens; each has at least one mask, and room for the
+            longest word.
+        words: the words.
         top_k: most words per mask in the result.
         context: the model.
         many: whether the inputs are a list.
 
     Raises:
-        InvalidRequest: no target is a word of the vocabulary; or a text is too long with one of
-            them, or all texts are.
+        InvalidRequest: all texts have more tokens than a request may have.
     """
     tokenizer, limits = context.tokenizer, context.limits
-    words, warnings = _words(tokenizer, targets)
-    longest, pieces = max(map(len, words)), sum(map(len, words))
+    longest, pieces = words.longest, sum(map(len, words.ids))
     texts, tokens = [], 0
     for index, text in enumerate(ids):
         name, size = input_name(index, many=many), len(text) + 2 + longest - 1
-        if size > limits.max_tokens:
-            raise InvalidRequest(
-                f"{name} has {size} tokens with its longest target; the model reads "
-                f"{limits.max_tokens}"
-            )
         whole = [tokenizer.cls_id, *text, tokenizer.sep_id]
         masks = tokenizer.mask_positions(whole)
         texts.append(_Text(whole, masks))
@@ -141,13 +135,35 @@ def prepare_words(
             )
     count = sum(len(text.masks) for text in texts) * pieces
     check_results(count, "the targets need", limits)
-    state = WordFilling(texts, words, top_k, many=many)
+    state = WordFilling(texts, words.ids, top_k, many=many)
     encodings = state.encodings(tokenizer)
-    return PreparedRequest(encodings, state, results=len(encodings), warnings=warnings)
+    return PreparedRequest(encodings, state, results=len(encodings), warnings=words.warnings)
 
 
-def _words(tokenizer: Tokenizer, targets: Sequence[str]) -> tuple[list[list[int]], tuple[str, ...]]:
-    """Return the distinct words as ids, and warnings about targets that are left out."""
+@dataclass(frozen=True, slots=True)
+class VocabularyWords:
+    """The targets that the vocabulary has tokens for.
+
+    Attributes:
+        ids: the sub-tokens of each word, without repetition; at least one word.
+        warnings: which targets are left out.
+    """
+
+    ids: list[list[int]]
+    warnings: tuple[str, ...]
+
+    @property
+    def longest(self) -> int:
+        """Number of sub-tokens of the longest word."""
+        return max(map(len, self.ids))
+
+
+def vocabulary_words(tokenizer: Tokenizer, targets: Sequence[str]) -> VocabularyWords:
+    """Return the targets that are words of the vocabulary.
+
+    Raises:
+        InvalidRequest: no target is one.
+    """
     unknown = tokenizer.id_of(tokenizer.unknown_token)
     words: dict[tuple[int, ...], None] = {}  # ordered
     warnings = []
@@ -158,7 +174,7 @@ def _words(tokenizer: Tokenizer, targets: Sequence[str]) -> tuple[list[list[int]
             words[tuple(ids)] = None
     if not words:
         raise InvalidRequest("none of the targets is a word of the model's vocabulary")
-    return [list(word) for word in words], tuple(warnings)
+    return VocabularyWords([list(word) for word in words], tuple(warnings))
 
 
 def _encoding(

@@ -12,10 +12,10 @@ from pydantic import Field
 
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import next_sentence
+from cloze.service.tasks.long_text import UsageParameters, too_long
 from cloze.service.tasks.task import (
     Example,
     FirstError,
-    NoParameters,
     NotEmpty,
     PreparedRequest,
     Task,
@@ -23,6 +23,7 @@ from cloze.service.tasks.task import (
     TaskContext,
     Text,
     Texts,
+    TextUsage,
     WireModel,
     check_text,
     input_name,
@@ -64,13 +65,25 @@ class RankedCandidate:
 Inputs = Pair | Candidates | list[Pair]
 
 
+class NspParameters(UsageParameters):
+    """What to do with a pair that is too long for the model."""
+
+    long_text: Literal["error", "truncate"] | None = Field(
+        None,
+        description="error refuses a long pair, truncate cuts its longer text; the default is "
+        "truncate",
+    )
+
+
 def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
     """Tokenize the pairs.
 
     Raises:
         EmptyRequest: a text is empty.
+        InvalidRequest: a pair is too long, and long pairs are refused.
     """
     inputs, tokenizer, limits = call.inputs, context.tokenizer, context.limits
+    parameters: NspParameters = call.parameters
     if isinstance(inputs, Candidates):
         candidates: list[str] = listed(inputs.candidates, limits)
         pairs = [(inputs.text, candidate) for candidate in candidates]
@@ -84,13 +97,19 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
         check_text(second, f"{name}.next", limits)
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each is tokenized once
     ids = dict(zip(texts, tokenizer.ids(texts), strict=True))
-    encodings, truncated = [], 0
-    for first, second in pairs:
+    encodings, usage, truncated = [], [], 0
+    for (first, second), name in zip(pairs, names, strict=True):
         encoding, cut = tokenizer.pair(ids[first], ids[second], limits.max_tokens)
+        tokens = len(ids[first]) + len(ids[second]) + 3
+        if cut and parameters.long_text == "error":
+            raise too_long(name, tokens, limits.max_tokens, "long_text is error")
         encoding.requests = _REQUEST
         encodings.append(encoding)
+        usage.append(TextUsage(tokens, len(encoding)))
         truncated += cut
-    return PreparedRequest(encodings, inputs, truncated=truncated)
+    return PreparedRequest(
+        encodings, inputs, truncated=truncated, usage=usage if parameters.return_usage else None
+    )
 
 
 _REQUEST: Final = {next_sentence.HEAD.name: next_sentence.NextSentenceRequest()}
@@ -125,7 +144,7 @@ TASK: Final = Task(
             examples=[{"text": "He opened the door.", "next": "Then he went in."}],
         ),
     ],
-    parameters=NoParameters,
+    parameters=NspParameters,
     result=list[NspLabel] | list[list[NspLabel]] | list[RankedCandidate],
     own_fields=("next", "candidates"),
     prepare=prepare,

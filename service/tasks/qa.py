@@ -20,6 +20,7 @@ from cloze.service.tasks.answer_spans import (
     Question,
     best_answers,
 )
+from cloze.service.tasks.long_text import LongText, UsageParameters, characters, too_long
 from cloze.service.tasks.task import (
     Count,
     CountOrZero,
@@ -32,6 +33,7 @@ from cloze.service.tasks.task import (
     TaskContext,
     TaskLimits,
     Text,
+    TextUsage,
     WireModel,
     check_range,
     check_text,
@@ -55,7 +57,7 @@ class QaPair(WireModel):
     context: Text
 
 
-class QaParameters(WireModel):
+class QaParameters(UsageParameters):
     """The parameters of the pipeline of transformers v4, with the same names and defaults."""
 
     top_k: Count | None = Field(None, description="answers per question; the default is 1")
@@ -81,6 +83,11 @@ class QaParameters(WireModel):
     align_to_words: bool | None = Field(
         None, description="whether to extend answers to whole words; the default is true"
     )
+    long_text: LongText | None = Field(
+        None,
+        description="error refuses a question or a context that is too long, truncate reads one "
+        "window, window divides the context; the default is window",
+    )
     details: bool | None = Field(
         None, description="whether to return the best span of each window too"
     )
@@ -101,7 +108,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
 
     Raises:
         EmptyRequest: a text is empty.
-        InvalidRequest: a text has no token, or a parameter is out of its limits.
+        InvalidRequest: a text has no token, or is too long and long texts are refused; or a
+            parameter is out of its limits.
     """
     pairs, many = listed(call.inputs, context.limits), isinstance(call.inputs, list)
     options, limits = _options(call.parameters, context.limits), context.limits
@@ -111,29 +119,40 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         )
     questions: list[Question] = []
     encodings: list[Encoding] = []
+    usage: list[TextUsage] = []
     truncated = tokens = 0
     for index, pair in enumerate(pairs):
         name = input_name(index, many=many)
         ids, spans = _tokenize(pair, name, context)
         cut = ids[: options.max_question_len]
-        truncated += len(cut) < len(ids)
         window_tokens = options.max_seq_len - len(cut) - 3
         stride = _stride(options, window_tokens, name)
-        count = window_count(len(spans.ids), window_tokens, stride)
-        tokens += count * options.max_seq_len
+        whole = len(ids) + len(spans.ids) + 3
+        is_long = len(cut) < len(ids) or len(spans.ids) > window_tokens
+        if is_long and options.long_text == "error":
+            raise too_long(name, whole, len(cut) + window_tokens + 3, "long_text is error")
+        read = spans.first(window_tokens) if options.long_text == "truncate" else spans
+        truncated += len(cut) < len(ids) or len(read.ids) < len(spans.ids)
+        tokens += window_count(len(read.ids), window_tokens, stride) * options.max_seq_len
         if tokens > (most := limits.max_request_tokens):
             raise InvalidRequest(
                 f"up to {name} the windows hold {tokens} tokens; the limit of a request is {most}"
             )
-        bounds = windows(len(spans.ids), window_tokens, stride)
-        question = Question(pair.context, spans, len(cut), bounds)
-        questions.append(question)
-        for first, end in question.windows:
-            encoding, _ = context.tokenizer.pair(cut, spans.ids[first:end], options.max_seq_len)
+        bounds = windows(len(read.ids), window_tokens, stride)
+        questions.append(Question(pair.context, read, len(cut), bounds))
+        places = characters(bounds, read.offsets) if len(bounds) > 1 else None
+        usage.append(TextUsage(whole, len(cut) + len(read.ids) + 3, places))
+        for first, end in bounds:
+            encoding, _ = context.tokenizer.pair(cut, read.ids[first:end], options.max_seq_len)
             encoding.requests = _REQUEST
             encodings.append(encoding)
-    state = _State(questions, options, many)
-    return PreparedRequest(encodings, state, len(encodings) * _WINDOW_RESULTS, truncated)
+    return PreparedRequest(
+        encodings,
+        _State(questions, options, many),
+        len(encodings) * _WINDOW_RESULTS,
+        truncated,
+        usage=usage if options.return_usage else None,
+    )
 
 
 _REQUEST: Final = {span.HEAD.name: span.SpanRequest()}

@@ -18,21 +18,22 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.service.core import InvalidRequest
+from cloze.service.tasks.long_text import LongText, UsageParameters
 from cloze.service.tasks.task import (
     Example,
-    NoParameters,
     PreparedRequest,
     Task,
     TaskCall,
     TaskContext,
     Text,
     Texts,
+    TextUsage,
     check_results,
     check_text,
     input_name,
     listed,
 )
-from cloze.service.tokenizer import Spans, Tokenizer
+from cloze.service.tokenizer import Spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,16 @@ class TextScore:
     tokens: list[ScoredToken]
 
 
+class ScoreParameters(UsageParameters):
+    """What to do with a text that is too long for the model."""
+
+    long_text: LongText | None = Field(
+        None,
+        description="error refuses a long text, truncate scores only its first tokens, window "
+        "scores each token in the part of the text around it; the default is error",
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _State:
     texts: list[Spans]
@@ -67,52 +78,73 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
 
     Raises:
         EmptyRequest: there is no text, or a text is empty.
-        InvalidRequest: a text has no token, a mask token, or more tokens than the model reads; or
-            all copies have more tokens than a request may have.
+        InvalidRequest: a text has no token or a mask token, or is too long and long texts are
+            refused; or all copies have more tokens than a request may have.
     """
-    texts, many = listed(call.inputs, context.limits), isinstance(call.inputs, list)
+    parameters: ScoreParameters = call.parameters
+    limits, choice = context.limits, parameters.long_text or "error"
+    texts, many = listed(call.inputs, limits), isinstance(call.inputs, list)
     for index, text in enumerate(texts):
-        check_text(text, input_name(index, many=many), context.limits)
-    spans: list[Spans] = []
-    tokens = 0
+        check_text(text, input_name(index, many=many), limits)
+    scored: list[Spans] = []
+    usage: list[TextUsage] = []
+    tokens = truncated = 0
     for index, text in enumerate(texts):
-        spans.append(context.tokenizer.spans(text))
-        name, length = input_name(index, many=many), len(spans[-1].ids)
-        _check(spans[-1].ids, name, context)
-        tokens += length * (length + 2)
-        if tokens > (most := context.limits.max_request_tokens):
+        spans = context.tokenizer.spans(text)
+        name, length = input_name(index, many=many), len(spans.ids)
+        _check(spans.ids, name, choice, context)
+        if length + 2 > limits.max_tokens and choice == "truncate":
+            spans, truncated = spans.first(limits.max_tokens - 2), truncated + 1
+        scored.append(spans)
+        usage.append(TextUsage(length + 2, len(spans.ids) + 2))
+        tokens += len(spans.ids) * min(len(spans.ids) + 2, limits.max_tokens)
+        if tokens > (most := limits.max_request_tokens):
             raise InvalidRequest(
                 f"up to {name} the masked copies hold {tokens} tokens; the limit of a request is "
                 f"{most}"
             )
-    check_results(sum(len(text.ids) for text in spans), "the texts need", context.limits)
-    encodings = [copy for text in spans for copy in _masked_copies(text.ids, context.tokenizer)]
-    return PreparedRequest(encodings, _State(spans, many), results=len(encodings))
+    check_results(sum(len(text.ids) for text in scored), "the texts need", limits)
+    encodings = [copy for text in scored for copy in _masked_copies(text.ids, context)]
+    return PreparedRequest(
+        encodings,
+        _State(scored, many),
+        results=len(encodings),
+        truncated=truncated,
+        usage=usage if parameters.return_usage else None,
+    )
 
 
-def _check(ids: Sequence[int], name: str, context: TaskContext) -> None:
+def _check(ids: Sequence[int], name: str, choice: LongText, context: TaskContext) -> None:
     """Check the tokens of one text."""
     tokenizer, most = context.tokenizer, context.limits.max_tokens
     if not ids:
         raise InvalidRequest(f"{name} has no token, only spaces or control characters")
-    if len(ids) + 2 > most:
-        raise InvalidRequest(f"{name} has {len(ids) + 2} tokens; the model reads {most}")
+    if len(ids) + 2 > most and choice == "error":
+        raise InvalidRequest(
+            f"{name} has {len(ids) + 2} tokens; the model reads {most}; long_text window scores "
+            "each token in the part around it"
+        )
     if tokenizer.mask_id in ids:
         raise InvalidRequest(
             f"{name} holds {tokenizer.mask_token}, which has no probability; /fill-mask fills it"
         )
 
 
-def _masked_copies(ids: Sequence[int], tokenizer: Tokenizer) -> list[Encoding]:
-    """Return an encoding per token, in which a mask replaces the token."""
+def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
+    """Return an encoding per token, in which a mask replaces the token.
+
+    The encoding of a long text is the part that has the token in its middle.
+    """
+    tokenizer, room = context.tokenizer, context.limits.max_tokens - 2
     assert tokenizer.mask_id is not None  # a model with the head has the token
-    whole, _ = tokenizer.encode(ids, len(ids) + 2)
     copies = []
-    for position, token in enumerate(ids, start=1):
-        input_ids = whole.input_ids.copy()
-        input_ids[position] = tokenizer.mask_id
-        requests = {masked_lm.HEAD.name: MaskedLMRequest([position], targets=[token])}
-        copies.append(Encoding(input_ids, whole.token_type_ids, requests))
+    for position, token in enumerate(ids):
+        first = max(0, min(position - room // 2, len(ids) - room))
+        part, _ = tokenizer.encode(ids[first : first + room], room + 2)
+        masked = position - first + 1  # after [CLS]
+        part.input_ids[masked] = tokenizer.mask_id
+        part.requests = {masked_lm.HEAD.name: MaskedLMRequest([masked], targets=[token])}
+        copies.append(part)
     return copies
 
 
@@ -144,7 +176,7 @@ TASK: Final = Task(
             description="a text, or a list of texts", examples=["Paris is the capital of France."]
         ),
     ],
-    parameters=NoParameters,
+    parameters=ScoreParameters,
     result=TextScore | list[TextScore],
     prepare=prepare,
     decode=decode,

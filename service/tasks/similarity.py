@@ -13,7 +13,8 @@ from pydantic import Field
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import embedding, token_embedding
 from cloze.service.core import EmptyRequest, Float32, InvalidRequest, WrongTask
-from cloze.service.tasks import embed
+from cloze.service.tasks import embed, embed_inputs
+from cloze.service.tasks.embed_inputs import Offsets, TextParameters
 from cloze.service.tasks.task import (
     Example,
     PreparedRequest,
@@ -33,7 +34,7 @@ class SimilarityInputs(WireModel):
     sentences: Texts
 
 
-class SimilarityParameters(embed.TextParameters):
+class SimilarityParameters(TextParameters):
     """The fields of text-embeddings-inference, and one of our own."""
 
     details: bool | None = Field(
@@ -66,13 +67,13 @@ class DetailedSimilarity:
 _PAIRS = 10
 """Most pairs of tokens per sentence in the result."""
 
-_REQUEST: Final = {
-    embedding.HEAD.name: embedding.EmbeddingRequest(),
+_VECTORS: Final = {embedding.HEAD.name: embedding.EmbeddingRequest()}
+_ALL_VECTORS: Final = _VECTORS | {
     token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest(),
 }
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[embed.Offsets] | None]:
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offsets] | None]:
     """Tokenize the text, then the texts to compare with it.
 
     Raises:
@@ -91,18 +92,22 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[embed.
     texts = [inputs.source_sentence, *inputs.sentences]
     names = ["inputs.source_sentence", *(f"inputs.sentences[{index}]" for index in range(count))]
     if not parameters.details:
-        encodings, truncated = embed.encode(texts, names, parameters, context)
-        return PreparedRequest(encodings, None, truncated=truncated)
+        encoded = embed_inputs.encode(texts, names, parameters, context, _VECTORS)
+        return PreparedRequest(
+            encoded.encodings, None, truncated=encoded.truncated, usage=encoded.usage
+        )
     _check_token_vectors(context)
-    encodings, truncated = embed.encode(texts, names, parameters, context, _REQUEST)
-    tokens, most = sum(map(len, encodings)), context.limits.max_results
+    encoded = embed_inputs.encode(texts, names, parameters, context, _ALL_VECTORS)
+    tokens, most = sum(map(len, encoded.encodings)), context.limits.max_results
     if tokens > most:
         raise InvalidRequest(f"details need {tokens} vectors; the limit is {most}")
     offsets = [
-        embed.offsets(text, len(encoding), parameters, context)
-        for text, encoding in zip(texts, encodings, strict=True)
+        embed_inputs.offsets(text, len(encoding), parameters, context)
+        for text, encoding in zip(texts, encoded.encodings, strict=True)
     ]
-    return PreparedRequest(encodings, offsets, results=tokens, truncated=truncated)
+    return PreparedRequest(
+        encoded.encodings, offsets, tokens, encoded.truncated, usage=encoded.usage
+    )
 
 
 def _check_token_vectors(context: TaskContext) -> None:
@@ -114,7 +119,7 @@ def _check_token_vectors(context: TaskContext) -> None:
 
 
 def decode(
-    prepared: PreparedRequest[list[embed.Offsets] | None],
+    prepared: PreparedRequest[list[Offsets] | None],
     outputs: Sequence[HeadOutputs],
     _: TaskContext,
 ) -> list[float] | list[DetailedSimilarity]:
@@ -132,7 +137,7 @@ def decode(
     ]
 
 
-_Tokens = tuple[Float32, embed.Offsets]
+_Tokens = tuple[Float32, Offsets]
 """The vectors [S, H] of a text's tokens, of length 1, and the places of the tokens."""
 
 

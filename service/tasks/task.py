@@ -2,16 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    FailFast,
-    Field,
-    GetJsonSchemaHandler,
-)
+from pydantic import BaseModel, ConfigDict, FailFast, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -32,42 +25,6 @@ class WireModel(BaseModel):
 
 class NoParameters(WireModel):
     """The parameters of a task that has none."""
-
-
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
-class TruncationParameters(WireModel):
-    """What to do with a text that is too long for the model."""
-
-    truncate: bool | None = Field(
-        None, description="true cuts a long text, false refuses the text; the default is true"
-    )
-    truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_lower)] = (
-        Field(None, description="the end of a long text to cut; the default is right")
-    )
-
-    @property
-    def keep_end(self) -> bool:
-        """Whether to cut the start of a long text."""
-        return self.truncation_direction == "left"
-
-    def check_cut(self, name: str, tokens: int, max_tokens: int) -> None:
-        """Check that a long text may be cut.
-
-        Args:
-            name: name of the text in errors.
-            tokens: number of its tokens, special tokens included.
-            max_tokens: most tokens that the model reads.
-
-        Raises:
-            InvalidRequest: ``truncate`` is false.
-        """
-        if self.truncate is False:
-            raise InvalidRequest(
-                f"{name} has {tokens} tokens; the model reads {max_tokens}, and truncate is false"
-            )
 
 
 class FirstError(FailFast):
@@ -151,6 +108,21 @@ class TaskCall(NamedTuple):
     parameters: Any
 
 
+@dataclass(frozen=True, slots=True)
+class TextUsage:
+    """How much of one input the model read.
+
+    Attributes:
+        tokens: tokens of the whole input, special tokens included.
+        used: how many of them the model read.
+        windows: (start, end) of each window in characters; null if the input was not divided.
+    """
+
+    tokens: int
+    used: int
+    windows: list[tuple[int, int]] | None = None
+
+
 class PreparedRequest(NamedTuple, Generic[S]):
     """A tokenized request.
 
@@ -160,6 +132,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
         results: approximate cost of `Task.decode`, in predictions of a mask; 0 if the cost is low.
         truncated: number of the request's texts that were cut.
         warnings: messages for the client, in ASCII.
+        usage: how much of each input was used; None unless the client asks.
         advance: (outputs, context) -> the next round of the engine, or None if `Task.decode`
             follows; None if there is one round.
     """
@@ -169,6 +142,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
     results: int = 0
     truncated: int = 0
     warnings: tuple[str, ...] = ()
+    usage: Sequence[TextUsage] | None = None
     advance: "Advance | None" = None
 
 

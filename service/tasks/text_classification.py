@@ -13,7 +13,13 @@ from pydantic import Field
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
-from cloze.service.core import Float32
+from cloze.service.core import Float32, InvalidRequest
+from cloze.service.tasks.long_text import (
+    TruncationParameters,
+    UsageParameters,
+    WindowBudget,
+    characters,
+)
 from cloze.service.tasks.task import (
     Count,
     Example,
@@ -24,7 +30,7 @@ from cloze.service.tasks.task import (
     TaskCall,
     TaskContext,
     Text,
-    TruncationParameters,
+    TextUsage,
     WireModel,
     check_range,
     check_text,
@@ -42,8 +48,14 @@ class TextPair(WireModel):
     text_pair: Text | None = None
 
 
-class TextClassificationParameters(TruncationParameters):
+class TextClassificationParameters(TruncationParameters, UsageParameters):
     """The parameters that huggingface_hub's ``text_classification`` sends, and truncation."""
+
+    long_text: Literal["error", "truncate", "window"] | None = Field(  # type: ignore[assignment]  # one more choice
+        None,
+        description="error refuses a long text, truncate cuts it, window divides a text (no pair) "
+        "and returns the mean of its windows' scores; the default is truncate",
+    )
 
     top_k: Count | None = Field(None, description="labels per text; the default is all labels")
     function_to_apply: Function | None = Field(
@@ -65,6 +77,7 @@ class LabelScore:
 class _State:
     top_k: int | None
     function: Function
+    windows: list[int] | None
 
 
 def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
@@ -72,8 +85,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
 
     Raises:
         EmptyRequest: there is no text, or a text is empty.
-        InvalidRequest: a parameter is out of its limits, or a text is too long and ``truncate`` is
-            false.
+        InvalidRequest: a parameter is out of its limits, or a text is too long and long texts are
+            refused; or its windows have more tokens than a request may.
     """
     parameters: TextClassificationParameters = call.parameters
     tokenizer, limits = context.tokenizer, context.limits
@@ -89,25 +102,81 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
             check_text(second, f"{name}.text_pair", limits)
     firsts = tokenizer.ids([first for first, _ in pairs])
     seconds = tokenizer.ids([second or "" for _, second in pairs])
-    keep_end = parameters.keep_end
-    encodings: list[Encoding] = []
-    truncated = 0
-    for (_, second), first_ids, second_ids in zip(pairs, firsts, seconds, strict=True):
+    encoder = _Encoder(parameters, context)
+    for index, (first, second) in enumerate(pairs):
+        name = input_name(index, many=many)
         if second is None:
-            encoding, cut = tokenizer.encode(first_ids, limits.max_tokens, keep_end=keep_end)
+            encoder.add_text(first, firsts[index], name)
         else:
-            encoding, cut = tokenizer.pair(
-                first_ids, second_ids, limits.max_tokens, keep_end=keep_end
-            )
-        if cut:
-            tokens = len(first_ids) + 2 + (0 if second is None else len(second_ids) + 1)
-            name = input_name(len(encodings), many=many)
-            parameters.check_cut(name, tokens, limits.max_tokens)
-        encoding.requests = _REQUEST
-        encodings.append(encoding)
-        truncated += cut
+            encoder.add_pair(firsts[index], seconds[index], name)
     function = parameters.function_to_apply or _FUNCTIONS[_labels(context).problem_type]
-    return PreparedRequest(encodings, _State(parameters.top_k, function), truncated=truncated)
+    windows = encoder.windows if parameters.long_text == "window" else None
+    return PreparedRequest(
+        encoder.encodings,
+        _State(parameters.top_k, function, windows),
+        truncated=encoder.truncated,
+        usage=encoder.usage,
+    )
+
+
+class _Encoder:
+    """Builds the encodings of one request.
+
+    Attributes:
+        encodings: one per text or pair, or one per window of a text.
+        windows: number of encodings of each text or pair.
+        truncated: number of texts and pairs that were cut.
+        usage: how much of each was used; None unless the client asks.
+    """
+
+    def __init__(self, parameters: TextClassificationParameters, context: TaskContext) -> None:
+        self._parameters, self._context = parameters, context
+        self._choice = parameters.choice
+        self._budget = WindowBudget(context.limits)
+        self.encodings: list[Encoding] = []
+        self.windows: list[int] = []
+        self.truncated = 0
+        self.usage: list[TextUsage] | None = [] if parameters.return_usage else None
+
+    def add_text(self, text: str, ids: list[int], name: str) -> None:
+        """Add a text; ``ids`` are its tokens, without special tokens."""
+        tokenizer, most = self._context.tokenizer, self._context.limits.max_tokens
+        if self._choice == "window" and len(ids) > most - 2:
+            bounds = self._budget.divide(len(ids), most - 2, name)
+            windows = [tokenizer.encode(ids[first:end], most)[0] for first, end in bounds]
+            places = None
+            if self.usage is not None:
+                places = characters(bounds, tokenizer.spans(text).offsets)
+            self._add(windows, TextUsage(len(ids) + 2, len(ids) + 2, places))
+            return
+        encoding, cut = tokenizer.encode(ids, most, keep_end=self._parameters.keep_end)
+        self._add_one(encoding, cut, len(ids) + 2, name)
+
+    def add_pair(self, first: list[int], second: list[int], name: str) -> None:
+        """Add a pair of texts by their tokens, without special tokens."""
+        tokenizer, most = self._context.tokenizer, self._context.limits.max_tokens
+        tokens = len(first) + len(second) + 3
+        if self._choice == "window" and tokens > most:
+            raise InvalidRequest(
+                f"{name} is a pair of {tokens} tokens; the model reads {most}, and long_text "
+                "window divides only texts without a pair"
+            )
+        encoding, cut = tokenizer.pair(first, second, most, keep_end=self._parameters.keep_end)
+        self._add_one(encoding, cut, tokens, name)
+
+    def _add_one(self, encoding: Encoding, cut: bool, tokens: int, name: str) -> None:
+        if cut:
+            self._parameters.check_cut(name, tokens, self._context.limits.max_tokens)
+        self.truncated += cut
+        self._add([encoding], TextUsage(tokens, len(encoding)))
+
+    def _add(self, encodings: list[Encoding], usage: TextUsage) -> None:
+        for encoding in encodings:
+            encoding.requests = _REQUEST
+        self.encodings += encodings
+        self.windows.append(len(encodings))
+        if self.usage is not None:
+            self.usage.append(usage)
 
 
 _REQUEST: Final = {
@@ -135,6 +204,9 @@ def decode(
     name = sequence_classification.HEAD.name
     logits = np.stack([output[name].logits for output in outputs])
     scores = _apply(prepared.state.function, logits)
+    if (windows := prepared.state.windows) is not None:
+        sums = np.add.reduceat(scores, np.cumsum([0, *windows[:-1]]))
+        scores = (sums / np.array(windows)[:, None]).astype(np.float32)
     order = np.argsort(-scores, axis=1, kind="stable")[:, : prepared.state.top_k]
     return [
         [LabelScore(labels[label], float(row[label])) for label in best.tolist()]

@@ -1,8 +1,8 @@
 """Token classification: the named entities of a text.
 
-Scores and groups are those of transformers' pipeline. A long text is cut or, with ``stride``,
-divided into overlapping windows. If entities of two windows overlap, the longer entity is kept. If
-both have the same length, the likelier entity is kept.
+Scores and groups are those of transformers' pipeline. A long text is cut or, with ``stride`` or
+``long_text: "window"``, divided into overlapping windows. If entities of two windows overlap, the
+longer entity is kept. If both have the same length, the likelier entity is kept.
 """
 
 from collections.abc import Sequence
@@ -16,6 +16,13 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.service.core import Float32, InvalidRequest
+from cloze.service.tasks.long_text import (
+    LongText,
+    UsageParameters,
+    WindowBudget,
+    characters,
+    too_long,
+)
 from cloze.service.tasks.task import (
     CountOrZero,
     Example,
@@ -25,13 +32,12 @@ from cloze.service.tasks.task import (
     TaskContext,
     Text,
     Texts,
-    WireModel,
+    TextUsage,
     check_range,
     check_text,
     input_name,
     listed,
 )
-from cloze.service.tasks.windows import window_count, windows
 from cloze.service.tokenizer import Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]
@@ -40,8 +46,8 @@ _TOKENS_PER_RESULT = 4
 """Number of tokens whose decoding costs about as much as one prediction of a mask."""
 
 
-class TokenClassificationParameters(WireModel):
-    """The parameters that huggingface_hub's ``token_classification`` sends."""
+class TokenClassificationParameters(UsageParameters):
+    """The parameters that huggingface_hub's ``token_classification`` sends, and our own."""
 
     aggregation_strategy: Strategy | None = Field(
         None,
@@ -54,6 +60,11 @@ class TokenClassificationParameters(WireModel):
         None,
         description="number of tokens that neighbouring windows of a long text share; "
         "the default is to cut the text",
+    )
+    long_text: LongText | None = Field(
+        None,
+        description="error refuses a long text, truncate cuts it, window divides it and joins the "
+        "entities of its windows; the default is truncate, with stride window",
     )
 
 
@@ -125,7 +136,7 @@ class _LabelledTokens:
 
 
 def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
-    """Tokenize the texts, in windows if ``stride`` is set.
+    """Tokenize the texts, long texts in windows if the client asks.
 
     Raises:
         EmptyRequest: there is no text, or a text is empty.
@@ -136,28 +147,30 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     texts, many = listed(call.inputs, limits), isinstance(call.inputs, list)
     strategy: Strategy = parameters.aggregation_strategy or "simple"
     window_tokens = limits.max_tokens - 2
-    _check_stride(parameters.stride, strategy, window_tokens)
+    choice = _long_text(parameters, strategy, window_tokens)
+    budget = WindowBudget(limits)
+    usage: list[TextUsage] | None = [] if parameters.return_usage else None
     prepared: list[_Text] = []
     encodings: list[Encoding] = []
-    truncated = tokens = 0
+    truncated = 0
     for index, text in enumerate(texts):
         name = input_name(index, many=many)
         check_text(text, name, limits)
         spans = tokenizer.spans(text)
         if not spans.ids:
             raise InvalidRequest(f"{name} has no token, only spaces or control characters")
-        bounds = [(0, min(window_tokens, len(spans.ids)))]
-        if parameters.stride is None:
-            truncated += len(spans.ids) > window_tokens
-        else:
-            count = window_count(len(spans.ids), window_tokens, parameters.stride)
-            tokens += count * limits.max_tokens
-            if tokens > (most := limits.max_request_tokens):
-                raise InvalidRequest(
-                    f"up to {name} the windows hold {tokens} tokens; "
-                    f"the limit of a request is {most}"
-                )
-            bounds = windows(len(spans.ids), window_tokens, parameters.stride)
+        count = len(spans.ids)
+        bounds = [(0, min(window_tokens, count))]
+        if count > window_tokens:
+            if choice == "error":
+                raise too_long(name, count + 2, limits.max_tokens, "long_text is error")
+            if choice == "window":
+                bounds = budget.divide(count, window_tokens, name, parameters.stride)
+            else:
+                truncated += 1
+        if usage is not None:
+            places = characters(bounds, spans.offsets) if len(bounds) > 1 else None
+            usage.append(TextUsage(count + 2, bounds[-1][1] + 2, places))
         prepared.append(_Text(text, spans, bounds))
         for first, end in bounds:
             encoding, _ = tokenizer.encode(spans.ids[first:end], limits.max_tokens)
@@ -166,7 +179,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
     state = _State(prepared, strategy, ignored, many)
     results = sum(map(len, encodings)) // _TOKENS_PER_RESULT
-    return PreparedRequest(encodings, state, results, truncated)
+    return PreparedRequest(encodings, state, results, truncated, usage=usage)
 
 
 _REQUEST: Final = {
@@ -174,15 +187,27 @@ _REQUEST: Final = {
 }
 
 
-def _check_stride(stride: int | None, strategy: Strategy, window_tokens: int) -> None:
-    if stride is None:
-        return
-    check_range(stride, 0, window_tokens - 1, "stride")
-    if strategy == "none":
+def _long_text(
+    parameters: TokenClassificationParameters, strategy: Strategy, window_tokens: int
+) -> LongText:
+    """Return what to do with a long text.
+
+    Raises:
+        InvalidRequest: the stride is out of its limits, or parameters contradict each other.
+    """
+    stride, choice = parameters.stride, parameters.long_text
+    if stride is not None:
+        check_range(stride, 0, window_tokens - 1, "stride")
+        if choice not in (None, "window"):
+            raise InvalidRequest(f"stride divides a long text, but long_text is {choice}")
+        choice = "window"
+    if choice == "window" and strategy == "none":
+        asked = "stride" if stride is not None else "long_text window"
         raise InvalidRequest(
-            "stride needs an aggregation_strategy other than none: "
+            f"{asked} needs an aggregation_strategy other than none: "
             "tokens of overlapping windows cannot be told apart"
         )
+    return choice or "truncate"
 
 
 def decode(

@@ -1,0 +1,166 @@
+"""The calls of tasks whose results are vectors, or similarities of vectors."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Literal
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from cloze.client.call import Call, Float32, body_at_root, chain, given, many, result, stack
+from cloze.client.results import Word
+
+Direction = Literal["left", "right"]
+LongText = Literal["error", "truncate", "window"]
+Layers = Literal["first", "second-to-last", "last", "sum-last-four", "concat-last-four", "sum-all"]
+DType = Literal["float32", "float16", "int8", "ubinary"]
+
+_VECTORS = "application/octet-stream"
+_NUMPY_TYPES: Final = {"float32": "<f4", "float16": "<f2", "int8": "i1", "ubinary": "u1"}
+
+
+def embed(
+    texts: str | Sequence[str],
+    *,
+    normalize: bool | None = None,
+    dimensions: int | None = None,
+    truncate: bool | None = None,
+    truncation_direction: Direction | None = None,
+    prompt_name: str | None = None,
+    long_text: LongText | None = None,
+    pooling: Literal["cls", "mean", "max"] | None = None,
+    layers: Layers | None = None,
+    dtype: DType = "float32",
+    model: str | None = None,
+) -> Call[NDArray[Any]]:
+    """Return one vector per text, [n, D] float32; with dtype ubinary [n, ceil(D / 8)] uint8.
+
+    Args:
+        texts: a text or many.
+        normalize: whether to scale vectors to length 1; None selects the model's default.
+        dimensions: number of leading dimensions to keep.
+        truncate: whether to cut a long text; False refuses it.
+        truncation_direction: the end of a long text to cut.
+        prompt_name: name of a prompt of the model, which is put before each text.
+        long_text: whether to refuse, cut or divide a long text; None selects "truncate".
+        pooling: how tokens become one vector; None selects the model's.
+        layers: the layers to pool; None selects the last.
+        dtype: type of the numbers on their way. float16 and int8 are less exact, and take a half
+            and a quarter of the bytes; the result is float32 all the same. ubinary has only signs.
+        model: a served model; None selects the task's default.
+    """
+    options = given(
+        normalize=normalize,
+        dimensions=dimensions,
+        truncate=truncate,
+        truncation_direction=truncation_direction,
+        prompt_name=prompt_name,
+        long_text=long_text,
+        pooling=pooling,
+        layers=layers,
+        model=model,
+    )
+
+    def read(response: httpx.Response, _: int) -> NDArray[Any]:
+        return _vectors(response)
+
+    body, accept = partial(body_at_root, options), f"{_VECTORS}; dtype={dtype}"
+    return Call("/embed", many(texts), body, read, stack, accept)
+
+
+def embed_all(
+    texts: str | Sequence[str],
+    *,
+    truncate: bool | None = None,
+    truncation_direction: Direction | None = None,
+    prompt_name: str | None = None,
+    model: str | None = None,
+) -> Call[list[Float32]]:
+    """Return one vector per token of each text, [S, H] float32, special tokens included.
+
+    Args:
+        texts: a text or many.
+        truncate: whether to cut a long text; False refuses it.
+        truncation_direction: the end of a long text to cut.
+        prompt_name: name of a prompt of the model, which is put before each text.
+        model: a served model; None selects the task's default.
+    """
+    options = given(
+        truncate=truncate,
+        truncation_direction=truncation_direction,
+        prompt_name=prompt_name,
+        model=model,
+    )
+
+    def read(response: httpx.Response, _: int) -> list[Float32]:
+        lengths = list(map(int, response.headers["x-lengths"].split(",")))
+        parts = np.split(_vectors(response), np.cumsum(lengths)[:-1])
+        return [part.copy() for part in parts]
+
+    body = partial(body_at_root, options)
+    return Call("/embed_all", many(texts), body, read, chain, _VECTORS)
+
+
+def embed_sparse(
+    texts: str | Sequence[str],
+    *,
+    top_k: int | None = None,
+    truncate: bool | None = None,
+    truncation_direction: Direction | None = None,
+    prompt_name: str | None = None,
+    model: str | None = None,
+) -> Call[list[list[Word]]]:
+    """Return the words of the vocabulary that each text is about, the heaviest first.
+
+    Args:
+        texts: a text or many.
+        top_k: most words per text; None selects the server's limit.
+        truncate: whether to cut a long text; False refuses it.
+        truncation_direction: the end of a long text to cut.
+        prompt_name: name of a prompt of the model, which is put before each text.
+        model: a served model; None selects the task's default.
+    """
+    options = given(
+        top_k=top_k,
+        return_tokens=True,
+        truncate=truncate,
+        truncation_direction=truncation_direction,
+        prompt_name=prompt_name,
+        model=model,
+    )
+
+    def read(response: httpx.Response, _: int) -> list[list[Word]]:
+        return [[result(Word, word) for word in words] for words in response.json()]
+
+    return Call("/embed_sparse", many(texts), partial(body_at_root, options), read, chain)
+
+
+def similarity(
+    source: str, texts: str | Sequence[str], *, model: str | None = None
+) -> Call[Float32]:
+    """Return the cosine between a text and each of other texts, [n] float32.
+
+    Args:
+        source: the text to compare with.
+        texts: a text or many.
+        model: a served model; None selects the task's default.
+    """
+
+    def body(part: Sequence[str]) -> Mapping[str, Any]:
+        return {"inputs": {"source_sentence": source, "sentences": part}, **given(model=model)}
+
+    def read(response: httpx.Response, _: int) -> Float32:
+        return np.array(response.json(), np.float32)
+
+    return Call("/similarity", many(texts), body, read, stack)
+
+
+def _vectors(response: httpx.Response) -> NDArray[Any]:
+    """Return the rows of a response: float32, or uint8 for signs."""
+    rows, columns = map(int, response.headers["x-shape"].split(","))
+    dtype = response.headers["x-dtype"]
+    values = np.frombuffer(response.content, _NUMPY_TYPES[dtype]).reshape(rows, columns)
+    if dtype == "int8":
+        return values * np.float32(response.headers["x-scale"])
+    return values if dtype == "ubinary" else values.astype(np.float32, copy=False)

@@ -160,24 +160,24 @@ def test_half_precision_weights_are_widened(checkpoints: dict[str, Path], folder
     [
         (
             "bert",
-            "fill-mask nsp embed embed-all sparse",
+            "fill-mask nsp embed embed-all sparse embed-layers",
             "fill-mask nsp embed embed-all",
             "qa is not offered",
         ),
         (
             "bert-plain",
-            "embed embed-all",
+            "embed embed-all embed-layers",
             "embed embed-all",
             "nsp is not offered: the checkpoint has a pooler but no",
         ),
-        ("bert-qa", "qa embed embed-all", "qa", "fill-mask is not offered"),
+        ("bert-qa", "qa embed embed-all embed-layers", "qa", "fill-mask is not offered"),
         (
             "distilbert",
-            "fill-mask embed embed-all sparse",
+            "fill-mask embed embed-all sparse embed-layers",
             "fill-mask embed embed-all",
             "nsp is not offered",
         ),
-        ("distilbert-qa", "qa embed embed-all", "qa", "fill-mask is not offered"),
+        ("distilbert-qa", "qa embed embed-all embed-layers", "qa", "fill-mask is not offered"),
     ],
 )
 def test_a_checkpoint_offers_what_it_has_heads_for(

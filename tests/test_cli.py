@@ -137,7 +137,8 @@ def test_a_task_without_a_head_is_refused(checkpoints: dict[str, Path], tmp_path
     )
     assert done.returncode == 1
     assert done.stderr.endswith(
-        "cloze: the checkpoint cannot do nsp: it has heads for fill-mask, embed, embed-all, sparse\n"
+        "cloze: the checkpoint cannot do nsp: it has heads for fill-mask, embed, embed-all, sparse, "
+        "embed-layers\n"
     )
     assert not list(tmp_path.iterdir())
 

@@ -22,6 +22,7 @@ from cloze.model_store import Store, tensors
 from cloze.model_store.heads import (
     Head,
     embedding,
+    layer_embedding,
     masked_lm,
     next_sentence,
     span,
@@ -107,6 +108,15 @@ def test_every_head_agrees_with_transformers(
             expected[sparse_embedding.SPARSE_WEIGHTS.name] = weights.topk(4).values
         feeds[token_embedding.HIDDEN_ROWS.name] = np.arange(batch * length, dtype=np.int32)
         expected[token_embedding.TOKEN_EMBEDDINGS.name] = out.hidden_states[-1].flatten(0, 1)
+        by_sequence = np.arange(batch * length, dtype=np.int32).reshape(batch, length)
+        weights = rng.normal(size=(batch, len(out.hidden_states))).astype(np.float32)
+        feeds[layer_embedding.LAYER_ROWS.name] = by_sequence
+        row_weights = np.full((batch, length), 1 / length, np.float32)
+        feeds[layer_embedding.LAYER_ROW_WEIGHTS.name] = row_weights
+        feeds[layer_embedding.LAYER_WEIGHTS.name] = weights
+        states = torch.stack(out.hidden_states, 1) * torch.from_numpy(weights)[..., None, None]
+        expected[layer_embedding.LAYER_SUMS.name] = states.sum(1).mean(1)
+        expected[layer_embedding.LAYER_MAXIMA.name] = states.sum(1).amax(1)
         feeds[embedding.EMBED_SEQUENCES.name] = np.arange(batch, dtype=np.int32)
         expected[embedding.EMBEDDINGS.name] = out.hidden_states[-1].mean(1)
         for name, actual in zip(expected, session.run(list(expected), feeds), strict=True):

@@ -100,7 +100,7 @@ def test_folding_biases_is_exact(
     model = load_checkpoint(str(checkpoints[kind])).model
     g = GraphBuilder()
     g.output(
-        write_trunk(g, PackedLayout(), Fp32(), model),
+        write_trunk(g, PackedLayout(), Fp32(), model)[-1],
         "hidden",
         TensorProto.FLOAT,
         ["T", model.config.hidden_size],

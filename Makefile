@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help docs install serve test test-slow test-gpu coverage bench lint format clean
+.PHONY: help docs install serve test test-slow test-gpu coverage wheel bench lint format clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -61,6 +61,10 @@ coverage: install  ## Run the tests with branch coverage; fail below the thresho
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
+wheel: install  ## Build dist/cloze_server-VERSION-py3-none-any.whl.
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@ls dist/cloze_server-*.whl
+
 bench: install  ## Measure the default model: the engine alone and the server.
 	$(BIN)/cloze bench run
 
@@ -73,4 +77,4 @@ format: install  ## Format the code.
 	$(BIN)/ruff check --fix .
 
 clean:  ## Remove what the other commands created, except the bundles.
-	rm -rf $(VENV) $(SERVING) $(GPU) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.*
+	rm -rf $(VENV) $(SERVING) $(GPU) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.*

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cloze.failing import fail
+from cloze.model_store.installation import install_command
 
 if TYPE_CHECKING:
     from cloze.client import AsyncClient
@@ -172,7 +173,7 @@ def ask(task: str, texts: tuple[str, ...], url: str | None, as_json: bool, **fla
     try:
         from cloze.client import ClientError
     except ModuleNotFoundError as error:
-        fail(f"ask needs {error.name}; install cloze[client]", code=2)
+        fail(f"ask needs {error.name}; install it with: {install_command('client')}", code=2)
     try:
         rows = asyncio.run(_answer(asking, texts, options, url))
     except ClientError as error:

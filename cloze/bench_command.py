@@ -14,6 +14,7 @@ from cloze.bench.peers import PEERS
 from cloze.bench.peers.sentence_transformers_peer import BACKENDS
 from cloze.bench_output import create_out, now, present, repeating_command, report, write
 from cloze.failing import fail
+from cloze.model_store.installation import install_command
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Store, StoreError
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _PROGRAMS = {"BINARY": "The program", "PYTHON": "Interpreter of an environment with"}
 """Begins the help text of a peer's option, by kind of program."""
 
-_INSTALL = "which the serving install leaves out; install cloze[cpu,bench]"
+_INSTALL = f"which the serving install leaves out; install it with: {install_command('bench')}"
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -174,7 +175,8 @@ def _measure_device(arguments: dict[str, Any], out: Path | None) -> None:
         from cloze.bench.sizes import SIZES
         from cloze.service.core import Device
     except ModuleNotFoundError as error:
-        fail(f"bench of a device needs {error.name}; install cloze[bench,export] with cpu or gpu")
+        command = install_command("bench", "export")
+        fail(f"bench of a device needs {error.name}; install it with: {command}")
     sizes = tuple(arguments["sizes"].split(","))
     if unknown := [name for name in sizes if name not in SIZES]:
         raise click.BadParameter(

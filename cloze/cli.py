@@ -17,6 +17,7 @@ from cloze.ask import ask
 from cloze.bench_command import bench
 from cloze.failing import fail
 from cloze.model_store.heads import HEADS
+from cloze.model_store.installation import DISTRIBUTION, install_command
 from cloze.model_store.layouts import Layout
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import (
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 @click.group(context_settings=_CONTEXT)
-@click.version_option(package_name="cloze")
+@click.version_option(package_name=DISTRIBUTION)
 def cli() -> None:
     """Serve BERT and DistilBERT: fill-mask, embeddings, next sentence and question answering.
 
@@ -162,8 +163,8 @@ def export(
         from cloze.export.publish import export as export_checkpoint
     except ModuleNotFoundError as error:
         fail(
-            f"export needs {error.name}, which the serving install leaves out; "
-            "install cloze[cpu,export]"
+            f"export needs {error.name}, which the serving install leaves out; install it with: "
+            f"{install_command('export')}"
         )
     requested = tuple(Precision(precision) for precision in precisions)
     try:
@@ -321,6 +322,10 @@ def _describe_embedding(recipe: Embedding) -> str:
     )
 
 
+_REPEATED = ("model", "default")
+"""Settings whose option may be repeated."""
+
+
 class _ServeCommand(click.Command):
     """A command with one option per setting; the settings class is imported at the first use."""
 
@@ -338,13 +343,13 @@ def _setting_options() -> list[click.Parameter]:
     for name, field in Settings.model_fields.items():
         description = field.description or ""
         default = f"; default: {getattr(field.default, 'value', field.default)}"
-        if name == "model":  # the description names the default
+        if name in _REPEATED:  # the description names the default
             default = ""
         option = click.Option(
             [f"--{name.replace('_', '-')}"],
             help=f"{description[:1].upper()}{description[1:]}."
             f"  [env: {ENV_PREFIX}{name.upper()}{default}]",
-            multiple=name == "model",
+            multiple=name in _REPEATED,
             show_default=False,
         )
         options.append(option)
@@ -357,7 +362,7 @@ def serve(**flags: Any) -> None:
 
     The server opens the newest version of every bundle in the model store, or the bundles that
     --model names. The field "model" of a request selects a bundle. A request without this field is
-    answered by the first bundle that has the task.
+    answered by the default model of its task.
 
     The exit code is 0 after SIGTERM, when all accepted requests are answered; 1 if an engine dies;
     and 2 if the server cannot start.
@@ -369,7 +374,7 @@ def serve(**flags: Any) -> None:
     except ModuleNotFoundError as error:
         fail(f"serve needs {error.name}, which is not installed", code=2)
     try:
-        settings = load_settings({**flags, "model": flags["model"] or None})
+        settings = load_settings({**flags, **{name: flags[name] or None for name in _REPEATED}})
         sys.exit(serve_forever(settings))
     except StartupError as error:
         fail(str(error), code=2)

@@ -6,6 +6,9 @@ import click
 
 
 def fail(message: str, code: int = 1) -> NoReturn:
-    """Print an error to standard error and exit with `code`."""
-    click.echo(f"cloze: {message}", err=True)
+    """Print an error to standard error, or to standard output if that fails; exit with `code`."""
+    try:
+        click.echo(f"cloze: {message}", err=True)
+    except OSError:
+        click.echo(f"cloze: {message}")
     raise SystemExit(code)

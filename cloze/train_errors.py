@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any, NoReturn
 
 from cloze.failing import fail
+from cloze.model_store.installation import install_command
 from cloze.model_store.store import StoreError
 
 
@@ -47,8 +48,8 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 def _fail_for_missing_module(error: ModuleNotFoundError) -> NoReturn:
     fail(
-        f"training needs {error.name}, which the serving install leaves out; "
-        "install cloze[cpu,train]"
+        f"training needs {error.name}, which the serving install leaves out; install it with: "
+        f"{install_command('train')}"
     )
 
 

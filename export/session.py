@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from cloze.export.errors import ExportError, first_line
 from cloze.export.graph.reference import ReferenceSession
+from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Layout
 from cloze.model_store.processor import cuda_settings, int8_instructions, int8_settings
 
@@ -59,8 +60,8 @@ def open_session(file: Path, layout: Layout, *, cuda: bool = False) -> Session:
 def _on_cuda(file: Path, options: ort.SessionOptions) -> Session:
     if CUDA not in ort.get_available_providers():
         raise ExportError(
-            "CUDA was asked for, but this onnxruntime has no CUDA provider; "
-            "install cloze[gpu] instead of cloze[cpu]"
+            "CUDA was asked for, but this onnxruntime has no CUDA provider; uninstall onnxruntime, "
+            f"then: {install_command('gpu')}"
         )
     with redirect_stdout(sys.stderr):  # preload_dlls prints the missing libraries
         ort.preload_dlls()

@@ -8,7 +8,12 @@ import os
 import tomllib
 from pathlib import Path
 
+from cloze.model_store.installation import DISTRIBUTION
+
 SHIPPED_ROOT = Path(__file__).resolve().parent / "bundles"
+
+SHIPPED_NAMES = ("cloze-bert", "cloze-bert-qa", "cloze-distilbert")
+"""The bundles that the package ships, in the order in which they are the default of a task."""
 
 
 def is_checkout(folder: Path) -> bool:
@@ -17,7 +22,7 @@ def is_checkout(folder: Path) -> bool:
         project = tomllib.loads((folder / "pyproject.toml").read_text())
     except (OSError, ValueError):
         return False
-    return bool(project.get("project", {}).get("name") == "cloze")
+    return bool(project.get("project", {}).get("name") == DISTRIBUTION)
 
 
 def user_root() -> Path | None:

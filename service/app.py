@@ -5,6 +5,7 @@ processes.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.model_store import Bundle
+from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import ServiceError
+from cloze.service.http.access_log import AccessLog
 from cloze.service.http.connection import Connection, DirectRoutes
 from cloze.service.http.errors import STATUS
 from cloze.service.http.openapi import document
@@ -35,6 +38,7 @@ from cloze.service.protocols import (
     ErrorResponder,
     ProtocolContext,
     WireProtocol,
+    operations,
 )
 from cloze.service.served_models import (
     EngineCallbacks,
@@ -138,7 +142,7 @@ class Service:
         self._metrics = metrics
         self._draining = False
         pipelines = [Pipeline(model, _task_limits(settings, model)) for model in models]
-        self.models = Models(pipelines, registries.tasks.values())
+        self.models = Models(pipelines, registries.tasks.values(), settings.default_models())
         metrics.watch(self)
 
     @property
@@ -175,7 +179,13 @@ class Service:
         context = ProtocolContext(
             self._registries.tasks, self.models, self._metrics, self, limits, watch
         )
-        app = create_app(context, self._registries.protocols)
+        access_log = AccessLog(
+            settings.log_format,
+            logging.getLevelName(settings.log_level.upper()),
+            settings.access_log_share,
+            operations.QUIET_ROUTES,
+        )
+        app = create_app(context, self._registries.protocols, access_log)
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -213,7 +223,9 @@ def _task_limits(settings: Settings, model: ServedModel) -> TaskLimits:
     )
 
 
-def create_app(context: ProtocolContext, protocols: Sequence[WireProtocol]) -> FastAPI:
+def create_app(
+    context: ProtocolContext, protocols: Sequence[WireProtocol], access_log: AccessLog
+) -> FastAPI:
     """Return the HTTP application: the routes of every protocol, and the documentation pages."""
     app = FastAPIOffline(
         title=_TITLE,
@@ -237,7 +249,9 @@ def create_app(context: ProtocolContext, protocols: Sequence[WireProtocol]) -> F
     task_handlers = {route.path: route.handler for route in routes if route.task is not None}
     app.add_middleware(DirectRoutes, handlers=task_handlers, respond=responder.respond)
     known_routes = ("/docs", "/openapi.json", *parts, *(route.path for route in routes))
-    app.add_middleware(Connection, known_routes=known_routes, metrics=context.metrics)
+    app.add_middleware(
+        Connection, known_routes=known_routes, metrics=context.metrics, access_log=access_log
+    )
     return app
 
 
@@ -276,4 +290,4 @@ def _create_request_series(context: ProtocolContext, routes: Sequence[Route]) ->
 
 
 def _openapi(routes: Sequence[Route]) -> Callable[[], dict[str, Any]]:
-    return lambda: document(_TITLE, version("cloze"), _DESCRIPTION, routes)
+    return lambda: document(_TITLE, version(DISTRIBUTION), _DESCRIPTION, routes)

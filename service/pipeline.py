@@ -7,12 +7,19 @@ pipeline of a request. The module depends neither on HTTP nor on a particular ta
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from cloze.model_store import Manifest
-from cloze.service.core import BatchResult, Timings, UnknownModel, WrongTask
+from cloze.service.core import (
+    BatchResult,
+    ServiceError,
+    StartupError,
+    Timings,
+    UnknownModel,
+    WrongTask,
+)
 from cloze.service.served_models import ServedModel
 from cloze.service.tasks import Task, TaskCall, TaskContext, TaskLimits
 from cloze.service.tasks.task import TextUsage
@@ -177,9 +184,18 @@ class Models:
     Args:
         pipelines: at least one pipeline; the first that serves a task is the task's default.
         tasks: the tasks that clients may request.
+        defaults: task -> the model that is its default instead, NAME or NAME@VERSION.
+
+    Raises:
+        StartupError: a default is of no task, or is not served, or does not serve its task.
     """
 
-    def __init__(self, pipelines: Sequence[Pipeline], tasks: Iterable[Task]) -> None:
+    def __init__(
+        self,
+        pipelines: Sequence[Pipeline],
+        tasks: Iterable[Task],
+        defaults: Mapping[str, str] | None = None,
+    ) -> None:
         self.pipelines = tuple(pipelines)
         self._tasks = tuple(tasks)
         self._by_name: dict[str, Pipeline] = {}
@@ -191,6 +207,21 @@ class Models:
             task.name: [p for p in self.pipelines if task.is_served_by(p.manifest)]
             for task in self._tasks
         }
+        for name, model in (defaults or {}).items():
+            self._set_default(name, model)
+
+    def _set_default(self, name: str, model: str) -> None:
+        """Make a model the default of a task."""
+        task = next((task for task in self._tasks if task.name == name), None)
+        if task is None:
+            known = ", ".join(task.name for task in self._tasks)
+            raise StartupError(f"default: there is no task {name!a} (there: {known})")
+        try:
+            chosen = self.choose(task, model)
+        except ServiceError as error:
+            raise StartupError(f"default of {name}: {error}") from None
+        served = self._served[name]
+        self._served[name] = [chosen, *(pipeline for pipeline in served if pipeline is not chosen)]
 
     def serving(self, task: Task) -> Sequence[Pipeline]:
         """Return the pipelines of the models that serve a task, the default first."""

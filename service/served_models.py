@@ -3,9 +3,12 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 
 from cloze.model_store import Bundle, Manifest, Store, StoreError
+from cloze.model_store.installation import install_command
+from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.batching.activity import Activity
 from cloze.service.batching.cost import largest_batch, measure_cost
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
@@ -65,8 +68,7 @@ def open_bundles(settings: Settings) -> list[Bundle]:
     """
     store = Store(settings.model_store)
     try:
-        newest = dict.fromkeys(reference.split("@")[0] for reference in store.references())
-        names = settings.model or tuple(newest)
+        names = settings.model or _in_default_order(store)
         if not names:
             raise StartupError(
                 f"the model store {settings.model_store} has no bundle; "
@@ -75,6 +77,22 @@ def open_bundles(settings: Settings) -> list[Bundle]:
         return [store.open(name) for name in names]
     except StoreError as error:
         raise StartupError(str(error)) from error
+
+
+def _in_default_order(store: Store) -> tuple[str, ...]:
+    """Return the names of all bundles: those of the package, then others, the oldest first.
+
+    A name is as old as its lowest version, so a new version changes no default.
+    """
+    oldest: dict[str, str] = {}
+    for reference in store.references():
+        oldest.setdefault(reference.split("@")[0], reference)
+
+    def rank(name: str) -> tuple[int, datetime, str]:
+        shipped = SHIPPED_NAMES.index(name) if name in SHIPPED_NAMES else len(SHIPPED_NAMES)
+        return shipped, store.manifest(oldest[name]).created, name
+
+    return tuple(sorted(oldest, key=rank))
 
 
 def local_models(
@@ -137,7 +155,8 @@ def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:
         from cloze.service.engine import OnnxEngine, SessionOptions
     except ModuleNotFoundError as error:
         raise StartupError(
-            f"{error.name} is not installed; install cloze[cpu] or, for CUDA, cloze[gpu]"
+            f"{error.name} is not installed; install it with: {install_command('cpu')} "
+            "(or gpu instead of cpu, for CUDA)"
         ) from error
     cores = available_cpus()
     if settings.intra_op_threads > cores:

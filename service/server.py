@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 from types import FrameType
 from typing import NoReturn
@@ -16,6 +15,7 @@ import uvicorn
 from cloze.service.app import Service
 from cloze.service.core import StartupError
 from cloze.service.http.connection import BoundedHeaders
+from cloze.service.logs import announce, start_logging
 from cloze.service.settings import Settings, unknown_variables
 
 log = logging.getLogger("cloze")
@@ -35,11 +35,7 @@ def begin(settings: Settings) -> None:
     # Linux does not deliver a signal without a handler to process 1 of a container.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_on_signal)
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(message)s",
-        stream=sys.stderr,
-    )
+    start_logging(settings.log_level, settings.log_format)
 
 
 def warn_of_unknown_variables() -> None:
@@ -150,14 +146,17 @@ def listen(listener: socket.socket, settings: Settings) -> None:
     """Start to accept connections, and log the address.
 
     Raises:
-        StartupError: another program listens on the address.
+        StartupError: another program listens on the address, or the log cannot be written.
     """
     try:
         listener.listen(_BACKLOG)
     except OSError as error:
         raise _cannot_listen(settings, error) from error
     host, port = listener.getsockname()[:2]
-    log.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, port)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    announce(f"listening on {address}")
+    log.info("a page to try it: %s/, documentation: %s/docs", address, address)
+    log.info("metrics: %s/metrics", address)
 
 
 def _cannot_listen(settings: Settings, error: OSError) -> StartupError:

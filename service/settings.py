@@ -15,8 +15,12 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.core import Device, RequestedPrecision, StartupError
+from cloze.service.logs import LogFormat
 
 ENV_PREFIX = "CLOZE_"
+
+_DEFAULT = f"{ENV_PREFIX}DEFAULT"
+_DEFAULT_OF_A_TASK = f"{_DEFAULT}_"
 
 CPU_BATCH_TOKENS = 512
 """Default batch size limit on a CPU, in tokens."""
@@ -76,6 +80,13 @@ class Settings(BaseSettings):
         (),
         description="bundles to serve, as NAME or NAME@VERSION; repeat the option, or separate "
         "names by commas in the environment; default: the newest version of each name",
+    )
+    default: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="the model that answers a task's requests which name none, as TASK=NAME; "
+        "repeat the option, or set one variable per task, for example CLOZE_DEFAULT_FILL_MASK; "
+        "default: the first that serves the task, in the order of `model`, or else the bundled "
+        "ones and then the oldest name",
     )
     device: Device = Field(
         Device.AUTO,
@@ -189,13 +200,38 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="lowest level of log lines: debug, info, warning or error"
     )
+    log_format: LogFormat = Field(
+        "text", description="format of log lines: text, or json with one object per line"
+    )
+    access_log_share: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of the answered requests that get a log line at level info; errors "
+        "always get one, probes and scrapes only at level debug",
+    )
 
-    @field_validator("model", mode="before")
+    @field_validator("model", "default", mode="before")
     @classmethod
     def _split_names(cls, value: object) -> object:
         if not isinstance(value, str):
             return value
-        return tuple(name.strip() for name in value.split(",") if name.strip())
+        return _split(value)
+
+    @field_validator("default")
+    @classmethod
+    def _one_default_per_task(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        tasks = [pair.partition("=")[0] for pair in value]
+        for pair, task in zip(value, tasks, strict=True):
+            if not all(pair.partition("=")):
+                raise ValueError(f"{pair!r} is not TASK=NAME")
+            if tasks.count(task) > 1:
+                raise ValueError(f"the task {task!r} has two defaults")
+        return value
+
+    def default_models(self) -> dict[str, str]:
+        """Return the models that `default` names, by task."""
+        return {task: name for task, _, name in (pair.partition("=") for pair in self.default)}
 
     def worker_count(self, device: Device) -> int:
         """Return the number of worker threads per model on a device."""
@@ -217,11 +253,15 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
             flag, the value and the limit.
     """
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
+    if "default" not in flags and (per_task := _defaults_per_task()):
+        flags["default"] = (*_split(os.environ.get(_DEFAULT, "")), *per_task)
     try:
         return Settings(**flags)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
+        if name == "default" and first["type"] == "value_error":
+            raise StartupError(f"{_DEFAULT}: {first['ctx']['error']}") from None
         shown = f"--{name.replace('_', '-')}" if name in flags else f"{ENV_PREFIX}{name.upper()}"
         raise StartupError(f"{shown}: {first['msg'].lower()}, got {first['input']!r}") from None
 
@@ -229,4 +269,23 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
 def unknown_variables() -> list[str]:
     """Return the ``CLOZE_`` environment variables that are not settings, most likely misspelt."""
     known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
-    return sorted(name for name in os.environ if name.startswith(ENV_PREFIX) and name not in known)
+    return sorted(
+        name
+        for name in os.environ
+        if name.startswith(ENV_PREFIX)
+        and name not in known
+        and not name.startswith(_DEFAULT_OF_A_TASK)
+    )
+
+
+def _defaults_per_task() -> list[str]:
+    """Return the pairs TASK=NAME of the variables ``CLOZE_DEFAULT_<TASK>``."""
+    return [
+        f"{name.removeprefix(_DEFAULT_OF_A_TASK).lower().replace('_', '-')}={value}"
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_DEFAULT_OF_A_TASK)
+    ]
+
+
+def _split(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(",") if name.strip())

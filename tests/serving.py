@@ -74,7 +74,7 @@ def running_server(
     reader.start()
     try:
         assert listening.wait(START_TIMEOUT_S), "the server did not start"
-        found = re.search(r"listening on (http://\S+)", "".join(log))
+        found = re.search(r'listening on (http://[^\s"]+)', "".join(log))
         assert found, "".join(log)
         server = Server(found[1], process, log)
         wait_until_ready(server)

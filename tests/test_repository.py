@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cloze.model_store.installation import DISTRIBUTION
 from tests.conftest import COMPUTING, named_folder
 
 ROOT = Path(__file__).parents[1]
@@ -87,7 +88,7 @@ def test_the_version_is_written_down_once() -> None:
 
 
 def test_the_installed_version_is_the_project_s() -> None:
-    assert importlib.metadata.version("cloze") == VERSION, "run `make install` again"
+    assert importlib.metadata.version(DISTRIBUTION) == VERSION, "run `make install` again"
 
 
 def test_the_files_that_run_side_by_side_exist() -> None:

@@ -2,20 +2,25 @@
 the class.
 """
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from cloze.export.publish import export
+from cloze.model_store import Store
 from cloze.service.core import Device, StartupError
 from cloze.service.settings import Settings, available_cpus, load_settings, unknown_variables
+from tests.serving import running_server
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     for name in list(os.environ):
         if name.startswith("CLOZE_"):
             monkeypatch.delenv(name)
@@ -122,5 +127,69 @@ def test_the_readme_has_every_setting() -> None:
     for name, field in Settings.model_fields.items():
         default, text = rows[name.upper()]
         assert text == field.description
-        if name not in ("model_store", "model"):
+        if name not in ("model_store", "model", "default"):
             assert default == f"`{shown(field.default)}`"
+
+
+# ---- the default model of a task -----------------------------------------------------------------
+
+
+def test_the_default_of_a_task_is_stated(tiny_store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLOZE_DEFAULT_FILL_MASK", "distilbert")
+    monkeypatch.setenv("CLOZE_DEFAULT", "embed=distilbert@1, nsp=bert")
+    assert unknown_variables() == []
+    assert load_settings().default_models() == {
+        "fill-mask": "distilbert",
+        "embed": "distilbert@1",
+        "nsp": "bert",
+    }
+    with running_server(tiny_store, "--default", "fill-mask=distilbert") as server:
+        answer = httpx.post(f"{server.url}/fill-mask", json={"inputs": "a [MASK]"})
+        assert answer.headers["x-model"] == "distilbert@1"
+        answer = httpx.post(f"{server.url}/embed", json={"inputs": "a"})
+        assert answer.headers["x-model"] == "bert@1"
+
+
+def test_without_a_statement_the_oldest_name_answers(
+    tiny_store: Path, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    for kind, name in (("distilbert", "zebra"), ("bert", "aardvark"), ("distilbert", "zebra")):
+        export(str(checkpoints[kind]), name, Store(store))
+    with running_server(store) as server:
+        answer = httpx.post(f"{server.url}/embed", json={"inputs": "a"})
+        assert answer.headers["x-model"] == "zebra@2"
+    with running_server(store, "--model", "aardvark", "--model", "zebra") as server:
+        answer = httpx.post(f"{server.url}/embed", json={"inputs": "a"})
+        assert answer.headers["x-model"] == "aardvark@1"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"CLOZE_DEFAULT": "embed"}, "CLOZE_DEFAULT: 'embed' is not TASK=NAME"),
+        (
+            {"CLOZE_DEFAULT": "embed=bert", "CLOZE_DEFAULT_EMBED": "distilbert"},
+            "CLOZE_DEFAULT: the task 'embed' has two defaults",
+        ),
+        ({"CLOZE_DEFAULT_EMBED": "x"}, "default of embed: no model 'x' is served (there: bert,"),
+        (
+            {"CLOZE_DEFAULT_NSP": "distilbert"},
+            "default of nsp: model distilbert cannot do nsp; it does fill-mask",
+        ),
+        ({"CLOZE_DEFAULT_MASKS": "bert"}, "default: there is no task 'masks' (there: fill-mask,"),
+    ],
+)
+def test_a_wrong_default_stops_the_start(
+    tiny_store: Path, variables: dict[str, str], message: str
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "cloze", "serve", "--port", "0", "--model-store", str(tiny_store)],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"cloze: {message}")

@@ -2,7 +2,10 @@
 data folder.
 """
 
+import json
+import os
 import pwd
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cloze.model_store.installation import install_command
 from cloze.model_store.locations import DEFAULT_ROOT, SHIPPED_ROOT, default_root
 from tests.serving import bare_environment, running_server
 
@@ -66,8 +70,8 @@ def pip(*arguments: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy, where no earlier build left files, and unpack it."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from a copy, where no earlier build left files."""
     folder = tmp_path_factory.mktemp("wheel")
     shutil.copytree(ROOT, folder / "source", symlinks=True, ignore=NOT_SOURCE)
     pip(
@@ -79,9 +83,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
         str(folder),
         str(folder / "source"),
     )
-    (wheel,) = folder.glob("cloze-*.whl")
-    pip("install", "--no-deps", "--no-index", "--target", str(folder / "target"), str(wheel))
-    return folder / "target"
+    (built,) = folder.glob("cloze_server-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def target(wheel: Path) -> Path:
+    """Unpack the wheel."""
+    folder = wheel.parent / "target"
+    pip("install", "--no-deps", "--no-index", "--target", str(folder), str(wheel))
+    return folder
 
 
 @pytest.fixture
@@ -207,3 +218,70 @@ def test_the_wheel_claims_one_top_level_name(target: Path) -> None:
         if not path.name.endswith(".dist-info") and path.name != "bin"
     }
     assert names == {"cloze"}
+
+
+# ---- how to install more ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        ("file://{}/a%20checkout", "--editable '{}/a checkout[cpu,export]'"),
+        (
+            "file://{}/cloze_server-1.whl",
+            "'cloze-server[cpu,export] @ file://{}/cloze_server-1.whl'",
+        ),
+        ("file://{}/deleted.whl", "'cloze-server[cpu,export]'"),
+        ("https://example.org/cloze_server-1.whl", "'cloze-server[cpu,export]'"),
+        (None, "'cloze-server[cpu,export]'"),
+    ],
+    ids=["checkout", "wheel", "deleted wheel", "address", "index"],
+)
+def test_the_command_to_install_more_names_the_origin(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, url: str | None, target: str
+) -> None:
+    (tmp_path / "a checkout").mkdir()
+    (tmp_path / "cloze_server-1.whl").touch()
+    info = tmp_path / "site" / "cloze_server-1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cloze-server\nVersion: 1\n")
+    if url is not None:
+        (info / "direct_url.json").write_text(json.dumps({"url": url.format(tmp_path)}))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
+    command = install_command("cpu", "export")
+    assert command == f"{sys.executable} -m pip install {target.format(tmp_path)}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_a_fresh_environment_serves_and_what_it_lacks_is_a_command_away(
+    wheel: Path, checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """The path of a user who has the wheel: serve, be told what export needs, install it, export."""
+    python = tmp_path / "venv" / "bin" / "python"
+    command = python.with_name("cloze")
+    environment = bare_environment(HOME=str(tmp_path), PATH=os.environ["PATH"])
+    constraints = str(ROOT / "constraints.txt")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            arguments, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    pip_install = [str(python), "-m", "pip", "install", "--quiet", "--constraint", constraints]
+    subprocess.run([*pip_install, f"cloze-server[cpu] @ {wheel.as_uri()}"], check=True)
+    serve = (str(command), "serve")
+    with running_server(None, command=serve, cwd=tmp_path, HOME=str(tmp_path)) as server:
+        assert httpx.post(f"{server.url}/embed", json={"inputs": "a"}).status_code == 200
+    export = (str(command), "export", str(checkpoints["bert"]), "--name", "mine")
+    refused = run(*export)
+    assert refused.returncode == 1
+    install = refused.stderr.strip().splitlines()[-1].split("install it with: ")[1]
+    subprocess.run(
+        shlex.split(install), env=environment | {"PIP_CONSTRAINT": constraints}, check=True
+    )
+    exported = run(*export)
+    assert exported.returncode == 0, exported.stderr
+    assert (tmp_path / ".local/share/cloze/bundles/mine/1").is_dir()
+    assert "mine@1" in run(str(command), "store", "list").stdout

@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from cloze.export.train.errors import TrainError
+from cloze.model_store.installation import install_command
 
 LOG = "log.jsonl"
 CURVES = "curves.png"
@@ -127,7 +128,8 @@ def draw_curves(run_dir: Path) -> Path:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise TrainError("curves need matplotlib; install cloze[train]") from error
+        command = install_command("train")
+        raise TrainError(f"curves need matplotlib; install it with: {command}") from error
     entries = read_log(run_dir)
     names = sorted({name for entry in entries for name in entry} - _NOT_DRAWN)
     losses = [name for name in names if "loss" in name]

@@ -13,6 +13,7 @@ import numpy as np
 from cloze.model_store import Bundle, Manifest
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS
+from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision
 from cloze.model_store.parity import output_errors
@@ -176,7 +177,7 @@ def _available_device(requested: Device) -> Device:
     if requested is Device.CUDA and CUDA not in available:
         raise StartupError(
             f"device cuda was asked for, but this onnxruntime has only {', '.join(available)}; "
-            "install cloze[gpu]"
+            f"uninstall onnxruntime, then: {install_command('gpu')}"
         )
     return Device.CPU if requested is Device.CPU or CUDA not in available else Device.CUDA
 

@@ -24,6 +24,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 import onnxruntime as ort
 from numpy.typing import NDArray
 
+from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Feeds
 from cloze.model_store.processor import cuda_settings, int8_instructions, int8_settings
 from cloze.service.core import StartupError, first_line
@@ -66,7 +67,7 @@ def providers() -> list[str]:
     if all(map(_is_installed, _BUILDS)):
         raise StartupError(
             f"both {' and '.join(_BUILDS)} are installed, and overwrite each other; "
-            "uninstall both, then install cloze[cpu] or cloze[gpu]"
+            f"uninstall both, then: {install_command('cpu')} (or gpu instead of cpu, for CUDA)"
         )
     available: list[str] = ort.get_available_providers()
     return available

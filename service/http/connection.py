@@ -1,5 +1,6 @@
 """ASGI middleware around every request, and the limit on the size of headers."""
 
+import logging
 import random
 import re
 import time
@@ -11,7 +12,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from cloze.service.core import ServiceError
+from cloze.service.http.access_log import AccessLog, AccessRecord
 from cloze.service.metrics import Metrics
+
+log = logging.getLogger("cloze")
 
 OTHER_ROUTE = "other"
 """Metric label of requests to unknown routes, so that the number of labels is bounded."""
@@ -24,18 +28,26 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
 class Connection:
-    """ASGI middleware that assigns request ids and observes route, model, status and time.
+    """ASGI middleware that assigns request ids, and records route, model, status and time.
 
     Args:
         app: the wrapped application.
         known_routes: paths that may become metric labels.
         metrics: the metrics that record every answered request.
+        access_log: the log of answered requests.
     """
 
-    def __init__(self, app: ASGIApp, known_routes: Collection[str], metrics: Metrics) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        known_routes: Collection[str],
+        metrics: Metrics,
+        access_log: AccessLog,
+    ) -> None:
         self._app = app
         self._known_routes = frozenset(known_routes)
         self._metrics = metrics
+        self._access_log = access_log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
@@ -51,6 +63,8 @@ class Connection:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                if model := scope.get("cloze.model"):
+                    message["headers"].append((b"x-model", model.encode("ascii")))
             await send(message)
 
         try:
@@ -58,7 +72,21 @@ class Connection:
         finally:
             route = scope["path"] if scope["path"] in self._known_routes else OTHER_ROUTE
             seconds = time.perf_counter() - started
-            self._metrics.observe_request(route, scope.get("cloze.model", ""), status, seconds)
+            model = scope.get("cloze.model", "")
+            self._metrics.observe_request(route, model, status, seconds)
+            self._access_log.add(
+                AccessRecord(
+                    time.time(),
+                    request_id.decode("ascii"),
+                    scope["method"],
+                    route,
+                    model,
+                    status,
+                    seconds,
+                    scope.get("cloze.cost"),
+                    scope.get("cloze.error", ""),
+                )
+            )
 
 
 class DirectRoutes:
@@ -148,6 +176,7 @@ class BoundedHeaders(HttpToolsProtocol):
             self._refuse_headers()
 
     def _refuse_headers(self) -> None:
+        log.warning("a request was refused: its headers have more than %d bytes", _MAX_HEADER_BYTES)
         error = f"the request's headers have more than {_MAX_HEADER_BYTES} bytes, the limit"
         body = orjson.dumps({"error": error, "error_type": "Validation"})
         head = (

@@ -11,6 +11,7 @@ from cloze.service.http.routes import JSON, NPY, RAW, Route
 
 _REF = "#/components/schemas/{model}"
 
+MODEL = ("string", "the model that answered, NAME@VERSION; absent if none was chosen")
 REQUEST_ID = ("string", "the id of the request: the client's own `X-Request-Id`, or a random one")
 _ERROR_HEADERS = {
     415: {"accept-encoding": ("string", "the content encodings that the server reads")},
@@ -49,7 +50,7 @@ def _schemas(routes: Iterable[Route]) -> tuple[dict[Any, Any], dict[str, Any]]:
 
 def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     doc = route.doc
-    headers = {"x-request-id": REQUEST_ID} | dict(doc.headers)
+    headers = {**_common(route), **doc.headers}
     success: dict[str, Any] = {"description": "Success", "headers": _headers(headers)}
     content: dict[str, Any] = {}
     if doc.result is not None:
@@ -81,8 +82,13 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     return operation
 
 
+def _common(route: Route) -> dict[str, tuple[str, str]]:
+    """Return the headers of every response of a route."""
+    return {"x-request-id": REQUEST_ID} | ({"x-model": MODEL} if route.doc.body else {})
+
+
 def _error(status: int, route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
-    headers = {"x-request-id": REQUEST_ID} | _ERROR_HEADERS.get(status, {})
+    headers = _common(route) | _ERROR_HEADERS.get(status, {})
     return {
         "description": "Client closed its connection"
         if status == 499

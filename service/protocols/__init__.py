@@ -33,6 +33,7 @@ class ErrorResponder:
         """Return the response to an error."""
         path = request.scope["path"]
         info = describe_error(request, error)
+        request.scope["cloze.error"] = type(error).__name__
         protocol = next(
             protocol
             for prefix, protocol in self._by_prefix

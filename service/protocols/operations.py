@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Final
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloze.model_store.installation import DISTRIBUTION
 from cloze.service import core
 from cloze.service.http.page import PAGE_HEADERS, page_handler
 from cloze.service.http.routes import HTML, JSON, TEXT, Route, RouteDoc
@@ -20,6 +21,9 @@ from cloze.service.tasks import embed
 
 _TAG = "service"
 """The group of these routes in the documentation."""
+
+QUIET_ROUTES: Final = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
+"""Routes that are asked every few seconds, so that their results need no log line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,7 @@ def _info(context: ProtocolContext) -> dict[str, Any]:
         "max_input_length": embedding.max_tokens if embedding else first.limits.max_tokens,
         "max_client_batch_size": limits.max_request_texts,
         "max_request_bytes": limits.max_request_bytes,
-        "version": version("cloze"),
+        "version": version(DISTRIBUTION),
         "defaults": {name: d.manifest.reference for name, d in defaults.items() if d},
         "models": [
             {

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.http.access_log import RequestCost
 from cloze.service.http.bodies import receive
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.pipeline import Pipeline, TaskResult
@@ -128,12 +129,20 @@ class Endpoint:
         except (EmptyRequest, InvalidRequest) as error:
             raise type(error)(_renamed(str(error), route.names)) from None
         self._context.metrics.observe_parts(reference, result.timings, result.truncated)
+        texts = _text_count(call.inputs)
+        request.scope["cloze.cost"] = RequestCost(texts, result.tokens, result.timings)
         if result.is_large:
             response = await asyncio.to_thread(route.respond, request, body, result)
         else:
             response = route.respond(request, body, result)
         _add_headers(response, result, route.warnings(body) if route.warnings else ())
         return response
+
+
+def _text_count(inputs: Any) -> int:
+    """Return the number of a call's inputs; the token ids of one text are one."""
+    is_list = isinstance(inputs, list) and not isinstance(inputs[0], int)
+    return len(inputs) if is_list else 1
 
 
 def _renamed(message: str, names: Mapping[str, str]) -> str:

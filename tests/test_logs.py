@@ -1,0 +1,184 @@
+"""Log lines: one per request, as text or JSON, without content, and never in a request's way."""
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from cloze.service.core import Timings
+from cloze.service.http.access_log import AccessLog, AccessRecord, RequestCost
+from tests.serving import Server, running_server
+from tests.waiting import wait_until
+
+COST = RequestCost(2, 14, Timings(0.001, 0.002, 0.003))
+
+
+def record(status: int = 200, route: str = "/embed", error: str = "") -> AccessRecord:
+    cost = COST if status == 200 else None
+    return AccessRecord(1.5, "abc", "POST", route, "bert@1", status, 0.0071, cost, error)
+
+
+def requests_in(server: Server) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in server.log]
+    return [line for line in lines if line["message"] == "request"]
+
+
+@pytest.fixture(scope="module", params=[(), ("--frontends", "2")], ids=["one", "front-ends"])
+def server(request: pytest.FixtureRequest, tiny_store: Path) -> Iterator[Server]:
+    with running_server(tiny_store, *request.param, CLOZE_LOG_FORMAT="json") as running:
+        yield running
+
+
+def ask(server: Server, body: dict[str, Any], request_id: str) -> httpx.Response:
+    headers = {"x-request-id": request_id}
+    return httpx.post(f"{server.url}/fill-mask", json=body, headers=headers)
+
+
+def line_of(server: Server, request_id: str) -> dict[str, Any]:
+    wait_until(lambda: any(line["id"] == request_id for line in requests_in(server)))
+    [line] = [line for line in requests_in(server) if line["id"] == request_id]
+    return line
+
+
+def test_every_request_has_a_line_without_its_content(server: Server) -> None:
+    texts = ["the king was [MASK] secretly", "a [MASK]"]
+    answer = ask(server, {"inputs": texts, "model": "bert"}, "one-1")
+    assert answer.headers["x-model"] == "bert@1"
+    line = line_of(server, "one-1")
+    assert line["level"] == "info"
+    assert (line["method"], line["route"], line["status"]) == ("POST", "/fill-mask", 200)
+    assert (line["model"], line["texts"]) == ("bert@1", 2)
+    assert line["tokens"] == int(answer.headers["x-compute-tokens"])
+    assert line["ms"].keys() == {"total", "tokenize", "queue", "inference"}
+    assert 0 < line["ms"]["inference"] < line["ms"]["total"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00", line["time"])
+    assert "secretly" not in "".join(server.log)
+
+
+def test_errors_have_their_kind_and_not_their_message(server: Server) -> None:
+    ask(server, {"inputs": "privately nothing to fill"}, "two-2")
+    line = line_of(server, "two-2")
+    assert (line["level"], line["status"], line["error"]) == ("warning", 422, "InvalidRequest")
+    httpx.get(f"{server.url}/privately", headers={"x-request-id": "three-3"})
+    assert line_of(server, "three-3")["route"] == "other"
+    assert "privately" not in "".join(server.log)
+
+
+def test_probes_and_scrapes_have_no_line(server: Server) -> None:
+    for route in ("/healthz", "/readyz", "/health", "/metrics"):
+        assert httpx.get(server.url + route).status_code == 200
+    httpx.get(f"{server.url}/info", headers={"x-request-id": "four-4"})
+    line_of(server, "four-4")
+    routes = {line["route"] for line in requests_in(server)}
+    assert routes.isdisjoint({"/healthz", "/readyz", "/health", "/metrics"})
+
+
+def test_every_line_of_a_busy_server_is_whole(server: Server) -> None:
+    with httpx.Client() as client:
+        for number in range(300):
+            client.post(
+                f"{server.url}/embed",
+                json={"inputs": "the king"},
+                headers={"x-request-id": f"busy-{number}"},
+            )
+    wait_until(lambda: sum(line["id"].startswith("busy-") for line in requests_in(server)) == 300)
+
+
+def test_text_lines_have_the_same_fields(tiny_store: Path) -> None:
+    with running_server(tiny_store) as running:
+        body = {"inputs": ["the king", "a moon"]}
+        httpx.post(f"{running.url}/embed", json=body, headers={"x-request-id": "five-5"})
+        wait_until(lambda: any("id=five-5" in line for line in running.log))
+        [line] = [line for line in running.log if "id=five-5" in line]
+    assert re.fullmatch(
+        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} INFO POST /embed 200 id=five-5 model=bert@1 texts=2 "
+        r"tokens=\d+ total_ms=[\d.]+ tokenize_ms=[\d.]+ queue_ms=[\d.]+ inference_ms=[\d.]+\n",
+        line,
+    )
+
+
+@pytest.mark.parametrize(
+    ("level", "share", "records", "expected"),
+    [
+        ("info", 1.0, [record(), record(422), record(503)], [200, 422, 503]),
+        ("info", 0.0, [record(), record(422), record(503)], [422, 503]),
+        ("warning", 1.0, [record(), record(422), record(503)], [422, 503]),
+        ("error", 1.0, [record(), record(422), record(503)], [503]),
+        ("info", 1.0, [record(route="/healthz"), record(503, route="/healthz")], [503]),
+        ("debug", 1.0, [record(route="/healthz")], [200]),
+    ],
+)
+def test_levels_and_shares_choose_lines(
+    capsys: pytest.CaptureFixture[str],
+    level: str,
+    share: float,
+    records: list[AccessRecord],
+    expected: list[int],
+) -> None:
+    number = logging.getLevelName(level.upper())
+    log = AccessLog("json", number, share, frozenset({"/healthz"}))
+    for one in records:
+        log.add(one)
+    log.flush()
+    lines = capsys.readouterr().err.splitlines()
+    assert [json.loads(line)["status"] for line in lines] == expected
+
+
+def test_half_of_the_results_are_sampled(capsys: pytest.CaptureFixture[str]) -> None:
+    log = AccessLog("text", logging.INFO, 0.5, frozenset())
+    for _ in range(2000):
+        log.add(record())
+    log.flush()
+    assert 800 < len(capsys.readouterr().err.splitlines()) < 1200
+
+
+def test_a_log_that_nobody_reads_delays_no_request(tiny_store: Path) -> None:
+    """The reader of the pipe stops: the server answers on, and what has no room is not kept."""
+    read_end, write_end = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cloze", "serve", "--port", "0", "--model-store", str(tiny_store)],
+        stderr=write_end,
+    )
+    try:
+        os.close(write_end)
+        text = b""
+        while b"metrics:" not in text:
+            text += os.read(read_end, 4096)
+        url = re.search(rb"listening on (\S+)", text)
+        assert url
+        slowest = 0.0
+        with httpx.Client(base_url=url[1].decode()) as client:
+            for _ in range(1500):  # 200 kB of lines; a pipe holds 64 kB
+                started = time.perf_counter()
+                assert client.post("/embed", json={"inputs": "a"}).status_code == 200
+                slowest = max(slowest, time.perf_counter() - started)
+        assert slowest < 5
+    finally:
+        process.kill()
+        process.wait()
+        os.close(read_end)
+
+
+def test_a_log_that_cannot_be_written_stops_the_start(tiny_store: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cloze", "serve", "--port", "0", "--model-store", tiny_store],
+            stderr=full,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert done.stdout == (
+        "cloze: the log (standard error) cannot be written: No space left on device\n"
+    )

@@ -16,6 +16,7 @@ import click
 from cloze.ask import ask
 from cloze.bench_command import bench
 from cloze.failing import fail
+from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store.heads import HEADS
 from cloze.model_store.installation import DISTRIBUTION, install_command
 from cloze.model_store.layouts import Layout
@@ -361,8 +362,9 @@ def serve(**flags: Any) -> None:
     """Answer requests from bundles over REST.
 
     The server opens the newest version of every bundle in the model store, or the bundles that
-    --model names. The field "model" of a request selects a bundle. A request without this field is
-    answered by the default model of its task.
+    --model names. A model may also be a directory (./path) or a repository (hub:org/name@revision),
+    which is exported at its first use. The field "model" of a request selects a bundle. A request
+    without this field is answered by the default model of its task.
 
     The exit code is 0 after SIGTERM, when all accepted requests are answered; 1 if an engine dies;
     and 2 if the server cannot start.
@@ -375,8 +377,9 @@ def serve(**flags: Any) -> None:
         fail(f"serve needs {error.name}, which is not installed", code=2)
     try:
         settings = load_settings({**flags, **{name: flags[name] or None for name in _REPEATED}})
-        sys.exit(serve_forever(settings))
-    except StartupError as error:
+        models = bundles_to_serve(settings, _report)
+        sys.exit(serve_forever(settings.model_copy(update={"model": models})))
+    except (StartupError, SourceError) as error:
         fail(str(error), code=2)
 
 

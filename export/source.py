@@ -7,6 +7,8 @@ from typing import Literal
 
 from cloze.export.errors import ExportError, first_line
 
+_HUB = "hub:"
+
 _SMALL_FILES = (
     "config.json",
     "tokenizer.json",
@@ -50,13 +52,16 @@ def locate(source: str, revision: str | None = None) -> CheckpointFiles:
     """Locate a checkpoint; download a hub repository first.
 
     Args:
-        source: an existing directory, or a hub id such as ``google-bert/bert-base-uncased``.
+        source: an existing directory, or a hub id such as ``google-bert/bert-base-uncased``;
+            ``hub:`` before the id says that it is no directory.
         revision: a branch, tag or commit of the hub; the result always has the commit.
 
     Raises:
         ExportError: the directory, the repository or the revision does not exist, or the hub
             does not answer.
     """
+    if source.startswith(_HUB):
+        return _download(source.removeprefix(_HUB), revision)
     folder = Path(source)
     if folder.is_dir():
         if revision is not None:

@@ -1,4 +1,4 @@
-"""The command line: ``cloze train | export | store | serve | ask | bench``.
+"""The command line: ``cloze train | export | store | serve | ask | bench | doctor``.
 
 Each command parses its options, calls one package and prints the result. A known error becomes one
 line on standard error.
@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ import click
 
 from cloze.ask import ask
 from cloze.bench_command import bench
+from cloze.doctor import doctor
 from cloze.failing import fail
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store.heads import HEADS
@@ -32,6 +34,7 @@ from cloze.model_store.manifest import (
     Weights,
 )
 from cloze.model_store.store import Bundle, Store, StoreError
+from cloze.tables import Row, print_rows
 from cloze.train import train
 
 T = TypeVar("T")
@@ -52,7 +55,11 @@ def cli() -> None:
     `cloze train` makes a checkpoint from text. `cloze export` makes a bundle from a checkpoint, in
     a model store. `cloze store` lists, verifies and removes bundles. `cloze serve` answers requests
     from bundles over REST. `cloze ask` asks a server, or a model in this process. `cloze bench`
-    measures the server.
+    measures the server. `cloze doctor` tells what this machine can do.
+
+    Exit codes: 0 for success, 1 for an error, 2 for wrong arguments or a server that does not
+    start. Shell completion for bash: eval "$(_CLOZE_COMPLETE=bash_source cloze)"; zsh and fish have
+    zsh_source and fish_source.
     """
 
 
@@ -204,6 +211,7 @@ def _print_exported(bundle: Bundle) -> None:
 cli.add_command(train)
 cli.add_command(ask)
 cli.add_command(bench)
+cli.add_command(doctor)
 
 
 @cli.group()
@@ -211,22 +219,55 @@ def store() -> None:
     """List, show, verify and remove the bundles of a model store."""
 
 
+_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON, one object per line."
+)
+
+
 @store.command("list")
+@_json_option
 @_store_option
-def list_bundles(model_store: Path) -> None:
-    """Print one line per bundle: name@version, tasks, family, size and date."""
+def list_bundles(as_json: bool, model_store: Path) -> None:
+    """Print one line per bundle: name@version, tasks, precisions, family, size and date."""
     bundles = Store(model_store)
+    rows, errors = [], []
+    for reference in bundles.references():
+        try:
+            manifest = bundles.manifest(reference)
+            rows.append(_bundle_values(manifest) if as_json else _bundle_row(manifest))
+        except StoreError as error:
+            errors.append(str(error))
+    print_rows(rows, as_json=as_json, right=("size",))
+    if errors:
+        fail("\ncloze: ".join(errors))
 
-    def line(reference: str) -> str:
-        manifest = bundles.manifest(reference)
-        size = sum(file.size for file in manifest.files.values())
-        return (
-            f"{manifest.reference:<32} {', '.join(manifest.tasks):<28} "
-            f"{manifest.architecture.family:<11} {size / 1e6:8.1f} MB  "
-            f"{manifest.created:%Y-%m-%d %H:%M}"
-        )
 
-    _print_for_each(bundles.references(), line)
+def _bundle_values(manifest: Manifest) -> dict[str, Any]:
+    graphs = [manifest.graph, *(lower.graph for lower in manifest.lower_precisions())]
+    return {
+        "bundle": manifest.reference,
+        "tasks": manifest.tasks,
+        "precisions": [str(graph.precision) for graph in graphs],
+        "family": manifest.architecture.family,
+        "bytes": sum(file.size for file in manifest.files.values()),
+        "exported": manifest.created.isoformat(),
+    }
+
+
+def _bundle_row(manifest: Manifest) -> Row:
+    values = _bundle_values(manifest)
+    size = values.pop("bytes")
+    exported = f"{manifest.created:%Y-%m-%d %H:%M}, {_age(manifest.created)} ago"
+    return values | {"size": f"{size / 1e6:.1f} MB", "exported": exported}
+
+
+def _age(created: datetime) -> str:
+    """Return the time since a date in its largest unit."""
+    minutes = int((datetime.now(UTC) - created).total_seconds() // 60)
+    for unit, length in (("days", 24 * 60), ("hours", 60)):
+        if minutes >= 2 * length:
+            return f"{minutes // length} {unit}"
+    return f"{minutes} minutes"
 
 
 @store.command()
@@ -244,14 +285,20 @@ def show(reference: str, as_json: bool, model_store: Path) -> None:
 
 @store.command()
 @click.argument("references", metavar="[NAME[@VERSION]]...", nargs=-1)
+@_json_option
 @_store_option
-def verify(references: tuple[str, ...], model_store: Path) -> None:
+def verify(references: tuple[str, ...], as_json: bool, model_store: Path) -> None:
     """Check every file of the named bundles, or of all bundles, against its manifest."""
     bundles = Store(model_store)
-    _print_for_each(
-        references or bundles.references(),
-        lambda reference: f"{bundles.open(reference).manifest.reference}: ok",
-    )
+    rows, errors = [], []
+    for reference in references or bundles.references():
+        try:
+            rows.append({"bundle": bundles.open(reference).manifest.reference, "result": "ok"})
+        except StoreError as error:
+            errors.append(str(error))
+    print_rows(rows, as_json=as_json)
+    if errors:
+        fail("\ncloze: ".join(errors))
 
 
 @store.command()
@@ -381,19 +428,6 @@ def serve(**flags: Any) -> None:
         sys.exit(serve_forever(settings.model_copy(update={"model": models})))
     except (StartupError, SourceError) as error:
         fail(str(error), code=2)
-
-
-def _print_for_each(references: Sequence[str], line: Callable[[str], str]) -> None:
-    """Print a line or an error per bundle; exit with 1 after any error."""
-    failed = False
-    for reference in references:
-        try:
-            click.echo(line(reference))
-        except StoreError as error:
-            failed = True
-            click.echo(f"cloze: {error}", err=True)
-    if failed:
-        sys.exit(1)
 
 
 def _or_fail(call: Callable[[], T]) -> T:

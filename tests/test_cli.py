@@ -52,7 +52,7 @@ def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(
         "fill-mask",
     ]
     assert (
-        cloze("store", "verify", CLOZE_MODEL_STORE=str(tmp_path / "store")).stdout == "tiny@1: ok\n"
+        cloze("store", "verify", CLOZE_MODEL_STORE=str(tmp_path / "store")).stdout == "tiny@1  ok\n"
     )
 
     weights = tmp_path / "store" / "tiny" / "1" / "weights.bin"

@@ -1,0 +1,208 @@
+"""``cloze doctor``: what this machine can do for the server, and what to do about each finding."""
+
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal
+
+import click
+
+from cloze.model_store.installation import DISTRIBUTION, install_command
+from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.model_store.processor import CPU_INFO, int8_advantage, int8_instructions
+from cloze.model_store.store import Store, StoreError
+from cloze.tables import print_rows
+
+_EXTRAS = {
+    "client": ("httpx", "tqdm"),
+    "export": ("huggingface_hub", "onnx", "safetensors", "torch"),
+    "train": ("matplotlib", "torch"),
+    "bench": ("hdrh", "matplotlib"),
+}
+"""The modules of each extra."""
+
+_LEAST_MEMORY_MB, _LEAST_DISK_MB = 500, 1000
+_MEMORY = Path("/proc/meminfo")
+_GPU = Path("/dev/nvidia0")
+
+Status = Literal["ok", "note", "problem"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One property of the machine; ``advice`` says what to do about it, "" for nothing."""
+
+    status: Status
+    subject: str
+    finding: str
+    advice: str = ""
+
+
+@click.command()
+@click.option(
+    "--model-store",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=DEFAULT_ROOT,
+    envvar="CLOZE_MODEL_STORE",
+    show_envvar=True,
+    help="Folder that contains the bundles.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
+def doctor(model_store: Path, as_json: bool) -> None:
+    """Print what this machine can do, and what to do about each finding.
+
+    The exit code is 1 if something keeps the server from starting.
+    """
+    findings = list(_findings(model_store))
+    print_rows([asdict(finding) for finding in findings], as_json=as_json)
+    if any(finding.status == "problem" for finding in findings):
+        sys.exit(1)
+
+
+def _findings(model_store: Path) -> Iterator[Finding]:
+    python = ".".join(map(str, sys.version_info[:3]))
+    yield Finding("ok", "cloze", f"{version(DISTRIBUTION)}, Python {python}")
+    yield from _processor()
+    yield from _runtime()
+    yield from _extras()
+    yield from _store(model_store)
+    yield from _space(model_store)
+    yield from _settings()
+
+
+def _processor() -> Iterator[Finding]:
+    from cloze.service.settings import available_cpus
+
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else "unknown"
+    found = ", ".join(int8_instructions()) or "no int8 instructions"
+    yield Finding("ok", "processor", f"{name}; {available_cpus()} cores for this process; {found}")
+    if (reason := int8_advantage()) is not None:
+        yield Finding(
+            "ok",
+            "precision",
+            f"auto takes int8 on a CPU, because of {reason}",
+            "export with --precision int8, so that bundles have it",
+        )
+    else:
+        yield Finding("ok", "precision", "auto takes fp32 on a CPU: int8 would not be faster")
+
+
+def _runtime() -> Iterator[Finding]:
+    try:
+        import onnxruntime
+    except ModuleNotFoundError:
+        command = install_command("cpu")
+        yield Finding("problem", "onnxruntime", "not installed", f"{command} (or gpu, for CUDA)")
+        return
+    builds = [build for build in ("onnxruntime", "onnxruntime-gpu") if _is_installed(build)]
+    if len(builds) > 1:
+        advice = f"uninstall both, then: {install_command('cpu')}"
+        yield Finding(
+            "problem", "onnxruntime", f"{' and '.join(builds)} overwrite each other", advice
+        )
+        return
+    providers = onnxruntime.get_available_providers()
+    yield Finding("ok", "onnxruntime", f"{onnxruntime.__version__}, {', '.join(providers)}")
+    has_gpu, can_use = _GPU.exists(), "CUDAExecutionProvider" in providers
+    if has_gpu and not can_use:
+        advice = f"uninstall onnxruntime, then: {install_command('gpu')}"
+        yield Finding("note", "GPU", "there is one, but onnxruntime has no CUDA", advice)
+    elif can_use and not has_gpu:
+        yield Finding("note", "GPU", f"onnxruntime has CUDA, but there is no {_GPU}")
+    else:
+        yield Finding("ok", "GPU", "one or more" if has_gpu else "none")
+
+
+def _is_installed(distribution: str) -> bool:
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, modules in _EXTRAS.items():
+        missing = [module for module in modules if find_spec(module) is None]
+        if missing:
+            finding = f"cloze {extra} is not available: {', '.join(missing)}"
+            yield Finding("note", extra, finding, install_command(extra))
+        else:
+            yield Finding("ok", extra, "installed")
+
+
+def _store(root: Path) -> Iterator[Finding]:
+    store = Store(root)
+    references = store.references()
+    broken = []
+    for reference in references:
+        try:
+            store.manifest(reference)
+        except StoreError as error:
+            broken.append(str(error))
+    for problem in broken:
+        yield Finding("problem", "store", problem, "remove or restore the bundle")
+    if not references:
+        advice = "cloze export SOURCE --name NAME, or cloze serve --model ./path"
+        yield Finding("problem", "store", f"{root} has no bundle", advice)
+    else:
+        yield Finding("ok", "store", f"{root} has {', '.join(references)}")
+    existing = next(parent for parent in (root, *root.parents) if parent.exists())
+    if not os.access(existing, os.W_OK):
+        advice = "set CLOZE_MODEL_STORE to a folder that you may write"
+        yield Finding("note", "store", f"{root} is read-only: exports go elsewhere", advice)
+
+
+def _space(root: Path) -> Iterator[Finding]:
+    available = _available_mb()
+    if available is not None:
+        low = available < _LEAST_MEMORY_MB
+        advice = "serve fewer models, or int8 ones" if low else ""
+        yield Finding("note" if low else "ok", "memory", f"{available:,} MB available", advice)
+    for name, folder in (
+        ("disk of the store", root),
+        ("disk of temporary files", Path(tempfile.gettempdir())),
+    ):
+        existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        free = shutil.disk_usage(existing).free // 1_000_000
+        low = free < _LEAST_DISK_MB
+        advice = "an export needs up to three times the checkpoint" if low else ""
+        yield Finding("note" if low else "ok", name, f"{free:,} MB free in {existing}", advice)
+
+
+def _available_mb() -> int | None:
+    """Return the memory that processes may still take; None where Linux does not say."""
+    try:
+        lines = _MEMORY.read_text().splitlines()
+    except OSError:
+        return None
+    return next(
+        (int(line.split()[1]) // 1000 for line in lines if line.startswith("MemAvailable:")), None
+    )
+
+
+def _settings() -> Iterator[Finding]:
+    from cloze.service.core import StartupError
+    from cloze.service.settings import load_settings, unknown_variables
+
+    for name in unknown_variables():
+        yield Finding("note", "settings", f"{name} is not a setting", "see cloze serve --help")
+    try:
+        settings = load_settings()
+    except StartupError as error:
+        yield Finding("problem", "settings", str(error), "correct the variable")
+        return
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", settings.port)) == 0 and settings.port:
+            yield Finding("note", "port", f"something listens on {settings.port}", "set CLOZE_PORT")
+        else:
+            yield Finding("ok", "port", f"{settings.port} is free")

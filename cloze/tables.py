@@ -1,0 +1,56 @@
+"""Prints results: a table with lines on a terminal, plain columns to a pipe, or JSON."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+Row = Mapping[str, Any]
+"""The values of a row by column; every row of a table has the same columns."""
+
+
+def print_rows(rows: Sequence[Row], *, as_json: bool = False, right: Sequence[str] = ()) -> None:
+    """Print rows.
+
+    Args:
+        rows: the rows, in order.
+        as_json: print one JSON object per row instead of a table.
+        right: columns to align to the right.
+    """
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(row, default=str))
+    elif rows and sys.stdout.isatty():
+        _print_rich(rows, right)
+    else:
+        _print_plain(rows, right)
+
+
+def _print_rich(rows: Sequence[Row], right: Sequence[str]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for column in rows[0]:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*map(_shown, row.values()))
+    Console().print(table, markup=False)
+
+
+def _print_plain(rows: Sequence[Row], right: Sequence[str]) -> None:
+    cells = [{column: _shown(value) for column, value in row.items()} for row in rows]
+    columns = list(cells[0]) if cells else []
+    widths = {column: max(len(row[column]) for row in cells) for column in columns}
+    for row in cells:
+        aligned = [
+            f"{row[column]:{'>' if column in right else '<'}{widths[column]}}" for column in columns
+        ]
+        click.echo("  ".join(aligned).rstrip())
+
+
+def _shown(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,7 @@ def test_without_a_statement_the_oldest_name_answers(
     store = tmp_path / "store"
     for kind, name in (("distilbert", "zebra"), ("bert", "aardvark"), ("distilbert", "zebra")):
         export(str(checkpoints[kind]), name, Store(store))
+        time.sleep(1)  # manifests have whole seconds
     with running_server(store) as server:
         answer = httpx.post(f"{server.url}/embed", json={"inputs": "a"})
         assert answer.headers["x-model"] == "zebra@2"

@@ -1,0 +1,129 @@
+"""The command blocks of README and docs: calls are sent to a server that has every task, the README's
+commands run in order in a fresh clone (slow), and what is not run is printed with its reason.
+"""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.documents import DOCUMENTS, ROOT, Block, blocks
+from tests.serving import Server, bare_environment
+from tests.waiting import wait_until
+
+ALL = [block for document in DOCUMENTS for block in blocks(document)]
+CALLS = [block for block in ALL if "curl localhost:8000" in block.text and not block.not_run]
+
+
+def named(block: Block) -> str:
+    return f"{block.document}:{block.line}"
+
+
+def test_every_block_is_a_call_or_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(CALLS) > 30
+    marked = [block for block in ALL if block.not_run or block.slow]
+    unmarked = [named(block) for block in ALL if block not in CALLS and block not in marked]
+    assert unmarked == [], (
+        "run these blocks, or mark them: <!-- not run: reason --> or <!-- slow -->"
+    )
+    with capsys.disabled():
+        for block in marked:
+            if block.not_run:
+                first = block.text.strip().splitlines()[0]
+                print(f"\nnot run: {named(block)}: {first[:60]}: {block.not_run}", end="")
+
+
+@pytest.mark.parametrize("block", CALLS, ids=named)
+def test_a_call_gets_its_answer(every_task: Server, block: Block, tmp_path: Path) -> None:
+    """The models are small and random, so only the README's answers are compared, elsewhere."""
+    server = every_task.url.removeprefix("http://")
+    for command in commands(block.text):
+        curl = command.replace("curl localhost:8000", f"curl -s -w '\\n%{{http_code}}' {server}")
+        done = subprocess.run(
+            ["bash", "-c", curl], cwd=tmp_path, capture_output=True, check=False, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        status = int(done.stdout.splitlines()[-1])
+        assert status == block.status, done.stdout[-300:]
+
+
+def commands(text: str) -> list[str]:
+    """Return the commands of a block: a command goes on after a backslash or within quotes."""
+    found: list[str] = []
+    for line in text.splitlines():
+        if found and (found[-1].endswith("\\") or found[-1].count("'") % 2):
+            found[-1] = (
+                f"{found[-1].removesuffix(chr(92))}\n{line}"
+                if found[-1].count("'") % 2
+                else (f"{found[-1][:-1]} {line.strip()}")
+            )
+        elif line.strip():
+            found.append(line.strip())
+    return [re.sub(r"\s+#.*$", "", command) for command in found]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_the_readme_runs_from_a_fresh_clone(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+    """Run the README's commands, literally and in order. A server runs until the next one starts."""
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", 8000)) == 0:
+            pytest.skip("the README's port 8000 is in use")
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    shutil.copytree(checkpoints["bert"], clone / "my-bert")
+    words = "the king was in the house and the moon was over the sea . " * 30
+    (clone / "my.txt").write_text("\n\n".join(f"{n} {words}" for n in range(400)))
+    environment = bare_environment(HOME=str(tmp_path), PATH=os.environ["PATH"])
+    server: subprocess.Popen[bytes] | None = None
+    try:
+        installed = False
+        for block in (block for block in blocks(ROOT / "README.md") if not block.not_run):
+            for command in commands(block.text):
+                if ".venv/bin/" in command and not installed:
+                    subprocess.run(["make", "install"], cwd=clone, env=environment, check=True)
+                    installed = True
+                if re.search(r"(^make| )serve\b", command):
+                    stop(server)
+                    server = start(command, clone, environment)
+                    continue
+                done = subprocess.run(
+                    ["bash", "-c", command.replace("curl ", "curl -sf ")],
+                    cwd=clone,
+                    env=environment,
+                    capture_output=True,
+                    text=True,
+                    check=False,
+                )
+                assert done.returncode == 0, f"{command}\n{done.stderr}"
+    finally:
+        stop(server)
+
+
+def start(command: str, clone: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a server, and wait until it is ready on port 8000."""
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec {command}"], cwd=clone, env=environment, start_new_session=True
+    )
+
+    def is_ready() -> bool:
+        assert process.poll() is None, command
+        with socket.socket() as probe:
+            return probe.connect_ex(("127.0.0.1", 8000)) == 0
+
+    wait_until(is_ready, longest_s=600)
+    return process
+
+
+def stop(server: "subprocess.Popen[bytes] | None") -> None:
+    """Stop a server with the shell and the make that started it."""
+    if server is not None and server.poll() is None:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(60)
+        time.sleep(0.5)

@@ -1,7 +1,7 @@
 """Loads a checkpoint: a Hugging Face or sentence-transformers directory, or a hub id."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Checkpoint:
         license: the license in the front matter of the model card; None: the card names none.
         card: the model card; None: the checkpoint has no card.
         notes: messages for the user, for example on missing heads, one line each.
+        broken_promise: what ``config.json`` promises and the checkpoint lacks; "" for nothing.
     """
 
     model: Model
@@ -54,6 +55,7 @@ class Checkpoint:
     license: str | None
     card: str | None
     notes: tuple[str, ...]
+    broken_promise: str = ""
 
 
 def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
@@ -95,7 +97,23 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         license=_license(card),
         card=card,
         notes=tuple(notes),
+        broken_promise="" if recipe is not None else _broken_promise(heads, settings),
     )
+
+
+def _broken_promise(heads: Collection[ExportHead], settings: Mapping[str, Any]) -> str:
+    """Return the class of ``config.json`` and the head that it promises but the checkpoint lacks.
+
+    A sentence-transformer's class promises nothing: its users want its embeddings.
+    """
+    for architecture in settings.get("architectures") or []:
+        for head in EXPORT_HEADS.values():
+            promised = str(architecture).endswith(head.promised_by)
+            if promised and head not in heads:
+                return (
+                    f"config.json names {architecture}, but the checkpoint has no {head.head.task}"
+                )
+    return ""
 
 
 def _read_config(folder: Path) -> tuple[Family, EncoderConfig, Mapping[str, Any]]:

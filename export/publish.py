@@ -147,6 +147,8 @@ def _load(source: str, options: ExportOptions, report: Report) -> Checkpoint:
 
 def _choose_heads(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Head, ...]:
     """Return the heads to write; raise if options contradict each other."""
+    if checkpoint.broken_promise and not options.tasks:
+        raise ExportError(f"{checkpoint.broken_promise}; choose what to export with --task")
     by_task = {head.task: head for head in checkpoint.heads}
     for task in options.tasks:
         if task not in by_task:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.heads import NEXT_SENTENCE
-from cloze.export.publish import export
+from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.heads import Head
 from cloze.model_store.heads.next_sentence import NextSentenceRequest
@@ -351,3 +351,27 @@ def test_the_oracle_itself_varies(tmp_path: Path) -> None:
         one, other = first(IDS).last_hidden_state, second(IDS).last_hidden_state
     assert (one - other).abs().mean() > 0.1
     assert one.std(1).mean() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("kind", "promised", "task"),
+    [
+        ("bert-plain", "BertForMaskedLM", "fill-mask"),
+        ("bert-mlm", "BertForPreTraining", "nsp"),
+        ("distilbert", "DistilBertForQuestionAnswering", "qa"),
+    ],
+)
+def test_a_head_that_the_config_promises_must_be_there(
+    tmp_path: Path, kind: str, promised: str, task: str
+) -> None:
+    folder = save_checkpoint(tmp_path / "checkpoint", kind)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": [promised]}))
+    with pytest.raises(ExportError) as refused:
+        export(str(folder), "x", Store(tmp_path / "store"))
+    assert str(refused.value) == (
+        f"config.json names {promised}, but the checkpoint has no {task}; "
+        "choose what to export with --task"
+    )
+    options = ExportOptions(tasks=("embed",))
+    assert export(str(folder), "x", Store(tmp_path / "store"), options).manifest.tasks == ("embed",)

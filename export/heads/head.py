@@ -117,6 +117,7 @@ class ExportHead:
             fine-tuned heads.
         architecture: the end of the class names in ``config.json`` that have this head, for a head
             whose tensor names another head also has; None: the tensor names suffice.
+        promised_by: ends of the class names in ``config.json`` whose checkpoints have this head.
         read_options: ``config.json`` -> the head's section in the manifest; None: no section.
         incomplete: first part of tensor names -> the note for a checkpoint that has only these
             tensors of the head.
@@ -134,6 +135,7 @@ class ExportHead:
     by_default: bool = True
     fine_tuned: bool = False
     architecture: str | None = None
+    promised_by: tuple[str, ...] = ()
     read_options: Callable[[Mapping[str, Any]], Frozen] | None = None
     incomplete: Mapping[str, str] = field(default_factory=dict)
 

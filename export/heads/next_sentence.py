@@ -77,6 +77,7 @@ EXPORT_HEAD: Final = ExportHead(
     reference=_reference,
     sample=_sample,
     measure=_measure,
+    promised_by=("ForNextSentencePrediction", "ForPreTraining"),
     limits={"nsp_agreement": 0.95},
     incomplete={
         "pooler": "the checkpoint has a pooler but no next-sentence classifier",

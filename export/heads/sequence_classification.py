@@ -142,6 +142,7 @@ EXPORT_HEAD: Final = ExportHead(
     reference=_reference,
     sample=_sample,
     measure=_measure,
+    promised_by=("ForSequenceClassification",),
     limits={"text_classification_agreement": 0.95},
     fine_tuned=True,
     architecture="ForSequenceClassification",

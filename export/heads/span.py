@@ -67,6 +67,7 @@ EXPORT_HEAD: Final = ExportHead(
     reference=_reference,
     sample=_sample,
     measure=_measure,
+    promised_by=("ForQuestionAnswering",),
     limits={"qa_span_agreement": 0.95},
     fine_tuned=True,
 )

@@ -75,6 +75,7 @@ EXPORT_HEAD: Final = ExportHead(
     reference=_reference,
     sample=_sample,
     measure=_measure,
+    promised_by=("ForTokenClassification",),
     limits={"token_classification_agreement": 0.95},
     fine_tuned=True,
     architecture="ForTokenClassification",

@@ -3,6 +3,7 @@ commands run in order in a fresh clone (slow), and what is not run is printed wi
 """
 
 import os
+import random
 import re
 import shutil
 import signal
@@ -78,8 +79,7 @@ def test_the_readme_runs_from_a_fresh_clone(checkpoints: dict[str, Path], tmp_pa
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     shutil.copytree(checkpoints["bert"], clone / "my-bert")
-    words = "the king was in the house and the moon was over the sea . " * 30
-    (clone / "my.txt").write_text("\n\n".join(f"{n} {words}" for n in range(400)))
+    (clone / "my.txt").write_text(random_text())
     environment = bare_environment(HOME=str(tmp_path), PATH=os.environ["PATH"])
     server: subprocess.Popen[bytes] | None = None
     try:
@@ -104,6 +104,14 @@ def test_the_readme_runs_from_a_fresh_clone(checkpoints: dict[str, Path], tmp_pa
                 assert done.returncode == 0, f"{command}\n{done.stderr}"
     finally:
         stop(server)
+
+
+def random_text() -> str:
+    """Return documents of made-up words, enough for the default vocabulary."""
+    rng = random.Random(0)
+    syllables = [a + b for a in "bdfghklmnprstvwz" for b in ("a", "e", "i", "o", "u", "an", "er")]
+    words = ["".join(rng.choices(syllables, k=rng.randint(1, 4))) for _ in range(8000)]
+    return "\n\n".join(" ".join(rng.choices(words, k=150)) + "." for _ in range(600))
 
 
 def start(command: str, clone: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:

@@ -1,7 +1,7 @@
 """What `cloze serve --model` names: bundles, directories and hub repositories.
 
 A directory or a repository is exported into the store at its first use. A record beside the
-bundles remembers the bundle of each, with size, time and hash of each file, so that the next start
+bundles has the bundle of each source, and size, time and hash of each file, so that the next start
 takes the bundle without reading the files.
 """
 
@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +32,16 @@ fp32, fp16 and int8 weights."""
 
 Report = Callable[[str], None]
 
+Snapshot = dict[str, list[Any]]
+"""Size, time in ns and sha256 of each file, by its path in the folder."""
+
 
 class SourceError(Exception):
     """A model cannot be served; the message is one line."""
 
 
 def bundles_to_serve(settings: "Settings", report: Report) -> tuple[str, ...]:
-    """Return the bundles that the setting `model` names; export what is no bundle yet.
+    """Return the bundles of the setting `model`; directories and repositories are exported first.
 
     Args:
         settings: the operator's settings.
@@ -58,7 +62,7 @@ def _is_bundle(name: str) -> bool:
 
 
 def _check_form(name: str) -> None:
-    """Refuse what may be a directory or a repository."""
+    """Check that a name is that of a bundle, of a directory or of a repository."""
     if "/" in name and not name.startswith((HUB, "./", "../", "/", "~")):
         raise SourceError(
             f"model {name!a} may be a directory or a repository; write ./{name} or {HUB}{name}"
@@ -79,9 +83,11 @@ def _exported(name: str, settings: "Settings", report: Report) -> str:
     if folder is not None:
         _check_space(store.root, folder)
     extra = "; int8 takes a minute or more" if Precision.INT8 in precisions else ""
+    files = _snapshot(folder)
     report(f"exporting {name}, once; it takes some seconds per 10 million parameters{extra}")
     reference = _export(source, revision, bundle_name, store, precisions, report)
-    record.write(reference, folder, precisions)
+    if _is_unchanged(files, folder):  # else a writer was faster, and the next start exports again
+        record.write(reference, files, precisions)
     return reference
 
 
@@ -92,7 +98,10 @@ def _parts(name: str) -> tuple[str, str | None, str]:
         if not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
             raise SourceError(f"model {name!a} is not {HUB}ORGANISATION/NAME[@REVISION]")
         return HUB + repository, revision or None, _bundle_name(repository.split("/")[1])
-    folder = Path(name).expanduser().resolve()
+    try:
+        folder = Path(name).expanduser().resolve()
+    except RuntimeError as error:
+        raise SourceError(f"model {name}: {error}") from None
     return str(folder), None, _bundle_name(folder.name)
 
 
@@ -110,7 +119,17 @@ def _precisions(settings: "Settings") -> tuple[Precision, ...]:
     if settings.precision != "auto":
         chosen = Precision(settings.precision)
         return () if chosen is Precision.FP32 else (chosen,)
-    return (Precision.FP16,) if settings.device == "cuda" else ()
+    return (Precision.FP16,) if settings.device == "cuda" or _auto_is_cuda(settings) else ()
+
+
+def _auto_is_cuda(settings: "Settings") -> bool:
+    if settings.device != "auto":
+        return False
+    try:
+        import onnxruntime
+    except ModuleNotFoundError:
+        return False
+    return "CUDAExecutionProvider" in onnxruntime.get_available_providers()
 
 
 def _check_space(root: Path, folder: Path) -> None:
@@ -194,18 +213,17 @@ class _Record:
         if found.keys() != files.keys():
             return None
         changed = [name for name, file in found.items() if _stamp(file) != files[name][:2]]
-        if any(_sha256(found[name]) != files[name][2] for name in changed):
-            return None
+        try:
+            if any(_sha256(found[name]) != files[name][2] for name in changed):
+                return None
+        except OSError:
+            return None  # the export tells what cannot be read
         if changed:
-            self.write(reference, folder, recorded["precisions"])
+            self.write(reference, _snapshot(folder), recorded["precisions"])
         return reference
 
-    def write(self, reference: str, folder: Path | None, precisions: Sequence[str]) -> None:
+    def write(self, reference: str, files: Snapshot, precisions: Sequence[str]) -> None:
         """Record the bundle of the source; without space for it, the next start exports again."""
-        files = {}
-        if folder is not None:
-            for file in _files(folder):
-                files[str(file.relative_to(folder))] = [*_stamp(file), _sha256(file)]
         temporary = self._file.with_suffix(f".{os.getpid()}")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
@@ -216,14 +234,38 @@ class _Record:
             temporary.unlink(missing_ok=True)
 
 
+def _snapshot(folder: Path | None) -> Snapshot:
+    """Return size, time and hash of each file of a checkpoint; nothing for a repository.
+
+    Raises:
+        SourceError: a file cannot be read.
+    """
+    if folder is None:
+        return {}
+    try:
+        return {
+            str(file.relative_to(folder)): [*_stamp(file), _sha256(file)] for file in _files(folder)
+        }
+    except OSError as error:
+        raise SourceError(f"model {folder}: {error.filename}: {error.strerror}") from None
+
+
+def _is_unchanged(files: Snapshot, folder: Path | None) -> bool:
+    """Return whether the files still have their sizes and times."""
+    if folder is None:
+        return True
+    found = {str(file.relative_to(folder)): _stamp(file) for file in _files(folder)}
+    return found == {name: values[:2] for name, values in files.items()}
+
+
 def _files(folder: Path) -> Sequence[Path]:
-    """Return the files of a checkpoint's directory, without hidden ones."""
-    return sorted(
-        file
-        for file in folder.rglob("*")
-        if file.is_file()
-        and not any(part.startswith(".") for part in file.relative_to(folder).parts)
-    )
+    """Return the files that an export may read: those of the folder itself and of its modules."""
+    modules = folder / "modules.json"
+    names: list[str] = [""]
+    # Without the file, or with a malformed one, the export reads only the folder itself.
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        names += [module["path"] for module in json.loads(modules.read_text())]
+    return sorted({file for name in names for file in (folder / name).glob("*") if file.is_file()})
 
 
 def _stamp(file: Path) -> list[int]:

@@ -37,6 +37,13 @@ def test_an_empty_store_is_a_problem_with_advice(tmp_path: Path) -> None:
     assert found["store"]["advice"].startswith("cloze export SOURCE")
 
 
+def test_a_server_that_exports_its_model_needs_no_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLOZE_MODEL", "hub:a/b")
+    assert findings("--model-store", str(tmp_path))["store"]["status"] == "note"
+
+
 def test_a_broken_bundle_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "bad" / "1").mkdir(parents=True)
     (tmp_path / "bad" / "1" / "manifest.json").write_text("{}")

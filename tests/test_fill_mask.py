@@ -283,6 +283,11 @@ def test_the_best_prediction_has_rank_1(server: Server) -> None:
         ),
         ("a", {"decode": "beam"}, "inputs holds no mask token"),
         (
+            "a [MASK]",
+            {"targets": ["unhealthy " * 100], "targets_as": "words"},
+            "the longest target has ",
+        ),
+        (
             "year " * 157 + "[MASK]",
             {"targets": ["walking"], "targets_as": "words"},
             "inputs has 161 tokens with its longest target; the model reads 160",

@@ -9,12 +9,16 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from sentence_transformers.sentence_transformer.modules import Pooling
 from transformers import AutoModelForMaskedLM, AutoTokenizer
 
+from cloze.export.publish import export
+from cloze.model_store import Store
 from cloze.service.core import InvalidRequest
 from cloze.service.tasks.long_text import WindowBudget
-from tests.serving import Server
+from tests.serving import Server, running_server
 from tests.test_sentence import LIMITS
+from tests.test_sentence import saved as sentence_transformer
 
 LIMIT = 160  # tokens that the tiny models read
 LONG = "the king was red . " * 40  # 200 tokens
@@ -135,6 +139,23 @@ def test_windows_of_token_ids_have_no_characters(every_task: Server) -> None:
     assert answer["usage"] == [{"tokens": 402, "used": 402, "windows": None}]
 
 
+def test_every_window_begins_with_the_prompt(tmp_path: Path) -> None:
+    """Even if the prompt and the text share a token, as "par" and "is" in "paris"."""
+    prompts = {"q": "the of par"}
+    pooling = Pooling(64, pooling_mode="mean")
+    folder = sentence_transformer(tmp_path, "bert-plain", pooling, max_tokens=8, prompts=prompts)
+    export(str(folder), "m", Store(tmp_path / "store"))
+    text = "is the moon over the sea and the old house"
+    with running_server(tmp_path / "store") as server:
+        options = {"long_text": "window", "return_usage": True, "prompt_name": "q"}
+        answer = ask(server, "/embed", text, **options)
+        assert answer.status_code == 200, answer.text
+        [usage] = answer.json()["usage"]
+        assert usage["windows"][-1][1] == len(text)
+        assert all(one[1] > one[0] for one in usage["windows"])
+        assert len(usage["windows"]) > 2
+
+
 # ---- classes and entities ------------------------------------------------------------------------
 
 
@@ -251,7 +272,9 @@ def test_a_cut_question_is_refused_too(every_task: Server) -> None:
     assert ask(every_task, "/qa", pair).headers["x-truncated"] == "1"
     answer = ask(every_task, "/qa", pair, long_text="error")
     assert answer.status_code == 422
-    assert answer.json()["error"].startswith("inputs has 78 tokens")
+    assert answer.json()["error"] == (
+        "inputs.question has 70 tokens; max_question_len is 64, and long_text is error"
+    )
 
 
 # ---- other protocols -----------------------------------------------------------------------------

@@ -132,6 +132,34 @@ def test_half_a_model_is_refused_and_leaves_nothing(checkpoint: Path, tmp_path: 
     assert Store(tmp_path / "store").references() == []
 
 
+def test_a_checkpoint_that_changes_during_its_export_is_exported_again(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export = model_sources._export
+
+    def slow(*arguments: object) -> str:
+        reference = export(*arguments)  # type: ignore[arg-type]
+        (checkpoint / "vocab.txt").touch()
+        return reference
+
+    monkeypatch.setattr(model_sources, "_export", slow)
+    assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@1"
+    monkeypatch.undo()
+    assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@2"
+
+
+def test_other_files_of_a_training_run_do_not_matter(checkpoint: Path, tmp_path: Path) -> None:
+    assert resolved(tmp_path, str(checkpoint))[0] == "my-bert@1"
+    (checkpoint / "checkpoint-500").mkdir()
+    (checkpoint / "checkpoint-500" / "optimizer.pt").write_bytes(b"0" * 1000)
+    assert resolved(tmp_path, str(checkpoint)) == ("my-bert@1", [])
+
+
+def test_an_unknown_home_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"model ~nobody99/x: .*home directory"):
+        resolved(tmp_path, "~nobody99/x")
+
+
 def test_no_space_is_told_before_the_export(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,26 +6,18 @@ The event loop only appends a record; a thread formats the records and writes th
 import atexit
 import logging
 import random
-import sys
 import threading
 import time
 from collections import deque
 from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
 from cloze.service.core import Timings
-from cloze.service.logs import LogFormat, iso_time
+from cloze.service.logs import WRITER, LineWriter, LogFormat, iso_time
 
 _WRITE_EVERY_S = 0.1
-_MOST_WAITING: Final = 20_000
-"""Records that may wait for the thread; further ones are counted instead."""
-
-_CHUNK_BYTES = 4096
-"""Most bytes per write: a pipe takes so many at once, so lines of several processes do not mix."""
-
-log = logging.getLogger("cloze")
 
 
 class RequestCost(NamedTuple):
@@ -45,7 +37,7 @@ class AccessRecord(NamedTuple):
         method, route: its method, and its path if the server has such a route.
         model: the full name of the model; "" if none was chosen.
         status: the HTTP status.
-        seconds: seconds from the first byte to the answer.
+        seconds: seconds from the end of its headers to the end of its answer.
         cost: the cost of a result; None for an error, or a request that runs no model.
         error: the kind of error; "" for a result.
     """
@@ -69,25 +61,31 @@ class AccessRecord(NamedTuple):
 
 
 class AccessLog:
-    """Writes the lines of one process to standard error.
+    """Writes the lines of one process.
 
     Args:
         form: the format of a line.
         level: the lowest level of a line.
         share: the share of the results to log, in [0, 1]; errors are always logged.
         quiet_routes: routes of probes and scrapes, whose results are logged only at debug.
+        writer: writes the lines.
     """
 
     def __init__(
-        self, form: LogFormat, level: int, share: float, quiet_routes: frozenset[str]
+        self,
+        form: LogFormat,
+        level: int,
+        share: float,
+        quiet_routes: frozenset[str],
+        writer: LineWriter = WRITER,
     ) -> None:
         self._form, self._level, self._share = form, level, share
         self._quiet = quiet_routes if level > logging.DEBUG else frozenset()
+        self._writer = writer
         self._waiting: deque[AccessRecord] = deque()
-        self._dropped = 0
-        self._writing = threading.Lock()
+        self._formatting = threading.Lock()
         threading.Thread(target=self._write_often, name="access log", daemon=True).start()
-        atexit.register(self.flush)
+        atexit.register(self.flush, _WRITE_EVERY_S)
 
     def add(self, record: AccessRecord) -> None:
         """Log a request. Call this method on the event loop."""
@@ -97,27 +95,19 @@ class AccessLog:
             record.route in self._quiet or (self._share < 1 and random.random() >= self._share)
         ):
             return
-        if len(self._waiting) >= _MOST_WAITING:
-            self._dropped += 1
-        else:
-            self._waiting.append(record)
+        self._waiting.append(record)
 
-    def flush(self) -> None:
-        """Write all lines that wait."""
-        with self._writing:
-            lines = []
+    def flush(self, wait_s: float) -> None:
+        """Write the lines of all records; see `LineWriter.flush`."""
+        with self._formatting:
             while self._waiting:
-                lines.append(_line(self._form, self._waiting.popleft()))
-            dropped, self._dropped = self._dropped, 0
-        if lines:
-            _write(lines)
-        if dropped:
-            log.warning("%d requests have no line: the log was written too slowly", dropped)
+                self._writer.add(_line(self._form, self._waiting.popleft()))
+        self._writer.flush(wait_s)
 
     def _write_often(self) -> None:
         while True:
             time.sleep(_WRITE_EVERY_S)
-            self.flush()
+            self.flush(_WRITE_EVERY_S)
 
 
 def _line(form: LogFormat, record: AccessRecord) -> str:
@@ -153,21 +143,3 @@ def _line(form: LogFormat, record: AccessRecord) -> str:
     milliseconds = int(record.time * 1000) % 1000
     begin = f"{at},{milliseconds:03d} {level} {record.method} {record.route} {record.status}"
     return f"{begin} {pairs}\n"
-
-
-def _write(lines: list[str]) -> None:
-    """Write lines to standard error, in chunks; a log that cannot be written stops no request."""
-    chunk: list[str] = []
-    size = 0
-    try:
-        for line in lines:
-            if chunk and size + len(line) >= _CHUNK_BYTES:
-                sys.stderr.write("".join(chunk))
-                sys.stderr.flush()
-                chunk, size = [], 0
-            chunk.append(line)
-            size += len(line)
-        sys.stderr.write("".join(chunk))
-        sys.stderr.flush()
-    except (OSError, ValueError):
-        return

@@ -141,8 +141,12 @@ class Endpoint:
 
 def _text_count(inputs: Any) -> int:
     """Return the number of a call's inputs; the token ids of one text are one."""
-    is_list = isinstance(inputs, list) and not isinstance(inputs[0], int)
-    return len(inputs) if is_list else 1
+    if isinstance(inputs, list):
+        return 1 if isinstance(inputs[0], int) else len(inputs)
+    for name in ("sentences", "candidates"):
+        if (others := getattr(inputs, name, None)) is not None:
+            return 1 + len(others)
+    return 1
 
 
 def _renamed(message: str, names: Mapping[str, str]) -> str:

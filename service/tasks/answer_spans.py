@@ -53,7 +53,7 @@ class QaWindow:
 
 @dataclass(frozen=True, slots=True)
 class QaDetails:
-    """The answers to a question, and what each window of its context had to offer."""
+    """The answers to a question, and the best span of each window of its context."""
 
     answers: list[QaAnswer]
     windows: list[QaWindow]

@@ -216,7 +216,7 @@ def decode(
 
 
 def _means(vectors: Float32, lengths: Sequence[int], windows: Sequence[int]) -> Float32:
-    """Return the mean of each text's windows [n, D], weighted by their tokens."""
+    """Return the mean of each text's windows [n, D], weighted by their encodings' tokens."""
     weights = np.array(lengths, np.float32)[:, None]
     firsts = np.cumsum([0, *windows[:-1]])
     means = np.add.reduceat(vectors * weights, firsts) / np.add.reduceat(weights, firsts)

@@ -72,7 +72,8 @@ def texts_and_names(inputs: Any, context: TaskContext) -> tuple[list[TextOrIds],
     """Return the texts of `EmbedInputs`, and the name of each text in errors.
 
     Raises:
-        InvalidRequest: there are no texts, or too many.
+        EmptyRequest: there are no texts.
+        InvalidRequest: there are too many texts.
     """
     is_one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
     texts: list[TextOrIds] = listed([inputs] if is_one else inputs, context.limits)
@@ -133,12 +134,14 @@ def _divide(
     context: TaskContext,
     request: Mapping[str, HeadRequest],
 ) -> EncodedTexts:
-    """Return the windows of texts; each window begins with the prompt. See `encode`."""
+    """Return the windows of texts; each window begins with the prompt's tokens. See `encode`."""
     tokenizer, budget = context.tokenizer, WindowBudget(context.limits)
     encodings, counts = [], []
     usage: list[TextUsage] | None = [] if parameters.return_usage else None
     for text, name, text_ids in zip(texts, names, ids, strict=True):
-        prefix = list(text_ids[: _prompt_tokens(text, text_ids, prompt, context)])
+        needs_places = isinstance(text, str) and (prompt or usage is not None)
+        places = tokenizer.spans(f"{prompt}{text}").offsets if needs_places else []
+        prefix = list(text_ids[: sum(start < len(prompt) for start, _ in places)])
         own = text_ids[len(prefix) :]
         room = max_tokens - 2 - len(prefix)
         if room < 1:
@@ -153,18 +156,14 @@ def _divide(
             encodings.append(encoding)
         if usage is not None:
             spans = None
-            if len(bounds) > 1 and isinstance(text, str):
-                spans = characters(bounds, tokenizer.spans(text).offsets)
+            if len(bounds) > 1 and places:
+                own_places = places[len(prefix) :]
+                spans = [
+                    (start - len(prompt), end - len(prompt))
+                    for start, end in characters(bounds, own_places)
+                ]
             usage.append(TextUsage(len(text_ids) + 2, len(text_ids) + 2, spans))
     return EncodedTexts(encodings, 0, usage, counts)
-
-
-def _prompt_tokens(text: TextOrIds, ids: Sequence[int], prompt: str, context: TaskContext) -> int:
-    """Return the number of tokens of the prompt before a text; 0 if it has none of its own."""
-    if not prompt or not isinstance(text, str):
-        return 0
-    own = context.tokenizer.ids([prompt])[0]
-    return len(own) if list(ids[: len(own)]) == own else 0
 
 
 def offsets(text: str, tokens: int, parameters: TextParameters, context: TaskContext) -> Offsets:

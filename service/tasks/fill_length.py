@@ -43,6 +43,10 @@ class Shortener:
         masks = self._masks(ids, name)
         most = self._context.limits.max_tokens
         room = most - 2 - (self._longest - 1)
+        if room < 1:
+            raise InvalidRequest(
+                f"the longest target has {self._longest} tokens; the model reads {most}"
+            )
         first = 0
         if len(ids) > room:
             if self._choice == "error":

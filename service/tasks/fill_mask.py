@@ -119,6 +119,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
         originals = parameters.original
         originals = [originals] if isinstance(originals, str) else originals
         prepared = fill_tokens.prepare_originals(ids, originals, top_k, context, many=many)
+        prepared = prepared._replace(results=counter.predictions)
     else:
         prepared = fill_tokens.prepare_tokens(ids, targets, top_k, context, many=many)
         prepared = prepared._replace(results=counter.predictions)

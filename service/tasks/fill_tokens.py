@@ -122,6 +122,7 @@ def prepare_originals(
     The graph returns the logit of every token, so that the rank can be counted.
 
     Raises:
+        EmptyRequest: an original is empty.
         InvalidRequest: there are too many texts, an original is not one token, or there is not one
             per text.
     """

@@ -128,9 +128,14 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         window_tokens = options.max_seq_len - len(cut) - 3
         stride = _stride(options, window_tokens, name)
         whole = len(ids) + len(spans.ids) + 3
-        is_long = len(cut) < len(ids) or len(spans.ids) > window_tokens
-        if is_long and options.long_text == "error":
-            raise too_long(name, whole, len(cut) + window_tokens + 3, "long_text is error")
+        if options.long_text == "error" and len(cut) < len(ids):
+            most = options.max_question_len
+            raise InvalidRequest(
+                f"{name}.question has {len(ids)} tokens; max_question_len is {most}, and long_text "
+                "is error"
+            )
+        if options.long_text == "error" and len(spans.ids) > window_tokens:
+            raise too_long(name, whole, options.max_seq_len, "long_text is error")
         read = spans.first(window_tokens) if options.long_text == "truncate" else spans
         truncated += len(cut) < len(ids) or len(read.ids) < len(spans.ids)
         tokens += window_count(len(read.ids), window_tokens, stride) * options.max_seq_len

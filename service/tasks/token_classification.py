@@ -140,7 +140,9 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
 
     Raises:
         EmptyRequest: there is no text, or a text is empty.
-        InvalidRequest: a text has no token, or a parameter is out of its limits.
+        InvalidRequest: a text has no token, or is too long and long texts are refused; or its
+            windows have more tokens than a request may; or a parameter is out of its limits, or
+            contradicts another one.
     """
     parameters: TokenClassificationParameters = call.parameters
     limits, tokenizer = context.limits, context.tokenizer

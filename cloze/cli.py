@@ -4,11 +4,9 @@ Each command parses its options, calls one package and prints the result. A know
 line on standard error.
 """
 
-import json
 import re
 import sys
-from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,19 +20,14 @@ from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store.heads import HEADS
 from cloze.model_store.installation import DISTRIBUTION, install_command
 from cloze.model_store.layouts import Layout
-from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import (
     NAME_PATTERN,
-    Architecture,
-    Embedding,
-    Gate,
-    Manifest,
-    Parity,
     Precision,
     Weights,
 )
 from cloze.model_store.store import Bundle, Store, StoreError
-from cloze.tables import Row, print_rows
+from cloze.options import store_option
+from cloze.store_command import gates, measured, store
 from cloze.train import train
 
 T = TypeVar("T")
@@ -55,22 +48,12 @@ def cli() -> None:
     `cloze train` makes a checkpoint from text. `cloze export` makes a bundle from a checkpoint, in
     a model store. `cloze store` lists, verifies and removes bundles. `cloze serve` answers requests
     from bundles over REST. `cloze ask` asks a server, or a model in this process. `cloze bench`
-    measures the server. `cloze doctor` tells what this machine can do.
+    measures the server. `cloze doctor` prints what this machine can do.
 
     Exit codes: 0 for success, 1 for an error, 2 for wrong arguments or a server that does not
     start. Shell completion for bash: eval "$(_CLOZE_COMPLETE=bash_source cloze)"; zsh and fish have
     zsh_source and fish_source.
     """
-
-
-_store_option = click.option(
-    "--model-store",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=DEFAULT_ROOT,
-    envvar="CLOZE_MODEL_STORE",
-    show_envvar=True,
-    help="Folder that contains the bundles.",
-)
 
 
 def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
@@ -136,7 +119,7 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     help="Device for the comparison of an fp16 graph with torch: CUDA's kernels, or on a CPU a "
     "reference implementation of the graph's operators.",
 )
-@_store_option
+@store_option
 def export(
     source: str,
     name: str,
@@ -204,170 +187,15 @@ def _print_exported(bundle: Bundle) -> None:
         f"{manifest.reference}: {', '.join(manifest.tasks)}; "
         f"differs from torch{rounded} by {worst:.1e} at most; in {bundle.path}"
     )
-    for precision, gate in _gates(manifest).items():
-        click.echo(f"{precision} beside the checkpoint: {_measured(gate)}")
+    for precision, gate in gates(manifest).items():
+        click.echo(f"{precision} beside the checkpoint: {measured(gate)}")
 
 
 cli.add_command(train)
 cli.add_command(ask)
 cli.add_command(bench)
 cli.add_command(doctor)
-
-
-@cli.group()
-def store() -> None:
-    """List, show, verify and remove the bundles of a model store."""
-
-
-_json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print JSON, one object per line."
-)
-
-
-@store.command("list")
-@_json_option
-@_store_option
-def list_bundles(as_json: bool, model_store: Path) -> None:
-    """Print one line per bundle: name@version, tasks, precisions, family, size and date."""
-    bundles = Store(model_store)
-    rows, errors = [], []
-    for reference in bundles.references():
-        try:
-            manifest = bundles.manifest(reference)
-            rows.append(_bundle_values(manifest) if as_json else _bundle_row(manifest))
-        except StoreError as error:
-            errors.append(str(error))
-    print_rows(rows, as_json=as_json, right=("size",))
-    if errors:
-        fail("\ncloze: ".join(errors))
-
-
-def _bundle_values(manifest: Manifest) -> dict[str, Any]:
-    graphs = [manifest.graph, *(lower.graph for lower in manifest.lower_precisions())]
-    return {
-        "bundle": manifest.reference,
-        "tasks": manifest.tasks,
-        "precisions": [str(graph.precision) for graph in graphs],
-        "family": manifest.architecture.family,
-        "bytes": sum(file.size for file in manifest.files.values()),
-        "exported": manifest.created.isoformat(),
-    }
-
-
-def _bundle_row(manifest: Manifest) -> Row:
-    values = _bundle_values(manifest)
-    size = values.pop("bytes")
-    exported = f"{manifest.created:%Y-%m-%d %H:%M}, {_age(manifest.created)} ago"
-    return values | {"size": f"{size / 1e6:.1f} MB", "exported": exported}
-
-
-def _age(created: datetime) -> str:
-    """Return the time since a date in its largest unit."""
-    minutes = int((datetime.now(UTC) - created).total_seconds() // 60)
-    for unit, length in (("days", 24 * 60), ("hours", 60)):
-        if minutes >= 2 * length:
-            return f"{minutes // length} {unit}"
-    return f"{minutes} minutes"
-
-
-@store.command()
-@click.argument("reference", metavar="NAME[@VERSION]")
-@click.option("--json", "as_json", is_flag=True, help="Print the whole manifest as JSON.")
-@_store_option
-def show(reference: str, as_json: bool, model_store: Path) -> None:
-    """Print a bundle's manifest: sizes, tasks, source, operators and parity."""
-    manifest = _or_fail(lambda: Store(model_store).manifest(reference))
-    if as_json:
-        click.echo(json.dumps(manifest.model_dump(mode="json"), indent=2))
-    else:
-        click.echo(_describe(manifest))
-
-
-@store.command()
-@click.argument("references", metavar="[NAME[@VERSION]]...", nargs=-1)
-@_json_option
-@_store_option
-def verify(references: tuple[str, ...], as_json: bool, model_store: Path) -> None:
-    """Check every file of the named bundles, or of all bundles, against its manifest."""
-    bundles = Store(model_store)
-    rows, errors = [], []
-    for reference in references or bundles.references():
-        try:
-            rows.append({"bundle": bundles.open(reference).manifest.reference, "result": "ok"})
-        except StoreError as error:
-            errors.append(str(error))
-    print_rows(rows, as_json=as_json)
-    if errors:
-        fail("\ncloze: ".join(errors))
-
-
-@store.command()
-@click.argument("reference", metavar="NAME[@VERSION]")
-@_store_option
-def remove(reference: str, model_store: Path) -> None:
-    """Remove one version of a bundle, or all versions of NAME."""
-    _or_fail(lambda: Store(model_store).remove(reference))
-    click.echo(f"removed {reference}")
-
-
-def _gates(manifest: Manifest) -> dict[str, Gate]:
-    """Return the quality gates of a bundle's rounded graphs by precision."""
-    gates = {str(manifest.graph.precision): manifest.gate}
-    gates |= {str(lower.graph.precision): lower.gate for lower in manifest.lower_precisions()}
-    return {precision: gate for precision, gate in gates.items() if gate is not None}
-
-
-def _measured(gate: Gate) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in gate.measured.items())
-
-
-def _describe(manifest: Manifest) -> str:
-    """Return a table with one line per property of a bundle."""
-    tokenizer, graph, source = manifest.tokenizer, manifest.graph, manifest.source
-    case = "uncased" if tokenizer.lowercase else "cased"
-    revision = f" at {source.revision}" if source.revision else ""
-    lower = [f"{p.graph.layout}, {p.graph.precision}" for p in manifest.lower_precisions()]
-    rows = {
-        "bundle": f"{manifest.reference}, published {manifest.created:%Y-%m-%d %H:%M} UTC",
-        "tasks": ", ".join(manifest.tasks),
-        "model": _describe_architecture(manifest.architecture),
-        "tokens": f"{manifest.limits.max_tokens} at most; "
-        f"vocabulary of {tokenizer.vocab_size:,}, {case}",
-        "source": f"{source.kind} {source.location}{revision}",
-        "license": manifest.license or "not named by the source",
-        "graph": f"{graph.layout}, {graph.precision}, weights {graph.weights} on disk, "
-        f"opset {graph.opset}",
-        "further": ", ".join(lower) or "none",
-        "operators": ", ".join(f"{name} {count}" for name, count in graph.operators.items()),
-        "parity": _describe_parity(manifest.parity),
-        "files": ", ".join(f"{name} {file.size:,} bytes" for name, file in manifest.files.items()),
-    }
-    for precision, gate in _gates(manifest).items():
-        rows[precision] = f"{_measured(gate)}, beside the checkpoint as it came"
-    if manifest.embedding is not None:
-        rows["embedding"] = _describe_embedding(manifest.embedding)
-    return "\n".join(f"{title:<10} {text}" for title, text in rows.items())
-
-
-def _describe_architecture(architecture: Architecture) -> str:
-    return (
-        f"{architecture.family}, {architecture.layers} layers x {architecture.hidden_size}, "
-        f"{architecture.heads} heads, {architecture.parameters:,} parameters"
-    )
-
-
-def _describe_parity(parity: Parity) -> str:
-    largest = ", ".join(f"{name} {error:.1e}" for name, error in parity.max_error.items())
-    return f"{largest} (tolerance {parity.tolerance:.0e})"
-
-
-def _describe_embedding(recipe: Embedding) -> str:
-    scaled = "normalised" if recipe.normalize else "not normalised"
-    prompts = f"; prompts {', '.join(recipe.prompts)}" if recipe.prompts else ""
-    return (
-        f"{recipe.dimensions} dimensions, {recipe.pooling} pooling, {scaled}, "
-        f"{recipe.max_tokens} tokens{prompts}"
-    )
+cli.add_command(store)
 
 
 _REPEATED = ("model", "default")
@@ -428,11 +256,3 @@ def serve(**flags: Any) -> None:
         sys.exit(serve_forever(settings.model_copy(update={"model": models})))
     except (StartupError, SourceError) as error:
         fail(str(error), code=2)
-
-
-def _or_fail(call: Callable[[], T]) -> T:
-    """Return the result of a call; print a store error and exit with 1 if the call raises one."""
-    try:
-        return call()
-    except StoreError as error:
-        fail(str(error))

@@ -15,9 +15,9 @@ from typing import Literal
 import click
 
 from cloze.model_store.installation import DISTRIBUTION, install_command
-from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.processor import CPU_INFO, int8_advantage, int8_instructions
 from cloze.model_store.store import Store, StoreError
+from cloze.options import json_option, store_option
 from cloze.tables import print_rows
 
 _EXTRAS = {
@@ -46,15 +46,8 @@ class Finding:
 
 
 @click.command()
-@click.option(
-    "--model-store",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=DEFAULT_ROOT,
-    envvar="CLOZE_MODEL_STORE",
-    show_envvar=True,
-    help="Folder that contains the bundles.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
+@store_option
+@json_option
 def doctor(model_store: Path, as_json: bool) -> None:
     """Print what this machine can do, and what to do about each finding.
 
@@ -83,8 +76,10 @@ def _processor() -> Iterator[Finding]:
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     name = names[0] if names else "unknown"
-    found = ", ".join(int8_instructions()) or "no int8 instructions"
-    yield Finding("ok", "processor", f"{name}; {available_cpus()} cores for this process; {found}")
+    instructions = ", ".join(int8_instructions()) or "no int8 instructions"
+    yield Finding(
+        "ok", "processor", f"{name}; {available_cpus()} cores for this process; {instructions}"
+    )
     if (reason := int8_advantage()) is not None:
         yield Finding(
             "ok",

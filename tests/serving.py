@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -90,6 +90,23 @@ def running_server(
         reader.join()
         assert process.stderr is not None
         process.stderr.close()
+
+
+def failed_start(
+    *arguments: str, env: Mapping[str, str], cwd: Path | None = None, timeout_s: float = 120
+) -> str:
+    """Return the log of a ``cloze serve`` that cannot start."""
+    done = subprocess.run(
+        [sys.executable, "-m", "cloze", "serve", "--port", "0", *arguments],
+        cwd=cwd,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+    )
+    assert done.returncode == 2, done.stderr
+    return done.stderr
 
 
 def wait_until_ready(server: Server) -> None:

@@ -98,7 +98,7 @@ def test_a_wrong_setting_is_a_problem(tiny_store: Path, monkeypatch: pytest.Monk
     assert found["settings"]["finding"].startswith("CLOZE_WORKERS: ")
 
 
-# ---- tables ----------------------------------------------------------------------------------------
+# ---- tables --------------------------------------------------------------------------------------
 
 
 def test_a_listed_bundle_has_its_values_as_json(tiny_store: Path) -> None:

@@ -1,5 +1,5 @@
-"""The command blocks of README and docs: calls are sent to a server that has every task, the README's
-commands run in order in a fresh clone (slow), and what is not run is printed with its reason.
+"""The command blocks of README and docs: calls are sent to a server that has every task, and the
+README's commands run in order in a fresh clone (slow). What is not run is printed with its reason.
 """
 
 import os
@@ -9,7 +9,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -72,10 +71,9 @@ def commands(text: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_the_readme_runs_from_a_fresh_clone(checkpoints: dict[str, Path], tmp_path: Path) -> None:
-    """Run the README's commands, literally and in order. A server runs until the next one starts."""
-    with socket.socket() as probe:
-        if probe.connect_ex(("127.0.0.1", 8000)) == 0:
-            pytest.skip("the README's port 8000 is in use")
+    """Run the README's commands, literally and in order; a server runs until the next starts."""
+    if listens():
+        pytest.skip("the README's port 8000 is in use")
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     shutil.copytree(checkpoints["bert"], clone / "my-bert")
@@ -114,6 +112,12 @@ def random_text() -> str:
     return "\n\n".join(" ".join(rng.choices(words, k=150)) + "." for _ in range(600))
 
 
+def listens() -> bool:
+    """Return whether something listens on the README's port."""
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", 8000)) == 0
+
+
 def start(command: str, clone: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start a server, and wait until it is ready on port 8000."""
     process = subprocess.Popen(
@@ -122,8 +126,7 @@ def start(command: str, clone: Path, environment: dict[str, str]) -> subprocess.
 
     def is_ready() -> bool:
         assert process.poll() is None, command
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", 8000)) == 0
+        return listens()
 
     wait_until(is_ready, longest_s=600)
     return process
@@ -134,4 +137,4 @@ def stop(server: "subprocess.Popen[bytes] | None") -> None:
     if server is not None and server.poll() is None:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(60)
-        time.sleep(0.5)
+        wait_until(lambda: not listens(), longest_s=60)  # make ends before its server

@@ -1,4 +1,4 @@
-"""`cloze serve --model` with a directory or a repository: exported once, then taken from the store."""
+"""`cloze serve --model` with a directory or a repository: exported once, later from the store."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from cloze import model_sources
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store import Store
 from cloze.service.settings import Settings
-from tests.serving import bare_environment, running_server
+from tests.serving import bare_environment, failed_start, running_server
 from tests.test_hub import FakeHub, hub  # noqa: F401  # a fixture
 
 Usage = namedtuple("Usage", "total used free")
@@ -108,18 +108,10 @@ def test_a_repository_is_downloaded_once(
     ],
 )  # fmt: skip
 def test_what_is_no_model_stops_the_start(tmp_path: Path, model: str, message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "cloze", "serve", "--port", "0", "--model", model],
-        cwd=tmp_path,
-        env=bare_environment(HF_ENDPOINT="http://127.0.0.1:9", HOME=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"cloze: {message}")
-    assert "listening" not in done.stderr
+    environment = bare_environment(HF_ENDPOINT="http://127.0.0.1:9", HOME=str(tmp_path))
+    log = failed_start("--model", model, cwd=tmp_path, env=environment)
+    assert log.splitlines()[-1].startswith(f"cloze: {message}")
+    assert "listening" not in log
 
 
 def test_half_a_model_is_refused_and_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_the_wheel_claims_one_top_level_name(target: Path) -> None:
     assert names == {"cloze"}
 
 
-# ---- how to install more ---------------------------------------------------------------------------
+# ---- how to install more -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_the_command_to_install_more_names_the_origin(
 def test_a_fresh_environment_serves_and_what_it_lacks_is_a_command_away(
     wheel: Path, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The path of a user who has the wheel: serve, be told what export needs, install it, export."""
+    """The way of a user who has the wheel: serve, read what export needs, install it, export."""
     python = tmp_path / "venv" / "bin" / "python"
     command = python.with_name("cloze")
     environment = bare_environment(HOME=str(tmp_path), PATH=os.environ["PATH"])

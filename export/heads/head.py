@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cloze.export.evaluation.scorer import Scorer
@@ -155,6 +156,16 @@ def token_rows(requests: Sequence[Any], placement: Placement) -> list[int]:
         if request is not None
         for row in range(starts[i], starts[i + 1])
     ]
+
+
+def mean_cosine(pairs: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]]) -> float:
+    """Return the mean cosine of the rows of pairs of arrays [n, H]."""
+    cosines = []
+    for one, other in pairs:
+        lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+        with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, and NaN fails the gate
+            cosines.append(np.vecdot(one, other) / lengths)
+    return float(np.concatenate(cosines).mean())
 
 
 def agreement(pairs: Sequence[tuple[object, object]]) -> float:

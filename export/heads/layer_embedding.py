@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.heads.head import ExportHead, HeadGraph
+from cloze.export.heads.head import ExportHead, HeadGraph, mean_cosine
 from cloze.model_store.heads import Pooling, layer_embedding
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.model_store.layouts import Placement
@@ -83,14 +83,12 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
     """Return the mean cosine of both models' vectors of the first layer and of the embeddings."""
     name = layer_embedding.HEAD.name
     request = LayerEmbeddingRequest([{0: 1.0}, {1: 1.0}], Pooling.MEAN)
-    cosines = []
+    pairs = []
     for ids in texts.sentences():
         batch = encodings(ids, np.zeros_like(ids), [{name: request}])
         one, other = (scorer.run(batch)[0][name].vectors for scorer in (checkpoint, graph))
-        lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-        with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, and NaN fails the gate
-            cosines.append(np.vecdot(one, other) / lengths)
-    return {"layer_embedding_cosine_mean": float(np.concatenate(cosines).mean())}
+        pairs.append((one, other))
+    return {"layer_embedding_cosine_mean": mean_cosine(pairs)}
 
 
 EXPORT_HEAD: Final = ExportHead(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.heads.head import ExportHead, HeadGraph, token_rows
+from cloze.export.heads.head import ExportHead, HeadGraph, mean_cosine, token_rows
 from cloze.model_store.heads import token_embedding
 from cloze.model_store.heads.token_embedding import TokenEmbeddingRequest
 from cloze.model_store.layouts import Placement
@@ -33,14 +33,12 @@ def _sample(_: np.random.Generator, __: int, ___: int) -> TokenEmbeddingRequest:
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the mean cosine of both models' hidden states, token by token."""
     name = token_embedding.HEAD.name
-    cosines = []
+    pairs = []
     for ids in texts.sentences():
         batch = encodings(ids, np.zeros_like(ids), [{name: TokenEmbeddingRequest()}])
         one, other = (scorer.run(batch)[0][name].embeddings for scorer in (checkpoint, graph))
-        lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-        with np.errstate(invalid="ignore"):  # a vector of zeros gives NaN, and NaN fails the gate
-            cosines.append(np.vecdot(one, other) / lengths)
-    return {"token_embedding_cosine_mean": float(np.concatenate(cosines).mean())}
+        pairs.append((one, other))
+    return {"token_embedding_cosine_mean": mean_cosine(pairs)}
 
 
 EXPORT_HEAD: Final = ExportHead(

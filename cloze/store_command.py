@@ -1,0 +1,177 @@
+"""``cloze store list | show | verify | remove``: the bundles of a model store."""
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from cloze.failing import fail
+from cloze.model_store.manifest import Architecture, Embedding, Gate, Manifest, Parity
+from cloze.model_store.store import Store, StoreError
+from cloze.options import json_option, store_option
+from cloze.tables import Row, print_rows
+
+T = TypeVar("T")
+
+
+@click.group()
+def store() -> None:
+    """List, show, verify and remove the bundles of a model store."""
+
+
+@store.command("list")
+@json_option
+@store_option
+def list_bundles(as_json: bool, model_store: Path) -> None:
+    """Print one line per bundle: name@version, tasks, precisions, family, size and date."""
+    bundles = Store(model_store)
+    rows, errors = [], []
+    for reference in bundles.references():
+        try:
+            manifest = bundles.manifest(reference)
+            rows.append(_bundle_values(manifest) if as_json else _bundle_row(manifest))
+        except StoreError as error:
+            errors.append(str(error))
+    print_rows(rows, as_json=as_json, right=("size",))
+    if errors:
+        fail("\ncloze: ".join(errors))
+
+
+def _bundle_values(manifest: Manifest) -> dict[str, Any]:
+    graphs = [manifest.graph, *(lower.graph for lower in manifest.lower_precisions())]
+    return {
+        "bundle": manifest.reference,
+        "tasks": manifest.tasks,
+        "precisions": [str(graph.precision) for graph in graphs],
+        "family": manifest.architecture.family,
+        "bytes": sum(file.size for file in manifest.files.values()),
+        "exported": manifest.created.isoformat(),
+    }
+
+
+def _bundle_row(manifest: Manifest) -> Row:
+    values = _bundle_values(manifest)
+    size = values.pop("bytes")
+    exported = f"{manifest.created:%Y-%m-%d %H:%M}, {_age(manifest.created)} ago"
+    return values | {"size": f"{size / 1e6:.1f} MB", "exported": exported}
+
+
+def _age(created: datetime) -> str:
+    """Return the time since a date in its largest unit."""
+    minutes = int((datetime.now(UTC) - created).total_seconds() // 60)
+    for unit, length in (("days", 24 * 60), ("hours", 60)):
+        if minutes >= 2 * length:
+            return f"{minutes // length} {unit}"
+    return f"{minutes} minutes"
+
+
+@store.command()
+@click.argument("reference", metavar="NAME[@VERSION]")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole manifest as JSON.")
+@store_option
+def show(reference: str, as_json: bool, model_store: Path) -> None:
+    """Print a bundle's manifest: sizes, tasks, source, operators and parity."""
+    manifest = _or_fail(lambda: Store(model_store).manifest(reference))
+    if as_json:
+        click.echo(json.dumps(manifest.model_dump(mode="json"), indent=2))
+    else:
+        click.echo(_describe(manifest))
+
+
+@store.command()
+@click.argument("references", metavar="[NAME[@VERSION]]...", nargs=-1)
+@json_option
+@store_option
+def verify(references: tuple[str, ...], as_json: bool, model_store: Path) -> None:
+    """Check every file of the named bundles, or of all bundles, against its manifest."""
+    bundles = Store(model_store)
+    rows, errors = [], []
+    for reference in references or bundles.references():
+        try:
+            rows.append({"bundle": bundles.open(reference).manifest.reference, "result": "ok"})
+        except StoreError as error:
+            errors.append(str(error))
+    print_rows(rows, as_json=as_json)
+    if errors:
+        fail("\ncloze: ".join(errors))
+
+
+@store.command()
+@click.argument("reference", metavar="NAME[@VERSION]")
+@store_option
+def remove(reference: str, model_store: Path) -> None:
+    """Remove one version of a bundle, or all versions of NAME."""
+    _or_fail(lambda: Store(model_store).remove(reference))
+    click.echo(f"removed {reference}")
+
+
+def gates(manifest: Manifest) -> dict[str, Gate]:
+    """Return the quality gates of a bundle's rounded graphs by precision."""
+    gates = {str(manifest.graph.precision): manifest.gate}
+    gates |= {str(lower.graph.precision): lower.gate for lower in manifest.lower_precisions()}
+    return {precision: gate for precision, gate in gates.items() if gate is not None}
+
+
+def measured(gate: Gate) -> str:
+    """Return the figures of a quality gate."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in gate.measured.items())
+
+
+def _describe(manifest: Manifest) -> str:
+    """Return a table with one line per property of a bundle."""
+    tokenizer, graph, source = manifest.tokenizer, manifest.graph, manifest.source
+    case = "uncased" if tokenizer.lowercase else "cased"
+    revision = f" at {source.revision}" if source.revision else ""
+    lower = [f"{p.graph.layout}, {p.graph.precision}" for p in manifest.lower_precisions()]
+    rows = {
+        "bundle": f"{manifest.reference}, published {manifest.created:%Y-%m-%d %H:%M} UTC",
+        "tasks": ", ".join(manifest.tasks),
+        "model": _describe_architecture(manifest.architecture),
+        "tokens": f"{manifest.limits.max_tokens} at most; "
+        f"vocabulary of {tokenizer.vocab_size:,}, {case}",
+        "source": f"{source.kind} {source.location}{revision}",
+        "license": manifest.license or "not named by the source",
+        "graph": f"{graph.layout}, {graph.precision}, weights {graph.weights} on disk, "
+        f"opset {graph.opset}",
+        "further": ", ".join(lower) or "none",
+        "operators": ", ".join(f"{name} {count}" for name, count in graph.operators.items()),
+        "parity": _describe_parity(manifest.parity),
+        "files": ", ".join(f"{name} {file.size:,} bytes" for name, file in manifest.files.items()),
+    }
+    for precision, gate in gates(manifest).items():
+        rows[precision] = f"{measured(gate)}, beside the checkpoint as it came"
+    if manifest.embedding is not None:
+        rows["embedding"] = _describe_embedding(manifest.embedding)
+    return "\n".join(f"{title:<10} {text}" for title, text in rows.items())
+
+
+def _describe_architecture(architecture: Architecture) -> str:
+    return (
+        f"{architecture.family}, {architecture.layers} layers x {architecture.hidden_size}, "
+        f"{architecture.heads} heads, {architecture.parameters:,} parameters"
+    )
+
+
+def _describe_parity(parity: Parity) -> str:
+    largest = ", ".join(f"{name} {error:.1e}" for name, error in parity.max_error.items())
+    return f"{largest} (tolerance {parity.tolerance:.0e})"
+
+
+def _describe_embedding(recipe: Embedding) -> str:
+    scaled = "normalised" if recipe.normalize else "not normalised"
+    prompts = f"; prompts {', '.join(recipe.prompts)}" if recipe.prompts else ""
+    return (
+        f"{recipe.dimensions} dimensions, {recipe.pooling} pooling, {scaled}, "
+        f"{recipe.max_tokens} tokens{prompts}"
+    )
+
+
+def _or_fail(call: Callable[[], T]) -> T:
+    """Return the result of a call; print a store error and exit with 1 if the call raises one."""
+    try:
+        return call()
+    except StoreError as error:
+        fail(str(error))

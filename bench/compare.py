@@ -96,12 +96,15 @@ def _noise(result: Result, subject: str, load: str, figure: str) -> float:
     return (max(values) - min(values)) / 2 / median if values and median else 0.0
 
 
-def table(differences: list[Difference], *, every: bool = False) -> str:
-    """Format the figures that changed as Markdown, or all figures if `every` is set."""
-    shown = [row for row in differences if every or row.verdict is not Verdict.SAME]
+def changed(differences: list[Difference]) -> list[Difference]:
+    """Return the differences that exceed the spread of the turns."""
+    return [row for row in differences if row.verdict is not Verdict.SAME]
+
+
+def table(shown: list[Difference], *, compared: int) -> str:
+    """Format differences as Markdown; if there are none, say how many figures were compared."""
     if not shown:
-        count = len(differences)
-        return f"nothing moved: {count} figures are the same within their turns' spread\n"
+        return f"nothing moved: {compared} figures are the same within their turns' spread\n"
     lines = [
         "| load | subject | figure | before | after | change | turns differ by | |",
         "|---|---|---|---|---|---|---|---|",

@@ -1,7 +1,6 @@
 """``cloze ask``: sends inputs to a task, and prints the results as a table."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -11,6 +10,8 @@ import click
 
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
+from cloze.options import json_option
+from cloze.tables import print_rows
 
 if TYPE_CHECKING:
     from cloze.client import AsyncClient
@@ -148,7 +149,7 @@ _ASKING = {
 @click.option("--model", help="Served model to ask, NAME or NAME@VERSION.")
 @click.option("--top-k", type=click.IntRange(1), help="Number of results per text.")
 @click.option("--target", "targets", multiple=True, help="Token to choose among; repeatable.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, one object per line.")
+@json_option
 def ask(task: str, texts: tuple[str, ...], url: str | None, as_json: bool, **flags: Any) -> None:
     """Send TEXTS to TASK, and print the results as a table.
 
@@ -179,8 +180,7 @@ def ask(task: str, texts: tuple[str, ...], url: str | None, as_json: bool, **fla
     except ClientError as error:
         fail(str(error))
     if as_json:
-        for row in rows:
-            click.echo(json.dumps(row))
+        print_rows(rows, as_json=True)
     else:
         _print_table(rows)
 
@@ -222,7 +222,7 @@ async def _in_process() -> AsyncIterator["AsyncClient"]:
     from cloze.client import AsyncClient
 
     try:
-        service = single_process(load_settings({}))
+        service = single_process(load_settings({"access_log_share": "0"}))
     except StartupError as error:
         fail(str(error), code=2)
     try:
@@ -234,7 +234,7 @@ async def _in_process() -> AsyncIterator["AsyncClient"]:
 
 
 def _print_table(rows: Rows) -> None:
-    """Print rows with aligned columns, numbers to the right; a column of zeros is left out."""
+    """Print rows with numbers to the right; a column of zeros is left out."""
     if not rows:
         click.echo("nothing found")
         return
@@ -243,15 +243,6 @@ def _print_table(rows: Rows) -> None:
         for name in rows[0]
         if name not in ("text", "mask") or any(row[name] != 0 for row in rows)
     ]
-    table = [columns, *([_cell(row[name]) for name in columns] for row in rows)]
-    widths = [max(map(len, cells)) for cells in zip(*table, strict=True)]
-    for line in table:
-        cells = [
-            cell.rjust(width) if isinstance(rows[0][name], int | float) else cell.ljust(width)
-            for name, cell, width in zip(columns, line, widths, strict=True)
-        ]
-        click.echo("  ".join(cells).rstrip())
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value).replace("\n", " ")
+    numbers = [name for name in columns if isinstance(rows[0][name], int | float)]
+    shown = [{name: row[name] for name in columns} for row in rows]
+    print_rows(shown, right=numbers, headings=True)

@@ -1,7 +1,9 @@
 """``cloze bench``: parses arguments, calls `bench`, prints; docs/benchmark.md has the method."""
 
 import os
+import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,6 +20,8 @@ from cloze.model_store.installation import install_command
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Store, StoreError
+from cloze.options import json_option
+from cloze.tables import print_rows
 
 if TYPE_CHECKING:
     from cloze.bench.device import DeviceFigures, DevicePlan
@@ -126,8 +130,9 @@ def _counts(least: int) -> Callable[[click.Context, click.Parameter, str], tuple
     help="Begin no further part after this time.",
 )
 @_out_option
+@json_option
 @click.pass_context
-def bench(context: click.Context, /, out: Path | None, **arguments: Any) -> None:
+def bench(context: click.Context, /, out: Path | None, as_json: bool, **arguments: Any) -> None:
     """Measure the engine alone, the server, and its peers, in turns in one run.
 
     Without a command, --device measures a device: engines of several sizes over sequence lengths
@@ -151,7 +156,7 @@ def bench(context: click.Context, /, out: Path | None, **arguments: Any) -> None
                 f"leave out '{command}', or give the option after '{command}'"
             )
     elif arguments["device"] is not None:
-        _measure_device(arguments, out)
+        _measure_device(arguments, out, as_json=as_json)
     elif given:
         raise click.UsageError(f"{given[0]} says how to measure a device; give --device as well")
     else:
@@ -168,7 +173,7 @@ def _clear_settings() -> None:
             del os.environ[name]
 
 
-def _measure_device(arguments: dict[str, Any], out: Path | None) -> None:
+def _measure_device(arguments: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
     try:
         from cloze.bench.device import DeviceFigures, DevicePlan, measure_device
         from cloze.bench.errors import BenchError
@@ -194,7 +199,7 @@ def _measure_device(arguments: dict[str, Any], out: Path | None) -> None:
             figures = measure_device(plan, Path(folder), report, save)
     except (BenchError, OSError) as error:
         fail(str(error))
-    present(describe(figures), out)
+    present(describe(figures), out, as_json=as_json)
     if figures.failed:
         fail(f"failed: {'; '.join(figures.failed)}; the lines above and the notes have the reasons")
 
@@ -317,7 +322,8 @@ def _device_describer(plan: "DevicePlan") -> "Callable[[DeviceFigures], Result]"
     help="Hugging Face directory with the bundle's weights, for the peers.",
 )
 @_out_option
-def run(out: Path | None, **arguments: Any) -> None:
+@json_option
+def run(out: Path | None, as_json: bool, **arguments: Any) -> None:
     """Measure and print a table; with --out, write the table, the figures as JSON, and plots."""
     try:
         from cloze.bench.errors import BenchError
@@ -339,7 +345,7 @@ def run(out: Path | None, **arguments: Any) -> None:
         OSError,
     ) as error:
         fail(str(error))
-    present(result, out)
+    present(result, out, as_json=as_json)
 
 
 def _measure_run(options: "RunOptions") -> "Result":
@@ -379,14 +385,15 @@ def _measure_run(options: "RunOptions") -> "Result":
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
 @click.option("--all", "every", is_flag=True, help="List unchanged figures too.")
-def compare(before: Path, after: Path, every: bool) -> None:
+@json_option
+def compare(before: Path, after: Path, every: bool, as_json: bool) -> None:
     """List the figures that changed from one result (JSON) to another.
 
     A change counts if it exceeds the differences between the turns of one result.
     """
     try:
+        from cloze.bench.compare import changed, table
         from cloze.bench.compare import compare as compare_results
-        from cloze.bench.compare import table
         from cloze.bench.result import Result
     except ModuleNotFoundError as error:
         fail(f"bench needs {error.name}, {_INSTALL}")
@@ -394,4 +401,9 @@ def compare(before: Path, after: Path, every: bool) -> None:
         differences = compare_results(Result.from_json(before), Result.from_json(after))
     except (OSError, ValueError) as error:
         fail(str(error))
-    click.echo(table(differences, every=every), nl=False)
+    shown = differences if every else changed(differences)
+    if as_json or (shown and sys.stdout.isatty()):
+        rows = [asdict(difference) for difference in shown]
+        print_rows(rows, as_json=as_json, right=("before", "after", "change", "noise"))
+    else:
+        click.echo(table(shown, compared=len(differences)), nl=False)

@@ -34,11 +34,11 @@ def create_out(out: Path | None) -> None:
         Path(f"{out}.json").touch()
 
 
-def present(result: "Result", out: Path | None) -> None:
-    """Print the table, and write the files."""
+def present(result: "Result", out: Path | None, *, as_json: bool) -> None:
+    """Print the table or the figures as JSON, and write the files."""
     from cloze.bench.report import table
 
-    click.echo(table(result))
+    click.echo(result.to_json() if as_json else table(result))
     write(result, out)
 
 

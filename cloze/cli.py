@@ -4,6 +4,7 @@ Each command parses its options, calls one package and prints the result. A know
 line on standard error.
 """
 
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from cloze.model_store.manifest import (
     Weights,
 )
 from cloze.model_store.store import Bundle, Store, StoreError
-from cloze.options import store_option
+from cloze.options import json_option, store_option
 from cloze.store_command import gates, measured, store
 from cloze.train import train
 
@@ -119,6 +120,7 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     help="Device for the comparison of an fp16 graph with torch: CUDA's kernels, or on a CPU a "
     "reference implementation of the graph's operators.",
 )
+@json_option
 @store_option
 def export(
     source: str,
@@ -130,6 +132,7 @@ def export(
     gate_pairs: tuple[Path, ...],
     revision: str | None,
     device: str,
+    as_json: bool,
     model_store: Path,
 ) -> None:
     """Turn a checkpoint into a bundle.
@@ -171,7 +174,10 @@ def export(
         bundle = export_checkpoint(source, name, Store(model_store), options, report=_report)
     except (ExportError, DataError, StoreError) as error:
         fail(str(error))
-    _print_exported(bundle)
+    if as_json:
+        click.echo(json.dumps(bundle.manifest.model_dump(mode="json")))
+    else:
+        _print_exported(bundle)
 
 
 def _report(line: str) -> None:

@@ -11,13 +11,20 @@ Row = Mapping[str, Any]
 """The values of a row by column; every row of a table has the same columns."""
 
 
-def print_rows(rows: Sequence[Row], *, as_json: bool = False, right: Sequence[str] = ()) -> None:
+def print_rows(
+    rows: Sequence[Row],
+    *,
+    as_json: bool = False,
+    right: Sequence[str] = (),
+    headings: bool = False,
+) -> None:
     """Print rows.
 
     Args:
         rows: the rows, in order.
         as_json: print one JSON object per row instead of a table.
         right: columns to align to the right.
+        headings: begin plain columns with their names, too.
     """
     if as_json:
         for row in rows:
@@ -25,7 +32,7 @@ def print_rows(rows: Sequence[Row], *, as_json: bool = False, right: Sequence[st
     elif rows and sys.stdout.isatty():
         _print_rich(rows, right)
     else:
-        _print_plain(rows, right)
+        _print_plain(rows, right, headings)
 
 
 def _print_rich(rows: Sequence[Row], right: Sequence[str]) -> None:
@@ -38,12 +45,14 @@ def _print_rich(rows: Sequence[Row], right: Sequence[str]) -> None:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(_shown, row.values()))
-    Console().print(table, markup=False)
+    Console(markup=False, emoji=False, highlight=False).print(table)
 
 
-def _print_plain(rows: Sequence[Row], right: Sequence[str]) -> None:
+def _print_plain(rows: Sequence[Row], right: Sequence[str], headings: bool) -> None:
     cells = [{column: _shown(value) for column, value in row.items()} for row in rows]
     columns = list(cells[0]) if cells else []
+    if headings:
+        cells.insert(0, {column: column for column in columns})
     widths = {column: max(len(row[column]) for row in cells) for column in columns}
     for row in cells:
         aligned = [
@@ -53,4 +62,6 @@ def _print_plain(rows: Sequence[Row], right: Sequence[str]) -> None:
 
 
 def _shown(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return f"{value:.4f}" if isinstance(value, float) else str(value).replace("\n", " ")

@@ -3,7 +3,6 @@
 Training packages are imported inside the commands, because a serving installation lacks them.
 """
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,8 @@ from cloze.failing import fail
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Store
+from cloze.options import json_option
+from cloze.tables import print_rows
 from cloze.train_errors import one_line_errors
 
 if TYPE_CHECKING:
@@ -285,7 +286,7 @@ def distill(
     default=str(Precision.FP32),
     help="Precision of a bundle's graph.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @click.option(
     "--model-store",
     type=_FOLDER,
@@ -335,9 +336,10 @@ def evaluate(
             "give --corpus, --pairs or --questions that its tasks can answer"
         )
     if as_json:
-        click.echo(json.dumps(figures))
+        print_rows([figures], as_json=True)
     else:
-        click.echo("\n".join(f"{name:<34} {value:8.4f}" for name, value in figures.items()))
+        rows = [{"figure": name, "value": value} for name, value in figures.items()]
+        print_rows(rows, right=("value",))
 
 
 def _required(corpus: tuple[Path, ...]) -> list[Path]:

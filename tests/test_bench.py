@@ -358,6 +358,13 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
         cli, ["bench", "compare", *[str(tmp_path / "results" / "tiny.json")] * 2]
     )
     assert same.output.startswith("nothing moved")
+    every = CliRunner().invoke(
+        cli,
+        ["bench", "compare", "--all", "--json", *[str(tmp_path / "results" / "tiny.json")] * 2],
+    )
+    rows = [json.loads(line) for line in every.output.splitlines()]
+    assert {row["verdict"] for row in rows} == {"same"}
+    assert {row["load"] for row in rows} == set(found.loads())
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,9 @@ def test_a_checkpoint_becomes_a_bundle_that_can_be_looked_at_and_removed(
     assert (
         cloze("export", str(checkpoints["distilbert"]), "--name", "other", *store).returncode == 0
     )
+    exported = cloze("export", str(checkpoints["distilbert"]), "--name", "other", "--json", *store)
+    assert json.loads(exported.stdout)["version"] == 2
+    cloze("store", "remove", "other@2", *store)
     (tmp_path / "store" / "tiny" / "1" / "manifest.json").write_text("{}")
     listed = cloze("store", "list", *store)
     assert listed.returncode == 1, "one damaged bundle"

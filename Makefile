@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help docs install serve test test-slow test-gpu coverage wheel bench lint format clean
+.PHONY: help docs site install serve test test-slow test-gpu coverage wheel bench lint format clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -13,7 +13,8 @@ install: $(VENV)/.installed  ## Create .venv with everything for work on the pro
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[cpu,dev]'
+	@echo 'Installing the development environment; this usually takes four minutes.'
+	$(BIN)/pip install --constraint constraints.txt --editable '.[cpu,dev]'
 	touch $@
 
 # A separate environment with only what serving and the client need, so without torch.
@@ -21,17 +22,19 @@ SERVING := .venv-serving
 
 $(SERVING)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(SERVING)
-	$(SERVING)/bin/pip install --quiet --constraint constraints.txt --editable '.[cpu,client]'
+	@echo 'Installing the serving environment; this usually takes one minute.'
+	$(SERVING)/bin/pip install --constraint constraints.txt --editable '.[cpu,client]'
 	touch $@
 
 serve: $(SERVING)/.installed  ## Serve the models of the project on port 8000.
 	$(SERVING)/bin/cloze serve
 
-lint: install  ## Run ruff, mypy --strict and import-linter.
+lint: install  ## Run ruff, mypy --strict, import-linter and codespell.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
 
 # Some tests read real text from the directory that CLOZE_TEST_DATA names. Without the variable,
 # these tests skip. The files that only compute run side by side; the others measure times, so
@@ -48,7 +51,7 @@ GPU := .venv-gpu
 
 $(GPU)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(GPU)
-	$(GPU)/bin/pip install --quiet --constraint constraints.txt --editable '.[gpu,dev]'
+	$(GPU)/bin/pip install --constraint constraints.txt --editable '.[gpu,dev]'
 	touch $@
 
 test-gpu: $(GPU)/.installed  ## Run the tests that need a GPU.
@@ -71,6 +74,10 @@ bench: install  ## Measure the default model: the engine alone and the server.
 docs: install  ## Renew the generated documents.
 	$(BIN)/python -m cloze.model_store.tensor_reference > docs/tensors.md
 	$(BIN)/python -m cloze.service.route_reference > docs/routes.md
+	$(BIN)/python -m cloze.command_reference docs
+
+site: install  ## Build the documentation site in build/site.
+	$(BIN)/python scripts/build-site
 
 format: install  ## Format the code.
 	$(BIN)/ruff format .

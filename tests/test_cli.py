@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cloze.command_reference import command_reference
 from cloze.service.settings import Settings
 from tests.serving import bare_environment
 
@@ -125,6 +126,12 @@ def test_wrong_usage_says_so(arguments: tuple[str, ...], message: str) -> None:
     done = cloze(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
+
+
+def test_the_document_has_every_command() -> None:
+    document = (Path(__file__).parents[1] / "docs" / "commands.md").read_text()
+    assert document == command_reference(), "run `make docs`"
+    assert "## cloze train evaluate" in document
 
 
 def test_a_task_without_a_head_is_refused(checkpoints: dict[str, Path], tmp_path: Path) -> None:

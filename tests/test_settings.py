@@ -1,4 +1,4 @@
-"""Settings: flag over environment over default; a bad one is one clear line; the README's table is
+"""Settings: flag over environment over default; a bad one is one clear line; the document is
 the class.
 """
 
@@ -6,11 +6,11 @@ import os
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
+from cloze.command_reference import settings_reference
 from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.service.core import Device, StartupError
@@ -110,24 +110,11 @@ def test_workers_default_to_the_cores_there_are() -> None:
     assert load_settings({"intra_op_threads": 1000}).worker_count(Device.CPU) == 1
 
 
-def shown(default: Any) -> str:
-    return str(getattr(default, "value", default))
-
-
-def test_the_readme_has_every_setting() -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    rows = {
-        name: (default, text)
-        for name, default, text in re.findall(
-            r"^\| `CLOZE_(\w+)` \| (.*?) \| (.*?) \|$", readme, re.MULTILINE
-        )
-    }
-    assert list(rows) == [name.upper() for name in Settings.model_fields]
-    for name, field in Settings.model_fields.items():
-        default, text = rows[name.upper()]
-        assert text == field.description
-        if name not in ("model_store", "model", "default"):
-            assert default == f"`{shown(field.default)}`"
+def test_the_document_has_every_setting() -> None:
+    document = (Path(__file__).parents[1] / "docs" / "settings.md").read_text()
+    assert document == settings_reference(), "run `make docs`"
+    names = re.findall(r"^\| `CLOZE_(\w+)` \|", document, re.MULTILINE)
+    assert names == [name.upper() for name in Settings.model_fields]
 
 
 # ---- the default model of a task -----------------------------------------------------------------

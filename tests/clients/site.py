@@ -1,0 +1,38 @@
+"""Reads the documentation site from files in headless Chromium; prints what it saw as JSON.
+
+python site.py CHROMIUM FOLDER WORDS
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from playwright.sync_api import sync_playwright
+
+
+def main(chromium: str, folder: str, words: str) -> None:
+    """Open the first page, search for `words`, and open the first result."""
+    messages: list[str] = []
+    schemes: set[str] = set()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.on("console", lambda message: messages.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: messages.append(f"error: {error}"))
+        page.on("request", lambda request: schemes.add(request.url.split(":")[0]))
+        page.goto((Path(folder) / "index.html").as_uri())
+        page.wait_for_load_state("load")
+        page.keyboard.press("/")
+        page.keyboard.type(words)
+        result = page.get_by_role("option").first
+        result.wait_for()
+        first = result.inner_text()
+        result.click()
+        page.wait_for_url("**/decisions/**")
+        opened = page.locator("h1").inner_text()
+        browser.close()
+    seen = {"first": first, "opened": opened, "messages": messages, "schemes": sorted(schemes)}
+    print(json.dumps(seen))
+
+
+main(*sys.argv[1:])

@@ -1,0 +1,83 @@
+"""The documentation site: it builds without a warning, and is read and searched from files."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from tests.test_released_clients import CLIENTS, environment, printed
+
+ROOT = Path(__file__).parents[1]
+SITE = ROOT / "build" / "site"
+
+
+@pytest.fixture(scope="module")
+def site() -> Path:
+    """Build the site; any warning of the builder is an error."""
+    done = subprocess.run(
+        [sys.executable, "scripts/build-site"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "No issues found" in done.stdout + done.stderr
+    return SITE
+
+
+def test_every_document_is_a_page(site: Path) -> None:
+    for document in [*ROOT.glob("docs/**/*.md"), *ROOT.glob("bench/results/*.md")]:
+        path = document.relative_to(ROOT)
+        index = "index.html" if path.name == "README.md" else f"{path.stem}.html"
+        assert (site / path.parent / index).exists(), path
+
+
+def test_every_result_and_decision_is_listed() -> None:
+    for folder in ("bench/results", "docs/decisions"):
+        index = (ROOT / folder / "README.md").read_text()
+        for page in (ROOT / folder).glob("*.md"):
+            assert page.name == "README.md" or f"({page.name})" in index, page
+
+
+def test_every_link_of_a_page_leads_to_a_file_of_the_site(site: Path) -> None:
+    """And no page loads anything from elsewhere."""
+    broken = []
+    pages = [page for page in site.rglob("*.html") if page.name != "404.html"]
+    assert len(pages) > 60
+    for page in pages:
+        text = page.read_text()
+        for link in re.findall(r'<a[^>]+href="([^"#]+)', text):
+            if not re.match(r"https?:|mailto:", link):
+                target = page.parent / unquote(html.unescape(link))
+                if not target.is_file():
+                    broken.append(f"{page.relative_to(site)}: {link}")
+        for kind, address in re.findall(r'<(script|img|link)[^>]+(?:src|href)="([^"]+)', text):
+            if kind != "link" and address.startswith("data:"):
+                continue
+            if re.match(r"(https?:)?//", address) or not (
+                (page.parent / unquote(address.split("#")[0].split("?")[0])).is_file()
+            ):
+                broken.append(f"{page.relative_to(site)}: {kind} {address}")
+    assert broken == []
+
+
+def test_the_docstrings_are_on_the_pages(site: Path) -> None:
+    text = (site / "docs" / "internals" / "batching.html").read_text()
+    assert "The order is fair queueing over tokens" in text
+    assert "cloze.service.batching.scheduler.Scheduler.submit" in text
+
+
+def test_the_site_is_read_and_searched_from_files(site: Path, tmp_path: Path) -> None:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed (Debian's package chromium)")
+    python = environment("page.txt", tmp_path / "environment") / "python"
+    program = [str(python), str(CLIENTS / "site.py"), chromium, str(site), "fair queueing"]
+    seen = printed(program)
+    assert seen["schemes"] == ["file"], "the page asked for something on the network"
+    assert seen["messages"] == []
+    assert "Order of work" in seen["first"]
+    assert seen["opened"].startswith("2. Order of work"), json.dumps(seen)

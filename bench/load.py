@@ -26,7 +26,7 @@ _DRAIN_TIMEOUT_S = 120.0
 """For the last answers, after the end of a load."""
 
 MAX_CONNECTIONS = 512
-"""Of the open loop. Further arrivals wait for a connection, and this wait counts as latency."""
+"""Default of the open loop. Further arrivals wait for a connection, which counts as latency."""
 
 
 def histogram() -> HdrHistogram:
@@ -137,10 +137,10 @@ async def _bounded_wait(seconds: float) -> AsyncIterator[None]:
 class _ConnectionPool:
     """Connections of the open loop, opened when needed."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, most: int) -> None:
         self._url = url
         self._idle: list[Connection] = []
-        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._slots = asyncio.Semaphore(most)
 
     async def send(self, request: bytes) -> Response | None:
         """Return the response, or None if the connection closed."""
@@ -168,7 +168,11 @@ class _ConnectionPool:
 
 
 async def open_loop(
-    url: str, requests: Sequence[Request], arrivals: NDArray[np.float64]
+    url: str,
+    requests: Sequence[Request],
+    arrivals: NDArray[np.float64],
+    *,
+    connections: int = MAX_CONNECTIONS,
 ) -> LoadResult:
     """Send request `i` after ``arrivals[i]`` seconds, whether earlier ones are answered or not.
 
@@ -176,12 +180,13 @@ async def open_loop(
         url: of the server.
         requests: sent in order; the first follows the last.
         arrivals: float64 [n], ascending.
+        connections: most open connections.
 
     Raises:
         BenchError: the server does not answer.
     """
     result = LoadResult()
-    pool = _ConnectionPool(url)
+    pool = _ConnectionPool(url, connections)
     cpu_s = time.process_time()
     start = time.perf_counter() + 0.1
 

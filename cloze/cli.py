@@ -204,7 +204,7 @@ cli.add_command(doctor)
 cli.add_command(store)
 
 
-_REPEATED = ("model", "default")
+_REPEATED = ("model", "default", "trusted_proxies")
 """Settings whose option may be repeated."""
 
 

@@ -24,8 +24,10 @@ from cloze.model_store import Bundle
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import ServiceError
 from cloze.service.http.access_log import AccessLog
+from cloze.service.http.caller import Callers
 from cloze.service.http.connection import Connection, DirectRoutes
 from cloze.service.http.errors import STATUS
+from cloze.service.http.gate import Gate, GateLimits, GateModel
 from cloze.service.http.openapi import document
 from cloze.service.http.page import part_handlers
 from cloze.service.http.routes import Handler, Route
@@ -143,7 +145,44 @@ class Service:
         self._draining = False
         pipelines = [Pipeline(model, _task_limits(settings, model)) for model in models]
         self.models = Models(pipelines, registries.tasks.values(), settings.default_models())
+        callers = Callers(settings.trusted_proxies)
+        self._context = self._protocol_context(callers)
+        self._routes = [r for p in registries.protocols for r in p.routes(self._context)]
+        self._access_log = AccessLog(
+            settings.log_format,
+            logging.getLevelName(settings.log_level.upper()),
+            settings.access_log_share,
+            operations.QUIET_ROUTES,
+        )
+        self.gate = self._make_gate(callers)
         metrics.watch(self)
+
+    def _protocol_context(self, callers: Callers) -> ProtocolContext:
+        settings = self._settings
+        timeout_s, most_s = settings.request_timeout_ms / 1000, settings.max_timeout_s
+        return ProtocolContext(
+            self._registries.tasks,
+            self.models,
+            self._metrics,
+            self,
+            ApiLimits(settings.max_request_bytes, settings.max_request_texts),
+            RequestWatch(timeout_s, most_s, callers),
+        )
+
+    def _make_gate(self, callers: Callers) -> Gate:
+        """Return the gate of the routes that run models."""
+        routes = {}
+        for route in self._routes:
+            if route.task is not None:
+                serving = self.models.serving(self._registries.tasks[route.task])
+            elif route.runs_models:
+                serving = self.models.pipelines
+            else:
+                continue
+            routes[route.path] = [GateModel(p.manifest.reference, p.model.queue) for p in serving]
+        limits = GateLimits(self._settings.max_queue_wait_ms / 1000, self._settings.max_timeout_s)
+        error_bytes = ErrorResponder(self._registries.protocols).body
+        return Gate(routes, error_bytes, limits, callers, self._metrics, self._access_log)
 
     @property
     def restarts_engines(self) -> bool:
@@ -173,19 +212,9 @@ class Service:
 
     def api(self) -> FastAPI:
         """Return the HTTP application; the service closes when the application shuts down."""
-        settings = self._settings
-        limits = ApiLimits(settings.max_request_bytes, settings.max_request_texts)
-        watch = RequestWatch(settings.request_timeout_ms / 1000)
-        context = ProtocolContext(
-            self._registries.tasks, self.models, self._metrics, self, limits, watch
+        app = create_app(
+            self._context, self._routes, self._registries.protocols, self._access_log, self.gate
         )
-        access_log = AccessLog(
-            settings.log_format,
-            logging.getLevelName(settings.log_level.upper()),
-            settings.access_log_share,
-            operations.QUIET_ROUTES,
-        )
-        app = create_app(context, self._registries.protocols, access_log)
 
         @asynccontextmanager
         async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -224,9 +253,13 @@ def _task_limits(settings: Settings, model: ServedModel) -> TaskLimits:
 
 
 def create_app(
-    context: ProtocolContext, protocols: Sequence[WireProtocol], access_log: AccessLog
+    context: ProtocolContext,
+    routes: Sequence[Route],
+    protocols: Sequence[WireProtocol],
+    access_log: AccessLog,
+    gate: Gate,
 ) -> FastAPI:
-    """Return the HTTP application: the routes of every protocol, and the documentation pages."""
+    """Return the HTTP application: the routes, and the documentation pages."""
     app = FastAPIOffline(
         title=_TITLE,
         redoc_url=None,
@@ -235,7 +268,6 @@ def create_app(
         # By default, FastAPI checks at every request whether each kind of telemetry is installed.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    routes = [route for protocol in protocols for route in protocol.routes(context)]
     for path, handlers in _by_path(routes).items():
         app.add_route(path, _by_method(handlers), methods=list(handlers))
     parts = part_handlers()
@@ -250,7 +282,11 @@ def create_app(
     app.add_middleware(DirectRoutes, handlers=task_handlers, respond=responder.respond)
     known_routes = ("/docs", "/openapi.json", *parts, *(route.path for route in routes))
     app.add_middleware(
-        Connection, known_routes=known_routes, metrics=context.metrics, access_log=access_log
+        Connection,
+        known_routes=known_routes,
+        metrics=context.metrics,
+        access_log=access_log,
+        gate=gate,
     )
     return app
 

@@ -11,7 +11,7 @@
     |   +-- RequestTooLarge     the body has more bytes than the limit
     |   +-- UnknownModel        the request names a model that is not served
     |   +-- WrongTask           the model has no head for the task
-    +-- Overloaded              the queue is full; retry after `retry_after_s`
+    +-- Overloaded              the wait would be too long; retry after `retry_after_s`
     +-- DeadlineExceeded        the request timed out
     +-- ClientGone              the client closed its connection
     +-- ShuttingDown            the server is draining; retry on another replica
@@ -86,10 +86,10 @@ class WrongTask(RequestError):
 
 
 class Overloaded(ServiceError):
-    """The queue is full.
+    """The request would wait for too long, or the queue is full.
 
     Attributes:
-        retry_after_s: seconds to run the tokens that are queued now, at the measured rate.
+        retry_after_s: seconds until the server is likely to admit the request.
     """
 
     def __init__(self, message: str, retry_after_s: int) -> None:
@@ -137,6 +137,20 @@ class BatchResult(NamedTuple):
     outputs: list[HeadOutputs]
     queue_s: float
     inference_s: float
+
+
+class RequestTerms(NamedTuple):
+    """The terms of a request, from its headers and the settings.
+
+    Attributes:
+        deadline: `time.monotonic` time after which nothing of the request starts.
+        client: the client, which shares the engines with other clients.
+        max_wait_s: longest expected wait in the queue, in seconds; None: the server's limit.
+    """
+
+    deadline: float
+    client: str = ""
+    max_wait_s: float | None = None
 
 
 class Timings(NamedTuple):
@@ -234,6 +248,8 @@ class Queue(Protocol):
         encodings: Sequence[Encoding],
         deadline: float,
         *,
+        client: str = "",
+        max_wait_s: float | None = None,
         accepted: bool = False,
         later_round: bool = False,
     ) -> Future[BatchResult]:
@@ -242,6 +258,8 @@ class Queue(Protocol):
         Args:
             encodings: at least one encoding.
             deadline: `time.monotonic` time after which no encoding of the request starts.
+            client: the client of the request, which shares the engine with other clients.
+            max_wait_s: longest expected wait until the first batch; None: the server's limit.
             accepted: whether the request arrived before the drain and must still be answered.
             later_round: whether the encodings belong to a request that was admitted in an earlier
                 round; then neither a drain nor a full queue refuses them.
@@ -251,9 +269,18 @@ class Queue(Protocol):
             future drops the encodings that have not run.
 
         Raises:
-            Overloaded: the queue is full.
+            Overloaded: the request would wait for too long, or the queue is full.
             ShuttingDown: the queue drains.
             EngineDead: no engine runs.
+        """
+        ...
+
+    def expected_wait_s(self, client: str, *, unsubmitted: int = 0) -> float:
+        """Return the expected seconds until the first batch of a request that arrives now.
+
+        Args:
+            client: the client of the request.
+            unsubmitted: requests of the client that have arrived and are not submitted yet.
         """
         ...
 

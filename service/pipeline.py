@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from cloze.model_store import Manifest
 from cloze.service.core import (
     BatchResult,
+    RequestTerms,
     ServiceError,
     StartupError,
     Timings,
@@ -124,7 +125,9 @@ class Pipeline:
         self.context = TaskContext(self.manifest, Tokenizer(model.bundle), limits)
         self._completions = Completions()
 
-    async def run(self, task: Task, call: TaskCall, *, size: int, deadline: float) -> TaskResult:
+    async def run(
+        self, task: Task, call: TaskCall, *, size: int, terms: RequestTerms
+    ) -> TaskResult:
         """Tokenize the texts, wait for the engine's outputs and decode them.
 
         Cancelling this coroutine drops the encodings that have not run.
@@ -133,7 +136,7 @@ class Pipeline:
             task: a task that the model serves.
             call: the inputs and parameters of the task.
             size: bytes of the request; large requests are tokenized and decoded on a thread.
-            deadline: `time.monotonic` time after which no encoding of the request starts.
+            terms: the deadline, the client, and the longest wait.
 
         Raises:
             ServiceError: the request gets no result.
@@ -148,7 +151,10 @@ class Pipeline:
         else:
             prepared = await asyncio.to_thread(task.prepare, call, context)
         tokenized = time.monotonic()
-        future = queue.submit(prepared.encodings, deadline, accepted=accepted)
+        deadline, client, max_wait_s = terms
+        future = queue.submit(
+            prepared.encodings, deadline, client=client, max_wait_s=max_wait_s, accepted=accepted
+        )
         batch = await self._completions.wait(future)
         tokens, truncated = sum(map(len, prepared.encodings)), prepared.truncated
         warnings, usage = prepared.warnings, prepared.usage
@@ -158,7 +164,7 @@ class Pipeline:
             if following is None:
                 break
             prepared = following
-            future = queue.submit(prepared.encodings, deadline, later_round=True)
+            future = queue.submit(prepared.encodings, deadline, client=client, later_round=True)
             batch = await self._completions.wait(future)
             tokens += sum(map(len, prepared.encodings))
             queue_s, inference_s = queue_s + batch.queue_s, inference_s + batch.inference_s

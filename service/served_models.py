@@ -191,6 +191,7 @@ def _start_scheduler(
         workers=settings.worker_count(engine.device),
         max_batch_tokens=batch_tokens(bundle, engine, settings),
         max_queue_tokens=settings.max_queue_tokens,
+        max_wait_s=settings.max_queue_wait_ms / 1000,
         stall_timeout_s=settings.stall_timeout_ms / 1000,
         batch_latency_s=settings.batch_latency_ms / 1000 if is_timed else 0.0,
     )

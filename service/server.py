@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import logging
 import os
+import resource
 import signal
 import socket
 import threading
@@ -14,7 +15,8 @@ import uvicorn
 
 from cloze.service.app import Service
 from cloze.service.core import StartupError
-from cloze.service.http.connection import BoundedHeaders
+from cloze.service.http.acceptor import Acceptor
+from cloze.service.http.server_protocol import ConnectionLimits, ConnectionTable, ServerProtocol
 from cloze.service.logs import announce, start_logging
 from cloze.service.settings import Settings, unknown_variables
 
@@ -25,6 +27,12 @@ _DEAD_GRACE_S = 2
 
 _BACKLOG = 2048
 """Length of the operating system's queue of connections that are not yet accepted."""
+
+_MOST_FILES = 65_536
+"""Limit of open files that a process asks for."""
+
+_OTHER_FILES = 48
+"""Files that are no connections: models, logs, and sockets between processes."""
 
 _DRAIN_MARGIN_S = 5
 """Time that uvicorn waits for connections after the grace period for accepted requests."""
@@ -81,20 +89,42 @@ class _Server(uvicorn.Server):
     def __init__(self, service: Service, settings: Settings) -> None:
         self._service = service
         self._grace_s = settings.shutdown_grace_ms / 1000
+        limits = ConnectionLimits(
+            settings.header_timeout_ms / 1000,
+            settings.idle_timeout_ms / 1000,
+            _connection_limit(settings.max_connections),
+            settings.max_connections_per_address,
+        )
+        self._table = ConnectionTable(limits)
         super().__init__(
             uvicorn.Config(
                 service.api(),
-                http=BoundedHeaders,
+                http="httptools",
                 log_config=None,
                 backlog=_BACKLOG,
                 log_level="warning",
                 access_log=False,
                 server_header=False,
-                # Load balancers usually close idle connections after 60 s, and must do so first.
-                timeout_keep_alive=75,
                 timeout_graceful_shutdown=int(self._grace_s) + _DRAIN_MARGIN_S,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to accept connections."""
+        await super().startup(sockets=[])
+        config = self.config
+
+        def make_protocol() -> asyncio.Protocol:
+            return ServerProtocol(
+                gate=self._service.gate,
+                table=self._table,
+                config=config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )
+
+        accepting = [Acceptor(listener, make_protocol, config.ssl) for listener in sockets or []]
+        self.servers = accepting  # type: ignore[assignment]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop admitting requests, and fail accepted requests after the grace period."""
@@ -111,6 +141,23 @@ class _Server(uvicorn.Server):
             self.config.timeout_graceful_shutdown = _DEAD_GRACE_S
             return True
         return await super().on_tick(counter)
+
+
+def _connection_limit(most: int) -> int:
+    """Return the most open connections of this process, and raise its limit of open files.
+
+    Args:
+        most: the setting; 0: what the limit of open files allows.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft = wanted
+    allowed = max(1, soft - max(_OTHER_FILES, soft // 16))
+    if most > allowed:
+        log.warning("max_connections is %d, but the open files allow %d", most, allowed)
+    return min(most or allowed, allowed)
 
 
 def _exit_on_signal(number: int, _: FrameType | None) -> NoReturn:

@@ -7,6 +7,7 @@ Every setting is the variable ``CLOZE_<NAME>`` in the environment and the option
 import math
 import os
 from collections.abc import Mapping
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -146,8 +147,16 @@ class Settings(BaseSettings):
     max_queue_tokens: int = Field(
         262_144,
         ge=1,
-        description="most queued tokens per model; further requests get status 429; "
-        "the default is half a minute of work for MiniLM on 2 cores",
+        description="most queued tokens per model, which bounds the memory of the queue; further "
+        "requests get status 429",
+    )
+    max_queue_wait_ms: int = Field(
+        1000,
+        ge=0,
+        le=86_400_000,
+        description="longest expected wait for the first batch of a request without "
+        "X-Request-Timeout-Ms; a request that would wait longer gets status 429 at once; "
+        "0: no limit",
     )
     max_request_bytes: int = Field(
         8_388_608,
@@ -183,7 +192,43 @@ class Settings(BaseSettings):
         30_000,
         ge=1,
         le=86_400_000,
-        description="time limit of a request; a request without a result by then gets status 504",
+        description="time limit of a request without X-Request-Timeout-Ms; a request without a "
+        "result by then gets status 504",
+    )
+    max_request_timeout_ms: int = Field(
+        300_000,
+        ge=1,
+        le=86_400_000,
+        description="longest time limit that a request may state by X-Request-Timeout-Ms",
+    )
+    header_timeout_ms: int = Field(
+        10_000,
+        ge=100,
+        le=86_400_000,
+        description="longest time in which the headers of a request arrive",
+    )
+    idle_timeout_ms: int = Field(
+        75_000,
+        ge=100,
+        le=86_400_000,
+        description="longest time that a connection stays open without a request; load balancers "
+        "usually close theirs after 60 s, and must do so first",
+    )
+    max_connections: int = Field(
+        0,
+        ge=0,
+        description="most open connections per process that handles HTTP; the one that is idle for "
+        "longest makes room for a new one; 0: what the limit of open files allows",
+    )
+    max_connections_per_address: int = Field(
+        0,
+        ge=0,
+        description="most open connections per address; 0: no limit, as behind a proxy",
+    )
+    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="addresses and networks of proxies whose X-Forwarded-For names the client; "
+        "repeat the option, or separate them by commas in the environment",
     )
     stall_timeout_ms: int = Field(
         60_000,
@@ -212,7 +257,7 @@ class Settings(BaseSettings):
         "always get one, probes and scrapes only at level debug",
     )
 
-    @field_validator("model", "default", mode="before")
+    @field_validator("model", "default", "trusted_proxies", mode="before")
     @classmethod
     def _split_names(cls, value: object) -> object:
         if not isinstance(value, str):
@@ -229,6 +274,18 @@ class Settings(BaseSettings):
             if tasks.count(task) > 1:
                 raise ValueError(f"the task {task!r} has two defaults")
         return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for proxy in value:
+            ip_network(proxy, strict=False)  # raises ValueError
+        return value
+
+    @property
+    def max_timeout_s(self) -> float:
+        """The longest time limit that a request may state, in seconds."""
+        return max(self.max_request_timeout_ms, self.request_timeout_ms) / 1000
 
     def default_models(self) -> dict[str, str]:
         """Return the models that `default` names, by task."""
@@ -261,9 +318,10 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        if name == "default" and first["type"] == "value_error":
-            raise StartupError(f"{_DEFAULT}: {first['ctx']['error']}") from None
         shown = f"--{name.replace('_', '-')}" if name in flags else f"{ENV_PREFIX}{name.upper()}"
+        if first["type"] == "value_error":
+            shown = _DEFAULT if name == "default" else shown
+            raise StartupError(f"{shown}: {first['ctx']['error']}") from None
         raise StartupError(f"{shown}: {first['msg'].lower()}, got {first['input']!r}") from None
 
 

@@ -434,7 +434,12 @@ def test_4_a_front_end_that_dies_loses_only_its_own_requests(tiny_store: Path) -
     """And the engine drops what it still had queued for it."""
     texts = ["moon " * n for n in range(1, 41)]  # 6 s of work
     with (
-        front_ends(tiny_store, CLOZE_WORKERS="1", CLOZE_MAX_BATCH_TOKENS="1") as server,
+        front_ends(
+            tiny_store,
+            CLOZE_WORKERS="1",
+            CLOZE_MAX_BATCH_TOKENS="1",
+            CLOZE_MAX_QUEUE_WAIT_MS="0",  # 6 s of work are admitted
+        ) as server,
         ThreadPoolExecutor(40) as pool,
     ):
         waiting = [pool.submit(embed, server, text) for text in texts]

@@ -20,9 +20,10 @@ from cloze.bench.load import poisson
 from cloze.bench.run import length_class
 from cloze.bench.texts import make_texts
 from cloze.model_store.batch import Encoding
-from cloze.service.batching import fair_queue
+from cloze.service.batching import client_queue
+from cloze.service.batching.client_queue import PendingRequest, QueuedEncoding
 from cloze.service.batching.cost import BatchCostModel
-from cloze.service.batching.fair_queue import FairQueue, PendingRequest, QueuedEncoding
+from cloze.service.batching.fair_queue import FairQueue
 
 _COSTS = {
     "fp32": BatchCostModel(2.9e-3, 0.185e-3, 80e-9),
@@ -44,7 +45,7 @@ class Policy:
     Attributes:
         name: in the table.
         max_tokens: most tokens of a batch.
-        own_share: see `fair_queue`.
+        own_share: see `client_queue`.
         short_worker: whether a worker for short texts runs while all others run long ones.
     """
 
@@ -77,7 +78,7 @@ class Simulation:
 
     def __init__(self, precision: str, policy: Policy) -> None:
         self._cost, self._alone, self._policy = _COSTS[precision], _ALONE[precision], policy
-        fair_queue._OWN_SHARE = policy.own_share
+        client_queue._OWN_SHARE = policy.own_share
         self._queue = FairQueue(varlen=False, max_dropped_tokens=10**9)
         self._runs: list[_Run] = []
         self._arrived: dict[PendingRequest, float] = {}
@@ -114,10 +115,9 @@ class Simulation:
         return now
 
     def _submit(self, now: float, length: int) -> None:
-        request = PendingRequest(1, length, math.inf)
-        self._arrived[request] = now
         ids = np.zeros(length, np.int32)
-        self._queue.add(request, [Encoding(ids, ids, {})], [length])
+        request = self._queue.add([Encoding(ids, ids, {})], [length], math.inf, "")
+        self._arrived[request] = now
 
     def _answer(self, now: float, queued: QueuedEncoding) -> None:
         self._queue.forget(queued.request)

@@ -124,6 +124,8 @@ class InstantQueue:
         encodings: Sequence[Encoding],
         deadline: float,  # noqa: ARG002
         *,
+        client: str = "",  # noqa: ARG002
+        max_wait_s: float | None = None,  # noqa: ARG002
         accepted: bool = False,  # noqa: ARG002
         later_round: bool = False,  # noqa: ARG002
     ) -> Future[BatchResult]:
@@ -131,6 +133,10 @@ class InstantQueue:
         future: Future[BatchResult] = Future()
         self._submitted.put((future, len(encodings)))
         return future
+
+    def expected_wait_s(self, client: str, *, unsubmitted: int = 0) -> float:  # noqa: ARG002
+        """See `Queue`."""
+        return 0.0
 
     def drain(self) -> None:
         """See `Queue`."""

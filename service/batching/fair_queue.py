@@ -1,81 +1,20 @@
 """The queue of a scheduler: which encodings run next, and together.
 
-The order is fair queueing over tokens (Demers et al. 1989). The tag of an encoding is the virtual
-time of its request's arrival, plus the tokens before the encoding in the same request, plus a
-share of the encoding's own tokens. The encoding with the smallest tag runs next, with others of the
-same length. Virtual time advances by the number of tokens that each pending request would have
-received if all pending requests were served at once. As a result, a single text does not wait
-behind a bulk request, a bulk request does not wait forever behind single texts, and a short text
-overtakes long texts that arrived a little earlier (docs/decisions/0014-long-and-short-texts.md).
+Each client has a queue of its own (`client_queue`). The client with the smallest turn is served
+next. Its turn then moves on by the tokens that it received, and virtual time by the tokens that
+each waiting client would have received if all were served at once. So 200 connections of one client
+do not delay the single text of another. A batch takes encodings of the same length from other
+clients too, in the order of their turns, so that fairness costs no throughput.
 """
 
 import heapq
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import NamedTuple
 
-from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, BatchResult
-
-_OWN_SHARE = 0.25
-"""Share of an encoding's tokens in its tag, where a batch has one length.
-
-A larger share lets short texts overtake more, and makes fewer texts of one length run together:
-with all tokens, the throughput of mixed texts is 3 % lower. Batches of mixed lengths end within the
-latency objective, so that nobody needs to overtake.
-"""
-
-
-class PendingRequest(Future[BatchResult]):
-    """The future of a request, with the outputs that have arrived.
-
-    Args:
-        encodings: number of encodings.
-        tokens: number of tokens of all encodings.
-        deadline: `time.monotonic` time after which no encoding starts.
-
-    Attributes:
-        deadline: `time.monotonic` time after which no encoding starts.
-        submitted: `time.monotonic` time of the admission.
-        outputs: one element per encoding; None until the encoding has run.
-        missing: number of outputs that are None.
-        queued_tokens: number of tokens of the encodings that no worker has taken.
-        started: `time.monotonic` time at which a worker took the first encoding, or None.
-    """
-
-    def __init__(self, encodings: int, tokens: int, deadline: float) -> None:
-        super().__init__()
-        self.deadline = deadline
-        self.submitted = time.monotonic()
-        self.outputs: list[HeadOutputs | None] = [None] * encodings
-        self.missing = encodings
-        self.queued_tokens = tokens
-        self.started: float | None = None
-
-
-class QueuedEncoding(NamedTuple):
-    """One queued encoding, ordered by tag.
-
-    The class is a tuple because a heap compares tuples without a call of a Python function.
-
-    Attributes:
-        tag: virtual time at which the encoding's turn comes.
-        serial: unique number, so that a comparison ends here.
-        tokens: length of the encoding.
-        vocabulary_rows: number of rows that a head multiplies into the vocabulary.
-        encoding: the encoding to run.
-        request: the request of the encoding.
-        position: index of the encoding in its request.
-    """
-
-    tag: float
-    serial: int
-    tokens: int
-    vocabulary_rows: int
-    encoding: Encoding
-    request: PendingRequest
-    position: int
+from cloze.model_store.batch import Encoding
+from cloze.service.batching.client_queue import ClientQueue, PendingRequest, QueuedEncoding
+from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR
 
 
 class Taken(NamedTuple):
@@ -109,10 +48,8 @@ class FairQueue:
         self.tokens = 0
         self.requests: set[PendingRequest] = set()
         self._varlen = varlen
-        self._own_share = 0.0 if varlen else _OWN_SHARE
         self._max_dropped_tokens = max_dropped_tokens
-        # One heap per length, or a single heap with key 0 if batches mix lengths.
-        self._groups: dict[int, list[QueuedEncoding]] = {}
+        self._clients: dict[str, ClientQueue] = {}  # those with requests or waiting encodings
         # Upper bound on the tokens of ended requests in the groups.
         self._dropped_tokens = 0
         self._virtual_time = 0.0
@@ -120,52 +57,87 @@ class FairQueue:
 
     def __bool__(self) -> bool:
         """Return whether encodings wait, those of ended requests included."""
-        return bool(self._groups)
+        return any(client.groups for client in self._clients.values())
 
     def __len__(self) -> int:
         """Return the number of encodings in memory, those of ended requests included."""
-        return sum(map(len, self._groups.values()))
+        clients = self._clients.values()
+        return sum(len(group) for client in clients for group in client.groups.values())
 
     def add(
-        self, request: PendingRequest, encodings: Sequence[Encoding], lengths: Sequence[int]
-    ) -> None:
+        self,
+        encodings: Sequence[Encoding],
+        lengths: Sequence[int],
+        deadline: float,
+        client_name: str,
+    ) -> PendingRequest:
         """Queue the encodings of a request; `lengths` are their tokens."""
+        client = self._clients.get(client_name)
+        if client is None:
+            client = ClientQueue(client_name, varlen=self._varlen, turn=self._virtual_time)
+            self._clients[client_name] = client
+        elif not client.groups:
+            client.turn = max(client.turn, self._virtual_time)
+        request = PendingRequest(len(encodings), sum(lengths), deadline, client)
+        client.add(request, encodings, lengths, self._serial)
+        self._serial += len(encodings)
         self.requests.add(request)
         self.tokens += request.queued_tokens
-        tag = self._virtual_time
-        for position, (encoding, length) in enumerate(zip(encodings, lengths, strict=True)):
-            group = self._groups.setdefault(0 if self._varlen else length, [])
-            own_tag = tag + self._own_share * length
-            rows = encoding.vocabulary_rows
-            queued = QueuedEncoding(
-                own_tag, self._serial, length, rows, encoding, request, position
-            )
-            heapq.heappush(group, queued)
-            self._serial += 1
-            tag += length
+        return request
+
+    def tokens_ahead(self, client_name: str, tokens: int) -> int:
+        """Return the number of tokens that run before an encoding that arrives now.
+
+        The figure is an upper bound: each other client is served as much as this one meanwhile.
+
+        Args:
+            client_name: the client of the encoding.
+            tokens: length of the encoding.
+        """
+        client = self._clients.get(client_name)
+        due = client.due_tokens if client is not None else 0
+        others = len(self._clients) - (client is not None)
+        return min(self.tokens, due + others * (due + tokens))
+
+    def tokens_until_end(self, client_name: str, tokens: int) -> int:
+        """Return the number of tokens that run until a request that arrives now has ended.
+
+        Each other request, and each other client, is served as much as this one meanwhile.
+        """
+        client = self._clients.get(client_name)
+        requests = client.requests if client is not None else 0
+        clients = len(self._clients) + (client is None)
+        return min(self.tokens + tokens, (requests + 1) * clients * tokens)
 
     def forget(self, request: PendingRequest) -> None:
         """Subtract an ended request.
 
         The request's encodings stay in memory until `take` or `_sweep` drops them.
         """
+        if request not in self.requests:
+            return
         self.requests.discard(request)
         self.tokens -= request.queued_tokens
         self._dropped_tokens += request.queued_tokens
         request.queued_tokens = 0
+        request.client.requests -= 1
+        request.client.due_tokens -= request.next_tokens
+        request.next_tokens = 0
         if self._dropped_tokens > self._max_dropped_tokens:
             self._sweep()
+        self._drop_if_idle(request.client)
 
     def clear(self) -> None:
         """Drop all encodings; the requests stay until they end."""
-        self._groups.clear()
+        for client in self._clients.values():
+            client.groups.clear()
 
     def has_up_to(self, length: int) -> bool:
         """Return whether an encoding of at most so many tokens waits."""
-        return any(key <= length for key in self._groups)
+        return any(key <= length for client in self._clients.values() for key in client.groups)
 
     def take(self, max_tokens: int, *, takers: int = 1, longest: int | None = None) -> Taken:
-        """Remove a batch, from the group with the smallest tag.
+        """Remove a batch: from the group with the smallest tag of the client whose turn it is.
 
         Args:
             max_tokens: most tokens of the batch; a longer single encoding runs alone.
@@ -174,47 +146,56 @@ class FairQueue:
                 at a time, and its other worker only packs the next batch, so a worker takes all.
             longest: most tokens of an encoding to consider; None: of any length.
         """
-        keys = [key for key in self._groups if longest is None or key <= longest]
-        key = min(keys, key=lambda key: self._groups[key][0])
-        group = self._groups[key]
-        share = len(group) if self._varlen else -(-len(group) // takers)
-        self._virtual_time = max(self._virtual_time, group[0].tag)
-        taken = self._fill(group, share, max_tokens)
-        if not group:
-            self._groups.pop(key, None)
-        # Encodings that run before their turn, because they have the length of the batch, delay no
-        # other request. Virtual time does not advance for these encodings.
-        in_turn = sum(queued.tokens for queued in taken.batch if queued.tag <= self._virtual_time)
-        self._virtual_time += in_turn / max(1, len(self.requests))
-        return taken
-
-    def _fill(self, group: list[QueuedEncoding], share: int, max_tokens: int) -> Taken:
-        """Move encodings from a group to a batch until the batch is full."""
-        taken = Taken([], [])
-        batch = taken.batch
-        tokens = rows = longest = 0
-        now = time.monotonic()
-        while group and len(batch) < share:
-            queued = group[0]
-            rows += queued.vocabulary_rows
-            longest = max(longest, queued.tokens)
-            cells = (len(batch) + 1) * longest
-            if batch and _is_full(tokens + queued.tokens, rows, cells, max_tokens):
+        clients = sorted(
+            (client for client in self._clients.values() if client.groups),
+            key=lambda client: client.turn,
+        )
+        keys = ((client, client.next_group(longest)) for client in clients)
+        first, key = next((client, key) for client, key in keys if key is not None)
+        sharing = [first, *(c for c in clients if c is not first and key in c.groups)]
+        waiting = sum(len(client.groups[key]) for client in sharing)
+        share = waiting if self._varlen else -(-waiting // takers)
+        self._virtual_time = max(self._virtual_time, first.turn)
+        first.reach(first.groups[key][0].tag)
+        batch = _Batch(max_tokens, share)
+        for client in sharing:
+            self._move(client, key, batch)
+            self._drop_if_idle(client)
+            if batch.full:
                 break
-            heapq.heappop(group)
+        self._virtual_time += batch.tokens / len(clients)
+        return Taken(batch.encodings, batch.expired)
+
+    def _move(self, client: ClientQueue, key: int, batch: "_Batch") -> None:
+        """Move encodings from a group of a client to a batch until the batch is full."""
+        group = client.groups[key]
+        start, tokens = len(batch.encodings), batch.tokens
+        now = time.monotonic()
+        while group and not batch.is_full_before(group[0]):
+            queued = heapq.heappop(group)
             request = queued.request
             if request.done():  # cancelled or failed
                 continue
             request.queued_tokens -= queued.tokens
             self.tokens -= queued.tokens
+            if not request.queued_tokens:
+                client.due_tokens -= request.next_tokens
+                request.next_tokens = 0
             if request.deadline <= now:
-                taken.expired.append(request)
+                batch.expired.append(request)
                 continue
             if request.started is None:
                 request.started = now
-            batch.append(queued)
-            tokens += queued.tokens
-        return taken
+            batch.add(queued)
+        if not group:
+            del client.groups[key]
+        client.advance(batch.encodings[start:])
+        client.turn += batch.tokens - tokens
+
+    def _drop_if_idle(self, client: ClientQueue) -> None:
+        """Forget a client that waits for nothing."""
+        if client.is_idle and self._clients.get(client.name) is client:
+            del self._clients[client.name]
 
     def _sweep(self) -> None:
         """Drop the encodings of ended requests.
@@ -222,17 +203,50 @@ class FairQueue:
         Without a sweep, cancelled requests would occupy unbounded memory.
         """
         self._dropped_tokens = 0
-        for key, group in list(self._groups.items()):
-            group[:] = [queued for queued in group if not queued.request.done()]
-            heapq.heapify(group)
-            if not group:
-                del self._groups[key]
+        for client in self._clients.values():
+            client.sweep()
 
 
-def _is_full(tokens: int, vocabulary_rows: int, cells: int, max_tokens: int) -> bool:
-    """Return whether a batch of this size exceeds a limit; ``cells`` include padding."""
-    return (
-        tokens > max_tokens
-        or vocabulary_rows > MAX_BATCH_VOCABULARY_ROWS
-        or cells > MAX_PADDING_FACTOR * max_tokens
-    )
+class _Batch:
+    """A batch that is being filled.
+
+    Args:
+        max_tokens: most tokens; a longer single encoding fills the batch.
+        max_encodings: most encodings.
+
+    Attributes:
+        encodings: the encodings of the batch.
+        expired: requests whose deadline has passed.
+        tokens: number of tokens of the encodings.
+        full: whether the batch takes no further encoding.
+    """
+
+    def __init__(self, max_tokens: int, max_encodings: int) -> None:
+        self._max_tokens, self._max_encodings = max_tokens, max_encodings
+        self.encodings: list[QueuedEncoding] = []
+        self.expired: list[PendingRequest] = []
+        self.tokens = 0
+        self._rows = 0
+        self._longest = 0
+        self.full = False
+
+    def is_full_before(self, queued: QueuedEncoding) -> bool:
+        """Return whether an encoding no longer fits."""
+        count = len(self.encodings)
+        if count >= self._max_encodings:
+            self.full = True
+        elif count:
+            cells = (count + 1) * max(self._longest, queued.tokens)
+            self.full = (
+                self.tokens + queued.tokens > self._max_tokens
+                or self._rows + queued.vocabulary_rows > MAX_BATCH_VOCABULARY_ROWS
+                or cells > MAX_PADDING_FACTOR * self._max_tokens
+            )
+        return self.full
+
+    def add(self, queued: QueuedEncoding) -> None:
+        """Add an encoding."""
+        self.encodings.append(queued)
+        self.tokens += queued.tokens
+        self._rows += queued.vocabulary_rows
+        self._longest = max(self._longest, queued.tokens)

@@ -5,6 +5,9 @@ request waits for a batch to fill. All encodings of a batch have the same length
 needs no padding. If the engine supports variable-length batches, the lengths may differ.
 `fair_queue` has the order.
 
+A request is admitted if its first batch is expected to start soon enough: the tokens before it,
+divided by the measured rate (`drain_rate`), are within the time that the request may wait.
+
 On a CPU, a batch has as many tokens as run within the latency objective, at the measured rate. A
 text that is longer than a batch cannot be interrupted. While all workers run such texts, one more
 worker runs shorter ones, and shares the cores with them
@@ -12,6 +15,8 @@ worker runs shorter ones, and shares the cores with them
 """
 
 import math
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +26,9 @@ from functools import partial
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.activity import Activity
-from cloze.service.batching.fair_queue import FairQueue, PendingRequest, QueuedEncoding
+from cloze.service.batching.client_queue import PendingRequest, QueuedEncoding
+from cloze.service.batching.drain_rate import DrainRate
+from cloze.service.batching.fair_queue import FairQueue
 from cloze.service.core import (
     BatchReport,
     BatchResult,
@@ -37,6 +44,13 @@ from cloze.service.core import (
 _RATE_WEIGHT = 0.1
 """Weight of the newest batch in the exponential moving average of tokens per second."""
 
+_WORKER_NICE = 2
+"""Nice value of the workers, so that the event loop runs at once when it has something to do.
+
+With equal priority, an overloaded server answers probes and refuses requests only after seconds
+(docs/decisions/0017-admission-by-time.md).
+"""
+
 _MIN_BATCH_TOKENS = 128
 """Tokens that a batch may have however slow the processor is; smaller batches cost throughput."""
 
@@ -49,6 +63,7 @@ class SchedulerLimits:
         workers: number of threads that run batches.
         max_batch_tokens: most tokens per batch; a longer single encoding runs alone.
         max_queue_tokens: most tokens that may wait. An empty queue admits a request of any size.
+        max_wait_s: longest expected wait of a request that states no limit; 0: no such limit.
         stall_timeout_s: seconds after which a run means that the engine hangs.
         batch_latency_s: longest duration of a batch of several encodings; 0: no such limit.
     """
@@ -58,6 +73,7 @@ class SchedulerLimits:
     max_queue_tokens: int
     stall_timeout_s: float
     batch_latency_s: float = 0.0
+    max_wait_s: float = 0.0
 
 
 class Scheduler:
@@ -98,6 +114,8 @@ class Scheduler:
         self._on_long_texts: set[int] = set()  # numbers of workers
         self._idle_workers = 0
         self._tokens_per_s = 0.0  # mean rate of one worker
+        self._drain_rate = DrainRate()
+        self._request_tokens = 0.0  # mean length of the first encoding of a request
         self._draining = False
         self._dead: str | None = None
         self._closing = False
@@ -134,19 +152,23 @@ class Scheduler:
         encodings: Sequence[Encoding],
         deadline: float,
         *,
+        client: str = "",
+        max_wait_s: float | None = None,
         accepted: bool = False,
         later_round: bool = False,
     ) -> Future[BatchResult]:
         """Admit all encodings of a request or none; see `core.Queue`."""
         lengths = list(map(len, encodings))
-        tokens = sum(lengths)
         with self._lock:
             self._check_alive()
             if not later_round:
-                self._check_admission(tokens, accepted=accepted)
-            request = PendingRequest(len(encodings), tokens, deadline)
+                if self._draining and not accepted:
+                    raise ShuttingDown("the server is shutting down")
+                if self._queue.tokens:
+                    self._check_wait(lengths, client, max_wait_s, deadline)
+            request = self._queue.add(encodings, lengths, deadline, client)
+            self._request_tokens += _RATE_WEIGHT * (request.next_tokens - self._request_tokens)
             request.add_done_callback(self._forget)
-            self._queue.add(request, encodings, lengths)
             self._changed.notify(len(encodings))
             self._wake_for_short_texts()
         return request
@@ -158,16 +180,50 @@ class Scheduler:
         if self._closing:
             raise ShuttingDown("the server is shutting down")
 
-    def _check_admission(self, tokens: int, *, accepted: bool) -> None:
-        """Raise unless a request of so many tokens may be queued; the caller holds the lock."""
-        if self._draining and not accepted:
-            raise ShuttingDown("the server is shutting down")
-        queued = self._queue.tokens
-        if queued and queued + tokens > self._limits.max_queue_tokens:
+    def expected_wait_s(self, client: str, *, unsubmitted: int = 0) -> float:
+        """Return the seconds until the first batch of a request; see `core.Queue`."""
+        rate = self._rate
+        ahead = self._queue.tokens_ahead(client, 0) + unsubmitted * self._request_tokens
+        return ahead / rate if rate else 0.0
+
+    @property
+    def _rate(self) -> float:
+        """The tokens per second of all workers; 0.0 before the first batch."""
+        return self._drain_rate.tokens_per_s or self._tokens_per_s * self._limits.workers
+
+    def _check_wait(
+        self, lengths: Sequence[int], client: str, max_wait_s: float | None, deadline: float
+    ) -> None:
+        """Raise if a request has to wait for too long; the caller holds the lock.
+
+        Raises:
+            Overloaded: the first batch would start too late, the request would end after its
+                deadline because of the others, or the queue would need too much memory.
+        """
+        tokens, queue, rate = sum(lengths), self._queue, self._rate
+        if queue.tokens + tokens > self._limits.max_queue_tokens:
             raise Overloaded(
-                f"the queue holds {queued} tokens; with this request's {tokens} "
+                f"the queue holds {queue.tokens} tokens; with this request's {tokens} "
                 f"it would pass its limit of {self._limits.max_queue_tokens}",
-                self._retry_after_s(),
+                _whole_seconds(queue.tokens / rate if rate else 1),
+            )
+        if not rate:
+            return
+        wait_s = queue.tokens_ahead(client, lengths[0]) / rate
+        limit_s = self._limits.max_wait_s if max_wait_s is None else max_wait_s
+        if limit_s and wait_s > limit_s:
+            raise Overloaded(
+                f"the request would wait about {wait_s:.1f} s, longer than its limit of "
+                f"{limit_s:g} s",
+                _whole_seconds(wait_s),
+            )
+        left_s = deadline - time.monotonic()
+        end_s = queue.tokens_until_end(client, tokens) / rate
+        if tokens / rate < left_s < end_s:
+            raise Overloaded(
+                f"the request would end in about {end_s:.1f} s, and its time limit is in "
+                f"{left_s:.1f} s",
+                _whole_seconds(end_s - left_s),
             )
 
     def drain(self) -> None:
@@ -189,11 +245,6 @@ class Scheduler:
             for thread in self._threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _retry_after_s(self) -> int:
-        """Return the seconds that the queued tokens need at the measured rate, at least 1."""
-        rate = self._tokens_per_s * self._limits.workers
-        return max(1, math.ceil(self._queue.tokens / rate)) if rate else 1
-
     def _batch_tokens(self) -> int:
         """Return the most tokens of a batch now; a longer single encoding runs alone."""
         limits = self._limits
@@ -206,6 +257,8 @@ class Scheduler:
 
     def _work(self, number: int, take: Callable[[], list[QueuedEncoding]]) -> None:
         """Run batches until the scheduler closes."""
+        if sys.platform == "linux":
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WORKER_NICE)
         self._activity.begin()
         try:
             while batch := take():
@@ -308,6 +361,8 @@ class Scheduler:
         with self._lock:
             weight = _RATE_WEIGHT if self._tokens_per_s else 1.0
             self._tokens_per_s += weight * (tokens_per_s - self._tokens_per_s)
+            tokens = sum(queued.tokens for queued in batch)
+            self._drain_rate.batch_ended(time.monotonic(), tokens, waiting=self._queue.tokens > 0)
             for queued, output in zip(batch, outputs, strict=True):
                 request = queued.request
                 request.outputs[queued.position] = output
@@ -383,6 +438,11 @@ class Scheduler:
             self._queue.clear()
         for request in pending:
             self._finish(request, make_error())
+
+
+def _whole_seconds(seconds: float) -> int:
+    """Return a value of ``Retry-After``: whole seconds, at least 1."""
+    return max(1, math.ceil(seconds))
 
 
 def _thread(target: Callable[[], None], name: str) -> threading.Thread:

@@ -26,6 +26,12 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
 """The HTTP status and text-embeddings-inference's ``error_type`` of every `ServiceError`."""
 
 
+_UNAVAILABLE_S = "1"
+"""``Retry-After`` of a 503: another replica can answer at once, and an engine restarts in about a
+second.
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
     """The values of an error response, independent of the protocol.
@@ -59,14 +65,21 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
         headers = dict(error.headers or {})
         return ErrorInfo(error.status_code, "Validation", message, error, headers)
     if isinstance(error, core.ServiceError):
-        status, kind = STATUS[type(error)]
-        headers = {}
-        if isinstance(error, core.Overloaded):
-            headers["retry-after"] = str(error.retry_after_s)
-        elif isinstance(error, core.UnsupportedEncoding):
-            headers["accept-encoding"] = "gzip"  # RFC 9110, section 12.5.3
-        elif isinstance(error, core.SlowRequest):
-            # Otherwise the server would parse the rest of the body as the next request.
-            headers["connection"] = "close"
-        return ErrorInfo(status, kind, str(error), error, headers)
+        return describe_service_error(error)
     return ErrorInfo(500, "Backend", "an internal error; it was logged", error)
+
+
+def describe_service_error(error: core.ServiceError) -> ErrorInfo:
+    """Return the response values of an error of the service."""
+    status, kind = STATUS[type(error)]
+    headers = {}
+    if isinstance(error, core.Overloaded):
+        headers["retry-after"] = str(error.retry_after_s)
+    elif isinstance(error, core.ShuttingDown | core.EngineDead):
+        headers["retry-after"] = _UNAVAILABLE_S
+    elif isinstance(error, core.UnsupportedEncoding):
+        headers["accept-encoding"] = "gzip"  # RFC 9110, section 12.5.3
+    elif isinstance(error, core.SlowRequest):
+        # Otherwise the server would parse the rest of the body as the next request.
+        headers["connection"] = "close"
+    return ErrorInfo(status, kind, str(error), error, headers)

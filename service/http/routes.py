@@ -79,6 +79,7 @@ class Route:
         handler: returns the response to a request.
         doc: the documentation of the route.
         task: the name of the task that the route serves; None if the route serves no task.
+        runs_models: whether the route runs a model, though it serves no single task.
     """
 
     method: Literal["GET", "POST"]
@@ -86,3 +87,4 @@ class Route:
     handler: Handler
     doc: RouteDoc
     task: str | None = None
+    runs_models: bool = False

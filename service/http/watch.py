@@ -9,9 +9,16 @@ import time
 from types import TracebackType
 from typing import Self
 
-from starlette.types import Receive
+from starlette.requests import Request
 
-from cloze.service.core import ClientGone, DeadlineExceeded, ServiceError, SlowRequest
+from cloze.service.core import (
+    ClientGone,
+    DeadlineExceeded,
+    RequestTerms,
+    ServiceError,
+    SlowRequest,
+)
+from cloze.service.http.caller import Callers, timeout_s
 
 _TICK_S = 0.05
 """Age in seconds from which a request has a timer and a watcher of its own."""
@@ -22,22 +29,26 @@ class WatchedRequest:
 
     Args:
         watch: the watch of the application.
-        receive: the ASGI function that returns the next message of the client.
+        request: the request.
 
     Attributes:
+        timeout_s: longest time of each phase, in seconds.
         deadline: `time.monotonic` time at which the current phase ends. The first phase reads the
             body. The second phase begins with `body_complete`.
         received_bytes: number of bytes of the body that have arrived.
 
     Raises:
         SlowRequest: the body did not arrive in time.
+        InvalidRequest: the time limit that the request states is malformed or too long.
         DeadlineExceeded: the request has a body, but no answer in time.
         ClientGone: the client closed its connection after it had sent its body.
     """
 
     __slots__ = (
+        "_client",
         "_error",
         "_is_old",
+        "_max_wait_s",
         "_reading",
         "_receive",
         "_task",
@@ -47,13 +58,17 @@ class WatchedRequest:
         "deadline",
         "received_bytes",
         "started",
+        "timeout_s",
     )
 
-    def __init__(self, watch: "RequestWatch", receive: Receive) -> None:
+    def __init__(self, watch: "RequestWatch", request: Request) -> None:
         self._watch = watch
-        self._receive = receive
+        self._receive = request.receive
+        self._max_wait_s = timeout_s(request.scope, watch.max_timeout_s)
+        self._client = watch.callers.name(request.scope)
+        self.timeout_s = watch.timeout_s if self._max_wait_s is None else self._max_wait_s
         self.started = time.monotonic()
-        self.deadline = self.started + watch.timeout_s
+        self.deadline = self.started + self.timeout_s
         self.received_bytes = 0
         self._reading = True
         self._is_old = False
@@ -81,11 +96,16 @@ class WatchedRequest:
                 self._task.uncancel()
                 raise self._error from None
 
+    @property
+    def terms(self) -> RequestTerms:
+        """The terms on which the request waits for the engine."""
+        return RequestTerms(self.deadline, self._client, self._max_wait_s)
+
     def body_complete(self) -> None:
         """Begin the second phase: the time limit starts anew, and the client may disconnect."""
         self._reading = False
         if self._is_old:
-            self.deadline = time.monotonic() + self._watch.timeout_s
+            self.deadline = time.monotonic() + self.timeout_s
             self._start_timers()
 
     def grow_old(self) -> None:
@@ -102,7 +122,7 @@ class WatchedRequest:
             self._watcher = asyncio.create_task(self._watch_client())
 
     def _time_out(self) -> None:
-        limit = f"the limit of {self._watch.timeout_s * 1000:.0f} ms"
+        limit = f"the limit of {self.timeout_s * 1000:.0f} ms"
         if self._reading:
             size = self.received_bytes
             self._end(SlowRequest(f"{size} bytes of the body arrived within {limit}, not all"))
@@ -124,21 +144,28 @@ class RequestWatch:
     """The requests in progress of one application, on one event loop.
 
     Args:
-        timeout_s: longest time of each phase of a request, in seconds.
+        timeout_s: longest time of each phase of a request that states none, in seconds.
+        max_timeout_s: longest time that a request may state, in seconds.
+        callers: names the clients of requests.
     """
 
-    def __init__(self, timeout_s: float) -> None:
-        self.timeout_s = timeout_s
+    def __init__(self, timeout_s: float, max_timeout_s: float, callers: Callers) -> None:
+        self.timeout_s, self.max_timeout_s = timeout_s, max_timeout_s
+        self.callers = callers
         self._young: dict[WatchedRequest, None] = {}  # in the order of their start
         self._ticking = False
 
-    def request(self, receive: Receive) -> WatchedRequest:
-        """Return the context manager of a request of the current task."""
-        return WatchedRequest(self, receive)
+    def request(self, request: Request) -> WatchedRequest:
+        """Return the context manager of a request of the current task.
+
+        Raises:
+            InvalidRequest: the time limit that the request states is malformed or too long.
+        """
+        return WatchedRequest(self, request)
 
     def add(self, request: WatchedRequest) -> None:
         """Begin to watch a request."""
-        if self.timeout_s < 2 * _TICK_S:  # the next tick would be too late
+        if request.timeout_s < 2 * _TICK_S:  # the next tick would be too late
             request.grow_old()
             return
         self._young[request] = None

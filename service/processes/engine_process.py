@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 
 import uvloop
@@ -79,16 +80,21 @@ class FrontEndChannel(Channel):
         try:
             future = self._engine.submit(run)
         except ServiceError as error:
-            self.send(frames.encode_answer(frames.Answer(run.number, error)))
+            wait_s = self._engine.expected_wait_s(run)
+            self.send(frames.encode_answer(frames.Answer(run.number, error, wait_s)))
             return
         self._pending[run.number] = future
-        future.add_done_callback(partial(self._encode_answer, run.number, run.model))
+        terms = replace(run, encodings=())  # the callback need not keep these
+        future.add_done_callback(partial(self._encode_answer, terms))
 
-    def _encode_answer(self, number: int, model: int, future: Future[BatchResult]) -> None:
+    def _encode_answer(self, run: frames.Run, future: Future[BatchResult]) -> None:
         """Encode a request's answer. Called on the thread that ended the future."""
-        self._engine.observe_queue(model)
-        message = None if future.cancelled() else frames.encode_answer(_answer(number, future))
-        self._loop.call_soon_threadsafe(self._end, number, message)
+        self._engine.observe_queue(run.model)
+        message = None
+        if not future.cancelled():
+            answer = frames.Answer(run.number, _outcome(future), self._engine.expected_wait_s(run))
+            message = frames.encode_answer(answer)
+        self._loop.call_soon_threadsafe(self._end, run.number, message)
 
     def _end(self, number: int, message: bytes | None) -> None:
         del self._pending[number]
@@ -96,14 +102,13 @@ class FrontEndChannel(Channel):
             self.send(message)
 
 
-def _answer(number: int, future: Future[BatchResult]) -> frames.Answer:
+def _outcome(future: Future[BatchResult]) -> BatchResult | ServiceError:
     error = future.exception()
     if error is None:
-        return frames.Answer(number, future.result())
+        return future.result()
     if isinstance(error, ServiceError):
-        return frames.Answer(number, error)
-    failed = EngineFailed(f"the engine process failed ({type(error).__name__})")
-    return frames.Answer(number, failed)
+        return error
+    return EngineFailed(f"the engine process failed ({type(error).__name__})")
 
 
 class EngineServer:
@@ -159,10 +164,19 @@ class EngineServer:
     def submit(self, run: frames.Run) -> Future[BatchResult]:
         """Admit a request; see `core.Queue`."""
         future = self._queues[run.model].submit(
-            run.encodings, run.deadline, accepted=run.accepted, later_round=run.later_round
+            run.encodings,
+            run.deadline,
+            client=run.client,
+            max_wait_s=run.max_wait_s,
+            accepted=run.accepted,
+            later_round=run.later_round,
         )
         self.observe_queue(run.model)
         return future
+
+    def expected_wait_s(self, run: frames.Run) -> float:
+        """Return the expected wait of a further request of a request's client."""
+        return self._queues[run.model].expected_wait_s(run.client)
 
     def observe_queue(self, model: int) -> None:
         """Record how many tokens wait. Any thread may call this."""

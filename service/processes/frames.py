@@ -38,6 +38,8 @@ class Run:
         accepted: whether the request arrived before a drain.
         encodings: at least one.
         later_round: whether the request was admitted in an earlier round.
+        client: the client of the request, for fair shares.
+        max_wait_s: longest expected wait; None: the server's limit.
     """
 
     number: int
@@ -46,14 +48,23 @@ class Run:
     accepted: bool
     encodings: Sequence[Encoding]
     later_round: bool = False
+    client: str = ""
+    max_wait_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a request: its result, or why it has none."""
+    """The answer to a request.
+
+    Attributes:
+        number: number of the request.
+        outcome: the result, or why there is none.
+        wait_s: expected wait of a further request of the same client, in seconds.
+    """
 
     number: int
     outcome: BatchResult | ServiceError
+    wait_s: float = 0.0
 
 
 class EngineModel(msgspec.Struct, array_like=True, frozen=True):
@@ -86,6 +97,8 @@ class _Run(msgspec.Struct, tag=_RUN, array_like=True, gc=False):
     input_ids: memoryview
     token_type_ids: memoryview
     later_round: bool
+    client: str
+    max_wait_s: float | None
 
 
 class _Column(msgspec.Struct, array_like=True, gc=False):
@@ -105,6 +118,7 @@ class _Done(msgspec.Struct, tag="done", array_like=True, gc=False):
     inference_s: float
     encodings: int
     columns: list[_Column]
+    wait_s: float
 
 
 class _Fail(msgspec.Struct, tag="fail", array_like=True, gc=False):
@@ -112,6 +126,7 @@ class _Fail(msgspec.Struct, tag="fail", array_like=True, gc=False):
     error: str
     message: str
     retry_after_s: int
+    wait_s: float
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -143,6 +158,8 @@ def encode_run(run: Run) -> bytes:
         np.concatenate([encoding.input_ids for encoding in encodings]).data,
         np.concatenate([encoding.token_type_ids for encoding in encodings]).data,
         run.later_round,
+        run.client,
+        run.max_wait_s,
     ]
     return _encoder.encode(message)
 
@@ -152,15 +169,17 @@ def encode_answer(answer: Answer) -> bytes:
     number, outcome = answer.number, answer.outcome
     if isinstance(outcome, ServiceError):
         retry_after_s = outcome.retry_after_s if isinstance(outcome, core.Overloaded) else 0
-        return _encoder.encode(_Fail(number, type(outcome).__name__, str(outcome), retry_after_s))
+        kind = type(outcome).__name__
+        return _encoder.encode(_Fail(number, kind, str(outcome), retry_after_s, answer.wait_s))
     columns: list[_Column] = []
     for head, names in _FIELDS.items():
         asked = [index for index, output in enumerate(outcome.outputs) if head in output]
         for name in names if asked else ():
             values = [getattr(outcome.outputs[index][head], name) for index in asked]
             columns.append(_join(head, name, asked, values))
-    message = _Done(number, outcome.queue_s, outcome.inference_s, len(outcome.outputs), columns)
-    return _encoder.encode(message)
+    count = len(outcome.outputs)
+    done = _Done(number, outcome.queue_s, outcome.inference_s, count, columns, answer.wait_s)
+    return _encoder.encode(done)
 
 
 def decode_request(message: memoryview | bytes) -> Run | Cancel:
@@ -191,6 +210,8 @@ def decode_request(message: memoryview | bytes) -> Run | Cancel:
         decoded.accepted,
         encodings,
         decoded.later_round,
+        decoded.client,
+        decoded.max_wait_s,
     )
 
 
@@ -200,17 +221,18 @@ def decode_answer(message: memoryview | bytes) -> Greeting | Answer:
     if isinstance(decoded, Greeting):
         return decoded
     if isinstance(decoded, _Fail):
-        return Answer(decoded.number, _error(decoded))
+        return Answer(decoded.number, _error(decoded), decoded.wait_s)
     outputs: list[dict[str, Any]] = [{} for _ in range(decoded.encodings)]
     columns: dict[str, tuple[list[int], list[Sequence[NDArray[Any]]]]] = {}
     for column in decoded.columns:
         columns.setdefault(column.head, (column.encodings, []))[1].append(_split(column))
     for head, (encodings, values) in columns.items():
-        result = HEADS[head].result
+        make = HEADS[head].result
         for index, row in zip(encodings, zip(*values, strict=True), strict=True):
-            outputs[index][head] = result(*row)
+            outputs[index][head] = make(*row)
     done: list[HeadOutputs] = list(outputs)
-    return Answer(decoded.number, BatchResult(done, decoded.queue_s, decoded.inference_s))
+    result = BatchResult(done, decoded.queue_s, decoded.inference_s)
+    return Answer(decoded.number, result, decoded.wait_s)
 
 
 def _join(head: str, name: str, asked: list[int], values: list[NDArray[Any]]) -> _Column:

@@ -7,6 +7,7 @@ the next engine process accepts it.
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
@@ -32,13 +33,17 @@ class EngineLink(Channel):
         tokens: of the requests that are not answered.
     """
 
+    _MAX_WAITS = 4096  # clients whose expected wait is kept
+
     def __init__(self, path: Path, references: Sequence[str], up: asyncio.Event) -> None:
         super().__init__(path.stem)
         self._path = path
         self._references = list(references)
         self._up = up
         self._numbers = itertools.count()
-        self._pending: dict[int, Future[BatchResult]] = {}
+        self._pending: dict[int, tuple[Future[BatchResult], tuple[int, str]]] = {}
+        # (model, client) -> expected wait in seconds, and the `time.monotonic` time of the figure
+        self._waits: dict[tuple[int, str], tuple[float, float]] = {}
         self._closed = False
         self._ended = asyncio.Event()
         self.dead: str | None = f"{self.peer} has not started yet"
@@ -66,6 +71,8 @@ class EngineLink(Channel):
         encodings: Sequence[Encoding],
         deadline: float,
         *,
+        client: str,
+        max_wait_s: float | None,
         accepted: bool,
         later_round: bool,
     ) -> Future[BatchResult]:
@@ -78,11 +85,18 @@ class EngineLink(Channel):
         number = next(self._numbers)
         tokens = sum(map(len, encodings))
         self.tokens += tokens
-        self._pending[number] = future
+        self._pending[number] = future, (model, client)
         future.add_done_callback(partial(self._forget, number, tokens))
-        run = frames.Run(number, deadline, model, accepted, encodings, later_round)
+        run = frames.Run(
+            number, deadline, model, accepted, encodings, later_round, client, max_wait_s
+        )
         self.send(frames.encode_run(run))
         return future
+
+    def expected_wait_s(self, model: int, client: str) -> float:
+        """Return the wait that the engine process last reported, less the time since then."""
+        wait_s, reported = self._waits.get((model, client), (0.0, 0.0))
+        return max(0.0, wait_s - (time.monotonic() - reported)) if wait_s else 0.0
 
     def shut_down(self) -> None:
         """Refuse requests, and fail those that are not answered."""
@@ -94,7 +108,11 @@ class EngineLink(Channel):
         """Handle a greeting or an answer."""
         decoded = frames.decode_answer(message)
         if isinstance(decoded, frames.Answer):
-            if (future := self._pending.get(decoded.number)) is not None:  # else cancelled
+            if (pending := self._pending.get(decoded.number)) is not None:  # else cancelled
+                future, key = pending
+                if len(self._waits) >= self._MAX_WAITS:
+                    self._waits.clear()
+                self._waits[key] = decoded.wait_s, time.monotonic()
                 _settle(future, decoded.outcome)
         elif [model.reference for model in decoded.models] == self._references:
             self.models = decoded.models
@@ -118,7 +136,7 @@ class EngineLink(Channel):
             future.set_running_or_notify_cancel()  # wakes threads that wait for the future
 
     def _fail_pending(self, make_error: Callable[[], ServiceError]) -> None:
-        for future in list(self._pending.values()):
+        for future, _ in list(self._pending.values()):
             _settle(future, make_error())
 
 
@@ -169,6 +187,8 @@ class RemoteQueue:
         encodings: Sequence[Encoding],
         deadline: float,
         *,
+        client: str = "",
+        max_wait_s: float | None = None,
         accepted: bool = False,
         later_round: bool = False,
     ) -> Future[BatchResult]:
@@ -181,8 +201,18 @@ class RemoteQueue:
         running = [link for link in self._links if link.dead is None]
         link = min(running or self._links, key=lambda link: link.tokens)
         return link.submit(
-            self._model, encodings, deadline, accepted=accepted, later_round=later_round
+            self._model,
+            encodings,
+            deadline,
+            client=client,
+            max_wait_s=max_wait_s,
+            accepted=accepted,
+            later_round=later_round,
         )
+
+    def expected_wait_s(self, client: str, *, unsubmitted: int = 0) -> float:  # noqa: ARG002
+        """Return the shortest wait that an engine process reported; see `core.Queue`."""
+        return min(link.expected_wait_s(self._model, client) for link in self._links)
 
     def precision(self) -> str:
         """Return the precision of the graph that an engine runs; empty before the greeting."""

@@ -10,7 +10,8 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.http.errors import describe_error
+from cloze.service.core import ServiceError
+from cloze.service.http.errors import describe_error, describe_service_error
 from cloze.service.http.routes import JSON
 from cloze.service.protocols import native, openai, tei
 from cloze.service.protocols.protocol import ApiLimits, ProtocolContext, WireProtocol
@@ -31,16 +32,22 @@ class ErrorResponder:
 
     async def respond(self, request: Request, error: Exception) -> Response:
         """Return the response to an error."""
-        path = request.scope["path"]
         info = describe_error(request, error)
         request.scope["cloze.error"] = type(error).__name__
-        protocol = next(
+        status, body = self._protocol(request.scope["path"]).error(info)
+        return Response(orjson.dumps(body), status, info.headers, JSON)
+
+    def body(self, path: str, error: ServiceError) -> bytes:
+        """Return the body of an error of the service for a path."""
+        _, body = self._protocol(path).error(describe_service_error(error))
+        return orjson.dumps(body)
+
+    def _protocol(self, path: str) -> WireProtocol:
+        return next(
             protocol
             for prefix, protocol in self._by_prefix
             if path.startswith(prefix) or prefix == "/"
         )
-        status, body = protocol.error(info)
-        return Response(orjson.dumps(body), status, info.headers, JSON)
 
 
 __all__ = ["PROTOCOLS", "ApiLimits", "ErrorResponder", "ProtocolContext", "WireProtocol"]

@@ -53,17 +53,17 @@ class Dispatcher:
 
     def route(self, doc: RouteDoc) -> Route:
         """Return the route."""
-        return Route("POST", "/", self._answer, doc)
+        return Route("POST", "/", self._answer, doc, runs_models=True)
 
     async def _answer(self, request: Request) -> Response:
-        with self._context.watch.request(request.receive) as watched:
+        with self._context.watch.request(request) as watched:
             data = await read_body(request, self._context.limits.max_request_bytes, watched)
             task = self._choose(await parse_anywhere(DispatchBody, data))
             if task.name not in self._routes:
                 raise WrongTask(f"this server does not offer {task.name}")
             body = await parse_anywhere(self._routes[task.name].body, data)
             endpoint = self._endpoints[task.name]
-            return await endpoint.answer_body(request, body, len(data), watched.deadline)
+            return await endpoint.answer_body(request, body, len(data), watched.terms)
 
     def _choose(self, body: DispatchBody) -> Task:
         """Return the task that a body asks for.

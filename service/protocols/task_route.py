@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.core import EmptyRequest, InvalidRequest, RequestTerms
 from cloze.service.http.access_log import RequestCost
 from cloze.service.http.bodies import receive
 from cloze.service.http.routes import Route, RouteDoc
@@ -93,16 +93,16 @@ class Endpoint:
         Raises:
             ServiceError: the request gets no result.
         """
-        with self._context.watch.request(request.receive) as watched:
+        with self._context.watch.request(request) as watched:
             body, size = await receive(request, self._route.body, self._max_bytes, watched)
-            return await self.answer_body(request, body, size, watched.deadline)
+            return await self.answer_body(request, body, size, watched.terms)
 
     async def answer_body(
         self,
         request: Request,
         body: BaseModel,
         size: int,
-        deadline: float,
+        terms: RequestTerms,
         pipeline: Pipeline | None = None,
     ) -> Response:
         """Return the response to a request whose body has arrived.
@@ -111,7 +111,7 @@ class Endpoint:
             request: the request.
             body: the parsed body.
             size: bytes of the body.
-            deadline: `time.monotonic` time after which no encoding of the request starts.
+            terms: the deadline, the client, and the longest wait.
             pipeline: the model to use; None selects the one that the body names, or the default.
 
         Raises:
@@ -125,7 +125,7 @@ class Endpoint:
             route.check(request)
         call = route.to_call(body)
         try:
-            result = await pipeline.run(route.task, call, size=size, deadline=deadline)
+            result = await pipeline.run(route.task, call, size=size, terms=terms)
         except (EmptyRequest, InvalidRequest) as error:
             raise type(error)(_renamed(str(error), route.names)) from None
         self._context.metrics.observe_parts(reference, result.timings, result.truncated)

@@ -265,12 +265,12 @@ class _Rerank:
             ServiceError: the request gets no result.
         """
         context = self._context
-        with context.watch.request(request.receive) as watched:
+        with context.watch.request(request) as watched:
             max_bytes = context.limits.max_request_bytes
             body, size = await receive(request, RerankBody, max_bytes, watched)
             endpoint, pipeline = self._choose(body.model)
             _check_texts(body, pipeline.context)
-            return await endpoint.answer_body(request, body, size, watched.deadline, pipeline)
+            return await endpoint.answer_body(request, body, size, watched.terms, pipeline)
 
     def _choose(self, name: str | None) -> tuple[Endpoint, Pipeline]:
         """Return how to rank, and the model that ranks.
@@ -318,7 +318,7 @@ def _tokenizer_route(
     """Return a route that needs a model's tokenizer, but no engine."""
 
     async def handle(request: Request) -> Response:
-        with context.watch.request(request.receive) as watched:
+        with context.watch.request(request) as watched:
             body, _ = await receive(request, body_type, context.limits.max_request_bytes, watched)
             pipeline = _tokenizing(context, getattr(body, "model", None))
             request.scope["cloze.model"] = pipeline.manifest.reference

@@ -1,0 +1,171 @@
+"""Goodput under an open-loop overload: answers within 2 s, refusals, probes, memory.
+
+python bench/studies/overload.py BUNDLE [--store DIR] [--texts questions] [--tei BINARY CHECKPOINT]
+
+A closed loop with 32 clients measures the capacity. Then an open loop offers five times as much.
+The load generator and the server share the cores, so the processor time of the generator is
+subtracted: the attainable rate is the capacity per second of processor time that the generator
+leaves, in the closed loop and in the overload.
+"""
+
+import argparse
+import os
+import resource
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import uvloop
+from hdrh.histogram import HdrHistogram
+
+from cloze.bench.load import LoadResult, closed_loop, histogram, open_loop, poisson
+from cloze.bench.processes import RunningServer
+from cloze.bench.servers import MeasuredServer
+from cloze.bench.texts import make_texts, words_of
+from cloze.model_store import Store
+from cloze.model_store.locations import DEFAULT_ROOT
+
+GOOD_S = 2.0
+CLIENTS = 32
+PROBE_EVERY_S = 0.1
+
+CONNECTIONS = 4096
+"""With fewer, requests would wait in the generator, and the server would meet no overload."""
+
+
+@dataclass(slots=True)
+class Watch:
+    """What a bystander observes during a load: latencies of probes, and the server's memory."""
+
+    probes: HdrHistogram = field(default_factory=histogram)
+    failed_probes: int = 0
+    rss_mb: list[float] = field(default_factory=list)
+
+
+@contextmanager
+def watching(server: RunningServer, path: str) -> Iterator[Watch]:
+    """Probe the server on new connections until the context ends."""
+    watch, ended = Watch(), threading.Event()
+
+    def run() -> None:
+        while not ended.wait(PROBE_EVERY_S):
+            started = time.perf_counter()
+            try:
+                urllib.request.urlopen(server.url + path, timeout=10).read()
+            except (OSError, urllib.error.URLError):
+                watch.failed_probes += 1
+            watch.probes.record_value(max(1, round((time.perf_counter() - started) * 1e6)))
+            watch.rss_mb.append(server.rss_mb())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield watch
+    finally:
+        ended.set()
+        thread.join()
+
+
+async def measure(
+    subject: MeasuredServer, texts: Sequence[str], times: float, seconds: float
+) -> str:
+    """Return a line of the table."""
+    requests = subject.single_requests(texts, ["" for _ in texts])
+    with subject.start() as server:
+        await closed_loop(server.url, requests, clients=CLIENTS, seconds=2)
+        closed = await closed_loop(server.url, requests, clients=CLIENTS, seconds=5)
+        capacity = closed.requests / closed.seconds
+        arrivals = poisson(times * capacity, seconds)
+        cpu_s = server.cpu_s()
+        before = server.rss_mb()
+        with watching(server, subject.ready_path) as watch:
+            load = await open_loop(server.url, requests, arrivals, connections=CONNECTIONS)
+        cpu_s = server.cpu_s() - cpu_s
+        after = await closed_loop(server.url, requests, clients=CLIENTS, seconds=3)
+    good = _good(load) / load.seconds
+    attainable = capacity * _left(load) / _left(closed)
+    statuses = ", ".join(f"{status}: {count}" for status, count in sorted(load.statuses.items()))
+    return (
+        f"| {subject.name} | {capacity:.0f} | {len(arrivals) / seconds:.0f} | {good:.0f} "
+        f"| {good / capacity:.2f} | {good / attainable:.2f} "
+        f"| {_ms(load.latencies, 50)} / {_ms(load.latencies, 99)} | {statuses} "
+        f"| {_ms(watch.probes, 50)} / {_ms(watch.probes, 99)}, {watch.failed_probes} failed "
+        f"| {before:.0f} / {max(watch.rss_mb):.0f} | {cpu_s / load.seconds:.2f} "
+        f"/ {load.client_cpu_s / load.seconds:.2f} | {after.requests / after.seconds:.0f} |"
+    )
+
+
+def _good(load: LoadResult) -> int:
+    """Return the number of answers that came in time."""
+    steps = load.latencies.get_recorded_iterator()
+    return sum(
+        step.count_added_in_this_iter_step
+        for step in steps
+        if step.value_iterated_to <= GOOD_S * 1e6
+    )
+
+
+def _left(load: LoadResult) -> float:
+    """Return the processor seconds per second that the generator leaves."""
+    return len(os.sched_getaffinity(0)) - load.client_cpu_s / load.seconds
+
+
+def _ms(latencies: HdrHistogram, percentile: float) -> str:
+    return f"{latencies.get_value_at_percentile(percentile) / 1000:.0f}"
+
+
+TABLE = """\
+| server | capacity /s | offered /s | within 2 s /s | of capacity | of attainable | p50 / p99 ms | \
+statuses | probe p50 / p99 ms | memory MB before / most | cores of server / generator | after /s |
+|---|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 3 * CONNECTIONS), hard))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("bundle")
+    parser.add_argument("--store", type=Path, default=DEFAULT_ROOT)
+    parser.add_argument("--texts", default="questions")
+    parser.add_argument("--times", type=float, default=5.0)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--precision", default="auto")
+    parser.add_argument("--tei", nargs=2, metavar=("BINARY", "CHECKPOINT"))
+    options = parser.parse_args()
+    bundle = Store(options.store).open(options.bundle)
+    texts = make_texts(words_of(bundle), 2000, options.texts).texts
+    command = (sys.executable, "-m", "cloze", "serve", "--port", "{port}", "--model")
+    store = ("--model-store", str(options.store), "--precision", options.precision)
+    subjects = [MeasuredServer("Cloze", (*command, options.bundle, *store), "/embed", "/healthz")]
+    if options.tei:
+        binary, checkpoint = options.tei
+        subjects.append(
+            MeasuredServer(
+                "text-embeddings-inference",
+                (
+                    binary,
+                    "--model-id",
+                    checkpoint,
+                    "--port",
+                    "{port}",
+                    "--max-concurrent-requests",
+                    "512",
+                ),
+                "/embed",
+                "/health",
+            )
+        )
+    print(TABLE)
+    for subject in subjects:
+        print(uvloop.run(measure(subject, texts, options.times, options.seconds)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""What the headers of a request say about its caller: the client, its id, its time limit."""
+
+import ipaddress
+import random
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+
+from starlette.types import Scope
+
+from cloze.service.core import InvalidRequest
+
+TIMEOUT_HEADER = b"x-request-timeout-ms"
+
+_FORWARDED = b"x-forwarded-for"
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+"""Request ids that the server accepts from a client and returns in a header."""
+
+
+class Callers:
+    """Names the clients of requests, for fair shares and limits.
+
+    Args:
+        trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed.
+
+    Raises:
+        ValueError: a string is neither an address nor a network.
+    """
+
+    def __init__(self, trusted_proxies: Sequence[str] = ()) -> None:
+        self._trusted = [ipaddress.ip_network(proxy, strict=False) for proxy in trusted_proxies]
+        self._trusts = lru_cache(1024)(self._is_trusted)
+
+    def name(self, scope: Scope) -> str:
+        """Return the address of a request's client; "" if the server does not know it."""
+        peer = scope.get("client")
+        address: str = peer[0] if peer else ""
+        if self._trusted and self._trusts(address):
+            for name, value in reversed(scope["headers"]):
+                if name == _FORWARDED:
+                    return self._forwarded(value.decode("latin-1"), address)
+        return address
+
+    def _forwarded(self, value: str, address: str) -> str:
+        """Return the last address that no trusted proxy has."""
+        for hop in reversed(value.split(",")):
+            address = hop.strip()[:64]
+            if not self._trusts(address):
+                break
+        return address
+
+    def _is_trusted(self, address: str) -> bool:
+        try:
+            parsed = ipaddress.ip_address(address)
+        except ValueError:
+            return False
+        return any(parsed in network for network in self._trusted)
+
+
+def timeout_s(scope: Scope, most_s: float) -> float | None:
+    """Return the time limit that a request states, in seconds; None if it states none.
+
+    Args:
+        scope: the request.
+        most_s: largest time limit.
+
+    Raises:
+        InvalidRequest: the header is no whole number of milliseconds, or above the largest limit.
+    """
+    for name, value in scope["headers"]:
+        if name == TIMEOUT_HEADER:
+            text = value.decode("latin-1")
+            milliseconds = int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
+            if not 1 <= milliseconds <= most_s * 1000:
+                raise InvalidRequest(
+                    f"x-request-timeout-ms: a whole number from 1 to {most_s * 1000:.0f}, "
+                    f"got {ascii(text)[:40]}"
+                )
+            return milliseconds / 1000
+    return None
+
+
+def request_id(scope: Scope) -> bytes:
+    """Return the client's request id if it matches `_REQUEST_ID`, else a random id."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value.decode("latin-1")):
+            return bytes(value)
+    return b"%016x" % random.getrandbits(64)

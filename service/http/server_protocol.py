@@ -1,0 +1,244 @@
+"""uvicorn's HTTP protocol with limits: on headers, on time, and on connections.
+
+uvicorn limits neither the size of headers nor the time in which they arrive, and ends no connection
+that has sent nothing. The class also asks the gate, as soon as the headers of a request have
+arrived, whether a full server refuses the request.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, cast
+
+import orjson
+from starlette.types import Scope
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from cloze.service.http.gate import Gate
+
+log = logging.getLogger("cloze")
+
+MAX_HEADER_BYTES = 65_536
+"""Most bytes of the headers of a request."""
+
+
+_DRAIN_BODY_S = 5.0
+"""Longest time in which the rest of a body arrives after SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The limits of connections.
+
+    Attributes:
+        header_timeout_s: longest time from the first byte of a request to the end of its headers.
+        idle_timeout_s: longest time without a request.
+        max_connections: most open connections.
+        max_per_address: most open connections of one address; 0: no such limit.
+    """
+
+    header_timeout_s: float
+    idle_timeout_s: float
+    max_connections: int
+    max_per_address: int = 0
+
+
+class ConnectionTable:
+    """The open connections of a process.
+
+    Args:
+        limits: the limits of connections.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._open = 0
+        self._by_address: Counter[str] = Counter()
+        self._idle: dict[ServerProtocol, None] = {}  # the one that is idle for longest is first
+
+    def opened(self, connection: "ServerProtocol") -> str | None:
+        """Count a new connection, and close the oldest idle one if there are too many.
+
+        Returns:
+            Why the connection is refused; None if it is not.
+        """
+        self._open += 1
+        address = connection.address
+        self._by_address[address] += 1
+        self._idle[connection] = None
+        most = self.limits.max_per_address
+        if most and self._by_address[address] > most:
+            return f"the address has {self._by_address[address]} connections, and {most} at most"
+        if self._open > self.limits.max_connections:
+            oldest = next(iter(self._idle))
+            if oldest is connection:
+                return f"the server has {self.limits.max_connections} connections, the most"
+            del self._idle[oldest]  # several connections may open before this one has closed
+            oldest.end("it made room for a new one")
+        return None
+
+    def closed(self, connection: "ServerProtocol") -> None:
+        """Forget a connection."""
+        self._open -= 1
+        self._idle.pop(connection, None)
+        self._by_address[connection.address] -= 1
+        if not self._by_address[connection.address]:
+            del self._by_address[connection.address]
+
+    def busy(self, connection: "ServerProtocol") -> None:
+        """Note that the headers of a request have arrived."""
+        self._idle.pop(connection, None)
+
+    def idle(self, connection: "ServerProtocol") -> None:
+        """Note that a connection has no request."""
+        self._idle[connection] = None
+
+
+class ServerProtocol(HttpToolsProtocol):
+    """One connection; see the module.
+
+    Args:
+        gate: decides which requests are refused before they are parsed.
+        table: the open connections of this process.
+        arguments: those of uvicorn's protocol.
+    """
+
+    def __init__(self, *, gate: Gate, table: ConnectionTable, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._gate = gate
+        self._table = table
+        self._header_bytes = 0
+        self._progress = False
+        self._refused = False  # whether the body of a refused request is still arriving
+        self._timer: asyncio.TimerHandle | None = None
+        self.address = ""
+
+    # ---- the connection -------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count the connection, or refuse it; see `asyncio.Protocol`."""
+        super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        if (reason := self._table.opened(self)) is not None:
+            log.warning("a connection was refused: %s", reason)
+            self._answer_and_close(503, "Service Unavailable", reason, "retry-after: 1\r\n")
+            return
+        self._start_timer(self._table.limits.idle_timeout_s, "it sent no request")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection; see `asyncio.Protocol`."""
+        self._stop_timer()
+        self._table.closed(self)
+        super().connection_lost(exc)
+
+    def end(self, reason: str) -> None:
+        """Close the connection."""
+        log.debug("a connection was closed: %s", reason)
+        self._stop_timer()
+        if not self.transport.is_closing():
+            self.transport.close()
+
+    def _start_timer(self, seconds: float, reason: str) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self.end, reason)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def shutdown(self) -> None:
+        """End the connection after its request. The drain waits for a body, but not for long."""
+        super().shutdown()
+        if not self.transport.is_closing() and self.cycle.more_body:
+            self._start_timer(_DRAIN_BODY_S, "its body did not arrive during the drain")
+
+    # ---- received bytes -------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received bytes, and count them if they cause no parser event."""
+        self._progress = False
+        super().data_received(data)
+        if self._progress:
+            self._header_bytes = 0
+            return
+        self._header_bytes += len(data)
+        if self._header_bytes > MAX_HEADER_BYTES:
+            message = f"the request's headers have more than {MAX_HEADER_BYTES} bytes, the limit"
+            log.warning("a request was refused: %s", message)
+            self._answer_and_close(431, "Request Header Fields Too Large", message)
+
+    def on_message_begin(self) -> None:
+        """Note the first byte of a request, whose headers must arrive in time."""
+        self._progress = True
+        seconds = self._table.limits.header_timeout_s
+        self._start_timer(seconds, f"the headers of a request took longer than {seconds:g} s")
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """Refuse the request if the server is full, else start it."""
+        self._progress = True
+        self._stop_timer()
+        self._table.busy(self)
+        in_turn = self.cycle is None or self.cycle.response_complete
+        if in_turn and self.parser.get_method() == b"POST":
+            self.scope["path"] = self.url.partition(b"?")[0].decode("ascii", "replace")
+            if (answer := self._gate.refusal(cast(Scope, self.scope))) is not None:
+                self._refuse(answer)
+                return
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a part of the body, or discard it if the request was refused."""
+        self._progress = True
+        if not self._refused:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Note the end of the request."""
+        self._progress = True
+        if not self._refused:
+            super().on_message_complete()
+            return
+        self._refused = False
+        self._wait_for_request()
+
+    def on_response_complete(self) -> None:
+        """Begin to wait for the next request."""
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # one timer serves all waits of the connection
+        if not self.pipeline and not self.transport.is_closing():
+            self._wait_for_request()
+
+    def _wait_for_request(self) -> None:
+        self._table.idle(self)
+        self._start_timer(self._table.limits.idle_timeout_s, "it sent no further request")
+
+    # ---- refusals -------------------------------------------------------------------------------
+
+    def _refuse(self, answer: bytes) -> None:
+        """Refuse the current request, whose body may still arrive."""
+        if self.expect_100_continue or not self.parser.should_keep_alive():
+            # A client that waits for "100 Continue" may send its body or not.
+            self.transport.write(answer.replace(b"\r\n", b"\r\nconnection: close\r\n", 1))
+            self.transport.close()
+            return
+        if self.flow.write_paused:
+            self.end("it does not read the answers")
+            return
+        self._refused = True
+        self.transport.write(answer)
+        seconds = self._table.limits.header_timeout_s
+        self._start_timer(seconds, f"the body of a refused request took longer than {seconds:g} s")
+
+    def _answer_and_close(self, status: int, phrase: str, message: str, headers: str = "") -> None:
+        body = orjson.dumps({"error": message, "error_type": "Validation"})
+        head = (
+            f"HTTP/1.1 {status} {phrase}\r\n"
+            "content-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n"
+            f"{headers}connection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()

@@ -1,0 +1,309 @@
+"""Admission by time: who is admitted, who is refused at once, and each client's fair share."""
+
+import re
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.service.batching.drain_rate import DrainRate
+from cloze.service.batching.scheduler import Scheduler
+from cloze.service.core import BatchResult, Overloaded
+from cloze.service.fake_engine import FakeEngine
+from tests.serving import Server, running_server
+from tests.test_promises import FAULTY, at_once, embed, front_ends, metric, wait_for_run
+from tests.test_scheduler import WAIT_S, later, running, sized, sums
+from tests.waiting import MEASURES_TIME, wait_until
+
+pytestmark = MEASURES_TIME
+
+
+class Steady(FakeEngine):
+    """An engine that runs 1,000 tokens per second."""
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        time.sleep(sum(map(len, batch)) / 1000)
+        return super().run(batch, alone=alone)
+
+
+@contextmanager
+def measured(**limits: float) -> Iterator[tuple[Scheduler, Steady]]:
+    """A scheduler of one worker that has measured its rate, and whose engine then waits."""
+    engine = Steady()
+    with running(engine, workers=1, max_batch_tokens=10, **limits) as scheduler:
+        for _ in range(3):
+            sums(scheduler.submit([sized(10)], later()))
+        engine.gate.clear()
+        engine.entered.clear()
+        scheduler.submit([sized(10)], later())
+        assert engine.entered.wait(WAIT_S)
+        yield scheduler, engine
+        engine.gate.set()
+
+
+def submitted(scheduler: Scheduler, count: int, client: str = "") -> list["Future[BatchResult]"]:
+    """Submit up to `count` requests; stop at the first refusal."""
+    futures = []
+    for _ in range(count):
+        try:
+            futures.append(scheduler.submit([sized(10)], later(), client=client))
+        except Overloaded:
+            break
+    return futures
+
+
+def test_a_request_that_would_wait_too_long_is_refused() -> None:
+    with measured(max_wait_s=0.1) as (scheduler, _):
+        assert 5 <= len(submitted(scheduler, 100)) <= 15
+        with pytest.raises(
+            Overloaded, match=r"would wait about 0\.1 s, longer than its limit of 0.1"
+        ) as caught:
+            scheduler.submit([sized(10)], later())
+        assert caught.value.retry_after_s == 1
+        assert 0.05 < scheduler.expected_wait_s("") < 0.15
+        longer = scheduler.submit([sized(10)], later(), max_wait_s=5)
+        assert not longer.done(), "a client that waits longer is admitted"
+
+
+def test_a_request_may_state_a_shorter_wait() -> None:
+    with measured(max_wait_s=10) as (scheduler, _):
+        assert len(submitted(scheduler, 10)) == 10
+        with pytest.raises(Overloaded, match=r"longer than its limit of 0\.02 s"):
+            scheduler.submit([sized(10)], later(), max_wait_s=0.02)
+
+
+def test_an_idle_server_refuses_nobody() -> None:
+    with running(Steady(), workers=1, max_wait_s=0.001) as scheduler:
+        for _ in range(3):
+            assert sums(scheduler.submit([sized(10)], later())) == [10.0]
+
+
+def test_what_would_end_after_its_deadline_because_of_others_is_refused() -> None:
+    with measured(max_wait_s=10) as (scheduler, _):
+        others = scheduler.submit([sized(10)] * 100, later())  # 1 s of work
+        with pytest.raises(Overloaded, match=r"would end in about [01]\.\d s, and its time limit"):
+            scheduler.submit([sized(10)] * 30, later(0.5))
+        assert scheduler.submit([sized(10)] * 3, later(0.5)), (
+            "a short one ends before its turn is over"
+        )
+        others.cancel()
+
+
+def test_a_client_with_many_requests_does_not_delay_another() -> None:
+    with measured(max_wait_s=0.2) as (scheduler, engine):
+        greedy = submitted(scheduler, 200, client="greedy")
+        assert len(greedy) < 40, "the greedy client is refused at its own limit"
+        modest = scheduler.submit([sized(10, 7)], later(), client="modest")
+        engine.gate.set()
+        assert sums(modest) == [70.0]
+        assert sum(future.done() for future in greedy) <= 3
+
+
+def test_clients_share_the_engine_equally() -> None:
+    """One has requests of many texts, one has many requests of one text, one has few."""
+    with measured() as (scheduler, engine):
+        bulk = scheduler.submit([sized(10, 2)] * 100, later(), client="bulk")
+        many = [scheduler.submit([sized(10, 3)], later(), client="many") for _ in range(100)]
+        few = [scheduler.submit([sized(10, 5)], later(), client="few") for _ in range(20)]
+        engine.gate.set()
+        for future in few:
+            sums(future)
+        ran = [int(batch[0].input_ids[0]) for batch in engine.batches[4:64]]
+        assert {value: 15 <= ran.count(value) <= 25 for value in (2, 3, 5)} == {
+            2: True,
+            3: True,
+            5: True,
+        }
+        bulk.cancel()
+        for future in many:
+            future.cancel()
+
+
+def test_riding_along_costs_a_client_its_turn() -> None:
+    """A batch takes texts of the same length of all clients, and each pays for its own."""
+    engine = FakeEngine()
+    engine.gate.clear()
+    with running(engine, workers=1, max_batch_tokens=40) as scheduler:
+        first = scheduler.submit([sized(1)], later())
+        assert engine.entered.wait(WAIT_S)
+        for client in ("a", "b"):
+            for _ in range(3):
+                scheduler.submit([sized(10)], later(), client=client)
+        engine.gate.set()
+        sums(first)
+        wait_until(lambda: len(engine.batches) == 3)
+    assert [len(batch) for batch in engine.batches] == [1, 4, 2], "batches are full"
+
+
+def test_the_rate_counts_only_while_others_wait() -> None:
+    rate = DrainRate()
+    for now in (0.0, 0.1, 0.2, 0.3):
+        rate.batch_ended(now, 100, waiting=True)
+    assert rate.tokens_per_s == pytest.approx(1000)
+    rate.batch_ended(0.35, 5, waiting=False)
+    rate.batch_ended(60.0, 5, waiting=True)  # nobody waited for a minute
+    rate.batch_ended(60.5, 500, waiting=True)
+    assert rate.tokens_per_s == pytest.approx(1000)
+
+
+# ---- over HTTP -----------------------------------------------------------------------------------
+
+
+SLOW = {"CLOZE_WORKERS": "1", "CLOZE_MAX_BATCH_TOKENS": "1", "CLOZE_MAX_QUEUE_WAIT_MS": "250"}
+"""With the word moon, a text takes 0.15 s, so the third one would wait too long."""
+
+
+@contextmanager
+def full_server(store: Path, *, processes: bool, **environment: str) -> Iterator[Server]:
+    """A server that refuses, because of texts that run for the next seconds."""
+    arguments = ("--model", "bert", "--frontends", "1") if processes else ("--model", "bert")
+    starting = (
+        front_ends(store, **SLOW, **environment)
+        if processes
+        else running_server(store, *arguments, command=FAULTY, **SLOW, **environment)
+    )
+    with starting as server, ThreadPoolExecutor(40) as pool:
+        for length in range(1, 4):
+            assert embed(server, "moon " * length).status_code == 200
+        patient = {"x-request-timeout-ms": "60000"}
+        body = {"inputs": "moon"}
+        running_ = [
+            pool.submit(httpx.post, f"{server.url}/embed", json=body, headers=patient, timeout=60)
+            for _ in range(30)
+        ]
+        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert@1"\}') >= 60)
+        yield server
+        assert {future.result().status_code for future in running_} == {200}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["one-process", "front-ends"])
+def full(request: pytest.FixtureRequest, tiny_store: Path) -> Iterator[Server]:
+    with full_server(tiny_store, processes=request.param) as server:
+        yield server
+
+
+def test_a_full_server_refuses_at_once_in_the_protocols_shape(full: Server) -> None:
+    refused = embed(full, "walk")
+    while refused.status_code == 200:  # a front end learns of the wait by an answer
+        refused = embed(full, "walk")
+    assert refused.status_code == 429
+    assert refused.json()["error_type"] == "Overloaded"
+    assert re.search(r"would wait about .* s, longer than its limit of 0.25 s", refused.text)
+    assert int(refused.headers["retry-after"]) >= 1
+    openai = httpx.post(
+        f"{full.url}/v1/embeddings",
+        json={"input": "walk", "model": "bert"},
+        headers={"x-request-id": "mine"},
+    )
+    assert openai.status_code == 429
+    assert "would wait" in openai.json()["error"]["message"]
+    assert openai.headers["x-request-id"] == "mine"
+    assert httpx.get(f"{full.url}/healthz").status_code == 200
+    assert (
+        metric(
+            full,
+            r'cloze_request_duration_seconds_count\{model="bert@1",route="/embed",status="429"\}',
+        )
+        >= 1
+    )
+    wait_until(lambda: any("POST /v1/embeddings 429 id=mine" in line for line in full.log))
+
+
+def exchange(server: Server, *parts: bytes) -> bytes:
+    """Send bytes in parts on one connection, and return what comes within half a second each."""
+    host, port = server.url.removeprefix("http://").split(":")
+    received = b""
+    with socket.create_connection((host, int(port)), timeout=0.5) as connection:
+        for part in parts:
+            connection.sendall(part)
+            try:
+                while data := connection.recv(65536):
+                    received += data
+            except TimeoutError:
+                pass
+    return received
+
+
+def test_a_refusal_comes_before_the_body_and_keeps_the_connection(tiny_store: Path) -> None:
+    with full_server(tiny_store, processes=False) as server:
+        head = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n\r\n"
+        health = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+        answers = exchange(server, head, b"no json, and ", b"slowly." + health)
+        assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"429", b"200"]
+        hesitant = head.replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n")
+        answers = exchange(server, hesitant)
+        assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"429"]
+        assert b"connection: close" in answers
+        both = exchange(server, (head + b" " * 20) * 3)
+        assert re.findall(rb"HTTP/1.1 (\d+)", both) == [b"429"] * 3
+
+
+def test_a_client_behind_a_trusted_proxy_has_its_own_share(tiny_store: Path) -> None:
+    with full_server(tiny_store, processes=False, CLOZE_TRUSTED_PROXIES="127.0.0.0/8") as server:
+        assert embed(server, "walk").status_code == 429
+        other = {"x-forwarded-for": "203.0.113.9"}
+        answer = httpx.post(f"{server.url}/embed", json={"inputs": "walk"}, headers=other)
+        assert answer.status_code == 200, answer.text
+    with full_server(tiny_store, processes=False) as server:
+        answer = httpx.post(f"{server.url}/embed", json={"inputs": "walk"}, headers=other)
+        assert answer.status_code == 429, "nobody else may choose a name"
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "soon", "9" * 30, "300001"])
+@pytest.mark.parametrize("route", ["/embed", "/v1/embeddings"])
+def test_a_wrong_time_limit_is_refused(every_task: Server, route: str, value: str) -> None:
+    body = {"inputs": "walk"} if route == "/embed" else {"input": "walk", "model": "bert"}
+    headers = {"x-request-timeout-ms": value}
+    answer = httpx.post(f"{every_task.url}{route}", json=body, headers=headers)
+    assert answer.status_code in (400, 422), answer.text
+    assert "x-request-timeout-ms: a whole number from 1 to 300000, got" in answer.text
+
+
+def test_a_request_may_state_its_time_limit(tiny_store: Path) -> None:
+    with running_server(tiny_store, "--model", "bert", command=FAULTY) as server:
+        started = time.monotonic()
+        headers = {"x-request-timeout-ms": "300"}
+        answer = httpx.post(f"{server.url}/embed", json={"inputs": "river"}, headers=headers)
+        assert answer.status_code == 504
+        assert "300 ms" in answer.text
+        assert 0.25 < time.monotonic() - started < 2.5
+        wait_for_run(server, "river")
+        assert embed(server, "walk").status_code == 200
+
+
+def test_a_draining_server_says_when_to_come_back(tiny_store: Path) -> None:
+    with (
+        running_server(tiny_store, "--model", "bert", command=FAULTY) as server,
+        ThreadPoolExecutor(1) as pool,
+        httpx.Client() as client,
+    ):
+        assert client.get(f"{server.url}/readyz").status_code == 200
+        slow = pool.submit(embed, server, "river")
+        wait_for_run(server, "river")
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as connection:
+            connection.sendall(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 19\r\n\r\n")
+            time.sleep(0.2)
+            server.process.terminate()
+            wait_until(lambda: any("draining" in line for line in server.log))
+            connection.sendall(b'{"inputs": "walk" }')
+            answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 503")
+        assert b"retry-after: 1" in answer
+        assert slow.result().status_code == 200
+
+
+def test_requests_at_once_are_counted_before_they_are_submitted(tiny_store: Path) -> None:
+    """Hundreds of requests in one turn of the event loop do not all pass the gate."""
+    with running_server(tiny_store, "--model", "bert", command=FAULTY, **SLOW) as server:
+        for length in range(1, 4):
+            assert embed(server, "moon " * length).status_code == 200
+        statuses = [answer.status_code for answer in at_once(server, ["moon"] * 40)]
+        assert set(statuses) == {200, 429}
+        assert statuses.count(200) <= 8

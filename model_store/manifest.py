@@ -1,23 +1,25 @@
 """The manifest of a bundle, a frozen pydantic model. The store reads and writes its file."""
 
-import hashlib
 import json
 import re
-from datetime import datetime
+from collections.abc import Iterator
 from enum import StrEnum
-from pathlib import PurePosixPath
 from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
+    AwareDatetime,
     BeforeValidator,
     Field,
+    FiniteFloat,
     SerializeAsAny,
     StringConstraints,
+    ValidationError,
     field_validator,
     model_validator,
 )
 
+from cloze.model_store.error_lines import first_problem
 from cloze.model_store.heads import (
     HEADS,
     GraphSpec,
@@ -29,6 +31,20 @@ from cloze.model_store.heads import (
 )
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.layouts import Layout
+from cloze.model_store.limits import (
+    MAX_FILE_BYTES,
+    MAX_FILES,
+    MAX_GOLDEN_BYTES,
+    MAX_GRAPH_BYTES,
+    MAX_LAYERS,
+    MAX_PARAMETERS,
+    MAX_POSITIONS,
+    MAX_TOKENIZER_BYTES,
+    MAX_TOLERANCE,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+)
+from cloze.model_store.sealed_json import parse_sealed, seal, unseal
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 SCHEMA_VERSION = 1
@@ -38,18 +54,20 @@ Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
 def _plain_file_name(name: object) -> object:
-    if (
-        not isinstance(name, str)
-        or PurePosixPath(name).name != name
-        or "\\" in name
-        or "\0" in name
-        or name[0] == "."
-    ):
-        raise ValueError(f"a bundle's file name must be a plain name without folders, got {name!r}")
+    if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
+        raise ValueError(
+            "a bundle's file name must be a plain name without folders, 1 to 64 letters, digits, "
+            f"'.', '_' or '-' with a letter or digit first, got {name!r}"
+        )
     return name
 
 
 FileName = Annotated[str, BeforeValidator(_plain_file_name)]
+GraphFileName = Annotated[FileName, StringConstraints(pattern=r"\.onnx$")]
+"""A runtime takes a file with another ending, such as ``.ort``, for another format."""
+
+Tokens = Annotated[int, Field(gt=2, le=MAX_POSITIONS)]
+Width = Annotated[int, Field(gt=0, le=MAX_WIDTH)]
 
 
 def _known_task(name: str) -> str:
@@ -94,17 +112,19 @@ class Architecture(Frozen):
     """Sizes of the encoder. ``type_vocab_size`` is 0 if the family has no token types."""
 
     family: str
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    layers: int = Field(gt=0)
-    heads: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    max_positions: int = Field(gt=0)
-    type_vocab_size: int = Field(ge=0)
+    vocab_size: int = Field(gt=0, le=MAX_VOCABULARY)
+    hidden_size: Width
+    layers: int = Field(gt=0, le=MAX_LAYERS)
+    heads: Width
+    intermediate_size: Width
+    max_positions: Tokens
+    type_vocab_size: int = Field(ge=0, le=MAX_WIDTH)
     activation: str
-    layer_norm_eps: float = Field(gt=0)
+    layer_norm_eps: float = Field(gt=0, lt=1)
     parameters: int = Field(
-        gt=0, description="numbers in the encoder and the exported heads, tied weights counted once"
+        gt=0,
+        le=MAX_PARAMETERS,
+        description="numbers in the encoder and the exported heads, tied weights counted once",
     )
 
 
@@ -121,23 +141,34 @@ class TokenizerSpec(Frozen):
     """The tokenizer's file, and the ids that a server needs before it opens the file."""
 
     file: FileName
-    vocab_size: int = Field(gt=0)
+    vocab_size: int = Field(gt=0, le=MAX_VOCABULARY)
     lowercase: bool
     cls_id: int = Field(ge=0)
     sep_id: int = Field(ge=0)
     mask_id: int | None = Field(ge=0)
     mask_token: str | None
 
+    @model_validator(mode="after")
+    def _ids_are_in_the_vocabulary(self) -> Self:
+        for number in (self.cls_id, self.sep_id, self.mask_id or 0):
+            if number >= self.vocab_size:
+                raise ValueError(
+                    f"the id {number} is not in the vocabulary of {self.vocab_size} tokens"
+                )
+        if (self.mask_id is None) != (self.mask_token is None):
+            raise ValueError("mask_id and mask_token come together")
+        return self
+
 
 class Embedding(Frozen):
     """How the task ``embed`` pools, and the prompts that its users may name."""
 
-    dimensions: int = Field(gt=0)
+    dimensions: Width
     pooling: Pooling
     normalize: bool = Field(
         description="whether embeddings have length 1 unless the request says otherwise"
     )
-    max_tokens: int = Field(gt=0, description="longest sequence, special tokens included")
+    max_tokens: Tokens = Field(description="longest sequence, special tokens included")
     prompts: dict[str, str] = Field({})
     default_prompt: str | None = None
     projected: bool | None = Field(
@@ -154,13 +185,13 @@ class Embedding(Frozen):
 class Limits(Frozen):
     """Limits of the model; a server may set lower limits."""
 
-    max_tokens: int = Field(gt=2, description="longest sequence, special tokens included")
+    max_tokens: Tokens = Field(description="longest sequence, special tokens included")
 
 
 class Graph(Frozen):
     """One ONNX graph; `docs/tensors.md` lists its inputs and outputs."""
 
-    file: FileName
+    file: GraphFileName
     layout: Layout
     precision: Precision
     weights: Weights = Weights.FP32
@@ -171,12 +202,14 @@ class Graph(Frozen):
 class Parity(Frozen):
     """Differences from torch that `cloze.export.verify` measured before publication."""
 
-    tolerance: float = Field(
-        gt=0, description="largest accepted |ours - torch| / max(1, max |torch|)"
+    tolerance: FiniteFloat = Field(
+        gt=0,
+        le=MAX_TOLERANCE,
+        description="largest accepted |ours - torch| / max(1, max |torch|)",
     )
     batches: tuple[int, ...]
     lengths: tuple[int, ...]
-    max_error: dict[str, float] = Field(description="the largest measured error, by output")
+    max_error: dict[str, FiniteFloat] = Field(description="the largest measured error, by output")
     golden_file: FileName
 
 
@@ -211,7 +244,7 @@ class StoredFile(Frozen):
     """The hash and the size of one file of the bundle."""
 
     sha256: Sha256
-    size: int = Field(ge=0, description="bytes")
+    size: int = Field(ge=0, le=MAX_FILE_BYTES, description="bytes")
 
 
 class BundleSpec(Frozen):
@@ -246,9 +279,12 @@ class BundleSpec(Frozen):
         for name in value:
             if name not in HEADS or HEADS[name].options is None:
                 raise ValueError(f"no head {name!r} has options")
-        return {
-            name: _options_type(name).model_validate(options) for name, options in value.items()
-        }
+        try:
+            return {
+                name: _options_type(name).model_validate(options) for name, options in value.items()
+            }
+        except ValidationError as error:
+            raise ValueError(first_problem(error)) from None
 
     @property
     def graph_heads(self) -> tuple[Head, ...]:
@@ -270,7 +306,35 @@ class BundleSpec(Frozen):
         return [lower for lower in (self.int8, self.fp16) if lower is not None]
 
     @model_validator(mode="after")
+    def _sizes_agree(self) -> Self:
+        sizes = [
+            ("tokenizer.vocab_size", self.tokenizer.vocab_size, self.architecture.vocab_size),
+            ("limits.max_tokens", self.limits.max_tokens, self.architecture.max_positions),
+        ]
+        if self.embedding is not None:
+            tokens = self.embedding.max_tokens
+            sizes.append(("embedding.max_tokens", tokens, self.limits.max_tokens))
+        for name, size, limit in sizes:
+            if size > limit:
+                raise ValueError(f"{name} is {size}; the model's limit is {limit}")
+        return self
+
+    @model_validator(mode="after")
+    def _precisions_are_those_of_their_sections(self) -> Self:
+        sections = ((Precision.INT8, self.int8), (Precision.FP16, self.fp16))
+        graphs = [(Precision.FP32, self.graph)]
+        graphs += [(precision, lower.graph) for precision, lower in sections if lower is not None]
+        for precision, graph in graphs:
+            if graph.precision is not precision:
+                raise ValueError(
+                    f"the graph {graph.file} is {graph.precision}, but its section is {precision}"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _tasks_have_what_they_need(self) -> Self:
+        if len(set(self.tasks)) < len(self.tasks):
+            raise ValueError(f"a task is named twice in {', '.join(self.tasks)}")
         names = {head.name for head in self.graph_heads}
         if (embedding.HEAD.name in names) != (self.embedding is not None):
             raise ValueError("the task embed and the section embedding come together")
@@ -289,21 +353,25 @@ class Manifest(BundleSpec):
 
     schema_version: Literal[1] = 1
     version: int = Field(gt=0)
-    created: datetime
-    files: dict[FileName, StoredFile]
+    created: AwareDatetime
+    files: dict[FileName, StoredFile] = Field(max_length=MAX_FILES)
 
     @model_validator(mode="after")
     def _named_files_are_listed(self) -> Self:
-        graphs = [(self.graph, self.parity)] + [
-            (lower.graph, lower.parity) for lower in self.lower_precisions()
-        ]
-        for file in (
-            self.tokenizer.file,
-            *(name for graph, parity in graphs for name in (graph.file, parity.golden_file)),
-        ):
+        for file, limit in self._limited_files():
             if file not in self.files:
                 raise ValueError(f"the file {file!r} is named but not listed under files")
+            if (size := self.files[file].size) > limit:
+                raise ValueError(f"the file {file!r} has {size} bytes; the limit is {limit}")
         return self
+
+    def _limited_files(self) -> Iterator[tuple[str, int]]:
+        """Yield each file that the manifest names, and the most bytes of such a file."""
+        yield self.tokenizer.file, MAX_TOKENIZER_BYTES
+        sections: list[Manifest | LowerPrecision] = [self, *self.lower_precisions()]
+        for section in sections:
+            yield section.graph.file, MAX_GRAPH_BYTES
+            yield section.parity.golden_file, MAX_GOLDEN_BYTES
 
     @property
     def reference(self) -> str:
@@ -321,7 +389,7 @@ class Manifest(BundleSpec):
         The last field, ``digest``, is the sha256 of the other fields.
         """
         body = self.model_dump(mode="json", exclude=None if self.heads else {"heads"})
-        return _dump(body | {"digest": _digest(body)})
+        return seal(body)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -330,17 +398,15 @@ class Manifest(BundleSpec):
         Raises:
             ValueError: the bytes are not JSON, are not a manifest of this schema, or were changed.
         """
-        body = json.loads(data)
-        if not isinstance(body, dict):
-            raise ValueError("a manifest is a JSON object")
+        body = parse_sealed(data)
         if (schema := body.get("schema_version")) != SCHEMA_VERSION:
             raise ValueError(
                 f"its schema_version is {schema!r}; this release reads {SCHEMA_VERSION}"
             )
-        digest = body.pop("digest", None)
-        if digest != _digest(body) or data != _dump(body | {"digest": digest}):
-            raise ValueError("it was changed after it was published (its digest does not match)")
-        return cls.model_validate_json(json.dumps(body))
+        try:
+            return cls.model_validate_json(json.dumps(unseal(body, data)))
+        except ValidationError as error:
+            raise ValueError(first_problem(error)) from None
 
 
 def _options_type(head: str) -> type[Frozen]:
@@ -366,11 +432,3 @@ def parse_reference(reference: str) -> tuple[str, int | None]:
     if not (version.isascii() and version.isdigit() and int(version) > 0):
         raise ValueError(f"{version!r} is not a version: versions are 1, 2, 3, ...")
     return name, int(version)
-
-
-def _dump(body: dict[str, object]) -> bytes:
-    return json.dumps(body, indent=2, ensure_ascii=False).encode() + b"\n"
-
-
-def _digest(body: dict[str, object]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

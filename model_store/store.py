@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from cloze.model_store.error_lines import printable
+from cloze.model_store.limits import MAX_MANIFEST_BYTES
 from cloze.model_store.locations import DEFAULT_ROOT, folders_to_read
 from cloze.model_store.manifest import (
     NAME_PATTERN,
@@ -32,6 +34,7 @@ from cloze.model_store.manifest import (
     StoredFile,
     parse_reference,
 )
+from cloze.model_store.plain_files import open_plain, read_plain
 
 _MANIFEST = "manifest.json"
 _STAGING_PREFIX = ".staging-"
@@ -236,7 +239,7 @@ def _rename(folder: Path, manifest: Manifest, target: Path) -> bool:
 
 def _read_manifest(path: Path) -> Manifest:
     try:
-        manifest = Manifest.from_bytes((path / _MANIFEST).read_bytes())
+        manifest = Manifest.from_bytes(read_plain(path / _MANIFEST, MAX_MANIFEST_BYTES))
         if path.parts[-2:] != (manifest.name, str(manifest.version)):
             raise ValueError(
                 f"it was published as {manifest.reference}; moving a folder does not "
@@ -249,7 +252,7 @@ def _read_manifest(path: Path) -> Manifest:
         ) from error
     except ValueError as error:
         raise StoreError(
-            f"the manifest of {path.parent.name}@{path.name} is refused: {error}"
+            f"the manifest of {path.parent.name}@{path.name} is refused: {printable(str(error))}"
         ) from error
 
 
@@ -272,15 +275,18 @@ def _entries(folder: Path) -> list[str]:
 
 def _check_file(file: Path, expected: StoredFile) -> str | None:
     """Return what is wrong with a file; None if the file is correct."""
-    if file.is_symlink() or not file.is_file():
+    try:
+        stream = open_plain(file)
+    except FileNotFoundError:
         return f"is missing from {file.parent}"
-    if (size := file.stat().st_size) != expected.size:
-        return f"has {size} bytes, published with {expected.size}"
-    return (
-        None
-        if _sha256(file) == expected.sha256
-        else "was changed after it was published (wrong sha256)"
-    )
+    except ValueError as error:
+        return f"is missing from {file.parent}: the entry of this name {error}"
+    with stream:
+        if (size := os.fstat(stream.fileno()).st_size) != expected.size:
+            return f"has {size} bytes, published with {expected.size}"
+        if hashlib.file_digest(stream, "sha256").hexdigest() != expected.sha256:
+            return "was changed after it was published (wrong sha256)"
+    return None
 
 
 def _sha256(file: Path) -> str:

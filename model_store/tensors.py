@@ -1,4 +1,4 @@
-"""The inputs and outputs of a bundle's graph: how one is described, and the inputs of the trunk.
+"""The tensors of a bundle's graph: how one is described, and the inputs and tables of the trunk.
 
 The tensors of a head are in the head's module. `docs/tensors.md` is generated from both by
 `cloze.model_store.tensor_reference`.
@@ -83,6 +83,15 @@ TOKEN_OFFSET: Final = TensorSpec(
     "the padded batch's cells: tokens first, then padding",
     "packed",
 )
+
+WORD_TABLE: Final = "embeddings.word"
+"""The weight [V, H] with one row per id of the vocabulary."""
+
+POSITION_TABLE: Final = "embeddings.position"
+"""The weight with one row of H numbers per position."""
+
+TOKEN_TYPE_TABLE: Final = "embeddings.token_type"
+"""The weight with one row of H numbers per token type; absent for DistilBERT."""
 
 TRUNK_INPUTS: Final = (INPUT_IDS, TOKEN_TYPE_IDS, POSITION_IDS, CU_SEQLENS, TOKEN_OFFSET)
 """The inputs of the encoder, which every graph has."""

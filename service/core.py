@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.error_lines import printable
 from cloze.model_store.manifest import Precision
 
 Float32 = NDArray[np.float32]
@@ -294,5 +295,8 @@ class Queue(Protocol):
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the error's type if the message is empty."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    """Return the first line of an error's message, or the error's type if the message is empty.
+
+    Control characters are escaped, and a long line is cut.
+    """
+    return printable((str(error).strip() or type(error).__name__).splitlines()[0])

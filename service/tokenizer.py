@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer as Backend
+from tokenizers.models import WordPiece
 
 from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding
-from cloze.service.core import StartupError
+from cloze.model_store.limits import MAX_TOKENIZER_BYTES
+from cloze.model_store.manifest import TokenizerSpec
+from cloze.model_store.plain_files import read_plain
+from cloze.service.core import StartupError, first_line
 
 _SHORT_CHARACTERS = 1000
 """Longest text that is tokenized without a release of the global interpreter lock.
@@ -53,16 +57,19 @@ class Tokenizer:
         unknown_token: the token that replaces text outside the vocabulary.
 
     Raises:
-        StartupError: the bundle's tokenizer file cannot be read.
+        StartupError: the bundle's tokenizer file cannot be read, or is not what the manifest says.
     """
 
     def __init__(self, bundle: Bundle) -> None:
         spec = bundle.manifest.tokenizer
         try:
-            self._backend = Backend.from_str(bundle.file(spec.file).read_text(encoding="utf-8"))
+            data = read_plain(bundle.file(spec.file), MAX_TOKENIZER_BYTES)
+            self._backend = Backend.from_str(data.decode())
+            _check_backend(self._backend, spec)
         except Exception as error:  # the library raises a bare Exception
             raise StartupError(
-                f"bundle {bundle.manifest.reference}: its tokenizer cannot be read: {error}"
+                f"bundle {bundle.manifest.reference}: its tokenizer cannot be read: "
+                f"{first_line(error)}"
             ) from error
         self.mask_id = spec.mask_id
         self.mask_token = spec.mask_token
@@ -167,3 +174,21 @@ class Tokenizer:
     def is_wrapped(self, ids: Sequence[int]) -> bool:
         """Return whether ids begin with ``[CLS]`` and end with ``[SEP]``."""
         return len(ids) >= 2 and ids[0] == self.cls_id and ids[-1] == self.sep_id
+
+
+def _check_backend(backend: Backend, spec: TokenizerSpec) -> None:
+    """Raise ValueError unless a tokenizer is the WordPiece tokenizer that a manifest describes."""
+    if not isinstance(backend.model, WordPiece):
+        raise ValueError(f"it is {type(backend.model).__name__}, not WordPiece")
+    if backend.truncation is not None or backend.padding is not None:
+        raise ValueError("it truncates or pads, which a bundle's tokenizer does not")
+    unknown = backend.model.unk_token
+    if backend.token_to_id(unknown) is None:
+        raise ValueError(f"its vocabulary lacks the unknown token {unknown!r}")
+    size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+    if size != spec.vocab_size:
+        raise ValueError(
+            f"it has {size} tokens, but the manifest's vocab_size is {spec.vocab_size}"
+        )
+    if spec.mask_token is not None and backend.token_to_id(spec.mask_token) != spec.mask_id:
+        raise ValueError(f"its id of {spec.mask_token!r} is not the manifest's {spec.mask_id}")

@@ -37,6 +37,7 @@ COMPUTING = {
     for name in (
         "checkpoint",
         "cli",
+        "crafted_bundles",
         "default_models",
         "deploy",
         "graph",

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from torch import Tensor
 
+from cloze.model_store.graph_checks import FUSED_DOMAIN
 from cloze.model_store.layouts import Layout
 from cloze.model_store.tensors import TensorSpec
 
@@ -22,7 +23,7 @@ _IR_VERSION = 10  # the first version that supports opset 20; older runtimes ref
 _INLINE_BYTES = 1024
 _ALIGNMENT = 4096  # bytes, one page: a runtime may map a weight instead of copying it
 
-FUSED = "com.microsoft"
+FUSED = FUSED_DOMAIN
 """The domain of onnxruntime's fused operators."""
 
 

@@ -56,14 +56,14 @@ class DenseLayout:
         types, type_table = "", ""
         if embeddings.token_type is not None:
             types = g.declare_input(tensors.TOKEN_TYPE_IDS, Layout.DENSE)
-            type_table = g.weight("embeddings.token_type", embeddings.token_type.weight)
+            type_table = g.weight(tensors.TOKEN_TYPE_TABLE, embeddings.token_type.weight)
         return g.op(
             "EmbedLayerNormalization",
             [
                 input_ids,
                 types,
                 linear_ops.embedding_table(g, WORD_EMBEDDINGS, embeddings.word.weight),
-                g.weight("embeddings.position", embeddings.position.weight),
+                g.weight(tensors.POSITION_TABLE, embeddings.position.weight),
                 type_table,
                 g.weight("embeddings.norm.weight", embeddings.norm.weight),
                 g.weight("embeddings.norm.bias", embeddings.norm.bias),
@@ -107,9 +107,10 @@ class PackedLayout:
             return g.op("Gather", [linear_ops.embedding_table(g, name, table.weight), rows], axis=0)
 
         words = look_up(WORD_EMBEDDINGS, tensors.INPUT_IDS, embeddings.word)
-        rest = look_up("embeddings.position", tensors.POSITION_IDS, embeddings.position)
+        rest = look_up(tensors.POSITION_TABLE, tensors.POSITION_IDS, embeddings.position)
         if embeddings.token_type is not None:
-            types = look_up("embeddings.token_type", tensors.TOKEN_TYPE_IDS, embeddings.token_type)
+            type_ids, table = tensors.TOKEN_TYPE_IDS, embeddings.token_type
+            types = look_up(tensors.TOKEN_TYPE_TABLE, type_ids, table)
             rest = g.op("Add", [rest, types])
         name = "embeddings.norm"
         return self._skip_norm(g, linear_ops, [words, rest], name, embeddings.norm)

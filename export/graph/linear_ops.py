@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import FUSED, GraphBuilder
 from cloze.export.models.encoder import Encoder, Layer
+from cloze.model_store.tensors import WORD_TABLE
 
 LARGEST_INT8 = 127
 """Quantised values are -127 to 127."""
@@ -44,7 +45,7 @@ _ZERO_POINT = 128
 
 _AXIS_1 = np.array([1], np.int64)
 
-WORD_EMBEDDINGS = "embeddings.word"
+WORD_EMBEDDINGS = WORD_TABLE
 """The only table that may be stored as integers."""
 
 

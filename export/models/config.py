@@ -9,6 +9,8 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass as validated
 
+from cloze.model_store.limits import MAX_LAYERS, MAX_POSITIONS, MAX_VOCABULARY, MAX_WIDTH
+
 
 @validated(frozen=True, slots=True)
 class EncoderConfig:
@@ -22,13 +24,13 @@ class EncoderConfig:
     """
 
     family: str
-    vocab_size: Annotated[int, Field(gt=0)]
-    hidden_size: Annotated[int, Field(gt=0)]
-    layers: Annotated[int, Field(gt=0)]
-    heads: Annotated[int, Field(gt=0)]
-    intermediate_size: Annotated[int, Field(gt=0)]
-    max_positions: Annotated[int, Field(gt=2)]
-    type_vocab_size: Annotated[int, Field(ge=0)]
+    vocab_size: Annotated[int, Field(gt=0, le=MAX_VOCABULARY)]
+    hidden_size: Annotated[int, Field(gt=0, le=MAX_WIDTH)]
+    layers: Annotated[int, Field(gt=0, le=MAX_LAYERS)]
+    heads: Annotated[int, Field(gt=0, le=MAX_WIDTH)]
+    intermediate_size: Annotated[int, Field(gt=0, le=MAX_WIDTH)]
+    max_positions: Annotated[int, Field(gt=2, le=MAX_POSITIONS)]
+    type_vocab_size: Annotated[int, Field(ge=0, le=MAX_WIDTH)]
     activation: str = "gelu"
     layer_norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-12
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1

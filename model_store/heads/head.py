@@ -8,13 +8,16 @@ mix all heads.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from cloze.model_store.layouts import Feeds, Layout, Placement
 from cloze.model_store.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from cloze.model_store.manifest import BundleSpec
 
 
 class Frozen(BaseModel):
@@ -87,6 +90,8 @@ class Head:
             memory.
         ranked: outputs of ids, by name -> the output of numbers in whose descending order they are.
         options: the type of the head's section in a manifest, under `heads`; None: no section.
+        model_sizes: a manifest -> the letters in shapes of the head's tensors that stand for sizes
+            of the model, with their sizes. The other letters differ per batch.
     """
 
     name: str
@@ -100,3 +105,4 @@ class Head:
     largest_request: Callable[[int], HeadRequest]
     ranked: Mapping[str, str] = field(default_factory=dict)
     options: type[Frozen] | None = None
+    model_sizes: Callable[["BundleSpec"], Mapping[str, int]] = lambda _: {}

@@ -4,7 +4,7 @@ Source: Devlin et al. 2019, section 4.1.
 """
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from pydantic import Field
 from cloze.model_store.heads.head import Frozen, Head, HeadRequest
 from cloze.model_store.heads.rows import pack_first_rows, unpack_rows
 from cloze.model_store.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from cloze.model_store.manifest import BundleSpec
 
 CLASS_ROWS: Final = TensorSpec(
     "class_rows", "int32", ("C",), "the rows of `hidden` that hold `[CLS]`"
@@ -34,6 +37,12 @@ class SequenceLabels(Frozen):
 
     labels: tuple[str, ...] = Field(min_length=1)
     problem_type: ProblemType
+
+
+def _model_sizes(spec: "BundleSpec") -> dict[str, int]:
+    options = spec.heads[HEAD.name]
+    assert isinstance(options, SequenceLabels)
+    return {"L": len(options.labels)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,4 +68,5 @@ HEAD: Final = Head(
     unpack=unpack_rows(CLASS_LOGITS, SequenceClassificationResult),
     largest_request=lambda _: SequenceClassificationRequest(),
     options=SequenceLabels,
+    model_sizes=_model_sizes,
 )

@@ -4,7 +4,7 @@ Source: Devlin et al. 2019, section 5.3 (named-entity recognition).
 """
 
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +13,9 @@ from pydantic import Field
 from cloze.model_store.heads.head import Frozen, Head, HeadRequest
 from cloze.model_store.heads.rows import pack_token_rows, unpack_token_rows
 from cloze.model_store.tensors import TensorSpec
+
+if TYPE_CHECKING:
+    from cloze.model_store.manifest import BundleSpec
 
 TOKEN_ROWS: Final = TensorSpec(
     "token_rows", "int32", ("R",), "the rows of `hidden` to classify: all rows of a sequence"
@@ -30,6 +33,12 @@ class TokenLabels(Frozen):
     """
 
     labels: tuple[str, ...] = Field(min_length=1)
+
+
+def _model_sizes(spec: "BundleSpec") -> dict[str, int]:
+    options = spec.heads[HEAD.name]
+    assert isinstance(options, TokenLabels)
+    return {"L": len(options.labels)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,4 +64,5 @@ HEAD: Final = Head(
     unpack=unpack_token_rows(TOKEN_LOGITS, TokenClassificationResult),
     largest_request=lambda _: TokenClassificationRequest(),
     options=TokenLabels,
+    model_sizes=_model_sizes,
 )

@@ -3,22 +3,18 @@
 The engine chooses one of the bundle's graphs, checks its golden outputs, and then runs batches.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
 
 from cloze.model_store import Bundle, Manifest
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
-from cloze.model_store.heads import HEADS
+from cloze.model_store.goldens import Golden, read_goldens
+from cloze.model_store.graph_checks import check_graph
 from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision
 from cloze.model_store.parity import output_errors
 from cloze.model_store.processor import INT8_NAMES, int8_advantage
-from cloze.model_store.tensors import TRUNK_INPUTS
 from cloze.service.core import Device, RequestedPrecision, StartupError, first_line
 from cloze.service.engine.session import (
     CUDA,
@@ -31,12 +27,6 @@ from cloze.service.engine.session import (
 
 OpenSession = Callable[[Bundle, Graph], Session]
 """Opens a session with a graph of a bundle."""
-
-_DTYPES = {
-    tensor.name: tensor.numpy_dtype
-    for tensors in (TRUNK_INPUTS, *(head.inputs for head in HEADS.values()))
-    for tensor in tensors
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +87,8 @@ class OnnxEngine:
             the local runtime cannot run.
 
     Raises:
-        StartupError: the device is missing, the bundle lacks the precision, the graph does not
-            load, or the golden outputs differ.
+        StartupError: the device is missing, the bundle lacks the precision, the graph is not what
+            the manifest describes or does not load, or the golden outputs differ.
     """
 
     def __init__(
@@ -124,7 +114,7 @@ class OnnxEngine:
         self.supports_varlen = graph.layout is Layout.PACKED
         self._codec = BatchCodec(bundle.manifest.graph_spec(graph.layout))
         self._tolerance = parity.tolerance
-        self._goldens = json.loads(bundle.file(parity.golden_file).read_bytes())
+        self._goldens = _read_goldens(bundle, opened.choice)
         try:
             for golden in self._goldens:
                 self._check(golden, self._session)
@@ -147,14 +137,23 @@ class OnnxEngine:
         """Check the first golden batch; see `Engine.probe`."""
         self._check(self._goldens[0], self._session)
 
-    def _check(self, golden: dict[str, dict[str, Any]], session: Session) -> None:
+    def _check(self, golden: Golden, session: Session) -> None:
         """Run a golden batch; raise unless each output is within the manifest's tolerance."""
-        feeds = {name: np.array(values, _DTYPES[name]) for name, values in golden["feeds"].items()}
-        expected = {name: np.array(values) for name, values in golden["outputs"].items()}
-        outputs = dict(zip(expected, session.run(list(expected), feeds), strict=True))
-        for name, error in output_errors(outputs, expected, self._tolerance).items():
+        names = list(golden.outputs)
+        outputs = dict(zip(names, session.run(names, golden.feeds), strict=True))
+        for name, error in output_errors(outputs, golden.outputs, self._tolerance).items():
             if error > self._tolerance:
                 raise ValueError(f"{name} is off by {error:.1e}, more than {self._tolerance:.0e}")
+
+
+def _read_goldens(bundle: Bundle, choice: _Choice) -> tuple[Golden, ...]:
+    file = choice.parity.golden_file
+    try:
+        return read_goldens(bundle, file, choice.graph.layout)
+    except (OSError, ValueError) as error:
+        raise StartupError(
+            f"bundle {bundle.manifest.reference}: {file} {first_line(error)}"
+        ) from error
 
 
 def _open_on_device(
@@ -195,13 +194,14 @@ def _session_opener(device: Device, options: SessionOptions) -> OpenSession:
 def _open(
     bundle: Bundle, device: Device, precision: RequestedPrecision, open_session: OpenSession
 ) -> _OpenGraph:
-    """Choose a graph and open its session.
+    """Choose a graph, check it against the manifest and open its session.
 
     Raises:
         StartupError: the bundle lacks the precision, or the graph does not load.
     """
     choice = _choose_graph(bundle.manifest, device, precision)
     try:
+        check_graph(bundle, choice.graph)
         return _OpenGraph(choice, device, open_session(bundle, choice.graph))
     except StartupError:
         raise

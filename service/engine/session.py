@@ -99,9 +99,10 @@ def cpu_session(file: Path, threads: int = 1, alone_threads: int = 0) -> Session
     try:
         return _open_twice(file, folder, threads, alone_threads)
     except Exception as error:  # the runtime's errors have no common type
+        session = _open_on_cpu(file, _cpu_options(threads))  # raises if the graph is at fault
         reason = first_line(error)
         log.warning("a lone request runs on one core: %s is not usable: %s", folder, reason)
-        return _open_on_cpu(file, _cpu_options(threads))
+        return session
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def _open_twice(file: Path, folder: Path, threads: int, alone_threads: int) -> C
         options.optimized_model_filepath = str(prepared)
         for key, value in _PREPARE.items():
             options.add_session_config_entry(key, value)
-        ort.InferenceSession(file, options, providers=[CPU])
+        ort.InferenceSession(file, options, providers=[CPU], enable_fallback=0)
         _return_freed_memory()
         side_by_side = _open_on_cpu(prepared, _cpu_options(threads))
         _return_freed_memory()
@@ -156,7 +157,8 @@ def _return_freed_memory() -> None:
 
 
 def _open_on_cpu(file: Path, options: ort.SessionOptions) -> Session:
-    session = ort.InferenceSession(file, options, providers=[CPU])
+    # The fallback would print, and open the graph on the same provider once more.
+    session = ort.InferenceSession(file, options, providers=[CPU], enable_fallback=0)
     session.disable_fallback()
     opened: Session = session
     return opened
@@ -234,7 +236,7 @@ def cuda_session(file: Path, device_id: int, memory_limit: int) -> "DeviceSessio
 
 def _options() -> ort.SessionOptions:
     options = ort.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4  # each error is an exception too, and becomes one line
     return options
 
 

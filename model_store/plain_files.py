@@ -1,0 +1,55 @@
+"""Reads files of a bundle that a stranger may have made: regular files only, limited in bytes."""
+
+import io
+import os
+import stat
+from pathlib import Path
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def other_kind(mode: int) -> str | None:
+    """Return what a file is instead of a regular file; None for a regular file.
+
+    Args:
+        mode: ``st_mode`` of the file.
+    """
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
+
+
+def open_plain(file: Path) -> io.BufferedReader:
+    """Open a regular file for reading, without following a link or waiting for a pipe's writer.
+
+    Raises:
+        OSError: the file is missing or not readable.
+        ValueError: the file is not a regular file.
+    """
+    kind = other_kind(file.lstat().st_mode)  # before `open`, which may act on a device
+    if kind is None:
+        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        kind = other_kind(os.fstat(descriptor).st_mode)
+        if kind is None:
+            return os.fdopen(descriptor, "rb")
+        os.close(descriptor)
+    raise ValueError(f"is {kind}; a bundle has regular files only")
+
+
+def read_plain(file: Path, max_bytes: int) -> bytes:
+    """Return the content of a regular file.
+
+    Raises:
+        OSError: the file is missing or not readable.
+        ValueError: the file is not a regular file, or has more bytes than the limit.
+    """
+    with open_plain(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        if size > max_bytes:
+            raise ValueError(f"has {size} bytes; the limit is {max_bytes}")
+        return stream.read(max_bytes)

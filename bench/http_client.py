@@ -39,7 +39,7 @@ def post(path: str, body: bytes, headers: dict[str, str] | None = None) -> bytes
     """Return the bytes of a POST request with a JSON body."""
     lines = [
         f"POST {path} HTTP/1.1",
-        "host: bench",
+        "host: localhost",
         "content-type: application/json",
         f"content-length: {len(body)}",
     ]

@@ -1,6 +1,6 @@
 """Measures the processor time of a request to ``/embed`` on the event loop's thread.
 
-    python bench/request_cost.py [--profile]
+    python bench/request_cost.py [--profile] 2>/dev/null
 
 The application runs alone, without sockets, on an engine that returns at once. Times are processor
 times of the thread, so other work on the machine hardly changes them.
@@ -67,7 +67,7 @@ def _scope() -> dict[str, Any]:
         "root_path": "",
         "scheme": "http",
         "headers": [
-            (b"host", b"bench"),
+            (b"host", b"localhost"),
             (b"content-type", b"application/json"),
             (b"content-length", str(len(BODY)).encode()),
         ],

@@ -17,6 +17,7 @@ from cloze.ask import ask
 from cloze.bench_command import bench
 from cloze.doctor import doctor
 from cloze.failing import fail
+from cloze.keys_command import keys
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store.heads import HEADS
 from cloze.model_store.installation import DISTRIBUTION, install_command
@@ -201,10 +202,11 @@ cli.add_command(train)
 cli.add_command(ask)
 cli.add_command(bench)
 cli.add_command(doctor)
+cli.add_command(keys)
 cli.add_command(store)
 
 
-_REPEATED = ("model", "default", "trusted_proxies")
+_REPEATED = ("model", "default", "cors_origins", "allowed_hosts", "trusted_proxies")
 """Settings whose option may be repeated."""
 
 
@@ -225,7 +227,7 @@ def _setting_options() -> list[click.Parameter]:
     for name, field in Settings.model_fields.items():
         description = field.description or ""
         default = f"; default: {getattr(field.default, 'value', field.default)}"
-        if name in _REPEATED:  # the description names the default
+        if name in _REPEATED or field.default is None:  # the description names the default
             default = ""
         option = click.Option(
             [f"--{name.replace('_', '-')}"],

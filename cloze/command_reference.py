@@ -71,7 +71,7 @@ def _default(name: str) -> str:
     if name == "model_store":
         return _STORE
     default = Settings.model_fields[name].default
-    return "" if default == () else f"`{getattr(default, 'value', default)}`"
+    return "" if default in ((), None) else f"`{getattr(default, 'value', default)}`"
 
 
 def command_reference() -> str:

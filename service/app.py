@@ -17,19 +17,22 @@ from typing import Any, Protocol
 from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.model_store import Bundle
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import ServiceError
+from cloze.service.http.access import AccessControl, accepted_hosts
 from cloze.service.http.access_log import AccessLog
 from cloze.service.http.caller import Callers
 from cloze.service.http.connection import Connection, DirectRoutes
 from cloze.service.http.errors import STATUS
 from cloze.service.http.gate import Gate, GateLimits, GateModel
+from cloze.service.http.keys import Keys, Scope
 from cloze.service.http.openapi import document
-from cloze.service.http.page import part_handlers
+from cloze.service.http.page import ASSETS, docs_handler, docs_paths, part_handlers
 from cloze.service.http.routes import Handler, Route
 from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics
@@ -145,7 +148,10 @@ class Service:
         self._draining = False
         pipelines = [Pipeline(model, _task_limits(settings, model)) for model in models]
         self.models = Models(pipelines, registries.tasks.values(), settings.default_models())
-        callers = Callers(settings.trusted_proxies)
+        callers = Callers(
+            settings.trusted_proxies, Keys(settings.keys_file) if settings.keys_file else None
+        )
+        self._callers = callers
         self._context = self._protocol_context(callers)
         self._routes = [r for p in registries.protocols for r in p.routes(self._context)]
         self._access_log = AccessLog(
@@ -213,7 +219,12 @@ class Service:
     def api(self) -> FastAPI:
         """Return the HTTP application; the service closes when the application shuts down."""
         app = create_app(
-            self._context, self._routes, self._registries.protocols, self._access_log, self.gate
+            self._context,
+            self._routes,
+            self._registries.protocols,
+            self._access_log,
+            self.gate,
+            self._protect,
         )
 
         @asynccontextmanager
@@ -225,6 +236,30 @@ class Service:
 
         app.router.lifespan_context = lifespan
         return app
+
+    def _protect(self, app: FastAPI) -> None:
+        """Add the checks of keys and hosts, and CORS, if the settings ask for them."""
+        settings = self._settings
+        hosts = accepted_hosts(settings.host, settings.allowed_hosts)
+        if hosts or self._callers.keys is not None:
+            app.add_middleware(
+                AccessControl,
+                callers=self._callers,
+                open_routes=frozenset(
+                    {*operations.PROBES, "/", "/openapi.json", *docs_paths(), *part_handlers()}
+                ),
+                scopes=(("/metrics", Scope.METRICS), ("/admin/", Scope.ADMIN)),
+                hosts=hosts,
+                respond=ErrorResponder(self._registries.protocols).respond,
+            )
+        if settings.cors_origins:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=settings.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["authorization", "content-type", "x-request-id"],
+                expose_headers=["x-request-id", "x-model", "x-truncated", "retry-after"],
+            )
 
     def drain(self) -> None:
         """Stop admitting requests; accepted requests are still answered."""
@@ -258,20 +293,30 @@ def create_app(
     protocols: Sequence[WireProtocol],
     access_log: AccessLog,
     gate: Gate,
+    protect: Callable[[FastAPI], None],
 ) -> FastAPI:
-    """Return the HTTP application: the routes, and the documentation pages."""
+    """Return the HTTP application: the routes, and the documentation pages.
+
+    Args:
+        context: the parts of the service that routes use.
+        routes: the routes.
+        protocols: the protocols, which write errors.
+        access_log: logs answered requests.
+        gate: counts the requests that it has admitted.
+        protect: adds the middleware that decides who may send requests.
+    """
     app = FastAPIOffline(
         title=_TITLE,
+        docs_url=None,
         redoc_url=None,
-        static_url="/docs/assets",
-        swagger_ui_oauth2_redirect_url="/docs/oauth2-redirect",
+        static_url=ASSETS,
         # By default, FastAPI checks at every request whether each kind of telemetry is installed.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
     for path, handlers in _by_path(routes).items():
         app.add_route(path, _by_method(handlers), methods=list(handlers))
     parts = part_handlers()
-    for path, handler in parts.items():
+    for path, handler in (parts | {"/docs": docs_handler(_TITLE)}).items():
         app.add_route(path, handler, methods=["GET"])
     _create_request_series(context, routes)
     responder = ErrorResponder(protocols)
@@ -280,6 +325,7 @@ def create_app(
     app.openapi = _openapi(routes)  # type: ignore[method-assign]
     task_handlers = {route.path: route.handler for route in routes if route.task is not None}
     app.add_middleware(DirectRoutes, handlers=task_handlers, respond=responder.respond)
+    protect(app)
     known_routes = ("/docs", "/openapi.json", *parts, *(route.path for route in routes))
     app.add_middleware(
         Connection,

@@ -9,6 +9,8 @@
     |   +-- InvalidRequest      a value is malformed or out of its limits
     |   +-- EmptyRequest        the request has no text
     |   +-- RequestTooLarge     the body has more bytes than the limit
+    |   +-- Unauthorized        the request has no valid API key
+    |   +-- Forbidden           the key lacks the scope, or the host is another
     |   +-- UnknownModel        the request names a model that is not served
     |   +-- WrongTask           the model has no head for the task
     +-- Overloaded              the wait would be too long; retry after `retry_after_s`
@@ -76,6 +78,14 @@ class RequestTooLarge(RequestError):
 
 class UnsupportedEncoding(RequestError):
     """The body has a content encoding that the server does not read."""
+
+
+class Unauthorized(RequestError):
+    """The request has no valid API key."""
+
+
+class Forbidden(RequestError):
+    """The API key lacks the scope, or the request is for another host."""
 
 
 class UnknownModel(RequestError):

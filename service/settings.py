@@ -9,9 +9,9 @@ import os
 from collections.abc import Mapping
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from cloze.model_store.locations import DEFAULT_ROOT
@@ -225,6 +225,29 @@ class Settings(BaseSettings):
         ge=0,
         description="most open connections per address; 0: no limit, as behind a proxy",
     )
+    keys_file: Path | None = Field(
+        None,
+        description="TOML file of API keys, made by `cloze keys add`; default: no key is needed",
+    )
+    allow_anonymous: bool = Field(
+        False,
+        description="do not warn of an address that others reach, without keys",
+    )
+    tls_certificate: Path | None = Field(
+        None, description="PEM file of the server's certificate chain; default: no TLS"
+    )
+    tls_key: Path | None = Field(None, description="PEM file of the certificate's private key")
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="origins whose pages may send requests, for example https://app.example; "
+        "repeat the option, or separate them by commas in the environment; default: none",
+    )
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+        (),
+        description="names that the Host header of a request may have; repeat the option, or "
+        "separate them by commas in the environment; default: any, but on a loopback address "
+        "only its own names",
+    )
     trusted_proxies: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description="addresses and networks of proxies whose X-Forwarded-For names the client; "
@@ -257,7 +280,9 @@ class Settings(BaseSettings):
         "always get one, probes and scrapes only at level debug",
     )
 
-    @field_validator("model", "default", "trusted_proxies", mode="before")
+    @field_validator(
+        "model", "default", "cors_origins", "allowed_hosts", "trusted_proxies", mode="before"
+    )
     @classmethod
     def _split_names(cls, value: object) -> object:
         if not isinstance(value, str):
@@ -274,6 +299,12 @@ class Settings(BaseSettings):
             if tasks.count(task) > 1:
                 raise ValueError(f"the task {task!r} has two defaults")
         return value
+
+    @model_validator(mode="after")
+    def _certificate_has_its_key(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key belong together: set both or neither")
+        return self
 
     @field_validator("trusted_proxies")
     @classmethod
@@ -317,6 +348,8 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
         return Settings(**flags)
     except ValidationError as error:
         first = error.errors()[0]
+        if not first["loc"]:  # of several settings together
+            raise StartupError(str(first["ctx"]["error"])) from None
         name = str(first["loc"][0])
         shown = f"--{name.replace('_', '-')}" if name in flags else f"{ENV_PREFIX}{name.upper()}"
         if first["type"] == "value_error":

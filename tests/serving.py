@@ -74,9 +74,9 @@ def running_server(
     reader.start()
     try:
         assert listening.wait(START_TIMEOUT_S), "the server did not start"
-        found = re.search(r'listening on (http://[^\s"]+)', "".join(log))
+        found = re.search(r'listening on (https?://[^\s"]+)', "".join(log))
         assert found, "".join(log)
-        server = Server(found[1], process, log)
+        server = Server(found[1].replace("0.0.0.0", "127.0.0.1"), process, log)
         wait_until_ready(server)
         yield server
     finally:
@@ -113,7 +113,7 @@ def wait_until_ready(server: Server) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
-            if httpx.get(f"{server.url}/readyz").status_code == 200:
+            if httpx.get(f"{server.url}/readyz", verify=False).status_code == 200:
                 return
         except httpx.TransportError:
             time.sleep(0.02)  # it takes the port before it listens

@@ -232,8 +232,8 @@ def exchange(server: Server, *parts: bytes) -> bytes:
 
 def test_a_refusal_comes_before_the_body_and_keeps_the_connection(tiny_store: Path) -> None:
     with full_server(tiny_store, processes=False) as server:
-        head = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n\r\n"
-        health = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+        head = b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20\r\n\r\n"
+        health = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
         answers = exchange(server, head, b"no json, and ", b"slowly." + health)
         assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"429", b"200"]
         hesitant = head.replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n")
@@ -288,7 +288,9 @@ def test_a_draining_server_says_when_to_come_back(tiny_store: Path) -> None:
         wait_for_run(server, "river")
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=5) as connection:
-            connection.sendall(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 19\r\n\r\n")
+            connection.sendall(
+                b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 19\r\n\r\n"
+            )
             time.sleep(0.2)
             server.process.terminate()
             wait_until(lambda: any("draining" in line for line in server.log))

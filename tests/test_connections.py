@@ -73,7 +73,7 @@ def test_headers_must_arrive_in_time(server: Server) -> None:
     with connect(server) as connection:
         started = time.monotonic()
         try:
-            for byte in b"POST /embed HTTP/1.1\r\nhost: x\r\n" * 10:
+            for byte in b"POST /embed HTTP/1.1\r\nhost: localhost\r\n" * 10:
                 connection.sendall(bytes([byte]))
                 time.sleep(0.02)
         except OSError:
@@ -84,7 +84,7 @@ def test_headers_must_arrive_in_time(server: Server) -> None:
 
 def test_an_idle_connection_ends(server: Server) -> None:
     with connect(server) as silent, connect(server) as used:
-        used.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+        used.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert used.recv(65536).startswith(b"HTTP/1.1 200")
         assert 0.5 < seconds_until_closed(silent) < 4
         assert seconds_until_closed(used) < 4
@@ -93,7 +93,7 @@ def test_an_idle_connection_ends(server: Server) -> None:
 def test_a_connection_that_works_stays(server: Server) -> None:
     with connect(server) as connection:
         for _ in range(4):
-            connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
             time.sleep(0.5)
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
@@ -112,7 +112,9 @@ def test_the_oldest_idle_connection_makes_room(tiny_store: Path) -> None:
 def test_a_busy_connection_never_makes_room(tiny_store: Path) -> None:
     limits = {"CLOZE_MAX_CONNECTIONS": "2"}
     body = b'{"inputs": "river"}'
-    request = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    request = (
+        b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    )
     with (
         running_server(tiny_store, "--model", "bert", command=FAULTY, **limits) as server,
         connections(server, 2, request) as busy,
@@ -165,7 +167,7 @@ def test_few_files_mean_few_connections_and_nobody_is_shut_out(tiny_store: Path)
     [
         b"",
         b"POST /embed HTTP/1.1\r\nho",
-        b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{",
+        b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n{",
     ],
     ids=["idle", "half-sent headers", "half-sent body"],
 )
@@ -202,7 +204,7 @@ def test_thousands_of_connections_disturb_nobody(tiny_store: Path, sent: bytes) 
 
 def test_a_half_sent_body_does_not_hold_the_drain(tiny_store: Path) -> None:
     with running_server(tiny_store, "--model", "bert") as server:
-        head = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 20\r\n\r\n{"
+        head = b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20\r\n\r\n{"
         with connections(server, 3, head):
             assert embed(server, "walk").status_code == 200
             started = time.monotonic()

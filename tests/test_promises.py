@@ -221,7 +221,8 @@ def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path, faulty_server
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(
-                b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+                b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
+                + body
             )
             wait_for_run(server, "moon")
         started = time.monotonic()
@@ -245,7 +246,8 @@ def test_1_a_body_that_never_ends_is_not_waited_for(
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(
-                b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n" + b'{"inputs": '
+                b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n"
+                + b'{"inputs": '
             )
             answer = b""
             while part := connection.recv(65536):  # until the server closes the connection
@@ -261,7 +263,7 @@ def test_1_headers_that_never_end_are_not_collected(
     with faulty_server(tiny_store) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\nx: ")
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx: ")
             sent = 0
             with contextlib.suppress(OSError):
                 for _ in range(100):
@@ -279,7 +281,7 @@ def test_1_trailers_that_never_end_are_not_collected(
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(
-                b"POST /embed HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: "
+                b"POST /embed HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: "
             )
             sent = 0
             with contextlib.suppress(OSError):
@@ -296,7 +298,9 @@ def test_1_a_client_that_leaves_while_it_sends_is_no_error_of_ours(
     with faulty_server(tiny_store) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
-            connection.sendall(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            connection.sendall(
+                b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{"
+            )
         deadline = time.monotonic() + 10
         while not metric(
             server, r'cloze_request_duration_seconds_count\{model="",route="/embed",status="499"\}'

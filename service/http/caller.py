@@ -9,10 +9,14 @@ from functools import lru_cache
 from starlette.types import Scope
 
 from cloze.service.core import InvalidRequest
+from cloze.service.http.keys import Key, Keys
 
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 
 _FORWARDED = b"x-forwarded-for"
+
+_KEY = "cloze.key"
+"""Key of a scope: the request's API key, once it is known."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 """Request ids that the server accepts from a client and returns in a header."""
@@ -23,17 +27,33 @@ class Callers:
 
     Args:
         trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed.
+        keys: the API keys; None: there are none.
+
+    Attributes:
+        keys: the API keys; None: there are none.
 
     Raises:
         ValueError: a string is neither an address nor a network.
     """
 
-    def __init__(self, trusted_proxies: Sequence[str] = ()) -> None:
+    def __init__(self, trusted_proxies: Sequence[str] = (), keys: Keys | None = None) -> None:
+        self.keys = keys
         self._trusted = [ipaddress.ip_network(proxy, strict=False) for proxy in trusted_proxies]
         self._trusts = lru_cache(1024)(self._is_trusted)
 
+    def key(self, scope: Scope) -> Key | None:
+        """Return the API key of a request; None if it has none."""
+        if _KEY not in scope:
+            headers = scope["headers"]
+            sent = next((value for name, value in headers if name == b"authorization"), b"")
+            scope[_KEY] = self.keys.find(sent) if self.keys is not None and sent else None
+        found: Key | None = scope[_KEY]
+        return found
+
     def name(self, scope: Scope) -> str:
-        """Return the address of a request's client; "" if the server does not know it."""
+        """Return the key's name or the address of a client; "" if the server knows neither."""
+        if self.keys is not None and (key := self.key(scope)) is not None:
+            return f"key {key.name}"
         peer = scope.get("client")
         address: str = peer[0] if peer else ""
         if self._trusted and self._trusts(address):

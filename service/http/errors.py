@@ -10,6 +10,8 @@ from cloze.service import core
 STATUS: dict[type[Exception], tuple[int, str]] = {
     core.MalformedRequest: (400, "Validation"),
     core.EmptyRequest: (400, "Empty"),
+    core.Unauthorized: (401, "Validation"),
+    core.Forbidden: (403, "Validation"),
     core.UnknownModel: (404, "Validation"),
     core.SlowRequest: (408, "Validation"),
     core.RequestTooLarge: (413, "Validation"),
@@ -77,6 +79,8 @@ def describe_service_error(error: core.ServiceError) -> ErrorInfo:
         headers["retry-after"] = str(error.retry_after_s)
     elif isinstance(error, core.ShuttingDown | core.EngineDead):
         headers["retry-after"] = _UNAVAILABLE_S
+    elif isinstance(error, core.Unauthorized):
+        headers["www-authenticate"] = "Bearer"
     elif isinstance(error, core.UnsupportedEncoding):
         headers["accept-encoding"] = "gzip"  # RFC 9110, section 12.5.3
     elif isinstance(error, core.SlowRequest):

@@ -7,6 +7,7 @@ arrived, whether a full server refuses the request.
 
 import asyncio
 import logging
+import math
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,6 +23,10 @@ log = logging.getLogger("cloze")
 MAX_HEADER_BYTES = 65_536
 """Most bytes of the headers of a request."""
 
+
+_NO_REQUEST = "it sent no request in time"
+_SLOW_HEADERS = "the headers of its request did not arrive in time"
+_SLOW_BODY = "the body of its refused request did not arrive in time"
 
 _DRAIN_BODY_S = 5.0
 """Longest time in which the rest of a body arrives after SIGTERM."""
@@ -112,6 +117,8 @@ class ServerProtocol(HttpToolsProtocol):
         self._progress = False
         self._refused = False  # whether the body of a refused request is still arriving
         self._timer: asyncio.TimerHandle | None = None
+        self._deadline = math.inf  # `loop.time` at which the connection ends, for this reason:
+        self._reason = ""
         self.address = ""
 
     # ---- the connection -------------------------------------------------------------------------
@@ -124,7 +131,8 @@ class ServerProtocol(HttpToolsProtocol):
             log.warning("a connection was refused: %s", reason)
             self._answer_and_close(503, "Service Unavailable", reason, "retry-after: 1\r\n")
             return
-        self._start_timer(self._table.limits.idle_timeout_s, "it sent no request")
+        self._expect(self._table.limits.idle_timeout_s, _NO_REQUEST)
+        self._check_time()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection; see `asyncio.Protocol`."""
@@ -139,9 +147,22 @@ class ServerProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.close()
 
-    def _start_timer(self, seconds: float, reason: str) -> None:
-        self._stop_timer()
-        self._timer = self.loop.call_later(seconds, self.end, reason)
+    def _expect(self, seconds: float, reason: str) -> None:
+        """Set the time at which the connection ends, unless another time is set before."""
+        self._deadline, self._reason = self.loop.time() + seconds, reason
+
+    def _check_time(self) -> None:
+        """End the connection if its time is over, else look again.
+
+        A timer per wait would cost more than the other work of a refusal. This one runs at least
+        as often as the shortest wait, so that no end is late.
+        """
+        left_s = self._deadline - self.loop.time()
+        if left_s <= 0:
+            self.end(self._reason)
+            return
+        seconds = min(left_s, self._table.limits.header_timeout_s, _DRAIN_BODY_S)
+        self._timer = self.loop.call_later(seconds, self._check_time)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
@@ -152,7 +173,7 @@ class ServerProtocol(HttpToolsProtocol):
         """End the connection after its request. The drain waits for a body, but not for long."""
         super().shutdown()
         if not self.transport.is_closing() and self.cycle.more_body:
-            self._start_timer(_DRAIN_BODY_S, "its body did not arrive during the drain")
+            self._expect(_DRAIN_BODY_S, "its body did not arrive during the drain")
 
     # ---- received bytes -------------------------------------------------------------------------
 
@@ -172,14 +193,13 @@ class ServerProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Note the first byte of a request, whose headers must arrive in time."""
         self._progress = True
-        seconds = self._table.limits.header_timeout_s
-        self._start_timer(seconds, f"the headers of a request took longer than {seconds:g} s")
+        self._expect(self._table.limits.header_timeout_s, _SLOW_HEADERS)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         """Refuse the request if the server is full, else start it."""
         self._progress = True
-        self._stop_timer()
+        self._deadline = math.inf
         self._table.busy(self)
         in_turn = self.cycle is None or self.cycle.response_complete
         if in_turn and self.parser.get_method() == b"POST":
@@ -213,7 +233,7 @@ class ServerProtocol(HttpToolsProtocol):
 
     def _wait_for_request(self) -> None:
         self._table.idle(self)
-        self._start_timer(self._table.limits.idle_timeout_s, "it sent no further request")
+        self._expect(self._table.limits.idle_timeout_s, _NO_REQUEST)
 
     # ---- refusals -------------------------------------------------------------------------------
 
@@ -229,8 +249,7 @@ class ServerProtocol(HttpToolsProtocol):
             return
         self._refused = True
         self.transport.write(answer)
-        seconds = self._table.limits.header_timeout_s
-        self._start_timer(seconds, f"the body of a refused request took longer than {seconds:g} s")
+        self._expect(self._table.limits.header_timeout_s, _SLOW_BODY)
 
     def _answer_and_close(self, status: int, phrase: str, message: str, headers: str = "") -> None:
         body = orjson.dumps({"error": message, "error_type": "Validation"})

@@ -92,6 +92,7 @@ class WatchedRequest:
                 self._timer.cancel()
             if self._watcher is not None:
                 self._watcher.cancel()
+                self._watcher = None  # the task refers to this object, and a cycle would need gc
             if self._error is not None and kind is asyncio.CancelledError:
                 self._task.uncancel()
                 raise self._error from None

@@ -22,7 +22,9 @@ from cloze.service.tasks import embed
 _TAG = "service"
 """The group of these routes in the documentation."""
 
-QUIET_ROUTES: Final = frozenset({"/healthz", "/readyz", "/health", "/metrics"})
+PROBES: Final = frozenset({"/healthz", "/readyz", "/health"})
+
+QUIET_ROUTES: Final = PROBES | {"/metrics"}
 """Routes that are asked every few seconds, so that their results need no log line."""
 
 

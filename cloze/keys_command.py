@@ -1,0 +1,119 @@
+"""``cloze keys``: makes, lists and removes the API keys of a file."""
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cloze.failing import fail
+from cloze.options import json_option
+from cloze.tables import print_rows
+
+_SCOPES = ("inference", "metrics", "admin")
+
+_file_option = click.option(
+    "--file",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    required=True,
+    envvar="CLOZE_KEYS_FILE",
+    show_envvar=True,
+    help="The keys file; `cloze serve --keys-file` reads it.",
+)
+
+
+@click.group()
+def keys() -> None:
+    """Make, list and remove API keys.
+
+    A server reads the file again within a second of a change.
+    """
+
+
+@keys.command()
+@click.argument("name")
+@click.option(
+    "--scope",
+    "scopes",
+    multiple=True,
+    type=click.Choice(_SCOPES),
+    default=("inference",),
+    help="What the key allows; may be repeated.",
+)
+@click.option("--requests-per-minute", type=click.IntRange(min=1), help="Limit of the key.")
+@_file_option
+def add(name: str, scopes: tuple[str, ...], requests_per_minute: int | None, path: Path) -> None:
+    """Make a key called NAME, write its hash into the file, and print the key once."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name):
+        fail("a name has 1 to 64 letters, digits, '_' and '-', a letter or digit first", code=2)
+    entries = _read(path)
+    if name in entries:
+        fail(f"{path} has a key called {name}; remove it first")
+    key = f"cloze_{secrets.token_urlsafe(32)}"
+    entry: dict[str, Any] = {
+        "sha256": hashlib.sha256(key.encode()).hexdigest(),
+        "scopes": list(dict.fromkeys(scopes)),
+    }
+    if requests_per_minute is not None:
+        entry["requests_per_minute"] = requests_per_minute
+    _write(path, entries | {name: entry})
+    click.echo(key)
+
+
+@keys.command("list")
+@json_option
+@_file_option
+def list_keys(as_json: bool, path: Path) -> None:
+    """Print the names, scopes and limits of the keys."""
+    rows = [
+        {
+            "name": name,
+            "scopes": entry.get("scopes", []),
+            "requests per minute": entry.get("requests_per_minute", "any"),
+        }
+        for name, entry in _read(path).items()
+    ]
+    print_rows(rows, as_json=as_json, headings=True)
+
+
+@keys.command()
+@click.argument("name")
+@_file_option
+def remove(name: str, path: Path) -> None:
+    """Remove the key called NAME."""
+    entries = _read(path)
+    if name not in entries:
+        fail(f"{path} has no key called {name}")
+    _write(path, {other: entry for other, entry in entries.items() if other != name})
+    click.echo(f"removed {name}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        fail(f"the keys file {path} cannot be read: {error}")
+
+
+def _write(path: Path, entries: dict[str, Any]) -> None:
+    """Replace the file by one rename, readable by its owner only."""
+    lines = []
+    for name, entry in entries.items():
+        lines.append(f"[{name}]")
+        lines += [f"{field} = {json.dumps(value)}" for field, value in entry.items()]
+        lines.append("")
+    new = path.with_name(f".{path.name}.new")
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write("\n".join(lines))
+        new.replace(path)
+    except OSError as error:
+        fail(f"the keys file {path} cannot be written: {error.strerror}")

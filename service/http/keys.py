@@ -1,0 +1,182 @@
+"""API keys: named, hashed in a file that is read again when it changes, with scopes and limits.
+
+The file is TOML. Each table is a key:
+
+    [search-team]
+    sha256 = "9f86d081884c7d65..."        # of the key; `cloze keys add` prints both
+    scopes = ["inference"]                # of inference, metrics, admin
+    requests_per_minute = 600             # optional
+"""
+
+import hashlib
+import hmac
+import logging
+import time
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cloze.service.core import Forbidden, Overloaded, StartupError, Unauthorized
+
+log = logging.getLogger("cloze")
+
+_LOOK_EVERY_S = 1.0
+"""Longest time until a change of the file is noticed."""
+
+_MAX_FILE_BYTES = 1_000_000
+
+_BEARER = b"bearer "
+
+
+class Scope(StrEnum):
+    """What a key allows."""
+
+    INFERENCE = "inference"
+    METRICS = "metrics"
+    ADMIN = "admin"
+
+
+class KeyEntry(BaseModel):
+    """A key as the file describes it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    scopes: Annotated[list[Annotated[Scope, Field(strict=False)]], Field(min_length=1)]
+    requests_per_minute: Annotated[int, Field(ge=1)] | None = None
+
+
+class Key:
+    """A key of the file, with the requests that it may still send.
+
+    Args:
+        name: name of the key.
+        entry: its description.
+
+    Attributes:
+        name: name of the key.
+        entry: its description.
+    """
+
+    def __init__(self, name: str, entry: KeyEntry) -> None:
+        self.name, self.entry = name, entry
+        self._allowed = float(entry.requests_per_minute or 0)
+        self._counted = time.monotonic()
+
+    def count(self) -> None:
+        """Count a request (token bucket of a minute's size).
+
+        Raises:
+            Overloaded: the key has sent too many requests.
+        """
+        most = self.entry.requests_per_minute
+        if most is None:
+            return
+        now = time.monotonic()
+        self._allowed = min(most, self._allowed + (now - self._counted) * most / 60)
+        self._counted = now
+        if self._allowed < 1:
+            seconds = max(1, round((1 - self._allowed) * 60 / most + 0.5))
+            raise Overloaded(f"the key {self.name} may send {most} requests per minute", seconds)
+        self._allowed -= 1
+
+
+class Keys:
+    """The keys of a file.
+
+    Args:
+        path: the file.
+
+    Raises:
+        StartupError: the file cannot be read, or is malformed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._keys = _read(path)
+        self._changed = path.stat().st_mtime_ns
+        self._looked = time.monotonic()
+
+    def find(self, authorization: bytes) -> Key | None:
+        """Return the key of an ``Authorization`` header; None if there is no such key.
+
+        All hashes are compared, in constant time each, so that the time says nothing of the keys.
+        """
+        if authorization[: len(_BEARER)].lower() != _BEARER:
+            return None
+        self._look()
+        digest = hashlib.sha256(authorization[len(_BEARER) :].strip()).hexdigest()
+        found = None
+        for key in self._keys:
+            if hmac.compare_digest(key.entry.sha256, digest):
+                found = key
+        return found
+
+    def reload(self) -> None:
+        """Read the file again.
+
+        Raises:
+            StartupError: the file cannot be read, or is malformed; the old keys stay.
+        """
+        keys, changed = _read(self._path), self._path.stat().st_mtime_ns
+        old = {key.name: key for key in self._keys}
+        self._keys = [
+            old[key.name] if key.name in old and old[key.name].entry == key.entry else key
+            for key in keys
+        ]
+        self._changed = changed
+        log.info("read %d keys from the keys file", len(keys))
+
+    def _look(self) -> None:
+        """Read the file again if it has changed."""
+        now = time.monotonic()
+        if now - self._looked < _LOOK_EVERY_S:
+            return
+        self._looked = now
+        try:
+            if self._path.stat().st_mtime_ns != self._changed:
+                self.reload()
+        except (OSError, StartupError) as error:
+            log.error("the old keys stay: %s", error)
+
+
+def check_scope(key: Key | None, scope: Scope) -> None:
+    """Raise unless a key allows a request, and count the request.
+
+    Raises:
+        Unauthorized: there is no key.
+        Forbidden: the key lacks the scope.
+        Overloaded: the key has sent too many requests.
+    """
+    if key is None:
+        raise Unauthorized("send a key of this server: Authorization: Bearer KEY")
+    if scope not in key.entry.scopes:
+        raise Forbidden(f"the key {key.name} lacks the scope {scope}")
+    key.count()
+
+
+def _read(path: Path) -> list[Key]:
+    """Return the keys of a file.
+
+    Raises:
+        StartupError: the file cannot be read, or is malformed.
+    """
+    try:
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise StartupError(f"the keys file {path} has more than {_MAX_FILE_BYTES} bytes")
+        tables = tomllib.loads(path.read_text())
+        keys = [Key(name, KeyEntry.model_validate(table)) for name, table in tables.items()]
+    except OSError as error:
+        raise StartupError(f"the keys file {path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise StartupError(f"the keys file {path} is no TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "a key"
+        raise StartupError(f"the keys file {path}: {place}: {first['msg'].lower()}") from None
+    if not keys:
+        raise StartupError(f"the keys file {path} has no key; make one with `cloze keys add`")
+    return keys

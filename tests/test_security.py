@@ -1,0 +1,284 @@
+"""Keys, TLS, hosts, origins: who may send a request, and what a browser may do."""
+
+import hashlib
+import re
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cloze.service.core import Overloaded, StartupError
+from cloze.service.http.access import accepted_hosts, is_loopback
+from cloze.service.http.keys import Key, KeyEntry, Keys
+from tests.serving import Server, bare_environment, failed_start, running_server
+from tests.waiting import wait_until
+
+BODY = {"inputs": "walk"}
+
+
+def cloze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cloze", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A server with keys."""
+
+    server: Server
+    file: Path
+    keys: dict[str, str]
+
+    def get(self, path: str, key: str = "") -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.keys.get(key, key)}"} if key else {}
+        return httpx.get(self.server.url + path, headers=headers)
+
+    def post(self, path: str, key: str = "", body: object = None) -> httpx.Response:
+        headers = {"authorization": f"Bearer {self.keys.get(key, key)}"} if key else {}
+        return httpx.post(self.server.url + path, json=body or BODY, headers=headers)
+
+
+@pytest.fixture(scope="module", params=[(), ("--frontends", "1")], ids=["one", "front-ends"])
+def guarded(
+    request: pytest.FixtureRequest, tiny_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Guarded]:
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    keys = {}
+    for name, scope in (("team", "inference"), ("scraper", "metrics"), ("slow", "inference")):
+        limit = ("--requests-per-minute", "3") if name == "slow" else ()
+        made = cloze("keys", "add", name, "--scope", scope, "--file", str(file), *limit)
+        assert made.returncode == 0, made.stderr
+        keys[name] = made.stdout.strip()
+    arguments = ("--keys-file", str(file), "--model", "bert", *request.param)
+    with running_server(tiny_store, *arguments) as server:
+        yield Guarded(server, file, keys)
+
+
+def test_the_file_has_no_key_and_is_its_owners(guarded: Guarded) -> None:
+    text = guarded.file.read_text()
+    assert guarded.file.stat().st_mode & 0o077 == 0
+    for key in guarded.keys.values():
+        assert key not in text
+        assert hashlib.sha256(key.encode()).hexdigest() in text
+    listed = cloze("keys", "list", "--file", str(guarded.file))
+    assert "team" in listed.stdout
+
+
+@pytest.mark.parametrize("path", ["/embed", "/", "/v1/embeddings", "/tokenize", "/rerank"])
+def test_without_a_key_nothing_runs(guarded: Guarded, path: str) -> None:
+    body = {"input": "walk", "model": "bert"} if path.startswith("/v1") else BODY
+    for key in ("", "wrong", "team "[:3]):
+        refused = guarded.post(path, key, body)
+        assert refused.status_code == 401, refused.text
+        assert refused.headers["www-authenticate"] == "Bearer"
+        assert "Authorization: Bearer KEY" in refused.text
+        assert refused.headers["x-request-id"]
+    shape = guarded.post(path, "", body).json()["error"]
+    assert isinstance(shape, dict) == path.startswith("/v1")
+
+
+def test_a_key_allows_its_scope_only(guarded: Guarded) -> None:
+    assert guarded.post("/embed", "team").status_code == 200
+    assert guarded.get("/info", "team").status_code == 200
+    refused = guarded.post("/embed", "scraper")
+    assert (refused.status_code, "lacks the scope inference" in refused.text) == (403, True)
+    assert guarded.get("/metrics", "scraper").status_code == 200
+    assert guarded.get("/metrics", "team").status_code == 403
+    assert guarded.get("/metrics").status_code == 401
+
+
+def test_probes_and_pages_need_no_key(guarded: Guarded) -> None:
+    for path in ("/healthz", "/readyz", "/health", "/", "/docs", "/page/page.js"):
+        assert guarded.get(path).status_code == 200, path
+    assert guarded.get("/info").status_code == 401
+
+
+def test_a_key_has_its_own_limit(guarded: Guarded) -> None:
+    statuses = [guarded.post("/embed", "slow").status_code for _ in range(5)]
+    assert statuses.count(200) == 3
+    refused = guarded.post("/embed", "slow")
+    assert refused.status_code == 429
+    assert 1 <= int(refused.headers["retry-after"]) <= 21
+    assert "the key slow may send 3 requests per minute" in refused.text
+    assert guarded.post("/embed", "team").status_code == 200
+
+
+def test_a_changed_file_is_read_again(guarded: Guarded) -> None:
+    made = cloze("keys", "add", "new", "--file", str(guarded.file))
+    key = made.stdout.strip()
+    wait_until(lambda: guarded.post("/embed", key).status_code == 200)
+    assert cloze("keys", "remove", "new", "--file", str(guarded.file)).returncode == 0
+    wait_until(lambda: guarded.post("/embed", key).status_code == 401)
+    old = guarded.file.read_text()
+    guarded.file.write_text("[broken\n")
+    time.sleep(1.2)
+    assert guarded.post("/embed", "team").status_code == 200
+    wait_until(lambda: any("the old keys stay" in line for line in guarded.server.log))
+    guarded.file.write_text(old)
+
+
+def test_no_key_is_in_the_log(guarded: Guarded) -> None:
+    guarded.post("/embed", "wrong-key-of-a-client")
+    wait_until(lambda: any(" 401 " in line for line in guarded.server.log))
+    log = "".join(guarded.server.log)
+    assert "wrong-key-of-a-client" not in log
+    assert not any(key in log for key in guarded.keys.values())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no key"),
+        ("[a]\nsha256 = 'x'\nscopes = ['inference']", r"sha256: string should match pattern"),
+        (
+            f"[a]\nsha256 = '{'0' * 64}'\nscopes = ['all']",
+            r"scopes\.0: input should be 'inference'",
+        ),
+        (f"[a]\nsha256 = '{'0' * 64}'\nscopes = []", r"scopes: list should have at least 1"),
+        ("[a]\nkey = 'secret-thing'", r"sha256: field required"),
+        ("[a", "is no TOML"),
+    ],
+)
+def test_a_wrong_keys_file_is_one_line(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(text)
+    with pytest.raises(StartupError, match=message) as caught:
+        Keys(file)
+    assert "\n" not in str(caught.value)
+    assert "secret-thing" not in str(caught.value)
+
+
+def failed(store: Path, *arguments: str) -> str:
+    options = ("--model-store", str(store), "--model", "bert", *arguments)
+    return failed_start(*options, env=bare_environment()).splitlines()[-1]
+
+
+def test_a_missing_keys_file_stops_the_start(tiny_store: Path) -> None:
+    line = failed(tiny_store, "--keys-file", "nowhere.toml")
+    assert "the keys file nowhere.toml cannot be read: No such file" in line
+
+
+def test_the_bucket_fills_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    key = Key("a", KeyEntry(sha256="0" * 64, scopes=["inference"], requests_per_minute=60))
+    for _ in range(60):
+        key.count()
+    with pytest.raises(Overloaded):
+        key.count()
+    now += 1.01
+    key.count()
+
+
+# ---- hosts, origins, pages -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost", 200), ("LOCALHOST:8000", 200), ("127.0.0.1:1", 200), ("[::1]:8000", 200),
+        ("evil.example", 403), ("localhost.evil.example", 403), ("evil.example:8000", 403), ("", 403),
+    ],
+)  # fmt: skip
+def test_on_loopback_other_hosts_are_refused(every_task: Server, host: str, status: int) -> None:
+    """A page of another site cannot reach the server by a name of its own."""
+    answer = httpx.get(f"{every_task.url}/readyz", headers={"host": host})
+    assert answer.status_code == status
+
+
+def test_which_hosts_are_accepted() -> None:
+    assert accepted_hosts("0.0.0.0", ()) == frozenset(), "any"
+    assert b"embed.example" in accepted_hosts("0.0.0.0", ("Embed.example",))
+    assert b"127.0.0.1" in accepted_hosts("0.0.0.0", ("embed.example",)), "probes"
+    assert [is_loopback(host) for host in ("127.0.0.9", "::1", "localhost", "0.0.0.0", "x")] == [
+        True, True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_origins_are_refused_unless_named(tiny_store: Path, every_task: Server) -> None:
+    asks = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    plain = httpx.options(f"{every_task.url}/embed", headers=asks)
+    assert "access-control-allow-origin" not in plain.headers
+    with running_server(
+        tiny_store, "--model", "bert", CLOZE_CORS_ORIGINS="https://app.example"
+    ) as server:
+        allowed = httpx.options(f"{server.url}/embed", headers=asks)
+        assert allowed.headers["access-control-allow-origin"] == "https://app.example"
+        answer = httpx.post(f"{server.url}/embed", json=BODY, headers={"origin": asks["origin"]})
+        assert answer.headers["access-control-allow-origin"] == "https://app.example"
+        other = httpx.options(
+            f"{server.url}/embed", headers=asks | {"origin": "https://evil.example"}
+        )
+        assert "access-control-allow-origin" not in other.headers
+
+
+def test_pages_have_a_strict_policy(every_task: Server) -> None:
+    for path in ("/", "/docs"):
+        headers = httpx.get(every_task.url + path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "'unsafe-inline'" not in re.findall(r"script-src [^;]*", policy)[0]
+        assert "frame-ancestors 'none'" in policy
+        assert headers["x-content-type-options"] == "nosniff"
+
+
+# ---- TLS -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    files = folder / "certificate.pem", folder / "key.pem"
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
+    try:
+        subprocess.run(
+            [*command, "-out", str(files[0]), "-keyout", str(files[1])],
+            check=True,
+            capture_output=True,
+        )
+    except FileNotFoundError:
+        pytest.skip("openssl is not installed; it makes the certificate")
+    return files
+
+
+def test_the_server_speaks_tls(tiny_store: Path, certificate: tuple[Path, Path]) -> None:
+    public, private = map(str, certificate)
+    arguments = ("--tls-certificate", public, "--tls-key", private, "--model", "bert")
+    with running_server(tiny_store, *arguments) as server:
+        assert server.url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=public)
+        with httpx.Client(verify=trusting) as client:
+            assert client.post(f"{server.url}/embed", json=BODY).status_code == 200
+            plain = server.url.replace("https", "http")
+            with pytest.raises(httpx.TransportError):
+                httpx.get(f"{plain}/healthz")
+            assert client.get(f"{server.url}/healthz").status_code == 200
+
+
+def test_a_wrong_certificate_stops_the_start(
+    tiny_store: Path, certificate: tuple[Path, Path], tmp_path: Path
+) -> None:
+    public, private = map(str, certificate)
+    line = failed(tiny_store, "--tls-certificate", public)
+    assert "tls_certificate and tls_key belong together" in line
+    (tmp_path / "x.pem").write_text("nothing")
+    for first, second in ((str(tmp_path / "x.pem"), private), (public, "nowhere.pem")):
+        line = failed(tiny_store, "--tls-certificate", first, "--tls-key", second)
+        assert "or its key cannot be used" in line
+
+
+def test_an_open_address_without_keys_is_reported(tiny_store: Path) -> None:
+    with running_server(tiny_store, "--model", "bert", CLOZE_HOST="0.0.0.0") as server:
+        wait_until(lambda: any("no key is needed" in line for line in server.log))
+    with running_server(
+        tiny_store, "--model", "bert", CLOZE_HOST="0.0.0.0", CLOZE_ALLOW_ANONYMOUS="1"
+    ) as server:
+        assert httpx.get(f"{server.url}/readyz").status_code == 200
+        assert not any("no key is needed" in line for line in server.log)

@@ -227,7 +227,7 @@ async def _in_process() -> AsyncIterator["AsyncClient"]:
         fail(str(error), code=2)
     try:
         transport = httpx.ASGITransport(service.api())
-        async with AsyncClient("http://in-process", retries=0, transport=transport) as client:
+        async with AsyncClient("http://localhost", retries=0, transport=transport) as client:
             yield client
     finally:
         service.close()

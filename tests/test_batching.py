@@ -51,7 +51,7 @@ def watched(
     service = single_process(
         load_settings({"model_store": store, "model": model, "workers": 1}), make
     )
-    with TestClient(service.api()) as client:
+    with TestClient(service.api(), base_url="http://localhost") as client:
         yield client, engines[0], lambda: service.models.pipelines[0].model.queue.queued_tokens
 
 

@@ -10,6 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,21 @@ from cloze.model_store.batch import Encoding
 from cloze.service.core import BatchResult, EngineDead, ServiceError, ShuttingDown
 from cloze.service.processes import frames
 from cloze.service.processes.channel import Channel
+
+
+@dataclass(slots=True)
+class _PendingRun:
+    """A request without an answer.
+
+    Attributes:
+        future: its future.
+        run: the message that asks for it.
+        sent_again: whether a second engine process got it.
+    """
+
+    future: Future[BatchResult]
+    run: frames.Run
+    sent_again: bool = False
 
 
 class EngineLink(Channel):
@@ -34,6 +50,8 @@ class EngineLink(Channel):
     """
 
     _MAX_WAITS = 4096  # clients whose expected wait is kept
+    _RESTART_S = 6.0  # how long requests wait for an engine process that has ended
+    _MAX_KEPT_TOKENS = 262_144  # most tokens of requests that wait so
 
     def __init__(self, path: Path, references: Sequence[str], up: asyncio.Event) -> None:
         super().__init__(path.stem)
@@ -41,7 +59,8 @@ class EngineLink(Channel):
         self._references = list(references)
         self._up = up
         self._numbers = itertools.count()
-        self._pending: dict[int, tuple[Future[BatchResult], tuple[int, str]]] = {}
+        self._pending: dict[int, _PendingRun] = {}
+        self._giving_up: asyncio.TimerHandle | None = None
         # (model, client) -> expected wait in seconds, and the `time.monotonic` time of the figure
         self._waits: dict[tuple[int, str], tuple[float, float]] = {}
         self._closed = False
@@ -79,18 +98,21 @@ class EngineLink(Channel):
         """Send a request; see `core.Queue`."""
         if self._closed:
             raise ShuttingDown("the server is shutting down")
-        if self.dead is not None:
+        tokens = sum(map(len, encodings))
+        if self.dead is not None and (
+            self._giving_up is None or self.tokens + tokens > self._MAX_KEPT_TOKENS
+        ):
             raise EngineDead(f"the engine is dead: {self.dead}")
         future: Future[BatchResult] = Future()
         number = next(self._numbers)
-        tokens = sum(map(len, encodings))
         self.tokens += tokens
-        self._pending[number] = future, (model, client)
         future.add_done_callback(partial(self._forget, number, tokens))
         run = frames.Run(
             number, deadline, model, accepted, encodings, later_round, client, max_wait_s
         )
-        self.send(frames.encode_run(run))
+        self._pending[number] = _PendingRun(future, run)
+        if self.dead is None:
+            self.send(frames.encode_run(run))
         return future
 
     def expected_wait_s(self, model: int, client: str) -> float:
@@ -109,35 +131,60 @@ class EngineLink(Channel):
         decoded = frames.decode_answer(message)
         if isinstance(decoded, frames.Answer):
             if (pending := self._pending.get(decoded.number)) is not None:  # else cancelled
-                future, key = pending
                 if len(self._waits) >= self._MAX_WAITS:
                     self._waits.clear()
+                key = pending.run.model, pending.run.client
                 self._waits[key] = decoded.wait_s, time.monotonic()
-                _settle(future, decoded.outcome)
+                _settle(pending.future, decoded.outcome)
         elif [model.reference for model in decoded.models] == self._references:
             self.models = decoded.models
             self.dead = None
             self._up.set()
+            self._send_again()
         else:
             self.dead = f"{self.peer} serves other models than this front end"
 
     def lost(self) -> None:
-        """Fail every request that is not answered: the engine process has ended."""
+        """Keep the requests that are not answered for the next engine process.
+
+        A request that was sent twice fails: it may be what ended both processes.
+        """
         self.dead = f"the process of {self.peer} ended"
-        message = f"the engine is dead: {self.dead}"
-        self._fail_pending(lambda: EngineDead(message))
+        for pending in list(self._pending.values()):
+            if pending.sent_again:
+                _settle(pending.future, EngineDead(f"the engine is dead: {self.dead}"))
+        if self._giving_up is None and not self._closed:
+            loop = asyncio.get_running_loop()
+            self._giving_up = loop.call_later(self._RESTART_S, self._give_up)
         self._ended.set()
+
+    def _give_up(self) -> None:
+        """Fail the requests that wait for an engine process."""
+        self._giving_up = None
+        if self.dead is not None:
+            message = f"the engine is dead: {self.dead}"
+            self._fail_pending(lambda: EngineDead(message))
+
+    def _send_again(self) -> None:
+        """Send the requests that the last engine process did not answer."""
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+        for pending in list(self._pending.values()):
+            pending.sent_again = True
+            self.send(frames.encode_run(pending.run))
 
     def _forget(self, number: int, tokens: int, future: Future[BatchResult]) -> None:
         del self._pending[number]
         self.tokens -= tokens
         if future.cancelled():
-            self.send(frames.encode(frames.Cancel(number)))
+            if self.dead is None:
+                self.send(frames.encode(frames.Cancel(number)))
             future.set_running_or_notify_cancel()  # wakes threads that wait for the future
 
     def _fail_pending(self, make_error: Callable[[], ServiceError]) -> None:
-        for future, _ in list(self._pending.values()):
-            _settle(future, make_error())
+        for pending in list(self._pending.values()):
+            _settle(pending.future, make_error())
 
 
 def _settle(future: Future[BatchResult], outcome: BatchResult | ServiceError) -> None:

@@ -1,5 +1,6 @@
 """How the supervisor's children start: their configuration, and that they end with their parent."""
 
+import asyncio
 import ctypes
 import json
 import os
@@ -10,6 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cloze.service.settings import Settings
+
+BEAT_S = 1.0
+"""Time between a child's reports that its event loop runs."""
 
 _PR_SET_PDEATHSIG = 1
 """Of Linux's ``prctl``."""
@@ -22,7 +26,7 @@ class ChildConfig:
     Attributes:
         name: of the child.
         engine_sockets: of all engine processes, which accept front ends there.
-        ready: descriptor to which the child writes a byte when it is ready.
+        ready: descriptor to which the child writes a byte when it is ready, and then regularly.
         listener: descriptor of the listening socket: of an engine its own, of a front end HTTP's.
         device_id: which GPU; for an engine.
         parent: the supervisor's process id.
@@ -55,7 +59,14 @@ class ChildConfig:
         return config
 
     def report_ready(self) -> None:
-        """Report that the child is ready; call this once."""
-        with suppress(BrokenPipeError):  # after a restart the supervisor does not wait for it
+        """Report that the child is ready, and from now on that its event loop runs.
+
+        Call this once, on the event loop. The supervisor replaces a child whose reports stop.
+        """
+        os.set_blocking(self.ready, False)
+        self._beat(asyncio.get_running_loop())
+
+    def _beat(self, loop: asyncio.AbstractEventLoop) -> None:
+        with suppress(BlockingIOError, BrokenPipeError):  # the supervisor is stopped, or ends
             os.write(self.ready, b"1")
-        os.close(self.ready)
+        loop.call_later(BEAT_S, self._beat, loop)

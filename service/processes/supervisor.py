@@ -36,6 +36,9 @@ _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 30.0
 _STEADY_S = 60.0
 """Reset the restart delay after a child has run for this long."""
 
+_SILENT_S = 8.0
+"""Replace a child whose event loop has not run for this long; it reports every `BEAT_S`."""
+
 _END_GRACE_S = 10.0
 
 _BACKLOG = 1024
@@ -54,6 +57,8 @@ class Child:
         process: None while the child waits to be started.
         started: when the process was started, or will be.
         delay_s: before the next restart.
+        reports: the descriptor on which the child reports that it runs; None: not started.
+        heard: `time.monotonic` time of its last report; None before the first.
     """
 
     name: str
@@ -63,6 +68,23 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
     delay_s: float = field(default=_FIRST_DELAY_S)
+    reports: int | None = None
+    heard: float | None = None
+
+    def listen(self) -> bool:
+        """Read the reports of the child; return whether there are any."""
+        assert self.reports is not None
+        if os.read(self.reports, 4096):
+            self.heard = time.monotonic()
+            return True
+        self.close_reports()  # the child has ended
+        return False
+
+    def close_reports(self) -> None:
+        """Stop to listen."""
+        if self.reports is not None:
+            os.close(self.reports)
+        self.reports = self.heard = None
 
     def postpone(self, reason: str) -> None:
         """Schedule the next start."""
@@ -152,19 +174,13 @@ class Supervisor:
             The exit code of the first child that ended instead; None if no child did.
         """
         starting = {self._start(child): child for child in children}
-        try:
-            while starting and not self._stopping:
-                for descriptor in starting.keys() & self._readable(list(starting)):
-                    if not os.read(descriptor, 1):  # the child closed its end
-                        process = starting[descriptor].process
-                        assert process is not None
-                        return process.wait() or 1
-                    starting.pop(descriptor)
-                    os.close(descriptor)
-            return None
-        finally:
-            for descriptor in starting:
-                os.close(descriptor)
+        while starting and not self._stopping:
+            for descriptor in starting.keys() & self._readable(list(starting)):
+                child = starting.pop(descriptor)
+                if not child.listen():
+                    assert child.process is not None
+                    return child.process.wait() or 1
+        return None
 
     def _start(self, child: Child) -> int:
         """Start a process; return the descriptor that becomes readable when it is ready.
@@ -196,14 +212,32 @@ class Supervisor:
         finally:
             os.close(ready_writer)
         child.started = time.monotonic()
+        child.close_reports()
+        child.reports = ready
         return ready
 
     def _wait(self) -> None:
-        """Wait until a child ends, a restart is due, or a signal arrives."""
+        """Wait until a child reports or ends, a restart is due, or a signal arrives."""
         children = (*self._engines, *self._front_ends)
         starts = [child.started for child in children if child.process is None]
-        timeout_s = max(0.0, min(starts) - time.monotonic()) if starts else None
-        self._readable([], timeout_s)
+        longest_s = max(0.0, min(starts) - time.monotonic()) if starts else _SILENT_S
+        reporting = {child.reports: child for child in children if child.reports is not None}
+        asleep = time.monotonic()
+        ready = self._readable(list(reporting), min(longest_s, _SILENT_S))
+        for descriptor in reporting.keys() & ready:
+            reporting[descriptor].listen()
+        if time.monotonic() - asleep < 2 * _SILENT_S:  # else this process was stopped itself
+            self._end_silent(children)
+
+    def _end_silent(self, children: Sequence[Child]) -> None:
+        """Kill the children whose event loop has not run for too long."""
+        now = time.monotonic()
+        for child in children:
+            if child.process is None or child.heard is None or now - child.heard < _SILENT_S:
+                continue
+            log.error("%s has not reported for %.0f s; it is replaced", child.name, _SILENT_S)
+            child.heard = None
+            child.process.kill()
 
     def _readable(self, descriptors: list[int], timeout_s: float | None = None) -> list[int]:
         """Return readable descriptors; wait for one, for a signal, or until the time is over."""
@@ -220,6 +254,7 @@ class Supervisor:
                 if now >= child.started:
                     self._restart(child)
             elif (code := child.process.poll()) is not None:
+                child.close_reports()
                 forget_process(self._folder, child.name)
                 if now - child.started > _STEADY_S:
                     child.delay_s = _FIRST_DELAY_S
@@ -227,7 +262,7 @@ class Supervisor:
 
     def _restart(self, child: Child) -> None:
         try:
-            os.close(self._start(child))  # its peers see when it is ready
+            self._start(child)  # its peers see when it is ready
         except OSError as error:
             child.postpone(f"does not start ({error.strerror})")
 

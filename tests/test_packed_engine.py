@@ -186,7 +186,10 @@ def test_every_route_answers_and_batches_mix_lengths(packed_store: Path, on_cuda
         },
         "/qa": {"inputs": {"question": "who sat", "context": "the cat sat and the dog ran"}},
     }
-    with TestClient(dense.api(), base_url="http://localhost") as one, TestClient(packed.api(), base_url="http://localhost") as other:
+    with (
+        TestClient(dense.api(), base_url="http://localhost") as one,
+        TestClient(packed.api(), base_url="http://localhost") as other,
+    ):
         for route, body in asked.items():
             expected, actual = (client.post(route, json=body) for client in (one, other))
             assert (expected.status_code, actual.status_code) == (200, 200), actual.text

@@ -18,8 +18,23 @@ if TYPE_CHECKING:
 
 _SHOWN_NUMBERS = 6
 
+_DEFAULT_URL = "http://localhost:8000"
+
 Rows = list[dict[str, Any]]
 """The rows of a table: column -> value."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Server:
+    """The server that the user names.
+
+    Attributes:
+        url: its address; None: the default one, or this process if nothing listens there.
+        key: an API key; None: none.
+    """
+
+    url: str | None
+    key: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +161,21 @@ _ASKING = {
 @click.argument("task", type=click.Choice(list(_ASKING)))
 @click.argument("texts", nargs=-1, required=True)
 @click.option("--url", help="Address of the server.  [default: port 8000 of this machine]")
+@click.option(
+    "--key", envvar="CLOZE_KEY", show_envvar=True, help="API key, if the server has keys."
+)
 @click.option("--model", help="Served model to ask, NAME or NAME@VERSION.")
 @click.option("--top-k", type=click.IntRange(1), help="Number of results per text.")
 @click.option("--target", "targets", multiple=True, help="Token to choose among; repeatable.")
 @json_option
-def ask(task: str, texts: tuple[str, ...], url: str | None, as_json: bool, **flags: Any) -> None:
+def ask(
+    task: str,
+    texts: tuple[str, ...],
+    url: str | None,
+    key: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> None:
     """Send TEXTS to TASK, and print the results as a table.
 
     A running server answers. If there is none at the default address, the models of the model store
@@ -176,7 +201,7 @@ def ask(task: str, texts: tuple[str, ...], url: str | None, as_json: bool, **fla
     except ModuleNotFoundError as error:
         fail(f"ask needs {error.name}; install it with: {install_command('client')}", code=2)
     try:
-        rows = asyncio.run(_answer(asking, texts, options, url))
+        rows = asyncio.run(_answer(asking, texts, options, _Server(url, key)))
     except ClientError as error:
         fail(str(error))
     if as_json:
@@ -193,15 +218,16 @@ def _check_arguments(task: str, asking: _Asking, texts: Sequence[str]) -> None:
 
 
 async def _answer(
-    asking: _Asking, texts: Sequence[str], options: dict[str, Any], url: str | None
+    asking: _Asking, texts: Sequence[str], options: dict[str, Any], server: _Server
 ) -> Rows:
     from cloze.client import AsyncClient, ServerUnreachable
 
-    async with AsyncClient(retries=0) if url is None else AsyncClient(url, retries=0) as client:
+    headers = {"authorization": f"Bearer {server.key}"} if server.key else {}
+    async with AsyncClient(server.url or _DEFAULT_URL, retries=0, headers=headers) as client:
         try:
             return await asking.ask(client, texts, options)
         except ServerUnreachable as error:
-            if url is not None:
+            if server.url is not None:
                 raise
             click.echo(f"{error}; answering in this process", err=True)
     async with _in_process() as client:

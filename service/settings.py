@@ -23,6 +23,9 @@ ENV_PREFIX = "CLOZE_"
 _DEFAULT = f"{ENV_PREFIX}DEFAULT"
 _DEFAULT_OF_A_TASK = f"{_DEFAULT}_"
 
+_CLIENT_KEY = f"{ENV_PREFIX}KEY"
+"""The variable of `cloze ask --key`, which is no setting of a server."""
+
 CPU_BATCH_TOKENS = 512
 """Default batch size limit on a CPU, in tokens."""
 
@@ -360,7 +363,7 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
 
 def unknown_variables() -> list[str]:
     """Return the ``CLOZE_`` environment variables that are not settings, most likely misspelt."""
-    known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields}
+    known = {f"{ENV_PREFIX}{name.upper()}" for name in Settings.model_fields} | {_CLIENT_KEY}
     return sorted(
         name
         for name in os.environ

@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
+from huggingface_hub import InferenceClient
 
+from cloze.client import Client
 from cloze.service.core import Overloaded, StartupError
 from cloze.service.http.access import accepted_hosts, is_loopback
 from cloze.service.http.keys import Key, KeyEntry, Keys
@@ -91,6 +94,21 @@ def test_a_key_allows_its_scope_only(guarded: Guarded) -> None:
     assert guarded.get("/metrics", "scraper").status_code == 200
     assert guarded.get("/metrics", "team").status_code == 403
     assert guarded.get("/metrics").status_code == 401
+
+
+def test_released_clients_send_keys(guarded: Guarded) -> None:
+    key = guarded.keys["team"]
+    with openai.OpenAI(base_url=f"{guarded.server.url}/v1", api_key=key, max_retries=0) as client:
+        assert client.embeddings.create(model="bert", input="walk").data
+    with InferenceClient(base_url=guarded.server.url, token=key) as hub:
+        assert hub.feature_extraction("walk").size
+    with Client(guarded.server.url, headers={"authorization": f"Bearer {key}"}) as ours:
+        assert ours.embed("walk").size
+    asked = cloze("ask", "embed", "walk", "--url", guarded.server.url, "--key", key)
+    assert asked.returncode == 0, asked.stderr
+    refused = cloze("ask", "embed", "walk", "--url", guarded.server.url)
+    assert refused.returncode == 1
+    assert "Authorization: Bearer KEY" in refused.stderr
 
 
 def test_probes_and_pages_need_no_key(guarded: Guarded) -> None:

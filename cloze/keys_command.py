@@ -5,6 +5,7 @@ import json
 import os
 import re
 import secrets
+import stat
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, entries: dict[str, Any]) -> None:
-    """Replace the file by one rename, readable by its owner only."""
+    """Replace the file by one rename; a new file is readable by its owner only."""
     lines = []
     for name, entry in entries.items():
         lines.append(f"[{name}]")
@@ -113,6 +114,10 @@ def _write(path: Path, entries: dict[str, Any]) -> None:
     new = path.with_name(f".{path.name}.new")
     try:
         with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            if path.exists():  # a server under another user must still read it
+                old = path.stat()
+                os.fchown(file.fileno(), old.st_uid, old.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
             file.write("\n".join(lines))
         new.replace(path)
     except OSError as error:

@@ -114,6 +114,8 @@ class _Server(uvicorn.Server):
             uvicorn.Config(
                 service.api(),
                 http="httptools",
+                ws="none",
+                proxy_headers=False,  # `Callers` believes only trusted proxies
                 log_config=None,
                 backlog=_BACKLOG,
                 log_level="warning",

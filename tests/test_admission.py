@@ -152,6 +152,23 @@ def test_the_rate_counts_only_while_others_wait() -> None:
     assert rate.tokens_per_s == pytest.approx(1000)
 
 
+def test_a_pause_is_no_rate() -> None:
+    """What waited was cancelled, or the process was stopped."""
+    rate = DrainRate()
+    rate.batch_ended(0.0, 100, waiting=True)
+    rate.batch_ended(3600.0, 100, waiting=True)
+    assert rate.tokens_per_s == 0.0
+    rate.batch_ended(3600.5, 500, waiting=True)
+    assert rate.tokens_per_s == pytest.approx(1000)
+
+
+def test_clients_that_gave_up_are_forgotten() -> None:
+    with measured(max_queue_tokens=200) as (scheduler, _):
+        for number in range(100):
+            scheduler.submit([sized(10), sized(11)], later(), client=str(number)).cancel()
+        assert len(scheduler._queue._clients) < 15
+
+
 # ---- over HTTP -----------------------------------------------------------------------------------
 
 
@@ -240,6 +257,10 @@ def test_a_refusal_comes_before_the_body_and_keeps_the_connection(tiny_store: Pa
         answers = exchange(server, hesitant)
         assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"429"]
         assert b"connection: close" in answers
+        last = head.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n") + b" " * 20
+        answers = exchange(server, last)
+        assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"429"]
+        assert not any("Invalid HTTP request" in line for line in server.log)
         both = exchange(server, (head + b" " * 20) * 3)
         assert re.findall(rb"HTTP/1.1 (\d+)", both) == [b"429"] * 3
 

@@ -98,6 +98,21 @@ def test_a_connection_that_works_stays(server: Server) -> None:
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
 
 
+def test_requests_in_a_pipeline_are_not_idle(tiny_store: Path) -> None:
+    body = b'{"inputs": "river"}'
+    request = b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with (
+        running_server(tiny_store, "--model", "bert", command=FAULTY, **LIMITS) as server,
+        connect(server) as connection,
+    ):
+        connection.sendall((request + body) * 2)  # 3 s each, and the idle timeout is 0.9 s
+        received = b""
+        while received.count(b"HTTP/1.1 200") < 2:
+            data = connection.recv(65536)
+            assert data, received
+            received += data
+
+
 def test_the_oldest_idle_connection_makes_room(tiny_store: Path) -> None:
     with (
         running_server(tiny_store, "--model", "bert", CLOZE_MAX_CONNECTIONS="8") as server,

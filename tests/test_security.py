@@ -177,6 +177,17 @@ def failed(store: Path, *arguments: str) -> str:
     return failed_start(*options, env=bare_environment()).splitlines()[-1]
 
 
+def test_a_file_without_keys_allows_nobody(tmp_path: Path) -> None:
+    """The last key was removed."""
+    file = tmp_path / "keys.toml"
+    key = cloze("keys", "add", "only", "--file", str(file)).stdout.strip()
+    keys = Keys(file)
+    assert keys.find(b"Bearer " + key.encode()) is not None
+    assert cloze("keys", "remove", "only", "--file", str(file)).returncode == 0
+    keys.reload()
+    assert keys.find(b"Bearer " + key.encode()) is None
+
+
 def test_a_missing_keys_file_stops_the_start(tiny_store: Path) -> None:
     line = failed(tiny_store, "--keys-file", "nowhere.toml")
     assert "the keys file nowhere.toml cannot be read: No such file" in line

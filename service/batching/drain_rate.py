@@ -7,6 +7,9 @@ other, for the interpreter and for cores.
 _MIN_WINDOW_S = 0.25
 """Shortest time over which a rate is measured; a batch takes about 20 ms."""
 
+_MAX_WINDOW_S = 10.0
+"""Longest time between two batches of a busy queue; a batch of one long text takes seconds."""
+
 _WEIGHT = 0.3
 """Weight of the newest window in the exponential moving average."""
 
@@ -36,7 +39,9 @@ class DrainRate:
         if self._since is not None:
             self._tokens += tokens
             seconds = now - self._since
-            if seconds >= _MIN_WINDOW_S:
+            if seconds > _MAX_WINDOW_S:  # what waited was cancelled, or the process was stopped
+                self._since = None
+            elif seconds >= _MIN_WINDOW_S:
                 self._add(self._tokens / seconds)
                 self._since, self._tokens = now, 0
         if not waiting:

@@ -203,8 +203,9 @@ class FairQueue:
         Without a sweep, cancelled requests would occupy unbounded memory.
         """
         self._dropped_tokens = 0
-        for client in self._clients.values():
+        for client in list(self._clients.values()):
             client.sweep()
+            self._drop_if_idle(client)
 
 
 class _Batch:

@@ -51,6 +51,9 @@ With equal priority, an overloaded server answers probes and refuses requests on
 (docs/decisions/0017-admission-by-time.md).
 """
 
+_LEAST_RATE_SHARE = 0.2
+"""Least rate of draining, as a share of the rate of batches; corrects a figure that is wrong."""
+
 _MIN_BATCH_TOKENS = 128
 """Tokens that a batch may have however slow the processor is; smaller batches cost throughput."""
 
@@ -189,7 +192,8 @@ class Scheduler:
     @property
     def _rate(self) -> float:
         """The tokens per second of all workers; 0.0 before the first batch."""
-        return self._drain_rate.tokens_per_s or self._tokens_per_s * self._limits.workers
+        batches = self._tokens_per_s * self._limits.workers  # while batches run
+        return max(self._drain_rate.tokens_per_s, _LEAST_RATE_SHARE * batches) or batches
 
     def _check_wait(
         self, lengths: Sequence[int], client: str, max_wait_s: float | None, deadline: float

@@ -19,6 +19,9 @@ _ACCEPTS_PER_TURN = 16
 _PAUSE_S = 0.2
 """Time without accepting after the process has run out of files or memory."""
 
+_HANDSHAKE_S = 10.0
+"""Longest duration of a TLS handshake."""
+
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -68,7 +71,12 @@ class Acceptor:
     async def _open(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         try:
-            await self._loop.connect_accepted_socket(self._make_protocol, connection, ssl=self._tls)
+            await self._loop.connect_accepted_socket(
+                self._make_protocol,
+                connection,
+                ssl=self._tls,
+                ssl_handshake_timeout=_HANDSHAKE_S if self._tls else None,
+            )
         except (OSError, EOFError):  # the client has gone, or speaks no TLS
             connection.close()
 

@@ -11,6 +11,7 @@ The file is TOML. Each table is a key:
 import hashlib
 import hmac
 import logging
+import os
 import time
 import tomllib
 from enum import StrEnum
@@ -96,9 +97,10 @@ class Keys:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._keys = _read(path)
-        self._changed = path.stat().st_mtime_ns
+        self._changed, self._keys = _read(path)
         self._looked = time.monotonic()
+        if not self._keys:
+            raise StartupError(f"the keys file {path} has no key; make one with `cloze keys add`")
 
     def find(self, authorization: bytes) -> Key | None:
         """Return the key of an ``Authorization`` header; None if there is no such key.
@@ -116,12 +118,12 @@ class Keys:
         return found
 
     def reload(self) -> None:
-        """Read the file again.
+        """Read the file again; a file without keys allows nobody.
 
         Raises:
             StartupError: the file cannot be read, or is malformed; the old keys stay.
         """
-        keys, changed = _read(self._path), self._path.stat().st_mtime_ns
+        changed, keys = _read(self._path)
         old = {key.name: key for key in self._keys}
         self._keys = [
             old[key.name] if key.name in old and old[key.name].entry == key.entry else key
@@ -158,16 +160,18 @@ def check_scope(key: Key | None, scope: Scope) -> None:
     key.count()
 
 
-def _read(path: Path) -> list[Key]:
-    """Return the keys of a file.
+def _read(path: Path) -> tuple[int, list[Key]]:
+    """Return the time of a file's last change in ns, and its keys.
 
     Raises:
         StartupError: the file cannot be read, or is malformed.
     """
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise StartupError(f"the keys file {path} has more than {_MAX_FILE_BYTES} bytes")
-        tables = tomllib.loads(path.read_text())
+        with path.open() as file:
+            described = os.fstat(file.fileno())
+            if described.st_size > _MAX_FILE_BYTES:
+                raise StartupError(f"the keys file {path} has more than {_MAX_FILE_BYTES} bytes")
+            tables = tomllib.loads(file.read())
         keys = [Key(name, KeyEntry.model_validate(table)) for name, table in tables.items()]
     except OSError as error:
         raise StartupError(f"the keys file {path} cannot be read: {error.strerror}") from None
@@ -177,6 +181,4 @@ def _read(path: Path) -> list[Key]:
         first = error.errors(include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "a key"
         raise StartupError(f"the keys file {path}: {place}: {first['msg'].lower()}") from None
-    if not keys:
-        raise StartupError(f"the keys file {path} has no key; make one with `cloze keys add`")
-    return keys
+    return described.st_mtime_ns, keys

@@ -116,6 +116,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._progress = False
         self._refused = False  # whether the body of a refused request is still arriving
+        self._closes = False  # whether the connection ends after that body
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = math.inf  # `loop.time` at which the connection ends, for this reason:
         self._reason = ""
@@ -144,7 +145,9 @@ class ServerProtocol(HttpToolsProtocol):
         """Close the connection."""
         log.debug("a connection was closed: %s", reason)
         self._stop_timer()
-        if not self.transport.is_closing():
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # the client does not read, so a close would wait for ever
+        elif not self.transport.is_closing():
             self.transport.close()
 
     def _expect(self, seconds: float, reason: str) -> None:
@@ -220,16 +223,21 @@ class ServerProtocol(HttpToolsProtocol):
         self._progress = True
         if not self._refused:
             super().on_message_complete()
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._deadline = math.inf  # a drain limits the time of the body only
             return
         self._refused = False
-        self._wait_for_request()
+        if self._closes:
+            self.transport.close()
+        else:
+            self._wait_for_request()
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request."""
         super().on_response_complete()
         self._unset_keepalive_if_required()  # one timer serves all waits of the connection
-        if not self.pipeline and not self.transport.is_closing():
-            self._wait_for_request()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._wait_for_request()  # else the next request of a pipeline has begun
 
     def _wait_for_request(self) -> None:
         self._table.idle(self)
@@ -239,16 +247,20 @@ class ServerProtocol(HttpToolsProtocol):
 
     def _refuse(self, answer: bytes) -> None:
         """Refuse the current request, whose body may still arrive."""
-        if self.expect_100_continue or not self.parser.should_keep_alive():
-            # A client that waits for "100 Continue" may send its body or not.
-            self.transport.write(answer.replace(b"\r\n", b"\r\nconnection: close\r\n", 1))
-            self.transport.close()
-            return
+        self._refused = True
         if self.flow.write_paused:
             self.end("it does not read the answers")
             return
-        self._refused = True
+        keeps = self.parser.should_keep_alive() and self.parser.get_http_version() == "1.1"
+        # A client that waits for "100 Continue" may send its body or not.
+        self._closes = self.expect_100_continue or not keeps
+        if self._closes:
+            answer = answer.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
         self.transport.write(answer)
+        if self.expect_100_continue:
+            self.transport.close()
+            return
+        # A close before the body has arrived would discard the answer.
         self._expect(self._table.limits.header_timeout_s, _SLOW_BODY)
 
     def _answer_and_close(self, status: int, phrase: str, message: str, headers: str = "") -> None:

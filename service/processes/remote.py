@@ -27,12 +27,14 @@ class _PendingRun:
     Attributes:
         future: its future.
         run: the message that asks for it.
-        sent_again: whether a second engine process got it.
+        message: the encoded message.
+        sent: number of engine processes that got it.
     """
 
     future: Future[BatchResult]
     run: frames.Run
-    sent_again: bool = False
+    message: bytes
+    sent: int = 0
 
 
 class EngineLink(Channel):
@@ -100,20 +102,26 @@ class EngineLink(Channel):
             raise ShuttingDown("the server is shutting down")
         tokens = sum(map(len, encodings))
         if self.dead is not None and (
-            self._giving_up is None or self.tokens + tokens > self._MAX_KEPT_TOKENS
+            not self.keeps_requests or self.tokens + tokens > self._MAX_KEPT_TOKENS
         ):
             raise EngineDead(f"the engine is dead: {self.dead}")
         future: Future[BatchResult] = Future()
         number = next(self._numbers)
-        self.tokens += tokens
-        future.add_done_callback(partial(self._forget, number, tokens))
         run = frames.Run(
             number, deadline, model, accepted, encodings, later_round, client, max_wait_s
         )
-        self._pending[number] = _PendingRun(future, run)
+        pending = _PendingRun(future, run, frames.encode_run(run))
+        self.tokens += tokens
+        self._pending[number] = pending
+        future.add_done_callback(partial(self._forget, number, tokens))
         if self.dead is None:
-            self.send(frames.encode_run(run))
+            self._send_run(pending)
         return future
+
+    @property
+    def keeps_requests(self) -> bool:
+        """Whether requests wait for the process that replaces one that has just ended."""
+        return self._giving_up is not None
 
     def expected_wait_s(self, model: int, client: str) -> float:
         """Return the wait that the engine process last reported, less the time since then."""
@@ -151,7 +159,7 @@ class EngineLink(Channel):
         """
         self.dead = f"the process of {self.peer} ended"
         for pending in list(self._pending.values()):
-            if pending.sent_again:
+            if pending.sent > 1:
                 _settle(pending.future, EngineDead(f"the engine is dead: {self.dead}"))
         if self._giving_up is None and not self._closed:
             loop = asyncio.get_running_loop()
@@ -171,8 +179,11 @@ class EngineLink(Channel):
             self._giving_up.cancel()
             self._giving_up = None
         for pending in list(self._pending.values()):
-            pending.sent_again = True
-            self.send(frames.encode_run(pending.run))
+            self._send_run(pending)
+
+    def _send_run(self, pending: _PendingRun) -> None:
+        pending.sent += 1
+        self.send(pending.message)
 
     def _forget(self, number: int, tokens: int, future: Future[BatchResult]) -> None:
         del self._pending[number]
@@ -246,7 +257,8 @@ class RemoteQueue:
         if self._draining and not (accepted or later_round):
             raise ShuttingDown("the server is shutting down")
         running = [link for link in self._links if link.dead is None]
-        link = min(running or self._links, key=lambda link: link.tokens)
+        keeping = [link for link in self._links if link.keeps_requests]
+        link = min(running or keeping or self._links, key=lambda link: link.tokens)
         return link.submit(
             self._model,
             encodings,
@@ -259,7 +271,9 @@ class RemoteQueue:
 
     def expected_wait_s(self, client: str, *, unsubmitted: int = 0) -> float:  # noqa: ARG002
         """Return the shortest wait that an engine process reported; see `core.Queue`."""
-        return min(link.expected_wait_s(self._model, client) for link in self._links)
+        running = [link for link in self._links if link.dead is None]
+        waits = (link.expected_wait_s(self._model, client) for link in running)
+        return min(waits, default=0.0)
 
     def precision(self) -> str:
         """Return the precision of the graph that an engine runs; empty before the greeting."""

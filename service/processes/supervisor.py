@@ -39,6 +39,12 @@ _STEADY_S = 60.0
 _SILENT_S = 8.0
 """Replace a child whose event loop has not run for this long; it reports every `BEAT_S`."""
 
+_START_S = 600.0
+"""Replace a child that is not ready for this long after its start."""
+
+_LOOK_EVERY_S = 1.0
+"""Time between looks at the children."""
+
 _END_GRACE_S = 10.0
 
 _BACKLOG = 1024
@@ -223,20 +229,26 @@ class Supervisor:
         longest_s = max(0.0, min(starts) - time.monotonic()) if starts else _SILENT_S
         reporting = {child.reports: child for child in children if child.reports is not None}
         asleep = time.monotonic()
-        ready = self._readable(list(reporting), min(longest_s, _SILENT_S))
+        ready = self._readable(list(reporting), min(longest_s, _LOOK_EVERY_S))
         for descriptor in reporting.keys() & ready:
             reporting[descriptor].listen()
-        if time.monotonic() - asleep < 2 * _SILENT_S:  # else this process was stopped itself
+        if time.monotonic() - asleep < 3 * _LOOK_EVERY_S:
             self._end_silent(children)
+        else:  # all processes were stopped, and the children have not run since
+            for child in children:
+                child.heard = child.heard and time.monotonic()
 
     def _end_silent(self, children: Sequence[Child]) -> None:
         """Kill the children whose event loop has not run for too long."""
         now = time.monotonic()
         for child in children:
-            if child.process is None or child.heard is None or now - child.heard < _SILENT_S:
+            if child.process is None or child.reports is None:
                 continue
-            log.error("%s has not reported for %.0f s; it is replaced", child.name, _SILENT_S)
-            child.heard = None
+            longest_s = _START_S if child.heard is None else _SILENT_S
+            if now - (child.heard or child.started) < longest_s:
+                continue
+            log.error("%s has not reported for %.0f s; it is replaced", child.name, longest_s)
+            child.close_reports()
             child.process.kill()
 
     def _readable(self, descriptors: list[int], timeout_s: float | None = None) -> list[int]:

@@ -416,7 +416,9 @@ def test_4_an_engine_process_that_dies_is_started_again(tiny_store: Path) -> Non
             hung = pool.submit(embed, server, "tree")
             wait_for_run(server, "tree", count=run)
             queued = [pool.submit(embed, server, word) for word in WORDS[:4]]
-            assert {future.result().status_code for future in (hung, *queued)} == {503}
+            assert hung.result().status_code == 503
+            # Those that the dying engine process had fail, the others wait for the next one.
+            assert {future.result().status_code for future in queued} <= {200, 503}
             assert until(lambda: httpx.get(f"{server.url}/readyz"), 503)
             assert httpx.get(f"{server.url}/healthz").status_code == 200, (
                 "it is started again; nobody need end the process"

@@ -263,14 +263,17 @@ def test_a_restarted_engine_accepts_the_front_ends_that_wait(path: Path) -> None
             async with linked(path) as link:
                 queue = RemoteQueue([link], 0)
                 assert queue.dead == "engine-0 has not started yet"
+                with pytest.raises(EngineDead):
+                    queue.submit(encode(1), in_a_minute())
                 for _ in range(3):
-                    with pytest.raises(EngineDead):
-                        queue.submit(encode(1), in_a_minute())
                     connection = await accept(listener)
                     await until(lambda: queue.dead is None)
                     queue.submit(encode(1), in_a_minute()).add_done_callback(lambda _: None)
                     connection.close()
                     await until(lambda: queue.dead is not None)
+                    waiting = queue.submit(encode(1), in_a_minute())
+                    assert not waiting.done(), "it waits for the next engine process"
+                    waiting.cancel()
 
     run(play())
 
@@ -304,7 +307,7 @@ def test_a_front_end_that_dies_cancels_its_requests_only(engine: Engine) -> None
             assert sums(await outcome(running)) == [1]
             assert sums(await outcome(waiting)) == [2]
             assert len(engine.engine.batches) == 2
-            assert all(isinstance(future.exception(SOON_S), EngineDead) for future in lost)
+            assert all(isinstance(future.exception(SOON_S), ShuttingDown) for future in lost)
 
     run(play())
 

@@ -5,9 +5,11 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
+from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from cloze.service.core import ClientGone, DeadlineExceeded, ServiceError, SlowRequest
+from cloze.service.http.caller import Callers
 from cloze.service.http.watch import RequestWatch
 from tests.waiting import MEASURES_TIME
 
@@ -17,6 +19,10 @@ async def never() -> Message:
 
 
 pytestmark = MEASURES_TIME
+
+
+def watch_of(limit_s: float) -> RequestWatch:
+    return RequestWatch(limit_s, 300.0, Callers())
 
 
 def leaves_after(seconds: float) -> Receive:
@@ -33,7 +39,8 @@ async def ended(
     """Return why a request ended, and after how many seconds."""
     started = time.monotonic()
     try:
-        with watch.request(receive) as watched:
+        request = Request({"type": "http", "headers": []}, receive)
+        with watch.request(request) as watched:
             await asyncio.sleep(body_s)
             watched.body_complete()
             await asyncio.sleep(answer_s)
@@ -47,24 +54,24 @@ async def ended(
 def test_limits_shorter_and_longer_than_a_tick_hold(
     limit_s: float, body_s: float, error: type[ServiceError]
 ) -> None:
-    reason, took_s = asyncio.run(ended(RequestWatch(limit_s), never, body_s=body_s))
+    reason, took_s = asyncio.run(ended(watch_of(limit_s), never, body_s=body_s))
     assert reason is error
     assert 0.99 * limit_s <= took_s < limit_s + 5.0
 
 
 def test_a_slow_body_leaves_the_answer_its_whole_time() -> None:
-    reason, took_s = asyncio.run(ended(RequestWatch(2.0), never, body_s=1.0))
+    reason, took_s = asyncio.run(ended(watch_of(2.0), never, body_s=1.0))
     assert reason is DeadlineExceeded
     assert took_s >= 2.99
 
 
 def test_a_request_within_its_time_goes_on() -> None:
-    assert asyncio.run(ended(RequestWatch(30.0), never, answer_s=0.2))[0] is None
+    assert asyncio.run(ended(watch_of(30.0), never, answer_s=0.2))[0] is None
 
 
 def test_a_client_that_leaves_ends_its_request_alone() -> None:
     async def run() -> list[tuple[type[ServiceError] | None, float]]:
-        watch = RequestWatch(30.0)
+        watch = watch_of(30.0)
         requests: list[Awaitable[tuple[type[ServiceError] | None, float]]] = [
             ended(watch, leaves_after(0.1)),
             ended(watch, never, answer_s=0.5),
@@ -78,7 +85,7 @@ def test_a_client_that_leaves_ends_its_request_alone() -> None:
 
 def test_a_cancelled_request_stays_cancelled() -> None:
     async def run() -> None:
-        task = asyncio.create_task(ended(RequestWatch(30.0), never))
+        task = asyncio.create_task(ended(watch_of(30.0), never))
         await asyncio.sleep(0.2)
         task.cancel()
         await task
@@ -89,7 +96,7 @@ def test_a_cancelled_request_stays_cancelled() -> None:
 
 def test_nothing_is_left_of_ended_requests() -> None:
     async def run() -> Callable[[], bool]:
-        watch = RequestWatch(30.0)
+        watch = watch_of(30.0)
         await asyncio.gather(*[ended(watch, never, answer_s=0.001 * n) for n in range(200)])
         await asyncio.sleep(0.2)
         assert len(asyncio.all_tasks()) == 1, "no watcher goes on"

@@ -193,7 +193,8 @@ class Scheduler:
     def _rate(self) -> float:
         """The tokens per second of all workers; 0.0 before the first batch."""
         batches = self._tokens_per_s * self._limits.workers  # while batches run
-        return max(self._drain_rate.tokens_per_s, _LEAST_RATE_SHARE * batches) or batches
+        drained = self._drain_rate.tokens_per_s
+        return max(drained, _LEAST_RATE_SHARE * batches) if drained else batches
 
     def _check_wait(
         self, lengths: Sequence[int], client: str, max_wait_s: float | None, deadline: float

@@ -83,6 +83,9 @@ class EngineLink(Channel):
             await loop.create_unix_connection(lambda: self, str(self._path))
             try:
                 await self._ended.wait()
+            except asyncio.CancelledError:
+                self.shut_down()
+                raise
             finally:
                 self.close()
 

@@ -281,7 +281,8 @@ def test_1_trailers_that_never_end_are_not_collected(
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=10) as connection:
             connection.sendall(
-                b"POST /embed HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: "
+                b"POST /embed HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
+                b"\r\n1\r\n{\r\n0\r\nx: "
             )
             sent = 0
             with contextlib.suppress(OSError):
@@ -416,9 +417,7 @@ def test_4_an_engine_process_that_dies_is_started_again(tiny_store: Path) -> Non
             hung = pool.submit(embed, server, "tree")
             wait_for_run(server, "tree", count=run)
             queued = [pool.submit(embed, server, word) for word in WORDS[:4]]
-            assert hung.result().status_code == 503
-            # Those that the dying engine process had fail, the others wait for the next one.
-            assert {future.result().status_code for future in queued} <= {200, 503}
+            assert {future.result().status_code for future in (hung, *queued)} == {503}
             assert until(lambda: httpx.get(f"{server.url}/readyz"), 503)
             assert httpx.get(f"{server.url}/healthz").status_code == 200, (
                 "it is started again; nobody need end the process"
@@ -429,8 +428,7 @@ def test_4_an_engine_process_that_dies_is_started_again(tiny_store: Path) -> Non
         assert metric(server, r'cloze_tokens_total\{model="bert@1"\}') > 0, (
             "what dead processes counted stays"
         )
-    # A run that hangs may get a second engine process before it is given up.
-    assert 2 <= sum("engine-0 ended with 1" in line for line in server.log) <= 4
+    assert sum("engine-0 ended with 1" in line for line in server.log) == 2
 
 
 def test_4_requests_outlive_a_killed_engine_process(tiny_store: Path) -> None:
@@ -464,7 +462,7 @@ def test_4_a_request_that_ends_two_engine_processes_is_given_up(tiny_store: Path
 def test_4_a_process_that_hangs_is_replaced(tiny_store: Path, name: str) -> None:
     with front_ends(tiny_store) as server, ThreadPoolExecutor(8) as pool:
         until(lambda: embed(server, "paris"), 200)
-        time.sleep(2)  # both front ends have reported that they run
+        wait_until(lambda: any("2 front ends are ready" in line for line in server.log))
         (stopped,) = children(server.process.pid, name)
         os.kill(stopped, signal.SIGSTOP)
         waiting = [pool.submit(embed, server, word) for word in WORDS[:8]]

@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -40,6 +41,9 @@ from cloze.service.served_models import (
 )
 
 log = logging.getLogger("cloze")
+
+_SENDING_S, _LONGEST_EXIT_S = 0.1, 1.0
+"""Time to send the last answers of a process whose engine is dead."""
 
 
 class FrontEndChannel(Channel):
@@ -221,21 +225,31 @@ async def serve(config: ChildConfig, make_engine: EngineFactory | None) -> None:
     bundles = open_bundles(config.settings)
     metrics = Metrics([bundle.manifest.reference for bundle in bundles], shared=True)
     observer = BatchObserver(metrics)
-    callbacks = EngineCallbacks(observer.on_batch, _exit_dead)
+    loop = asyncio.get_running_loop()
+    callbacks = EngineCallbacks(observer.on_batch, lambda _: _exit_soon(loop))
     models = local_models(
         config.settings, bundles, callbacks, make_engine, device_id=config.device_id
     )
     observer.queues = {model.bundle.manifest.reference: model.queue for model in models}
     engine = EngineServer(models, metrics)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, engine.stop)
+    loop.add_signal_handler(signal.SIGTERM, engine.stop)
     config.report_ready()
     await engine.serve(socket.socket(fileno=config.listener))
     for model in models:
         model.queue.close()
 
 
-def _exit_dead(_: str) -> None:
-    """End the process: its front ends see the end of file, and the supervisor restarts it."""
+def _exit_soon(loop: asyncio.AbstractEventLoop) -> None:
+    """End the process once its answers are sent; the supervisor restarts it.
+
+    A front end sends a request again that got no answer. So the run that hangs would get a second
+    engine process. A timer of its own ends the process even if the event loop hangs too.
+    """
+    threading.Timer(_LONGEST_EXIT_S, _exit_dead).start()
+    loop.call_soon_threadsafe(loop.call_later, _SENDING_S, _exit_dead)
+
+
+def _exit_dead() -> None:
     logging.shutdown()
     os._exit(1)
 

@@ -134,6 +134,7 @@ class Supervisor:
             Child(f"frontend-{number}", FRONTEND_COMMAND, listener)
             for number in range(settings.frontends)
         ]
+        self._ready: list[Child] = []  # once ready, a child is kept running
         self._stopping = False
         self._signals = _signal_pipe()
         # SIGCHLD writes to the pipe, and so wakes the loop, only if it has a handler.
@@ -158,6 +159,7 @@ class Supervisor:
             server.listen(self._listener, self._settings)
             if (code := self._start_all(self._front_ends)) is not None:
                 return code
+            log.info("%d front ends are ready", len(self._front_ends))
             while not self._stopping:
                 self._tend()
                 self._wait()
@@ -179,17 +181,23 @@ class Supervisor:
         Returns:
             The exit code of the first child that ended instead; None if no child did.
         """
-        starting = {self._start(child): child for child in children}
+        starting = list(children)
+        for child in starting:
+            self._start(child)
         while starting and not self._stopping:
-            for descriptor in starting.keys() & self._readable(list(starting)):
-                child = starting.pop(descriptor)
-                if not child.listen():
-                    assert child.process is not None
-                    return child.process.wait() or 1
+            self._tend()
+            self._wait()
+            for child in starting.copy():
+                assert child.process is not None
+                if child.heard is not None:
+                    starting.remove(child)
+                    self._ready.append(child)
+                elif (code := child.process.poll()) is not None:
+                    return code or 1
         return None
 
-    def _start(self, child: Child) -> int:
-        """Start a process; return the descriptor that becomes readable when it is ready.
+    def _start(self, child: Child) -> None:
+        """Start a process, which reports when it is ready.
 
         Raises:
             OSError: the system has no memory, process or descriptor left.
@@ -220,12 +228,11 @@ class Supervisor:
         child.started = time.monotonic()
         child.close_reports()
         child.reports = ready
-        return ready
 
     def _wait(self) -> None:
         """Wait until a child reports or ends, a restart is due, or a signal arrives."""
         children = (*self._engines, *self._front_ends)
-        starts = [child.started for child in children if child.process is None]
+        starts = [child.started for child in self._ready if child.process is None]
         longest_s = max(0.0, min(starts) - time.monotonic()) if starts else _SILENT_S
         reporting = {child.reports: child for child in children if child.reports is not None}
         asleep = time.monotonic()
@@ -260,7 +267,7 @@ class Supervisor:
 
     def _tend(self) -> None:
         """Note which children ended, and restart those whose delay is over."""
-        for child in (*self._engines, *self._front_ends):
+        for child in self._ready:
             now = time.monotonic()
             if child.process is None:
                 if now >= child.started:

@@ -257,7 +257,12 @@ class Service:
                 CORSMiddleware,
                 allow_origins=settings.cors_origins,
                 allow_methods=["GET", "POST"],
-                allow_headers=["authorization", "content-type", "x-request-id"],
+                allow_headers=[
+                    "authorization",
+                    "content-type",
+                    "x-request-id",
+                    "x-request-timeout-ms",
+                ],
                 expose_headers=["x-request-id", "x-model", "x-truncated", "retry-after"],
             )
 

@@ -309,10 +309,11 @@ def test_a_draining_server_says_when_to_come_back(tiny_store: Path) -> None:
         wait_for_run(server, "river")
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=5) as connection:
-            connection.sendall(
-                b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 19\r\n\r\n"
-            )
-            time.sleep(0.2)
+            health = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
+            head = b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: 19\r\n\r\n"
+            connection.sendall(health + head)
+            while b"alive" not in connection.recv(65536):
+                pass  # then both heads have been read
             server.process.terminate()
             wait_until(lambda: any("draining" in line for line in server.log))
             connection.sendall(b'{"inputs": "walk" }')

@@ -125,7 +125,7 @@ def test_the_oldest_idle_connection_makes_room(tiny_store: Path) -> None:
 
 
 def test_a_busy_connection_never_makes_room(tiny_store: Path) -> None:
-    limits = {"CLOZE_MAX_CONNECTIONS": "2"}
+    limits = {"CLOZE_MAX_CONNECTIONS": "2", "CLOZE_WORKERS": "2", "CLOZE_MAX_BATCH_TOKENS": "1"}
     body = b'{"inputs": "river"}'
     request = (
         b"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body) + body
@@ -134,8 +134,7 @@ def test_a_busy_connection_never_makes_room(tiny_store: Path) -> None:
         running_server(tiny_store, "--model", "bert", command=FAULTY, **limits) as server,
         connections(server, 2, request) as busy,
     ):
-        wait_for_run(server, "river")
-        time.sleep(0.2)
+        wait_for_run(server, "river", count=2)
         with connect(server) as refused:
             answer = refused.recv(65536)
         assert answer.startswith(b"HTTP/1.1 503")
@@ -165,7 +164,8 @@ def test_few_files_mean_few_connections_and_nobody_is_shut_out(tiny_store: Path)
     """A server with 128 descriptors, and 300 connections that send nothing."""
     program = (
         "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)); "
-        "sys.argv = ['cloze', 'serve', *sys.argv[1:]]; runpy.run_module('cloze', run_name='__main__')"
+        "sys.argv = ['cloze', 'serve', *sys.argv[1:]]; "
+        "runpy.run_module('cloze', run_name='__main__')"
     )
     with (
         running_server(

@@ -65,10 +65,13 @@ class Key:
     def __init__(self, name: str, entry: KeyEntry) -> None:
         self.name, self.entry = name, entry
         self._allowed = float(entry.requests_per_minute or 0)
-        self._counted = time.monotonic()
+        self._counted: float | None = None
 
-    def count(self) -> None:
+    def count(self, now: float) -> None:
         """Count a request (token bucket of a minute's size).
+
+        Args:
+            now: `time.monotonic` time of the request.
 
         Raises:
             Overloaded: the key has sent too many requests.
@@ -76,12 +79,12 @@ class Key:
         most = self.entry.requests_per_minute
         if most is None:
             return
-        now = time.monotonic()
-        self._allowed = min(most, self._allowed + (now - self._counted) * most / 60)
+        seconds = 0.0 if self._counted is None else now - self._counted
+        self._allowed = min(most, self._allowed + seconds * most / 60)
         self._counted = now
         if self._allowed < 1:
-            seconds = max(1, round((1 - self._allowed) * 60 / most + 0.5))
-            raise Overloaded(f"the key {self.name} may send {most} requests per minute", seconds)
+            wait_s = max(1, round((1 - self._allowed) * 60 / most + 0.5))
+            raise Overloaded(f"the key {self.name} may send {most} requests per minute", wait_s)
         self._allowed -= 1
 
 
@@ -157,7 +160,7 @@ def check_scope(key: Key | None, scope: Scope) -> None:
         raise Unauthorized("send a key of this server: Authorization: Bearer KEY")
     if scope not in key.entry.scopes:
         raise Forbidden(f"the key {key.name} lacks the scope {scope}")
-    key.count()
+    key.count(time.monotonic())
 
 
 def _read(path: Path) -> tuple[int, list[Key]]:

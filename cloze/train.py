@@ -357,13 +357,14 @@ def _run_options(run_dir: Path, device: str, threads: int | None) -> "RunOptions
 
 
 def _open_device(name: str, threads: int | None) -> "torch.device":
-    """Set the number of CPU threads, and open the device."""
+    """Prepare the process for a run on the CPU, and open the device."""
     import torch
 
-    from cloze.export.train.device import open_device
+    from cloze.export.train.device import keep_freed_memory, open_device
 
     if threads:
         torch.set_num_threads(threads)
+    keep_freed_memory()
     return open_device(name)
 
 

@@ -39,7 +39,7 @@ from cloze.export.train.embedding_objective import EmbeddingData, EmbeddingObjec
 from cloze.export.train.errors import TrainError
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.loop import train
-from cloze.export.train.objectives import SpanBoundary
+from cloze.export.train.objectives import SpanBoundary, masked_loss
 from cloze.export.train.optimisation import learning_rate, make_optimizer
 from cloze.export.train.pairs import SentenceObjective
 from cloze.export.train.pretrain import fill_positions, pretrain
@@ -724,6 +724,21 @@ def test_a_shifted_sequence_has_the_positions_it_begins_at(trained: Path) -> Non
 # ---- other objectives
 
 
+def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(7, 31, requires_grad=True)
+    labels = torch.randint(0, 31, (7,))
+    loss, figures = masked_loss(logits * 3, labels, z_loss=0.1)
+    (loss * 2).backward()
+    gradient, logits.grad = logits.grad, None
+    entropy = torch.nn.functional.cross_entropy(logits * 3, labels)
+    expected = entropy + 0.1 * (logits * 3).logsumexp(1).square().mean()
+    (expected * 2).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(figures["masked_loss"], entropy)
+    torch.testing.assert_close(gradient, logits.grad)
+
+
 @pytest.mark.parametrize(
     "pretraining",
     [
@@ -961,6 +976,35 @@ def test_distillation_keeps_most_of_the_teacher(
     assert not report["unexpected_keys"]
     teacher, student = (figures(str(folder), stories, None) for folder in (trained, checkpoint))
     assert student["fill_mask_token_top1"] > 0.8 * teacher["fill_mask_token_top1"]
+
+
+def test_distillation_keeps_embeddings(trained: Path, stories: Path, tmp_path: Path) -> None:
+    """With the term, the student's embeddings stay nearer to the teacher's, and so does its recipe."""
+    original = load_checkpoint(str(trained))
+    teacher = tmp_path / "teacher"
+    recipe_of_teacher = EmbeddingRecipe(max_tokens=24)
+    save_checkpoint(
+        original.model, original.tokenizer.tokenizer, teacher, embedding=recipe_of_teacher
+    )
+    targets = embed_all(str(teacher), stories)
+    cosines = {}
+    for keep in (True, False):
+        recipe = DistillRecipe(
+            pretraining=Pretraining(
+                sentence=SentenceObjective.NONE, keep_embeddings=keep, embedding_weight=50.0
+            ),
+            phases=[Phase(tokens=32, sequences=8, steps=60)],
+            optimisation=Optimisation(learning_rate=3e-3),
+            held_out=0.1,
+            dropout=0.0,
+        )
+        run = run_options(tmp_path / str(keep))
+        checkpoint = distill(str(teacher), [stories], recipe, run)
+        cosines[keep] = float((targets * embed_all(str(checkpoint), stories)).sum(1).mean())
+    assert cosines[True] > cosines[False] + 0.01
+    kept = tmp_path / "True"
+    assert read_log(kept)[-1]["held_out_embedding_cosine"] > 0.9
+    assert load_checkpoint(str(kept / "checkpoint")).recipe == recipe_of_teacher
 
 
 def test_a_teacher_without_a_masked_lm_head_is_refused(

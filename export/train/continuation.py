@@ -12,7 +12,7 @@ from cloze.export.train.embeddings import KeptEmbeddings
 from cloze.export.train.errors import TrainError
 from cloze.export.train.objectives import MaskedText
 from cloze.export.train.pairs import SentenceObjective
-from cloze.export.train.recipe import PretrainRecipe
+from cloze.export.train.recipe import Pretraining, PretrainRecipe
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.start import start_from
 from cloze.export.train.vocabulary import open_tokenizer
@@ -35,12 +35,7 @@ def open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) ->
     _check_recipe(recipe, checkpoint)
     if vocabulary:
         _check_vocabulary(open_tokenizer(vocabulary), checkpoint, vocabulary)
-    if recipe.pretraining.keep_embeddings and not _pools_by_mean(checkpoint.recipe):
-        raise TrainError(
-            "keep_embeddings = true keeps the mean of the hidden states, but the checkpoint's "
-            f"embedding is another ({checkpoint.recipe.pooling}, "
-            f"{len(checkpoint.recipe.projections)} dense layers)"
-        )
+    check_kept_embeddings(recipe.pretraining, checkpoint)
     return checkpoint
 
 
@@ -76,9 +71,19 @@ def _check_vocabulary(given: Tokenizer, checkpoint: Checkpoint, folder: Path) ->
         )
 
 
-def _pools_by_mean(recipe: EmbeddingRecipe) -> bool:
-    """Return whether an embedding is the mean of the hidden states, without dense layers."""
-    return recipe.pooling is Pooling.MEAN and not recipe.projections
+def check_kept_embeddings(recipe: Pretraining, checkpoint: Checkpoint) -> None:
+    """Check that `KeptEmbeddings` can keep the embeddings of the checkpoint if the recipe asks.
+
+    Raises:
+        TrainError: the embedding is not the mean of the hidden states.
+    """
+    embedding = checkpoint.recipe
+    is_mean = embedding.pooling is Pooling.MEAN and not embedding.projections
+    if recipe.keep_embeddings and not is_mean:
+        raise TrainError(
+            "keep_embeddings = true keeps the mean of the hidden states, but the checkpoint's "
+            f"embedding is another ({embedding.pooling}, {len(embedding.projections)} dense layers)"
+        )
 
 
 def kept_recipe(checkpoint: Checkpoint) -> EmbeddingRecipe | None:

@@ -1,11 +1,28 @@
 """The device of a run: its choice by name, and the precision of its matrix products."""
 
+import ctypes
 import re
 from contextlib import AbstractContextManager
 
 import torch
 
 from cloze.export.train.errors import TrainError
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+"""Parameters of glibc's ``mallopt``."""
+
+
+def keep_freed_memory() -> None:
+    """Make malloc keep the memory that is freed, for the rest of the process.
+
+    By default, glibc returns large tensors to the system, and the next step waits until the system
+    has filled the same pages with zeros. Without glibc, nothing happens. docs/decisions/0010 has
+    the measurements.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def open_device(name: str) -> torch.device:

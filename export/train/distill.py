@@ -2,6 +2,7 @@
 
 Source: Sanh et al. 2019, "DistilBERT", sections 2 and 3: soft targets with a temperature, masked
 tokens, and the cosine of the last hidden states. The student has neither token types nor a pooler.
+A recipe with ``keep_embeddings`` adds the cosine of the sentence embeddings.
 """
 
 from collections.abc import Mapping
@@ -18,8 +19,10 @@ from cloze.export.models import Model
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import write_card
+from cloze.export.train.continuation import check_kept_embeddings
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.documents import fingerprint
+from cloze.export.train.embeddings import KeptEmbeddings
 from cloze.export.train.errors import TrainError
 from cloze.export.train.loop import train
 from cloze.export.train.objectives import masked_loss
@@ -68,19 +71,22 @@ def make_student(teacher: Model, dropout: float) -> Model:
 
 
 class Distillation(nn.Module):
-    """The student's three losses. The teacher is neither trained nor saved."""
+    """The student's losses. The teacher is neither trained nor saved."""
 
     def __init__(self, student: Model, teacher: Model, recipe: DistillRecipe) -> None:
         super().__init__()
         self.model = student
         self._recipe = recipe
         self._teacher = [teacher.eval().requires_grad_(False)]  # in a list: not a submodule
+        self._kept_embeddings = None
+        if recipe.pretraining.keep_embeddings:
+            self._kept_embeddings = KeptEmbeddings(teacher, recipe.pretraining.embedding_tokens)
 
     def forward(self, batch: TextBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Return the weighted sum of the losses, and figures.
 
-        The losses are: soft targets at the chosen tokens, masked tokens, and the cosine distance of
-        every real token's hidden states.
+        The losses are: soft targets at the chosen tokens, masked tokens, the cosine distance of
+        every real token's hidden states and, if the recipe asks, that of the sentence embeddings.
         """
         teacher, recipe = self._teacher[0], self._recipe
         assert self.model.masked_lm is not None
@@ -108,11 +114,11 @@ class Distillation(nn.Module):
             + recipe.cosine_weight * cosine_loss
         )
         agreement = (logits.argmax(1) == teacher_logits.argmax(1)).float().mean()
-        return loss, figures | {
-            "soft_loss": soft_loss,
-            "cosine_loss": cosine_loss,
-            "agreement": agreement,
-        }
+        figures |= {"soft_loss": soft_loss, "cosine_loss": cosine_loss, "agreement": agreement}
+        if self._kept_embeddings is not None:
+            cosine = figures["embedding_cosine"] = self._kept_embeddings.cosine(self.model, batch)
+            loss = loss + recipe.pretraining.embedding_weight * (1 - cosine)
+        return loss, figures
 
 
 def distill(teacher: str, files: list[Path], recipe: DistillRecipe, options: RunOptions) -> Path:
@@ -137,6 +143,7 @@ def distill(teacher: str, files: list[Path], recipe: DistillRecipe, options: Run
     acquire_run_dir(options.run_dir, recipe, inputs)
     max_positions = checkpoint.model.config.max_positions
     _check_recipe(recipe, max_positions)
+    check_kept_embeddings(recipe.pretraining, checkpoint)
     tokenizer = checkpoint.tokenizer.tokenizer
     corpus = prepare_corpus(
         files,
@@ -158,7 +165,10 @@ def distill(teacher: str, files: list[Path], recipe: DistillRecipe, options: Run
     )
     train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
     folder = options.run_dir / CHECKPOINT
-    save_checkpoint(student, tokenizer, folder, embedding=EmbeddingRecipe(max_tokens=max_positions))
+    embedding = EmbeddingRecipe(max_tokens=max_positions)
+    if recipe.pretraining.keep_embeddings:
+        embedding = checkpoint.recipe
+    save_checkpoint(student, tokenizer, folder, embedding=embedding)
     title = "A DistilBERT distilled from a BERT"
     write_card(
         folder, title=title, source=teacher, files=files, recipe=recipe, device=options.device

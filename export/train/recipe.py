@@ -195,7 +195,10 @@ class Pretraining(_Table):
     # Li & Hoiem 2018; Reimers & Gurevych 2020: see `cloze.export.train.embeddings`.
     keep_embeddings: Annotated[
         bool,
-        Field(description="with --from: keep the sentence embeddings of the checkpoint"),
+        Field(
+            description="with --from, and in distillation: "
+            "keep the sentence embeddings of the checkpoint"
+        ),
     ] = False
     embedding_weight: Annotated[
         float, Field(gt=0, description="weight of the cosine distance between both embeddings")

@@ -1,39 +1,30 @@
 """Composes the service: models, pipelines, metrics and the HTTP application.
 
 `single_process` runs the engines in this process; `front_end` connects to engines in other
-processes.
+processes. `Service.reopened` serves what the store holds by then, with the engines that stay.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Protocol
 
 from fastapi import FastAPI
-from fastapi_offline import FastAPIOffline
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
-from starlette.responses import Response
 
 from cloze.model_store import Bundle
-from cloze.model_store.installation import DISTRIBUTION
-from cloze.service.core import ServiceError
+from cloze.service.application import create_app
+from cloze.service.core import Changes, Reload, ReloadRefused
 from cloze.service.http.access import AccessControl, accepted_hosts
 from cloze.service.http.access_log import AccessLog
 from cloze.service.http.caller import Callers
-from cloze.service.http.connection import Connection, DirectRoutes
-from cloze.service.http.errors import STATUS
 from cloze.service.http.gate import Gate, GateLimits, GateModel
 from cloze.service.http.keys import Keys, Scope
-from cloze.service.http.openapi import document
-from cloze.service.http.page import ASSETS, docs_handler, docs_paths, part_handlers
-from cloze.service.http.routes import Handler, Route
+from cloze.service.http.page import docs_paths, part_handlers
 from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline
@@ -48,8 +39,8 @@ from cloze.service.protocols import (
 from cloze.service.served_models import (
     EngineCallbacks,
     EngineFactory,
+    LocalModels,
     ServedModel,
-    local_models,
     open_bundles,
 )
 from cloze.service.settings import Settings
@@ -60,9 +51,6 @@ _JOIN_TIMEOUT_S = 5.0
 
 Threads that still run after this time are abandoned.
 """
-
-_TITLE = "Cloze"
-_DESCRIPTION = "Fill-mask, embeddings, next sentence and question answering by BERT and DistilBERT."
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +89,8 @@ def single_process(
     """
     bundles = open_bundles(settings)
     metrics = _make_metrics(bundles, shared=False)
-    callbacks = EngineCallbacks(metrics.observe_batch)
-    models = local_models(settings, bundles, callbacks, make_engine)
-    return Service(settings, models, metrics, registries)
+    opener = LocalModels(settings, EngineCallbacks(metrics.observe_batch), make_engine)
+    return Service(Process(settings, metrics, registries, opener), opener.open(bundles))
 
 
 def front_end(settings: Settings, engines: RemoteEngines) -> "Service":
@@ -118,50 +105,66 @@ def front_end(settings: Settings, engines: RemoteEngines) -> "Service":
     """
     bundles = open_bundles(settings)
     metrics = _make_metrics(bundles, shared=True)
-    return Service(settings, engines.models(bundles), metrics, DEFAULT_REGISTRIES)
+    process = Process(settings, metrics, DEFAULT_REGISTRIES, opener=None)
+    return Service(process, engines.models(bundles))
 
 
 def _make_metrics(bundles: Sequence[Bundle], *, shared: bool) -> Metrics:
     return Metrics([bundle.manifest.reference for bundle in bundles], shared=shared)
 
 
-class Service:
-    """The served models and the state of one process that answers HTTP.
+class Process:
+    """The parts of a process that stay when it serves other models.
 
     Args:
         settings: the operator's settings.
-        models: the served models, in the order of preference.
         metrics: the metrics of this process, or of all processes of a server.
         registries: the tasks and protocols to offer.
+        opener: opens engines in this process; None: other processes have the engines.
+
+    Attributes:
+        reload: does what an operator asks for by ``POST /admin/reload``; None: nothing can.
     """
 
     def __init__(
         self,
         settings: Settings,
-        models: Sequence[ServedModel],
         metrics: Metrics,
         registries: Registries,
+        opener: LocalModels | None,
     ) -> None:
-        self._settings = settings
-        self._registries = registries
-        self._metrics = metrics
-        self._draining = False
-        pipelines = [Pipeline(model, _task_limits(settings, model)) for model in models]
-        self.models = Models(pipelines, registries.tasks.values(), settings.default_models())
-        callers = Callers(
-            settings.trusted_proxies, Keys(settings.keys_file) if settings.keys_file else None
-        )
-        self._callers = callers
-        self._context = self._protocol_context(callers)
-        self._routes = [r for p in registries.protocols for r in p.routes(self._context)]
-        self._access_log = AccessLog(
+        self.settings, self.metrics = settings, metrics
+        self.registries, self.opener = registries, opener
+        keys = Keys(settings.keys_file) if settings.keys_file else None
+        self.callers = Callers(settings.trusted_proxies, keys)
+        self.access_log = AccessLog(
             settings.log_format,
             logging.getLevelName(settings.log_level.upper()),
             settings.access_log_share,
             operations.QUIET_ROUTES,
         )
-        self.gate = self._make_gate(callers)
-        metrics.watch(self)
+        self.reload: Reload | None = None
+
+
+class Service:
+    """The served models and the state of one process that answers HTTP.
+
+    Args:
+        process: the parts of the process that do not depend on the models.
+        models: the served models, in the order of preference.
+    """
+
+    def __init__(self, process: Process, models: Sequence[ServedModel]) -> None:
+        self._process = process
+        self._settings, self._registries = process.settings, process.registries
+        self._draining = False
+        pipelines = [Pipeline(model, _task_limits(self._settings, model)) for model in models]
+        tasks = self._registries.tasks.values()
+        self.models = Models(pipelines, tasks, self._settings.default_models())
+        self._context = self._protocol_context(process.callers)
+        self._routes = [r for p in self._registries.protocols for r in p.routes(self._context)]
+        self.gate = self._make_gate(process.callers)
+        process.metrics.watch(self)
 
     def _protocol_context(self, callers: Callers) -> ProtocolContext:
         settings = self._settings
@@ -169,7 +172,7 @@ class Service:
         return ProtocolContext(
             self._registries.tasks,
             self.models,
-            self._metrics,
+            self._process.metrics,
             self,
             ApiLimits(settings.max_request_bytes, settings.max_request_texts),
             RequestWatch(timeout_s, most_s, callers),
@@ -188,12 +191,77 @@ class Service:
             routes[route.path] = [GateModel(p.manifest.reference, p.model.queue) for p in serving]
         limits = GateLimits(self._settings.max_queue_wait_ms / 1000, self._settings.max_timeout_s)
         error_bytes = ErrorResponder(self._registries.protocols).body
-        return Gate(routes, error_bytes, limits, callers, self._metrics, self._access_log)
+        process = self._process
+        return Gate(routes, error_bytes, limits, callers, process.metrics, process.access_log)
+
+    # ---- reload ---------------------------------------------------------------------------------
+
+    @property
+    def reopens(self) -> bool:
+        """Whether `reopened` can open engines in this process."""
+        return self._process.opener is not None
+
+    def on_reload(self, reload: Reload) -> None:
+        """Set what `reload` does, for this service and for those that replace it."""
+        self._process.reload = reload
+
+    async def reload(self) -> Changes:
+        """Serve what the store, the keys and the certificate hold now.
+
+        Raises:
+            ReloadRefused: that cannot be served; what was served before is served on.
+        """
+        if self._process.reload is None:
+            raise ReloadRefused("this server cannot reload")
+        return await self._process.reload()
+
+    def reopened(self) -> "Service":
+        """Return a service of what the store and the keys hold now, with the engines that stay.
+
+        This service keeps answering. `close_unused` ends what the other one does not use.
+
+        Raises:
+            StartupError: the keys cannot be read, or a bundle or an engine does not open.
+        """
+        process = self._process
+        assert process.opener is not None
+        if process.callers.keys is not None:
+            process.callers.keys.reload()
+        bundles = open_bundles(self._settings)
+        running = [pipeline.model for pipeline in self.models.pipelines]
+        models = process.opener.open(bundles, running)
+        process.metrics.add_models([bundle.manifest.reference for bundle in bundles])
+        try:
+            return Service(process, models)
+        except BaseException:
+            for model in models:
+                if all(model is not other for other in running):
+                    model.queue.close()
+            raise
+
+    def changes(self, other: "Service") -> Changes:
+        """Return how the models of another service differ from those of this one."""
+        before, after = (
+            {p.manifest.reference: p.model for p in service.models.pipelines}
+            for service in (self, other)
+        )
+        return Changes(
+            added=[name for name, model in after.items() if before.get(name) is not model],
+            removed=[name for name, model in before.items() if after.get(name) is not model],
+            kept=[name for name, model in after.items() if before.get(name) is model],
+        )
+
+    def close_unused(self, others: Iterable["Service"]) -> None:
+        """Close the models that no other service uses."""
+        used = {id(pipeline.model) for other in others for pipeline in other.models.pipelines}
+        self._close([p for p in self.models.pipelines if id(p.model) not in used])
+
+    # ---- state ----------------------------------------------------------------------------------
 
     @property
     def restarts_engines(self) -> bool:
         """Whether a supervisor restarts a dead engine."""
-        return self._metrics.shared
+        return self._process.metrics.shared
 
     @property
     def dead(self) -> str | None:
@@ -222,8 +290,7 @@ class Service:
             self._context,
             self._routes,
             self._registries.protocols,
-            self._access_log,
-            self.gate,
+            self._process.access_log,
             self._protect,
         )
 
@@ -241,10 +308,11 @@ class Service:
         """Add the checks of keys and hosts, and CORS, if the settings ask for them."""
         settings = self._settings
         hosts = accepted_hosts(settings.host, settings.allowed_hosts)
-        if hosts or self._callers.keys is not None:
+        callers = self._process.callers
+        if hosts or callers.keys is not None:
             app.add_middleware(
                 AccessControl,
-                callers=self._callers,
+                callers=callers,
                 open_routes=frozenset(
                     {*operations.PROBES, "/", "/openapi.json", *docs_paths(), *part_handlers()}
                 ),
@@ -275,8 +343,12 @@ class Service:
     def close(self) -> None:
         """Fail pending requests and end all threads."""
         self._draining = True
+        self._close(self.models.pipelines)
+
+    @staticmethod
+    def _close(pipelines: Sequence[Pipeline]) -> None:
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
-        for pipeline in self.models.pipelines:
+        for pipeline in pipelines:
             pipeline.model.queue.close(max(0.0, deadline - time.monotonic()))
 
 
@@ -290,91 +362,3 @@ def _task_limits(settings: Settings, model: ServedModel) -> TaskLimits:
         max_text_characters=settings.max_text_characters,
         max_request_texts=settings.max_request_texts,
     )
-
-
-def create_app(
-    context: ProtocolContext,
-    routes: Sequence[Route],
-    protocols: Sequence[WireProtocol],
-    access_log: AccessLog,
-    gate: Gate,
-    protect: Callable[[FastAPI], None],
-) -> FastAPI:
-    """Return the HTTP application: the routes, and the documentation pages.
-
-    Args:
-        context: the parts of the service that routes use.
-        routes: the routes.
-        protocols: the protocols, which write errors.
-        access_log: logs answered requests.
-        gate: counts the requests that it has admitted.
-        protect: adds the middleware that decides who may send requests.
-    """
-    app = FastAPIOffline(
-        title=_TITLE,
-        docs_url=None,
-        redoc_url=None,
-        static_url=ASSETS,
-        # By default, FastAPI checks at every request whether each kind of telemetry is installed.
-        telemetry={"tracing": False, "metrics": False, "logs": False},
-    )
-    for path, handlers in _by_path(routes).items():
-        app.add_route(path, _by_method(handlers), methods=list(handlers))
-    parts = part_handlers()
-    for path, handler in (parts | {"/docs": docs_handler(_TITLE)}).items():
-        app.add_route(path, handler, methods=["GET"])
-    _create_request_series(context, routes)
-    responder = ErrorResponder(protocols)
-    for error_type in (ServiceError, HTTPException, Exception):
-        app.add_exception_handler(error_type, responder.respond)
-    app.openapi = _openapi(routes)  # type: ignore[method-assign]
-    task_handlers = {route.path: route.handler for route in routes if route.task is not None}
-    app.add_middleware(DirectRoutes, handlers=task_handlers, respond=responder.respond)
-    protect(app)
-    known_routes = ("/docs", "/openapi.json", *parts, *(route.path for route in routes))
-    app.add_middleware(
-        Connection,
-        known_routes=known_routes,
-        metrics=context.metrics,
-        access_log=access_log,
-        gate=gate,
-    )
-    return app
-
-
-def _by_path(routes: Sequence[Route]) -> dict[str, dict[str, Handler]]:
-    """Return the handlers by path and method."""
-    by_path: dict[str, dict[str, Handler]] = {}
-    for route in routes:
-        by_path.setdefault(route.path, {})[route.method] = route.handler
-    return by_path
-
-
-def _by_method(handlers: Mapping[str, Handler]) -> Handler:
-    """Return the handler of a path. One route per path, so that ``Allow`` names every method."""
-    if len(handlers) == 1:
-        return next(iter(handlers.values()))
-
-    async def answer(request: Request) -> Response:
-        return await handlers["GET" if request.method == "HEAD" else request.method](request)
-
-    return answer
-
-
-def _create_request_series(context: ProtocolContext, routes: Sequence[Route]) -> None:
-    """Create the metric series of results and of the server's own errors, which start from zero.
-
-    Each series has a line per bucket in every scrape, so the clients' errors get theirs when the
-    first one occurs.
-    """
-    own = {status for status, _ in STATUS.values() if status >= 500 or status == 429}
-    statuses = sorted({200, *own})
-    for route in routes:
-        if route.task is not None:
-            serving = context.models.serving(context.tasks[route.task])
-            references = [pipeline.manifest.reference for pipeline in serving]
-            context.metrics.create_request_series(route.path, references, statuses)
-
-
-def _openapi(routes: Sequence[Route]) -> Callable[[], dict[str, Any]]:
-    return lambda: document(_TITLE, version(DISTRIBUTION), _DESCRIPTION, routes)

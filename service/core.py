@@ -11,6 +11,7 @@
     |   +-- RequestTooLarge     the body has more bytes than the limit
     |   +-- Unauthorized        the request has no valid API key
     |   +-- Forbidden           the key lacks the scope, or the host is another
+    |   +-- ReloadRefused       the store, the keys or the certificate cannot be served
     |   +-- UnknownModel        the request names a model that is not served
     |   +-- WrongTask           the model has no head for the task
     +-- Overloaded              the wait would be too long; retry after `retry_after_s`
@@ -22,7 +23,7 @@
     StartupError                the server cannot start; clients never receive this error
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
@@ -96,6 +97,10 @@ class WrongTask(RequestError):
     """The model has no head for the task."""
 
 
+class ReloadRefused(RequestError):
+    """The server cannot serve what the store, the keys or the certificate now hold."""
+
+
 class Overloaded(ServiceError):
     """The request would wait for too long, or the queue is full.
 
@@ -126,6 +131,30 @@ class EngineFailed(ServiceError):
 
 class EngineDead(ServiceError):
     """No engine runs: it hangs, fails its golden outputs, or its process has exited."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """What a reload changed.
+
+    Attributes:
+        added: full names of the models that are served from now on. A bundle that was replaced
+            under the same version is named here and under `removed`.
+        removed: full names of the models that are served no more.
+        kept: full names of the models that stay as they were.
+    """
+
+    added: list[str]
+    removed: list[str]
+    kept: list[str]
+
+    def __str__(self) -> str:
+        lists = {"added": self.added, "removed": self.removed, "kept": self.kept}
+        return "; ".join(f"{name} {', '.join(models)}" for name, models in lists.items() if models)
+
+
+Reload = Callable[[], Awaitable[Changes]]
+"""Serves what the store, the keys and the certificate hold now, or raises `ReloadRefused`."""
 
 
 class StartupError(Exception):

@@ -187,7 +187,9 @@ class Metrics(Collector):
         else:
             ProcessCollector(registry=self._registry)
         families = _Families(None if shared else self._registry)
-        self._models = {model: families.of_model(model) for model in models}
+        self._new_series = families.of_model
+        self._models: dict[str, _ModelSeries] = {}
+        self.add_models(models)
         # To look up a series by its labels costs more than to observe a value.
         self._request_series = functools.cache(
             lambda route, model, status: families.requests.labels(route, model, str(status))
@@ -200,6 +202,16 @@ class Metrics(Collector):
         self._source: ScrapeSource | None = None
         self._scraped = CollectorRegistry()  # the values that `collect` reads at each scrape
         self._scraped.register(self)
+
+    def add_models(self, models: Sequence[str]) -> None:
+        """Create the series of models; those of models that are served no more stay.
+
+        Args:
+            models: their full names.
+        """
+        for model in models:
+            if model not in self._models:
+                self._models[model] = self._new_series(model)
 
     def create_request_series(
         self, route: str, models: Sequence[str], statuses: Sequence[int]

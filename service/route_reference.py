@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Final
 
-from cloze.service.app import DEFAULT_REGISTRIES, Service
+from cloze.service.app import DEFAULT_REGISTRIES, Process, Service
 from cloze.service.metrics import Metrics
 from cloze.service.settings import Settings
 from cloze.service.tasks import (
@@ -107,7 +107,8 @@ def route_reference() -> str:
 
 def routes() -> list[tuple[str, str, str]]:
     """Return the method, the path and the summary of every route of a server."""
-    service = Service(Settings(), [], Metrics([], shared=False), DEFAULT_REGISTRIES)
+    process = Process(Settings(), Metrics([], shared=False), DEFAULT_REGISTRIES, opener=None)
+    service = Service(process, [])
     paths = service.api().openapi()["paths"]
     return [
         (method.upper(), path, operation["summary"])

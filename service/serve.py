@@ -47,6 +47,5 @@ def serve_in_one_process(
     listener = server.bind(settings)
     service = single_process(settings, make_engine, registries)
     server.listen(listener, settings)
-    server.run(service, settings, listener)
-    server.exit_if_dead(service)
+    server.exit_if_dead(server.run(service, settings, listener))
     return 0

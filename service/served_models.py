@@ -95,36 +95,67 @@ def _in_default_order(store: Store) -> tuple[str, ...]:
     return tuple(sorted(oldest, key=rank))
 
 
-def local_models(
-    settings: Settings,
-    bundles: Sequence[Bundle],
-    callbacks: EngineCallbacks,
-    make_engine: EngineFactory | None = None,
-    *,
-    device_id: int = 0,
-) -> list[ServedModel]:
-    """Open the engines in this process, and start their schedulers.
+class LocalModels:
+    """Opens engines in this process, and starts their schedulers.
 
     Args:
         settings: the operator's settings.
-        bundles: the bundles to serve.
         callbacks: the callbacks of the engines.
         make_engine: opens a bundle's engine; None selects `OnnxEngine`.
         device_id: index of the GPU.
 
-    Returns:
-        The served models, in the order of their bundles.
-
     Raises:
-        StartupError: an engine does not open, or the device is missing.
+        StartupError: the device is missing, or the settings do not fit it.
     """
-    make_engine = make_engine or onnx_engine(settings, device_id)
-    engines = [make_engine(bundle, settings.device, settings.precision) for bundle in bundles]
-    models = []
-    activity = Activity()
-    for bundle, engine in zip(bundles, engines, strict=True):
-        queue = _start_scheduler(settings, bundle, engine, callbacks, activity)
-        models.append(ServedModel(bundle, queue, _precision_of(engine)))
+
+    def __init__(
+        self,
+        settings: Settings,
+        callbacks: EngineCallbacks,
+        make_engine: EngineFactory | None = None,
+        *,
+        device_id: int = 0,
+    ) -> None:
+        self._settings, self._callbacks = settings, callbacks
+        self._make_engine = make_engine or onnx_engine(settings, device_id)
+        self._activity = Activity()
+
+    def open(
+        self, bundles: Sequence[Bundle], running: Sequence[ServedModel] = ()
+    ) -> list[ServedModel]:
+        """Return the served models, in the order of their bundles.
+
+        Args:
+            bundles: the bundles to serve.
+            running: models that are served already; those of these bundles are returned again.
+
+        Raises:
+            StartupError: an engine does not open.
+        """
+        settings = self._settings
+        served = {model.bundle.manifest.reference: model for model in running}
+        kept = {
+            bundle.manifest.reference: model
+            for bundle in bundles
+            if (model := served.get(bundle.manifest.reference)) is not None
+            and model.bundle.manifest == bundle.manifest  # so the digests of all files are equal
+        }
+        # All engines open before a thread starts: nothing runs if one of them fails.
+        engines = {
+            bundle.manifest.reference: self._make_engine(
+                bundle, settings.device, settings.precision
+            )
+            for bundle in bundles
+            if bundle.manifest.reference not in kept
+        }
+        return [
+            kept.get(bundle.manifest.reference)
+            or self._start(bundle, engines[bundle.manifest.reference])
+            for bundle in bundles
+        ]
+
+    def _start(self, bundle: Bundle, engine: Engine) -> ServedModel:
+        queue = _start_scheduler(self._settings, bundle, engine, self._callbacks, self._activity)
         log.info(
             "serving %s for %s on %s in %s, %s",
             bundle.manifest.reference,
@@ -133,7 +164,7 @@ def local_models(
             engine.precision,
             engine.reason,
         )
-    return models
+        return ServedModel(bundle, queue, _precision_of(engine))
 
 
 def _precision_of(engine: Engine) -> Callable[[], str]:

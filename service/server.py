@@ -8,7 +8,10 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
@@ -16,6 +19,7 @@ import uvicorn
 
 from cloze.service.app import Service
 from cloze.service.core import StartupError
+from cloze.service.generations import Generations
 from cloze.service.http.acceptor import Acceptor
 from cloze.service.http.access import is_loopback
 from cloze.service.http.server_protocol import ConnectionLimits, ConnectionTable, ServerProtocol
@@ -45,6 +49,8 @@ def begin(settings: Settings) -> None:
     # Linux does not deliver a signal without a handler to process 1 of a container.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _exit_on_signal)
+    # It asks for a reload, and the processes that cannot reload must not end by it.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     start_logging(settings.log_level, settings.log_format)
 
 
@@ -54,16 +60,36 @@ def warn_of_unknown_variables() -> None:
         log.warning("the variable %s is not a setting; see `cloze serve --help`", name)
 
 
-def run(service: Service, settings: Settings, listener: socket.socket) -> None:
-    """Answer requests on a listening socket until a signal, or until a local engine dies."""
+def run(service: Service, settings: Settings, listener: socket.socket) -> Service:
+    """Answer requests on a listening socket until a signal, or until a local engine dies.
+
+    SIGHUP replaces the service by one of what the store holds by then.
+
+    Returns:
+        The service that answered last.
+    """
     _freeze_objects()
-    _make_server(service, settings).run(sockets=[listener])
+    server = _make_server(service, settings)
+    server.run(sockets=[listener])
+    return server.service
 
 
-async def serve(service: Service, settings: Settings, listener: socket.socket) -> None:
-    """Do what `run` does, on the running event loop."""
+async def serve(
+    service: Service, settings: Settings, listener: socket.socket, retire_on: signal.Signals
+) -> None:
+    """Do what `run` does, on the running event loop and without SIGHUP.
+
+    Args:
+        service: answers the requests.
+        settings: the operator's settings.
+        listener: the listening socket.
+        retire_on: the signal after which no connection is accepted, and this function returns
+            after the last open one. Each connection ends with its next answer.
+    """
     _freeze_objects()
-    await _make_server(service, settings).serve(sockets=[listener])
+    server = _make_server(service, settings)
+    asyncio.get_running_loop().add_signal_handler(retire_on, server.retire)
+    await server.serve(sockets=[listener])
 
 
 def _freeze_objects() -> None:
@@ -101,7 +127,7 @@ class _Server(uvicorn.Server):
     """A uvicorn server that starts a bounded drain at the first signal."""
 
     def __init__(self, service: Service, settings: Settings) -> None:
-        self._service = service
+        self._generations = Generations(service, self._check_certificate, self._use_certificate)
         self._grace_s = settings.shutdown_grace_ms / 1000
         limits = ConnectionLimits(
             settings.header_timeout_ms / 1000,
@@ -110,9 +136,11 @@ class _Server(uvicorn.Server):
             settings.max_connections_per_address,
         )
         self._table = ConnectionTable(limits)
+        self._acceptors: list[Acceptor] = []
+        self._retiring = False
         super().__init__(
             uvicorn.Config(
-                service.api(),
+                self._generations,
                 http="httptools",
                 ws="none",
                 proxy_headers=False,  # `Callers` believes only trusted proxies
@@ -127,6 +155,11 @@ class _Server(uvicorn.Server):
             )
         )
 
+    @property
+    def service(self) -> Service:
+        """The service that answers new requests."""
+        return self._generations.service
+
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept connections."""
         await super().startup(sockets=[])
@@ -134,15 +167,29 @@ class _Server(uvicorn.Server):
 
         def make_protocol() -> asyncio.Protocol:
             return ServerProtocol(
-                gate=self._service.gate,
+                refusal=self._generations.refusal,
                 table=self._table,
                 config=config,
                 server_state=self.server_state,
                 app_state=self.lifespan.state,
             )
 
-        accepting = [Acceptor(listener, make_protocol, config.ssl) for listener in sockets or []]
-        self.servers = accepting  # type: ignore[assignment]
+        self._acceptors = [
+            Acceptor(listener, make_protocol, config.ssl) for listener in sockets or []
+        ]
+        self.servers = self._acceptors  # type: ignore[assignment]
+        if self.service.reopens:
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGHUP, self._generations.reload_soon)
+
+    def retire(self) -> None:
+        """Accept no connection, end each with its next answer, and return after the last one."""
+        self._retiring = True
+        for acceptor in self._acceptors:
+            acceptor.close()
+        self.config.encoded_headers.append((b"connection", b"close"))  # uvicorn closes by it
+        count = len(self.server_state.connections)
+        log.info("other processes accept connections; this one finishes its %d", count)
 
     def load(self) -> None:
         """Read the certificate.
@@ -150,8 +197,28 @@ class _Server(uvicorn.Server):
         Raises:
             StartupError: the certificate or its key cannot be read.
         """
-        try:
+        with self._certificate_errors():
             self.config.load()
+
+    def _check_certificate(self) -> None:
+        """Raise `StartupError` unless the certificate's files can be used."""
+        if self.config.ssl_certfile is not None:
+            with self._certificate_errors():
+                self._use_certificate_in(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+
+    def _use_certificate(self) -> None:
+        """Read the certificate again, for the connections that open from now on."""
+        if self.config.ssl is not None:
+            self._use_certificate_in(self.config.ssl)
+
+    def _use_certificate_in(self, context: ssl.SSLContext) -> None:
+        assert self.config.ssl_certfile is not None
+        context.load_cert_chain(self.config.ssl_certfile, self.config.ssl_keyfile)
+
+    @contextmanager
+    def _certificate_errors(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:  # an SSLError too
             path = self.config.ssl_certfile
             raise StartupError(
@@ -162,16 +229,19 @@ class _Server(uvicorn.Server):
         """Stop admitting requests, and fail accepted requests after the grace period."""
         super().handle_exit(sig, frame)
         log.info("draining: finishing accepted requests, for at most %.0f s", self._grace_s)
-        self._service.drain()
-        closer = threading.Thread(target=self._service.close, daemon=True)
+        service = self.service
+        service.drain()
+        closer = threading.Thread(target=service.close, daemon=True)
         asyncio.get_running_loop().call_later(self._grace_s, closer.start)
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to shut down: a local engine is dead, or uvicorn stops the server."""
-        if self._service.dead is not None and not self._service.restarts_engines:
+        if self.service.dead is not None and not self.service.restarts_engines:
             # A client that sends its request more slowly gets no answer.
             self.config.timeout_graceful_shutdown = _DEAD_GRACE_S
             return True
+        if self._retiring and not self.server_state.connections:
+            return all(not acceptor.is_opening for acceptor in self._acceptors)
         return await super().on_tick(counter)
 
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -118,3 +118,13 @@ def wait_until_ready(server: Server) -> None:
         except httpx.TransportError:
             time.sleep(0.02)  # it takes the port before it listens
     raise AssertionError("the server did not become ready: " + "".join(server.log))
+
+
+def children(parent: int, name: str) -> list[int]:
+    """Processes that the supervisor started under that name."""
+    found = []
+    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+        with suppress(OSError):
+            if f'"name": "{name}' in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(int(pid))
+    return found

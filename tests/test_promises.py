@@ -35,7 +35,7 @@ from cloze.service.engine import OnnxEngine
 from cloze.service.fake_engine import FakeEngine
 from cloze.service.settings import load_settings
 from tests.faulty_server import started_line
-from tests.serving import Server, bare_environment, running_server
+from tests.serving import Server, bare_environment, children, running_server
 from tests.tiny import save_checkpoint
 from tests.waiting import MEASURES_TIME, wait_until
 
@@ -586,16 +586,6 @@ def until(ask: Callable[[], httpx.Response], status: int) -> httpx.Response:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return answer
-
-
-def children(parent: int, name: str) -> list[int]:
-    """Processes that the supervisor started under that name."""
-    found = []
-    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        with contextlib.suppress(OSError):
-            if f'"name": "{name}' in Path(f"/proc/{pid}/cmdline").read_text():
-                found.append(int(pid))
-    return found
 
 
 def test_4_probes_say_that_the_engine_is_dead(tiny_store: Path) -> None:

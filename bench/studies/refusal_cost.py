@@ -79,7 +79,11 @@ async def main() -> None:
 
     def refusing() -> HttpToolsProtocol:
         return ServerProtocol(
-            gate=service.gate, table=table, config=config, server_state=ServerState(), app_state={}
+            refusal=service.gate.refusal,
+            table=table,
+            config=config,
+            server_state=ServerState(),
+            app_state={},
         )
 
     def answering() -> HttpToolsProtocol:

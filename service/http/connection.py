@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cloze.service.core import ServiceError
 from cloze.service.http.access_log import AccessLog, AccessRecord
 from cloze.service.http.caller import request_id
-from cloze.service.http.gate import Gate
+from cloze.service.http.gate import note_start
 from cloze.service.metrics import Metrics
 
 OTHER_ROUTE = "other"
@@ -24,7 +24,6 @@ class Connection:
         known_routes: paths that may become metric labels.
         metrics: the metrics that record every answered request.
         access_log: the log of answered requests.
-        gate: counts the requests that it has admitted until their handlers begin.
     """
 
     def __init__(
@@ -33,20 +32,18 @@ class Connection:
         known_routes: Collection[str],
         metrics: Metrics,
         access_log: AccessLog,
-        gate: Gate,
     ) -> None:
         self._app = app
         self._known_routes = frozenset(known_routes)
         self._metrics = metrics
         self._access_log = access_log
-        self._gate = gate
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        self._gate.started(scope)
+        note_start(scope)
         started = time.perf_counter()
         identity = request_id(scope)
         status = 500

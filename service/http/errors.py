@@ -14,6 +14,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     core.Forbidden: (403, "Validation"),
     core.UnknownModel: (404, "Validation"),
     core.SlowRequest: (408, "Validation"),
+    core.ReloadRefused: (409, "Backend"),
     core.RequestTooLarge: (413, "Validation"),
     core.UnsupportedEncoding: (415, "Validation"),
     core.InvalidRequest: (422, "Validation"),

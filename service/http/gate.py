@@ -8,7 +8,7 @@ request, so the gate refuses nothing that the scheduler would admit.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from starlette.types import Scope
@@ -23,7 +23,7 @@ ErrorBytes = Callable[[str, ServiceError], bytes]
 
 
 _PASSED = "cloze.passed"
-"""Key of a scope: the client of a request that the gate has admitted."""
+"""Key of a scope: calls back the gate that has admitted the request."""
 
 
 class GateModel(NamedTuple):
@@ -104,21 +104,14 @@ class Gate:
                 limit_s = math.inf  # the handler writes that error
         if wait_s <= limit_s or served[0].queue.draining:
             self._unstarted[client] = waiting + 1
-            scope[_PASSED] = client
+            scope[_PASSED] = partial(self._started, client)
             return None
         identity = request_id(scope)
         self._record(scope["path"], served[0].reference, identity)
         answer = self._answer(scope["path"], math.ceil(wait_s), limit_s)
         return answer.replace(b"\r\n\r\n", b"\r\nx-request-id: %s\r\n\r\n" % identity, 1)
 
-    def started(self, scope: Scope) -> None:
-        """Note that the handler of an admitted request begins, and will submit the request.
-
-        The headers of hundreds of requests may arrive in one turn of the event loop, before the
-        handler of the first one runs.
-        """
-        if (client := scope.pop(_PASSED, None)) is None:
-            return
+    def _started(self, client: str) -> None:
         self._unstarted[client] -= 1
         if not self._unstarted[client]:
             del self._unstarted[client]
@@ -130,3 +123,13 @@ class Gate:
                 time.time(), identity.decode(), "POST", path, model, 429, 0.0, None, "Overloaded"
             )
         )
+
+
+def note_start(scope: Scope) -> None:
+    """Note that the handler of a request begins, and will submit the request.
+
+    The headers of hundreds of requests may arrive in one turn of the event loop, before the handler
+    of the first one runs.
+    """
+    if (started := scope.pop(_PASSED, None)) is not None:
+        started()

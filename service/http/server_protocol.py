@@ -9,14 +9,13 @@ import asyncio
 import logging
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
 import orjson
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-
-from cloze.service.http.gate import Gate
 
 log = logging.getLogger("cloze")
 
@@ -104,14 +103,20 @@ class ServerProtocol(HttpToolsProtocol):
     """One connection; see the module.
 
     Args:
-        gate: decides which requests are refused before they are parsed.
+        refusal: returns the response that refuses a request, or None; see `Gate.refusal`.
         table: the open connections of this process.
         arguments: those of uvicorn's protocol.
     """
 
-    def __init__(self, *, gate: Gate, table: ConnectionTable, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *,
+        refusal: Callable[[Scope], bytes | None],
+        table: ConnectionTable,
+        **arguments: Any,
+    ) -> None:
         super().__init__(**arguments)
-        self._gate = gate
+        self._refusal = refusal
         self._table = table
         self._header_bytes = 0
         self._progress = False
@@ -207,7 +212,7 @@ class ServerProtocol(HttpToolsProtocol):
         in_turn = self.cycle is None or self.cycle.response_complete
         if in_turn and self.parser.get_method() == b"POST":
             self.scope["path"] = self.url.partition(b"?")[0].decode("ascii", "replace")
-            if (answer := self._gate.refusal(cast(Scope, self.scope))) is not None:
+            if (answer := self._refusal(cast(Scope, self.scope))) is not None:
                 self._refuse(answer)
                 return
         super().on_headers_complete()

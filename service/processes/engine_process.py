@@ -35,8 +35,8 @@ from cloze.service.processes.start import ChildConfig
 from cloze.service.served_models import (
     EngineCallbacks,
     EngineFactory,
+    LocalModels,
     ServedModel,
-    local_models,
     open_bundles,
 )
 
@@ -227,9 +227,8 @@ async def serve(config: ChildConfig, make_engine: EngineFactory | None) -> None:
     observer = BatchObserver(metrics)
     loop = asyncio.get_running_loop()
     callbacks = EngineCallbacks(observer.on_batch, lambda _: _exit_soon(loop))
-    models = local_models(
-        config.settings, bundles, callbacks, make_engine, device_id=config.device_id
-    )
+    opener = LocalModels(config.settings, callbacks, make_engine, device_id=config.device_id)
+    models = opener.open(bundles)
     observer.queues = {model.bundle.manifest.reference: model.queue for model in models}
     engine = EngineServer(models, metrics)
     loop.add_signal_handler(signal.SIGTERM, engine.stop)

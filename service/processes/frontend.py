@@ -15,6 +15,8 @@ from cloze.model_store import Bundle
 from cloze.service import app, server
 from cloze.service.core import StartupError
 from cloze.service.metrics import write_as
+from cloze.service.processes.generation import RETIRE
+from cloze.service.processes.reload_report import ask_supervisor
 from cloze.service.processes.remote import EngineLink, RemoteQueue
 from cloze.service.processes.start import ChildConfig
 from cloze.service.served_models import ServedModel
@@ -62,11 +64,14 @@ async def serve(config: ChildConfig) -> None:
     """
     engines = EngineProcesses(config)
     service = app.front_end(config.settings, engines)
+    folder = config.engine_sockets[0].parent
+    service.on_reload(lambda: ask_supervisor(config.parent, folder, lambda: service.draining))
     async with asyncio.TaskGroup() as tasks:
         connections = [tasks.create_task(link.run()) for link in engines.links]
         await engines.wait_for_one()
         config.report_ready()
-        await server.serve(service, config.settings, socket.socket(fileno=config.listener))
+        listener = socket.socket(fileno=config.listener)
+        await server.serve(service, config.settings, listener, retire_on=RETIRE)
         for connection in connections:
             connection.cancel()
 

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service import core
+from cloze.service.http.access import is_loopback
 from cloze.service.http.page import PAGE_HEADERS, page_handler
 from cloze.service.http.routes import HTML, JSON, TEXT, Route, RouteDoc
 from cloze.service.metrics import CONTENT_TYPE
@@ -53,6 +54,13 @@ def routes(context: ProtocolContext, error_body: Any) -> Sequence[Route]:
     metrics = report("Metrics in Prometheus's text format", result=None, media_types=(TEXT,))
     page = report("A page on which people try the tasks", result=None, media_types=(HTML,))
     page = replace(page, headers=PAGE_HEADERS)
+    reload = RouteDoc(
+        "Serve what the store, the keys and the certificate hold now",
+        tag=_TAG,
+        result=core.Changes,
+        error_body=error_body,
+        errors=(401, 403, 409, 503),
+    )
     return [
         Route("GET", "/", page_handler(), page),
         Route("GET", "/healthz", operations.alive, healthz),
@@ -60,6 +68,7 @@ def routes(context: ProtocolContext, error_body: Any) -> Sequence[Route]:
         Route("GET", "/health", operations.health, health),
         Route("GET", "/info", operations.info, info),
         Route("GET", "/metrics", operations.metrics, metrics),
+        Route("POST", "/admin/reload", operations.reload, reload),
     ]
 
 
@@ -92,6 +101,21 @@ class _Operations:
         else:
             text = metrics.exposition()
         return Response(text, headers={"content-type": CONTENT_TYPE})
+
+    async def reload(self, request: Request) -> Response:
+        """Answer what a reload changed.
+
+        Without keys, only clients of this machine may reload, and no page of a browser.
+        """
+        if self._context.watch.callers.keys is None:
+            if "origin" in request.headers:
+                raise core.Forbidden("a page cannot reload a server that has no API keys")
+            if request.client is None or not is_loopback(request.client.host):
+                raise core.Forbidden(
+                    "without API keys, a server is reloaded from its own machine only; "
+                    "set CLOZE_KEYS_FILE, or send SIGHUP"
+                )
+        return Response(orjson.dumps(await self._context.state.reload()), media_type=JSON)
 
     def _check_engine(self) -> None:
         if (reason := self._context.state.dead) is not None:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from cloze.service.core import Changes
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import Route
 from cloze.service.http.watch import RequestWatch
@@ -23,6 +24,14 @@ class ServerState(Protocol):
     @property
     def draining(self) -> bool:
         """Whether the server refuses new requests."""
+        ...
+
+    async def reload(self) -> Changes:
+        """Serve what the store, the keys and the certificate hold now.
+
+        Raises:
+            ReloadRefused: that cannot be served; what was served before is served on.
+        """
         ...
 
     @property

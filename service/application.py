@@ -1,0 +1,109 @@
+"""The HTTP application: the routes of all protocols, and the middleware around them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cloze.model_store.installation import DISTRIBUTION
+from cloze.service.core import ServiceError
+from cloze.service.http.access_log import AccessLog
+from cloze.service.http.connection import Connection, DirectRoutes
+from cloze.service.http.errors import STATUS
+from cloze.service.http.openapi import document
+from cloze.service.http.page import ASSETS, docs_handler, part_handlers
+from cloze.service.http.routes import Handler, Route
+from cloze.service.protocols import ErrorResponder, ProtocolContext, WireProtocol
+
+_TITLE = "Cloze"
+_DESCRIPTION = "Fill-mask, embeddings, next sentence and question answering by BERT and DistilBERT."
+
+
+def create_app(
+    context: ProtocolContext,
+    routes: Sequence[Route],
+    protocols: Sequence[WireProtocol],
+    access_log: AccessLog,
+    protect: Callable[[FastAPI], None],
+) -> FastAPI:
+    """Return the HTTP application: the routes, and the documentation pages.
+
+    Args:
+        context: the parts of the service that routes use.
+        routes: the routes.
+        protocols: the protocols, which write errors.
+        access_log: logs answered requests.
+        protect: adds the middleware that decides who may send requests.
+    """
+    app = FastAPIOffline(
+        title=_TITLE,
+        docs_url=None,
+        redoc_url=None,
+        static_url=ASSETS,
+        # By default, FastAPI checks at every request whether each kind of telemetry is installed.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
+    for path, handlers in _by_path(routes).items():
+        app.add_route(path, _by_method(handlers), methods=list(handlers))
+    parts = part_handlers()
+    for path, handler in (parts | {"/docs": docs_handler(_TITLE)}).items():
+        app.add_route(path, handler, methods=["GET"])
+    _create_request_series(context, routes)
+    responder = ErrorResponder(protocols)
+    for error_type in (ServiceError, HTTPException, Exception):
+        app.add_exception_handler(error_type, responder.respond)
+    app.openapi = _openapi(routes)  # type: ignore[method-assign]
+    task_handlers = {route.path: route.handler for route in routes if route.task is not None}
+    app.add_middleware(DirectRoutes, handlers=task_handlers, respond=responder.respond)
+    protect(app)
+    known_routes = ("/docs", "/openapi.json", *parts, *(route.path for route in routes))
+    app.add_middleware(
+        Connection,
+        known_routes=known_routes,
+        metrics=context.metrics,
+        access_log=access_log,
+    )
+    return app
+
+
+def _by_path(routes: Sequence[Route]) -> dict[str, dict[str, Handler]]:
+    """Return the handlers by path and method."""
+    by_path: dict[str, dict[str, Handler]] = {}
+    for route in routes:
+        by_path.setdefault(route.path, {})[route.method] = route.handler
+    return by_path
+
+
+def _by_method(handlers: Mapping[str, Handler]) -> Handler:
+    """Return the handler of a path. One route per path, so that ``Allow`` names every method."""
+    if len(handlers) == 1:
+        return next(iter(handlers.values()))
+
+    async def answer(request: Request) -> Response:
+        return await handlers["GET" if request.method == "HEAD" else request.method](request)
+
+    return answer
+
+
+def _create_request_series(context: ProtocolContext, routes: Sequence[Route]) -> None:
+    """Create the metric series of results and of the server's own errors, which start from zero.
+
+    Each series has a line per bucket in every scrape, so the clients' errors get theirs when the
+    first one occurs.
+    """
+    own = {status for status, _ in STATUS.values() if status >= 500 or status == 429}
+    statuses = sorted({200, *own})
+    for route in routes:
+        if route.task is not None:
+            serving = context.models.serving(context.tasks[route.task])
+            references = [pipeline.manifest.reference for pipeline in serving]
+            context.metrics.create_request_series(route.path, references, statuses)
+
+
+def _openapi(routes: Sequence[Route]) -> Callable[[], dict[str, Any]]:
+    return lambda: document(_TITLE, version(DISTRIBUTION), _DESCRIPTION, routes)

@@ -87,10 +87,15 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
         return await self._response
 
-    async def close(self) -> None:
-        """Close the connection and wait until the connection is closed."""
+    def close_soon(self) -> None:
+        """Close the connection, and do not wait until it is closed."""
         if self._transport is not None:
             self._transport.close()
+
+    async def close(self) -> None:
+        """Close the connection and wait until the connection is closed."""
+        self.close_soon()
+        if self._transport is not None:
             await asyncio.shield(self._closed)
 
     # ---- callbacks of asyncio and of the parser ----

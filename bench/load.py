@@ -7,10 +7,11 @@ that arrive meanwhile (coordinated omission; Tene 2013, "How NOT to measure late
 
 import asyncio
 import time
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from hdrh.histogram import HdrHistogram
@@ -27,6 +28,10 @@ _DRAIN_TIMEOUT_S = 120.0
 
 MAX_CONNECTIONS = 512
 """Default of the open loop. Further arrivals wait for a connection, which counts as latency."""
+
+
+_IDLE_S = 10.0
+"""Time after which the open loop closes a connection that it does not need any more."""
 
 
 def histogram() -> HdrHistogram:
@@ -134,12 +139,28 @@ async def _bounded_wait(seconds: float) -> AsyncIterator[None]:
         raise BenchError(f"the server is gone: {refused.exceptions[0]}") from None
 
 
+class Answer(NamedTuple):
+    """What became of one request of an open loop.
+
+    Attributes:
+        number: index of the request.
+        due_s: seconds from the start of the load until the request was due.
+        seconds: from then until the answer.
+        response: the answer; None stands for a connection that closed.
+    """
+
+    number: int
+    due_s: float
+    seconds: float
+    response: Response | None
+
+
 class _ConnectionPool:
     """Connections of the open loop, opened when needed."""
 
     def __init__(self, url: str, most: int) -> None:
         self._url = url
-        self._idle: list[Connection] = []
+        self._idle: deque[tuple[float, Connection]] = deque()  # by the end of the last request
         self._slots = asyncio.Semaphore(most)
 
     async def send(self, request: bytes) -> Response | None:
@@ -153,17 +174,23 @@ class _ConnectionPool:
                 if connection is not None:
                     await connection.close()
                 return None
-            self._idle.append(connection)
+            now = time.perf_counter()
+            self._idle.append((now, connection))
+            while self._idle[0][0] < now - _IDLE_S:
+                self._idle.popleft()[1].close_soon()
             return response
 
     async def _take(self) -> Connection:
-        while self._idle and not self._idle[-1].open:  # a server may close idle connections
-            await self._idle.pop().close()
-        return self._idle.pop() if self._idle else await Connection.connect(self._url)
+        while self._idle:
+            _, connection = self._idle.pop()
+            if connection.open:
+                return connection
+            await connection.close()  # a server may close idle connections
+        return await Connection.connect(self._url)
 
     async def close(self) -> None:
         """Close the idle connections."""
-        for connection in self._idle:
+        for _, connection in self._idle:
             await connection.close()
 
 
@@ -173,6 +200,7 @@ async def open_loop(
     arrivals: NDArray[np.float64],
     *,
     connections: int = MAX_CONNECTIONS,
+    on_answer: Callable[[Answer], None] | None = None,
 ) -> LoadResult:
     """Send request `i` after ``arrivals[i]`` seconds, whether earlier ones are answered or not.
 
@@ -181,6 +209,7 @@ async def open_loop(
         requests: sent in order; the first follows the last.
         arrivals: float64 [n], ascending.
         connections: most open connections.
+        on_answer: called with each answer as it arrives.
 
     Raises:
         BenchError: the server does not answer.
@@ -190,9 +219,13 @@ async def open_loop(
     cpu_s = time.process_time()
     start = time.perf_counter() + 0.1
 
-    async def send(request: Request, due: float) -> None:
+    async def send(number: int, due: float) -> None:
+        request = requests[number]
         response = await pool.send(request.data)
-        result.record(response, request, time.perf_counter() - due)
+        seconds = time.perf_counter() - due
+        result.record(response, request, seconds)
+        if on_answer is not None:
+            on_answer(Answer(number, due - start, seconds, response))
 
     async with _bounded_wait(float(arrivals[-1])), asyncio.TaskGroup() as tasks:
         for number, arrival in enumerate(arrivals):
@@ -200,7 +233,7 @@ async def open_loop(
             # The loop's timers are exact to a millisecond, so one sleep may be too short.
             while (wait := due - time.perf_counter()) > 0:
                 await asyncio.sleep(wait)
-            tasks.create_task(send(requests[number % len(requests)], due))
+            tasks.create_task(send(number % len(requests), due))
     result.seconds = time.perf_counter() - start
     result.client_cpu_s = time.process_time() - cpu_s
     await pool.close()

@@ -38,11 +38,11 @@ class RunningServer:
 
     def cpu_s(self) -> float:
         """Return the processor time of the server and its children so far, in seconds."""
-        return sum(_cpu_s_and_rss_mb(pid)[0] for pid in _process_tree(self.pid))
+        return sum(_cpu_s_and_rss_mb(pid)[0] for pid in process_tree(self.pid))
 
     def rss_mb(self) -> float:
         """Return the resident memory of the server and its children, in MB."""
-        return sum(_cpu_s_and_rss_mb(pid)[1] for pid in _process_tree(self.pid))
+        return sum(_cpu_s_and_rss_mb(pid)[1] for pid in process_tree(self.pid))
 
 
 def free_port() -> int:
@@ -61,6 +61,7 @@ def running(
     *,
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 180.0,
+    log_file: Path | None = None,
 ) -> Iterator[RunningServer]:
     """Start a server, wait until the server is ready, and stop the server when the context ends.
 
@@ -70,11 +71,12 @@ def running(
         ready_path: answers 200 when the server is ready.
         environment: replaces the environment of this process.
         timeout_s: for the server to become ready.
+        log_file: keeps what the server writes to its standard error; None: a temporary file.
 
     Raises:
         BenchError: the server exited, or was not ready in time; with its last output.
     """
-    with tempfile.TemporaryFile() as stderr:
+    with log_file.open("w+b") if log_file else tempfile.TemporaryFile() as stderr:
         started = time.monotonic()
         process = subprocess.Popen(
             list(command),
@@ -129,7 +131,7 @@ def _is_ready(url: str) -> bool:
         return False
 
 
-def _process_tree(pid: int) -> list[int]:
+def process_tree(pid: int) -> list[int]:
     """Return the ids of a process and of all its descendants."""
     pids = [pid]
     for parent in pids:

@@ -84,7 +84,7 @@ class RunOptions:
         return Plan(
             clients=self.clients,
             shares=self.shares,
-            arrivals=_read_arrivals(self.arrivals) if self.arrivals else None,
+            arrivals=read_arrivals(self.arrivals) if self.arrivals else None,
             texts_per_request=self.each,
             bulk=self.bulk,
             seconds=self.seconds,
@@ -188,7 +188,7 @@ def _text_sets(options: RunOptions, task: Task) -> dict[str, Texts]:
     return sets
 
 
-def _read_arrivals(file: Path) -> NDArray[np.float64]:
+def read_arrivals(file: Path) -> NDArray[np.float64]:
     """Read arrival times from the column ``timestamp`` of a CSV file.
 
     Returns:

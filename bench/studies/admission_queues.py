@@ -1,0 +1,280 @@
+"""Queues with a policy of admission, in virtual time: our scheduler's, and those that drop.
+
+`SchedulerQueue` runs the code of `service.batching.scheduler`. `DroppingQueue` admits all requests;
+a `Discipline` (`disciplines`) decides which of them run and which are dropped. All queues form
+batches of one length.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from typing import Protocol
+from unittest.mock import patch
+
+import numpy as np
+
+from cloze.bench.studies.virtual_time import CORES, BatchQueue
+from cloze.model_store.batch import Encoding
+from cloze.service.batching import client_queue, fair_queue, scheduler
+from cloze.service.batching.client_queue import QueuedEncoding
+from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.core import BatchResult, Overloaded
+from cloze.service.fake_engine import FakeEngine
+from cloze.service.settings import Settings
+
+DEFAULTS = Settings.model_construct()
+"""The default settings of a server."""
+
+MAX_TOKENS = 512
+"""Most tokens of a text, and of a batch on a CPU."""
+
+
+class Fate(StrEnum):
+    """What became of a request."""
+
+    WAITING = "waiting"
+    ANSWERED = "answered"
+    REFUSED = "refused"
+    """At its arrival."""
+    DROPPED = "dropped"
+    """After it had waited."""
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedRequest:
+    """A request of one text.
+
+    Attributes:
+        client: its client.
+        tokens: length of the text.
+        arrived: virtual time of its arrival.
+        started: virtual time at which its batch began.
+        ended: virtual time at which it was answered, refused or dropped.
+        fate: what became of it.
+    """
+
+    client: str
+    tokens: int
+    arrived: float
+    started: float = math.inf
+    ended: float = math.inf
+    fate: Fate = Fate.WAITING
+
+
+class Clock:
+    """Virtual time, in place of the module `time`.
+
+    Attributes:
+        now: seconds.
+    """
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        """Return the virtual time."""
+        return self.now
+
+
+@contextmanager
+def virtual_time(clock: Clock) -> Iterator[None]:
+    """Give the classes of the scheduler a virtual time until the context ends."""
+    with ExitStack() as stack:
+        for module in (client_queue, fair_queue, scheduler):
+            stack.enter_context(patch.object(module, "time", clock))
+        yield
+
+
+OnEnd = Callable[[SimulatedRequest, Fate], None]
+"""Called when a request is answered or dropped."""
+
+
+class AdmissionQueue(BatchQueue[SimulatedRequest], Protocol):
+    """A queue with a policy of admission."""
+
+    def offer(self, request: SimulatedRequest) -> bool:
+        """Return whether the queue admits a request that arrives now."""
+        ...
+
+    def end_run(self, batch: list[SimulatedRequest]) -> None:
+        """End the requests of a batch that has run."""
+        ...
+
+
+class _ThreadlessScheduler(Scheduler):
+    """A scheduler whose threads end at once, since the simulation runs the batches."""
+
+    def _work(self, number: int, take: Callable[[], list[QueuedEncoding]]) -> None:
+        """Run nothing."""
+
+    def _watch(self) -> None:
+        """Watch nothing."""
+
+
+@lru_cache(MAX_TOKENS)
+def _encoding(length: int) -> Encoding:
+    ids = np.zeros(length, np.int32)
+    return Encoding(ids, ids, {})
+
+
+class SchedulerQueue:
+    """The queue and the admission of our scheduler, with its default settings.
+
+    Args:
+        clock: the virtual time; the caller is inside `virtual_time`.
+        on_end: called when a request is answered or dropped.
+        max_wait_s: longest expected wait; 0: no limit.
+        max_queue_tokens: most tokens that wait.
+        timeout_s: seconds after its arrival at which a request is dropped.
+        fair_shares: whether each client has a share; else all requests are of one client.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        on_end: OnEnd,
+        *,
+        max_wait_s: float = 0.0,
+        max_queue_tokens: int = DEFAULTS.max_queue_tokens,
+        timeout_s: float = DEFAULTS.request_timeout_ms / 1000,
+        fair_shares: bool = False,
+    ) -> None:
+        self._clock, self._on_end = clock, on_end
+        self._timeout_s, self._fair_shares = timeout_s, fair_shares
+        limits = SchedulerLimits(
+            workers=CORES,
+            max_batch_tokens=MAX_TOKENS,
+            max_queue_tokens=max_queue_tokens,
+            stall_timeout_s=DEFAULTS.stall_timeout_ms / 1000,
+            batch_latency_s=DEFAULTS.batch_latency_ms / 1000,
+            max_wait_s=max_wait_s,
+        )
+        self._scheduler = _ThreadlessScheduler(FakeEngine(), limits)
+        self._requests: dict[Future[BatchResult], SimulatedRequest] = {}
+        self._running: dict[SimulatedRequest, QueuedEncoding] = {}
+
+    @property
+    def max_batch_tokens(self) -> int:
+        """Most tokens of a batch now."""
+        return self._scheduler._batch_tokens()
+
+    def __bool__(self) -> bool:
+        return bool(self._scheduler._queue)
+
+    def has_up_to(self, length: int) -> bool:
+        """Return whether a text of at most so many tokens waits."""
+        return self._scheduler._queue.has_up_to(length)
+
+    def offer(self, request: SimulatedRequest) -> bool:
+        """Return whether the scheduler admits a request."""
+        client = request.client if self._fair_shares else ""
+        try:
+            future = self._scheduler.submit(
+                [_encoding(request.tokens)], self._clock.now + self._timeout_s, client=client
+            )
+        except Overloaded:
+            return False
+        self._requests[future] = request
+        future.add_done_callback(self._end)
+        return True
+
+    def _end(self, future: Future[BatchResult]) -> None:
+        request = self._requests.pop(future)
+        self._on_end(request, Fate.DROPPED if future.exception() else Fate.ANSWERED)
+
+    def take_batch(self, *, takers: int = 1, longest: int | None = None) -> list[SimulatedRequest]:
+        """Remove a batch; see `virtual_time.BatchQueue`."""
+        taken = self._scheduler._take_now(takers=takers, longest=longest)
+        batch = [self._requests[queued.request] for queued in taken]
+        for request in batch:
+            request.started = self._clock.now
+        self._running.update(zip(batch, taken, strict=True))
+        return batch
+
+    def end_run(self, batch: list[SimulatedRequest]) -> None:
+        """End the requests of a batch that has run."""
+        seconds = self._clock.now - batch[0].started
+        tokens = sum(request.tokens for request in batch)
+        queued = [self._running.pop(request) for request in batch]
+        self._scheduler._deliver(queued, [{}] * len(batch), tokens / seconds)
+
+
+class Discipline(Protocol):
+    """Decides which of the waiting requests run next, and which are dropped instead."""
+
+    def newest_first(self, now: float) -> bool:
+        """Return whether the newest request is next; else the oldest one is."""
+        ...
+
+    def drops(self, now: float, wait_s: float) -> bool:
+        """Return whether a request whose turn it is after a wait is dropped."""
+        ...
+
+    def emptied(self, now: float) -> None:
+        """Note that no request waits."""
+        ...
+
+
+class DroppingQueue:
+    """Admits all requests, in the order of their arrival, and drops some when their turn comes.
+
+    Args:
+        clock: the virtual time.
+        on_end: called when a request is answered or dropped.
+        discipline: what is next, and what is dropped.
+        max_batch_tokens: most tokens of a batch.
+    """
+
+    def __init__(
+        self, clock: Clock, on_end: OnEnd, discipline: Discipline, max_batch_tokens: int
+    ) -> None:
+        self.max_batch_tokens = max_batch_tokens
+        self._clock, self._on_end, self._discipline = clock, on_end, discipline
+        self._timeout_s = DEFAULTS.request_timeout_ms / 1000
+        self._groups: dict[int, deque[SimulatedRequest]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def has_up_to(self, length: int) -> bool:
+        """Return whether a text of at most so many tokens waits."""
+        return any(tokens <= length for tokens in self._groups)
+
+    def offer(self, request: SimulatedRequest) -> bool:
+        """Admit a request."""
+        self._groups.setdefault(request.tokens, deque()).append(request)
+        return True
+
+    def take_batch(self, *, takers: int = 1, longest: int | None = None) -> list[SimulatedRequest]:
+        """Remove a batch, and drop requests; see `virtual_time.BatchQueue`."""
+        newest = self._discipline.newest_first(self._clock.now)
+        side = -1 if newest else 0
+        lengths = [tokens for tokens in self._groups if longest is None or tokens <= longest]
+        order = max if newest else min
+        tokens = order(lengths, key=lambda length: self._groups[length][side].arrived)
+        group = self._groups[tokens]
+        most = max(1, min(self.max_batch_tokens // tokens, -(-len(group) // takers)))
+        batch: list[SimulatedRequest] = []
+        while group and len(batch) < most:
+            request = group.pop() if newest else group.popleft()
+            wait_s = self._clock.now - request.arrived
+            if wait_s > self._timeout_s or self._discipline.drops(self._clock.now, wait_s):
+                self._on_end(request, Fate.DROPPED)
+            else:
+                request.started = self._clock.now
+                batch.append(request)
+        if not group:
+            del self._groups[tokens]
+        if not self._groups:
+            self._discipline.emptied(self._clock.now)
+        return batch
+
+    def end_run(self, batch: list[SimulatedRequest]) -> None:
+        """End the requests of a batch that has run."""
+        for request in batch:
+            self._on_end(request, Fate.ANSWERED)

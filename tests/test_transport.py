@@ -312,6 +312,38 @@ def test_a_front_end_that_dies_cancels_its_requests_only(engine: Engine) -> None
     run(play())
 
 
+def test_what_was_admitted_stays_admitted_by_the_next_engine(path: Path) -> None:
+    async def runs(connection: socket, count: int) -> list[frames.Run]:
+        """Receive requests as an engine process does."""
+        loop, found, data = asyncio.get_running_loop(), [], b""
+        while len(found) < count:
+            data += await asyncio.wait_for(loop.sock_recv(connection, 2**16), SOON_S)
+            while len(data) >= 4 and len(data) >= 4 + (size := int.from_bytes(data[:4], "little")):
+                decoded = frames.decode_request(memoryview(data)[4 : 4 + size])
+                assert isinstance(decoded, frames.Run)
+                found.append(decoded)
+                data = data[4 + size :]
+        return found
+
+    async def play() -> None:
+        with listen(path) as listener:
+            async with linked(path) as link:
+                queue = RemoteQueue([link], 0)
+                with await accept(listener) as connection:
+                    await link.up.wait()
+                    queue.submit(encode(1), in_a_minute())
+                    (first,) = await runs(connection, 1)
+                assert not first.later_round
+                await until(lambda: link.dead is not None)
+                queue.submit(encode(2), in_a_minute())
+                with await accept(listener) as connection:
+                    again, new = await runs(connection, 2)
+                assert (again.number, again.later_round) == (first.number, True)
+                assert not new.later_round, "the next engine decides on it"
+
+    run(play())
+
+
 def test_a_queue_that_closes_fails_pending_requests(path: Path) -> None:
     async def play() -> None:
         with listen(path) as listener:

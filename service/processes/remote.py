@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +52,9 @@ class EngineLink(Channel):
     """
 
     _MAX_WAITS = 4096  # clients whose expected wait is kept
-    _RESTART_S = 6.0  # how long requests wait for an engine process that has ended
+    # How long requests wait for an engine process that has ended. On a busy machine, a process took
+    # 6 s to start, and the delay before doubles with each restart.
+    _RESTART_S = 15.0
     _MAX_KEPT_TOKENS = 262_144  # most tokens of requests that wait so
 
     def __init__(self, path: Path, references: Sequence[str], up: asyncio.Event) -> None:
@@ -177,11 +179,16 @@ class EngineLink(Channel):
             self._fail_pending(lambda: EngineDead(message))
 
     def _send_again(self) -> None:
-        """Send the requests that the last engine process did not answer."""
+        """Send the requests that the last engine process did not answer.
+
+        What it had admitted stays admitted: the next one does not ask how long it will wait.
+        """
         if self._giving_up is not None:
             self._giving_up.cancel()
             self._giving_up = None
         for pending in list(self._pending.values()):
+            if pending.sent:
+                pending.message = frames.encode_run(replace(pending.run, later_round=True))
             self._send_run(pending)
 
     def _send_run(self, pending: _PendingRun) -> None:

@@ -21,6 +21,7 @@ from cloze.service.application import create_app
 from cloze.service.core import Changes, Reload, ReloadRefused
 from cloze.service.http.access import AccessControl, accepted_hosts
 from cloze.service.http.access_log import AccessLog
+from cloze.service.http.body_memory import BodyMemory
 from cloze.service.http.caller import Callers
 from cloze.service.http.gate import Gate, GateLimits, GateModel
 from cloze.service.http.keys import Keys, Scope
@@ -143,6 +144,7 @@ class Process:
             settings.access_log_share,
             operations.QUIET_ROUTES,
         )
+        self.bodies = BodyMemory(settings.max_bodies_bytes, settings.max_queue_wait_ms / 1000)
         self.reload: Reload | None = None
 
 
@@ -175,7 +177,7 @@ class Service:
             self._process.metrics,
             self,
             ApiLimits(settings.max_request_bytes, settings.max_request_texts),
-            RequestWatch(timeout_s, most_s, callers),
+            RequestWatch(timeout_s, most_s, callers, self._process.bodies),
         )
 
     def _make_gate(self, callers: Callers) -> Gate:

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from cloze.model_store import Manifest
+from cloze.service.abandonment import run_on_thread
 from cloze.service.core import (
     BatchResult,
     RequestTerms,
@@ -149,7 +150,7 @@ class Pipeline:
         if inline:
             prepared = task.prepare(call, context)
         else:
-            prepared = await asyncio.to_thread(task.prepare, call, context)
+            prepared = await run_on_thread(task.prepare, call, context)
         tokenized = time.monotonic()
         deadline, client, max_wait_s = terms
         future = queue.submit(
@@ -160,7 +161,7 @@ class Pipeline:
         warnings, usage = prepared.warnings, prepared.usage
         queue_s, inference_s = batch.queue_s, batch.inference_s
         while prepared.advance is not None:
-            following = await asyncio.to_thread(prepared.advance, batch.outputs, context)
+            following = await run_on_thread(prepared.advance, batch.outputs, context)
             if following is None:
                 break
             prepared = following
@@ -172,7 +173,7 @@ class Pipeline:
         if inline and not is_large:
             value = task.decode(prepared, batch.outputs, context)
         else:
-            value = await asyncio.to_thread(task.decode, prepared, batch.outputs, context)
+            value = await run_on_thread(task.decode, prepared, batch.outputs, context)
         return TaskResult(
             value=value,
             tokens=tokens,

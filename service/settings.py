@@ -166,6 +166,12 @@ class Settings(BaseSettings):
         ge=1024,
         description="largest request body in bytes; 2,048 texts of 512 tokens have about 5 MB",
     )
+    max_bodies_bytes: int = Field(
+        33_554_432,
+        ge=1024,
+        description="most bytes of all request bodies above 64 KiB that a process holds at once; "
+        "further ones wait, and get status 429 after max_queue_wait_ms",
+    )
     max_request_texts: int = Field(
         2048, ge=1, description="most texts per request; the default is the limit of OpenAI's API"
     )
@@ -184,8 +190,7 @@ class Settings(BaseSettings):
     max_text_characters: int = Field(
         1_000_000,
         ge=1,
-        description="longest text in characters; tokenizing a text needs about 250 times its size "
-        "in memory",
+        description="longest text in characters; longer texts than 16,384 are tokenized in pieces",
     )
     max_masks: int = Field(64, ge=1, description="most mask tokens per text")
     max_top_k: int = Field(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from tokenizers import Encoding as BackendEncoding
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import WordPiece
 
@@ -15,7 +16,9 @@ from cloze.model_store.batch import Encoding
 from cloze.model_store.limits import MAX_TOKENIZER_BYTES
 from cloze.model_store.manifest import TokenizerSpec
 from cloze.model_store.plain_files import read_plain
+from cloze.service.abandonment import check_awaited
 from cloze.service.core import StartupError, first_line
+from cloze.service.text_pieces import groups, is_divisible
 
 _SHORT_CHARACTERS = 1000
 """Longest text that is tokenized without a release of the global interpreter lock.
@@ -37,6 +40,14 @@ class Spans:
     ids: list[int]
     offsets: list[tuple[int, int]]
     words: list[int | None]
+
+    def add(self, encoding: BackendEncoding, start: int) -> None:
+        """Add the tokens of the next piece of the text, which begins at character ``start``."""
+        words = [word for word in reversed(self.words[-1:]) if word is not None]
+        next_word = words[0] + 1 if words else 0
+        self.ids.extend(encoding.ids)
+        self.offsets.extend((first + start, end + start) for first, end in encoding.offsets)
+        self.words.extend(None if word is None else word + next_word for word in encoding.word_ids)
 
     def first(self, tokens: int) -> "Spans":
         """Return the first tokens of the text."""
@@ -65,6 +76,7 @@ class Tokenizer:
         try:
             data = read_plain(bundle.file(spec.file), MAX_TOKENIZER_BYTES)
             self._backend = Backend.from_str(data.decode())
+            self._divisible = is_divisible(data.decode())
             _check_backend(self._backend, spec)
         except Exception as error:  # the library raises a bare Exception
             raise StartupError(
@@ -83,14 +95,26 @@ class Tokenizer:
         """Return the ids of each text, without special tokens and without truncation."""
         if len(texts) == 1 and len(texts[0]) <= _SHORT_CHARACTERS:
             return [self._backend.encode(texts[0], add_special_tokens=False).ids]
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [encoding.ids for encoding in encodings]
+        ids: list[list[int]] = [[] for _ in texts]
+        for group in groups(texts, divisible=self._divisible):
+            check_awaited()
+            contents = [piece.content for piece in group]
+            encodings = self._backend.encode_batch_fast(contents, add_special_tokens=False)
+            for piece, encoding in zip(group, encodings, strict=True):
+                ids[piece.text].extend(encoding.ids)
+        return ids
 
     def spans(self, text: str) -> Spans:
         """Return the ids, character offsets and words of a text."""
-        # `encode` holds the global interpreter lock; `encode_batch` releases the lock.
-        encoding = self._backend.encode_batch([text], add_special_tokens=False)[0]
-        return Spans(encoding.ids, encoding.offsets, encoding.word_ids)
+        spans = Spans([], [], [])
+        for group in groups([text], divisible=self._divisible):
+            check_awaited()
+            contents = [piece.content for piece in group]
+            # `encode` holds the global interpreter lock; `encode_batch` releases the lock.
+            encodings = self._backend.encode_batch(contents, add_special_tokens=False)
+            for piece, encoding in zip(group, encodings, strict=True):
+                spans.add(encoding, piece.start)
+        return spans
 
     def encode(
         self, ids: Sequence[int], max_tokens: int, *, keep_end: bool = False

@@ -5,6 +5,8 @@ are.
 import asyncio
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import orjson
@@ -54,3 +56,61 @@ def test_it_is_flat_over_a_million_tokens_of_mixed_lengths() -> None:
     early = max(size for tokens, size in sizes if tokens <= max(TOKENS / 4, sizes[0][0]))
     late = max(size for tokens, size in sizes)
     assert late < early * 1.1, sizes
+
+
+WORDS = "the river walks to the moon and back again while owls sing "
+LONG = (WORDS * 20_000)[:1_000_000]
+LARGEST = {
+    "texts of 1,000,000 characters": ("/embed", {"inputs": LONG}, 8, 130),
+    "contexts of 1,000,000 characters": (
+        "/qa",
+        {"inputs": {"question": "who walks to the moon?", "context": LONG}},
+        4,
+        300,
+    ),
+    "2,048 texts of 512 tokens": ("/embed", {"inputs": [(WORDS * 40)[:2100]] * 2048}, 4, 280),
+    "480 masks with 68 predictions": (
+        "/fill-mask",
+        {"inputs": ["the [MASK] " * 60] * 8, "parameters": {"top_k": 68}},
+        4,
+        300,
+    ),
+}
+"""Route, body, requests at once, and the most MB that they may need; docs/reliability.md has them."""
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("mode", [(), ("--frontends", "1")], ids=["one-process", "front-end"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=SLOW if number > 1 else ()) for number, name in enumerate(LARGEST)],
+)
+def test_the_largest_requests_at_once_stay_under_the_documented_memory(
+    name: str, mode: tuple[str, ...]
+) -> None:
+    route, body, count, most_mb = LARGEST[name]
+    with running_server(DEFAULT_ROOT, *mode) as server, ThreadPoolExecutor(count) as pool:
+        before = peaks_mb(server.process.pid)
+        data = orjson.dumps(body)
+        answers = [
+            pool.submit(httpx.post, server.url + route, content=data, timeout=120)
+            for _ in range(count)
+        ]
+        statuses = {answer.result().status_code for answer in answers}
+        assert 200 in statuses
+        assert statuses <= {200, 429}
+        after = peaks_mb(server.process.pid)
+    growth = {pid: after[pid] - before[pid] for pid in after}
+    assert max(growth.values()) < most_mb, growth
+
+
+def peaks_mb(pid: int) -> dict[int, float]:
+    """The largest resident memory so far, of a server and of its children."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    peaks = {}
+    for process in (pid, *map(int, children)):
+        found = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process}/status").read_text())
+        assert found
+        peaks[process] = int(found[1]) / 1024
+    return peaks

@@ -122,11 +122,24 @@ async def read_body(request: Request, limit: int, watched: WatchedRequest) -> by
             a request is refused before its body arrives.
         UnsupportedEncoding: the body is compressed, but not by gzip.
         MalformedRequest: the body cannot be decompressed.
+        Overloaded: the bodies of other requests need the memory.
         ClientGone: the client closed its connection.
     """
     encoding = _check_headers(request, limit)
+    await watched.hold_memory(_announced_bytes(request, limit))
     data = await _receive_body(request, limit, watched)
     return await asyncio.to_thread(_decompress, data, limit) if encoding == b"gzip" else data
+
+
+def _announced_bytes(request: Request, limit: int) -> int:
+    """Return the most bytes of the body of a request: the announced length, else the limit."""
+    length = limit
+    for name, value in request.scope["headers"]:
+        if name == b"content-encoding":
+            return limit
+        if name == b"content-length":
+            length = min(limit, int(value))
+    return length
 
 
 def _check_headers(request: Request, limit: int) -> bytes:

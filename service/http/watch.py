@@ -5,6 +5,7 @@ One timer serves all requests of the application. It looks at the requests in pr
 """
 
 import asyncio
+import sys
 import time
 from types import TracebackType
 from typing import Self
@@ -18,6 +19,7 @@ from cloze.service.core import (
     ServiceError,
     SlowRequest,
 )
+from cloze.service.http.body_memory import BodyMemory
 from cloze.service.http.caller import Callers, timeout_s
 
 _TICK_S = 0.05
@@ -47,6 +49,7 @@ class WatchedRequest:
     __slots__ = (
         "_client",
         "_error",
+        "_held",
         "_is_old",
         "_max_wait_s",
         "_reading",
@@ -70,6 +73,7 @@ class WatchedRequest:
         self.started = time.monotonic()
         self.deadline = self.started + self.timeout_s
         self.received_bytes = 0
+        self._held = 0
         self._reading = True
         self._is_old = False
         self._error: ServiceError | None = None
@@ -87,6 +91,8 @@ class WatchedRequest:
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
         self._watch.remove(self)
+        if self._held:
+            self._watch.bodies.release(self._held)
         if self._is_old:
             if self._timer is not None:
                 self._timer.cancel()
@@ -101,6 +107,14 @@ class WatchedRequest:
     def terms(self) -> RequestTerms:
         """The terms on which the request waits for the engine."""
         return RequestTerms(self.deadline, self._client, self._max_wait_s)
+
+    async def hold_memory(self, size: int) -> None:
+        """Hold the memory of the body until the end of the request; see `BodyMemory.hold`.
+
+        Raises:
+            Overloaded: the bodies of other requests need the memory.
+        """
+        self._held = await self._watch.bodies.hold(size)
 
     def body_complete(self) -> None:
         """Begin the second phase: the time limit starts anew, and the client may disconnect."""
@@ -148,11 +162,19 @@ class RequestWatch:
         timeout_s: longest time of each phase of a request that states none, in seconds.
         max_timeout_s: longest time that a request may state, in seconds.
         callers: names the clients of requests.
+        bodies: bounds the memory of bodies; None: nothing does.
     """
 
-    def __init__(self, timeout_s: float, max_timeout_s: float, callers: Callers) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        max_timeout_s: float,
+        callers: Callers,
+        bodies: BodyMemory | None = None,
+    ) -> None:
         self.timeout_s, self.max_timeout_s = timeout_s, max_timeout_s
         self.callers = callers
+        self.bodies = bodies or BodyMemory(sys.maxsize, 0.0)
         self._young: dict[WatchedRequest, None] = {}  # in the order of their start
         self._ticking = False
 

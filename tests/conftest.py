@@ -40,6 +40,7 @@ COMPUTING = {
         "crafted_bundles",
         "default_models",
         "deploy",
+        "fuzz",
         "graph",
         "hub",
         "int8",
@@ -61,6 +62,12 @@ COMPUTING = {
     )
 }
 """Files whose tests pass on a busy machine. `make test` runs them side by side."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz-seconds", type=float, default=45.0, help="time of the slow fuzz tests, per target"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.service.core import ServiceError
-from tests.fuzz import frames_target, manifest_target, onnx_target
+from tests.fuzz import frames_target, manifest_target, onnx_target, request_target
 from tests.fuzz.search import MAX_SECONDS, Failure, Target, search, search_for
 
 TARGETS = {
-    module.TARGET.name: module.TARGET for module in (manifest_target, frames_target, onnx_target)
+    module.TARGET.name: module.TARGET
+    for module in (manifest_target, frames_target, request_target, onnx_target)
 }
 MAX_CORPUS_BYTES = 50_000
 CORPUS = [file for target in TARGETS.values() for file in sorted(target.corpus.iterdir())]

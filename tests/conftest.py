@@ -47,6 +47,7 @@ COMPUTING = {
         "main_job",
         "packed",
         "packed_engine",
+        "schedules",
         "sentence",
         "site",
         "squad",

@@ -35,6 +35,7 @@ DATA_FOLDER = os.environ.get(DATA_VARIABLE)
 COMPUTING = {
     f"test_{name}.py"
     for name in (
+        "audit",
         "checkpoint",
         "cli",
         "crafted_bundles",

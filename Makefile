@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help docs site install serve test test-slow test-gpu coverage wheel bench lint format clean
+.PHONY: help docs site install serve test test-slow test-gpu coverage audit wheel bench lint format clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -63,6 +63,10 @@ coverage: install  ## Run the tests with branch coverage; fail below the thresho
 	$(BIN)/coverage run -m pytest --timeout 600
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+
+# scripts/audit has the exit codes. make prints the code, and itself ends with 2 on any failure.
+audit: install  ## Compare the pinned versions with published vulnerabilities; needs a network.
+	$(BIN)/python scripts/audit
 
 wheel: install  ## Build dist/cloze_server-VERSION-py3-none-any.whl.
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

@@ -8,13 +8,15 @@ Source: https://github.com/onnx/onnx/blob/main/onnx/onnx.proto
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 
 from cloze.model_store.protobuf import Field, Message, Wire
+
+T = TypeVar("T")
 
 _INTEGER: Final = Wire.INTEGER
 
@@ -93,6 +95,7 @@ _DTYPES: Final = {
 }
 """The element types that graphs of bundles have, by their numbers in ONNX."""
 
+_INTERNAL: Final = 0
 _EXTERNAL: Final = 1
 _MAX_RANK: Final = 8
 
@@ -156,10 +159,20 @@ def parse_onnx(data: bytes) -> OnnxGraph:
     graph = Message("graph", model.parts("graph")[0], _GRAPH)
     return OnnxGraph(
         operators=frozenset(map(_operator, graph.parts("node"))),
-        inputs=dict(map(_declared, graph.parts("input"))),
-        outputs=dict(map(_declared, graph.parts("output"))),
-        weights=dict(map(_weight, graph.parts("initializer"))),
+        inputs=_by_name("inputs", map(_declared, graph.parts("input"))),
+        outputs=_by_name("outputs", map(_declared, graph.parts("output"))),
+        weights=_by_name("weights", map(_weight, graph.parts("initializer"))),
     )
+
+
+def _by_name(kind: str, parts: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """Return parts of a graph by name. Of two with one name, a runtime may use the other."""
+    by_name: dict[str, T] = {}
+    for name, part in parts:
+        if name in by_name:
+            raise ValueError(f"the graph has two {kind} {name!r}")
+        by_name[name] = part
+    return by_name
 
 
 def _operator(data: memoryview) -> tuple[str, str]:
@@ -188,6 +201,8 @@ def _only(message: Message, part: str, name: str) -> memoryview:
 
 def _size(data: memoryview) -> int | None:
     dimension = Message("dimension", data, _DIMENSION)
+    if "dim_value" in dimension and "dim_param" in dimension:  # a runtime reads the last one
+        raise ValueError("a dimension has both a size and a name")
     return dimension.integer("dim_value") if "dim_value" in dimension else None
 
 
@@ -204,7 +219,10 @@ def _weight(data: memoryview) -> tuple[str, DeclaredWeight]:
     if len(shape) > _MAX_RANK or any(size < 0 for size in shape):
         raise ValueError(f"the weight {name!r} has the shape {shape[: _MAX_RANK + 1]}")
     needed = math.prod(shape) * _dtype(weight.integer("data_type"), name).itemsize
-    is_outside = weight.integer("data_location") == _EXTERNAL
+    location = weight.integer("data_location")
+    if location not in (_INTERNAL, _EXTERNAL):  # a runtime reads only 32 bits of the number
+        raise ValueError(f"the weight {name!r} has the data location {location}")
+    is_outside = location == _EXTERNAL
     if is_outside != ("external_data" in weight) or (is_outside and "raw_data" in weight):
         raise ValueError(f"the weight {name!r} is both inside and outside the file")
     file, offset, size = None, 0, sum(map(len, weight.parts("raw_data")))

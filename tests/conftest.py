@@ -36,17 +36,22 @@ COMPUTING = {
     f"test_{name}.py"
     for name in (
         "admission_study",
+        "audit",
+        "body_memory",
         "checkpoint",
         "cli",
         "crafted_bundles",
         "default_models",
         "deploy",
+        "fuzz",
         "graph",
         "hub",
         "int8",
         "main_job",
         "packed",
         "packed_engine",
+        "pieces",
+        "schedules",
         "sentence",
         "site",
         "squad",
@@ -62,6 +67,12 @@ COMPUTING = {
     )
 }
 """Files whose tests pass on a busy machine. `make test` runs them side by side."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz-seconds", type=float, default=45.0, help="time of the slow fuzz tests, per target"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -57,9 +57,14 @@ def seal(folder: Path, body: Body, *, measure: bool = True) -> None:
             entry |= {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data)}
     manifest = folder / "manifest.json"
     if manifest.is_file() and not manifest.is_symlink():
-        canonical = json.dumps(body, sort_keys=True, ensure_ascii=False).encode()
-        sealed = body | {"digest": hashlib.sha256(canonical).hexdigest()}
-        manifest.write_text(json.dumps(sealed, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        manifest.write_bytes(sealed(body))
+
+
+def sealed(body: Body) -> bytes:
+    """Return the content of a manifest with its digest."""
+    canonical = json.dumps(body, sort_keys=True, ensure_ascii=False).encode()
+    fields = body | {"digest": hashlib.sha256(canonical).hexdigest()}
+    return (json.dumps(fields, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def put(path: str, value: object) -> Change:

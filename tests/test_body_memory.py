@@ -7,8 +7,6 @@ import pytest
 from cloze.service.core import Overloaded
 from cloze.service.http.body_memory import BodyMemory
 
-pytestmark = pytest.mark.computes
-
 KB = 1024
 
 

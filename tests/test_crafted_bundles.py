@@ -8,7 +8,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +45,7 @@ from tests.crafted import (
     unchanged,
     write,
 )
+from tests.fuzz.damage import json_values, paths_of
 from tests.serving import bare_environment, failed_start
 
 START_LIMIT_S = 20.0
@@ -711,35 +712,6 @@ def test_a_crafted_tokenizer_is_refused(bert: Path, tmp_path: Path, case: str) -
 # ---- any value of a manifest ---------------------------------------------------------------------
 
 
-def paths_of(value: object, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every value in a JSON value."""
-    items: Iterator[tuple[Any, Any]] = iter(())
-    if isinstance(value, dict):
-        items = iter(value.items())
-    elif isinstance(value, list):
-        items = iter(enumerate(value))
-    for key, each in items:
-        yield (*path, key)
-        yield from paths_of(each, (*path, key))
-
-
-leaves = (
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 300)
-    | st.integers()
-    | st.sampled_from([2**31, 2**63, 10**18, 10**400, -1])
-    | st.floats()
-    | st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
-    | st.sampled_from(["", "..", "fp16", "packed", "nsp", "weights.bin", "9999-12-31T23:59:59Z"])
-)
-values = st.recursive(
-    leaves,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=5,
-)
-
-
 @settings(
     max_examples=150,
     deadline=timedelta(seconds=START_LIMIT_S),
@@ -758,7 +730,7 @@ def test_any_value_of_a_manifest_starts_or_is_refused(
     for each in parents:
         parent = parent[each]
     if data.draw(st.booleans()):
-        parent[last] = data.draw(values)
+        parent[last] = data.draw(json_values)
     elif isinstance(parent, dict) and data.draw(st.booleans()):
         parent[data.draw(st.text(max_size=5))] = parent.pop(last)
     elif isinstance(parent, list):

@@ -16,8 +16,6 @@ from cloze.service.abandonment import Abandoned, check_awaited, run_on_thread
 from cloze.service.text_pieces import divide, groups, is_divisible
 from cloze.service.tokenizer import Spans, Tokenizer
 
-pytestmark = pytest.mark.computes
-
 BUNDLE = Store(DEFAULT_ROOT).open("cloze-bert")
 TOKENIZER = Tokenizer(BUNDLE)
 

@@ -48,10 +48,11 @@ def test_the_hooks_run_the_commands_of_make_lint() -> None:
     assert entries == recipe("lint")
 
 
-def test_the_workflow_only_calls_the_makefile() -> None:
-    jobs = load(".github/workflows/ci.yml")["jobs"].values()
+@pytest.mark.parametrize(("workflow", "command"), [("ci", "make test"), ("audit", "make audit")])
+def test_a_workflow_only_calls_the_makefile(workflow: str, command: str) -> None:
+    jobs = load(f".github/workflows/{workflow}.yml")["jobs"].values()
     commands = [step["run"] for job in jobs for step in job["steps"] if "run" in step]
-    assert commands == ["make test"]
+    assert commands == [command]
 
 
 def test_external_data_is_skipped_only_when_nobody_names_it() -> None:

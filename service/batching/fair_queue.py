@@ -129,8 +129,9 @@ class FairQueue:
 
     def clear(self) -> None:
         """Drop all encodings; the requests stay until they end."""
-        for client in self._clients.values():
+        for client in list(self._clients.values()):
             client.groups.clear()
+            self._drop_if_idle(client)
 
     def has_up_to(self, length: int) -> bool:
         """Return whether an encoding of at most so many tokens waits."""

@@ -4,14 +4,18 @@ Both sides are processes of one release on one machine: messages carry no versio
 order is the machine's. Requests and results of any head cross without code of their own: they are
 dataclasses of numbers, lists and arrays. Decoded arrays are views of the message.
 
+A peer is one of our own processes. So a malformed message is a fault of a process, and there is one
+error for all of them, `MalformedMessage`: the receiver closes the connection.
+
 To an engine: `Run` and `Cancel`. To a front end: `Greeting`, which is the engine's first message,
 and `Answer`.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -24,7 +28,23 @@ from cloze.service.core import BatchResult, ServiceError
 
 _REQUESTS = {name: msgspec.msgpack.Decoder(head.request) for name, head in HEADS.items()}
 _FIELDS = {name: [field.name for field in fields(head.result)] for name, head in HEADS.items()}
+_DTYPES = {dtype.name: dtype for dtype in map(np.dtype, "?bhilqBHILQefd")}
+_ERRORS = {
+    name: kind
+    for name, kind in vars(core).items()
+    if isinstance(kind, type) and issubclass(kind, ServiceError)
+}
 _RUN = "run"
+
+_Index = Annotated[int, msgspec.Meta(ge=0)]
+_Length = Annotated[int, msgspec.Meta(ge=1)]
+
+_MALFORMED = (LookupError, OverflowError, RecursionError, TypeError, ValueError)
+"""What a malformed message raises while it is decoded; msgspec's errors are `ValueError`s."""
+
+
+class MalformedMessage(ValueError):
+    """The peer sent a message that this module does not write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +109,11 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
 class _Run(msgspec.Struct, tag=_RUN, array_like=True, gc=False):
     number: int
     deadline: float
-    model: int
+    model: _Index
     accepted: bool
-    lengths: list[int]
+    lengths: Annotated[list[_Length], msgspec.Meta(min_length=1)]
     requests: list[dict[str, msgspec.Raw]]  # the distinct ones
-    request_of: list[int]  # index into `requests`, per encoding
+    request_of: list[_Index]  # index into `requests`, per encoding
     input_ids: memoryview
     token_type_ids: memoryview
     later_round: bool
@@ -107,8 +127,8 @@ class _Column(msgspec.Struct, array_like=True, gc=False):
     head: str
     field: str
     dtype: str
-    encodings: list[int]
-    shapes: list[list[int]]  # a single one if all arrays have one shape
+    encodings: list[_Index]
+    shapes: list[list[_Index]]  # a single one if all arrays have one shape
     data: memoryview
 
 
@@ -116,7 +136,7 @@ class _Done(msgspec.Struct, tag="done", array_like=True, gc=False):
     number: int
     queue_s: float
     inference_s: float
-    encodings: int
+    encodings: _Length
     columns: list[_Column]
     wait_s: float
 
@@ -186,22 +206,28 @@ def decode_request(message: memoryview | bytes) -> Run | Cancel:
     """Return what a front end sent.
 
     Raises:
-        msgspec.MsgspecError: the message is malformed.
-        ValueError: an array is malformed.
+        MalformedMessage: the message is malformed.
     """
-    decoded = _to_engine.decode(message)
-    if isinstance(decoded, Cancel):
-        return decoded
+    try:
+        decoded = _to_engine.decode(message)
+        return decoded if isinstance(decoded, Cancel) else _run(decoded)
+    except _MALFORMED as error:
+        raise _malformed(error) from error
+
+
+def _run(decoded: _Run) -> Run:
     ids = np.frombuffer(decoded.input_ids, np.int32)
     types = np.frombuffer(decoded.token_type_ids, np.int32)
+    ends = list(accumulate(decoded.lengths, initial=0))
+    if not len(ids) == len(types) == ends[-1]:
+        raise ValueError(f"{ends[-1]} tokens have {len(ids)} ids and {len(types)} types")
     requests = [
         {name: _REQUESTS[name].decode(raw) for name, raw in by_head.items()}
         for by_head in decoded.requests
     ]
-    bounds = pairwise(accumulate(decoded.lengths, initial=0))
     encodings = [
         Encoding(ids[first:end], types[first:end], requests[index])
-        for (first, end), index in zip(bounds, decoded.request_of, strict=True)
+        for (first, end), index in zip(pairwise(ends), decoded.request_of, strict=True)
     ]
     return Run(
         decoded.number,
@@ -216,23 +242,38 @@ def decode_request(message: memoryview | bytes) -> Run | Cancel:
 
 
 def decode_answer(message: memoryview | bytes) -> Greeting | Answer:
-    """Return what an engine process sent; see `decode_request`."""
-    decoded = _to_front_end.decode(message)
-    if isinstance(decoded, Greeting):
-        return decoded
-    if isinstance(decoded, _Fail):
-        return Answer(decoded.number, _error(decoded), decoded.wait_s)
+    """Return what an engine process sent.
+
+    Raises:
+        MalformedMessage: the message is malformed.
+    """
+    try:
+        decoded = _to_front_end.decode(message)
+        if isinstance(decoded, Greeting):
+            return decoded
+        if isinstance(decoded, _Fail):
+            return Answer(decoded.number, _error(decoded), decoded.wait_s)
+        if decoded.encodings > len(message):
+            raise ValueError(f"{decoded.encodings} results do not fit in {len(message)} bytes")
+        return Answer(decoded.number, _result(decoded), decoded.wait_s)
+    except _MALFORMED as error:
+        raise _malformed(error) from error
+
+
+def _result(decoded: _Done) -> BatchResult:
     outputs: list[dict[str, Any]] = [{} for _ in range(decoded.encodings)]
     columns: dict[str, tuple[list[int], list[Sequence[NDArray[Any]]]]] = {}
     for column in decoded.columns:
-        columns.setdefault(column.head, (column.encodings, []))[1].append(_split(column))
+        encodings, values = columns.setdefault(column.head, (column.encodings, []))
+        if column.field != _FIELDS[column.head][len(values)] or column.encodings != encodings:
+            raise ValueError(f"the columns of {column.head} are not its fields")
+        values.append(_split(column))
     for head, (encodings, values) in columns.items():
         make = HEADS[head].result
         for index, row in zip(encodings, zip(*values, strict=True), strict=True):
             outputs[index][head] = make(*row)
     done: list[HeadOutputs] = list(outputs)
-    result = BatchResult(done, decoded.queue_s, decoded.inference_s)
-    return Answer(decoded.number, result, decoded.wait_s)
+    return BatchResult(done, decoded.queue_s, decoded.inference_s)
 
 
 def _join(head: str, name: str, asked: list[int], values: list[NDArray[Any]]) -> _Column:
@@ -246,10 +287,12 @@ def _join(head: str, name: str, asked: list[int], values: list[NDArray[Any]]) ->
 
 def _split(column: _Column) -> Sequence[NDArray[Any]]:
     """Return the column's array of each encoding, without copying."""
-    array = np.frombuffer(column.data, column.dtype)
+    array = np.frombuffer(column.data, _DTYPES[column.dtype])
     if len(column.shapes) == 1:
         return list(array.reshape(len(column.encodings), *column.shapes[0]))
-    sizes = [int(np.prod(shape)) for shape in column.shapes]
+    sizes = list(map(math.prod, column.shapes))
+    if sum(sizes) != len(array):
+        raise ValueError(f"{len(array)} numbers do not have the shapes {column.shapes[:4]}")
     bounds = pairwise(accumulate(sizes, initial=0))
     return [
         array[first:end].reshape(shape)
@@ -258,7 +301,11 @@ def _split(column: _Column) -> Sequence[NDArray[Any]]:
 
 
 def _error(failed: _Fail) -> ServiceError:
-    kind: type[ServiceError] = getattr(core, failed.error)
+    kind = _ERRORS[failed.error]
     if kind is core.Overloaded:
         return core.Overloaded(failed.message, failed.retry_after_s)
     return kind(failed.message)
+
+
+def _malformed(error: Exception) -> MalformedMessage:
+    return MalformedMessage(f"{type(error).__name__}: {error}")

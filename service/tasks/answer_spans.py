@@ -81,10 +81,10 @@ class QaOptions:
     """The parameters of the task, with defaults for absent values."""
 
     max_seq_len: int
+    max_answer_len: int
+    max_question_len: int
     top_k: int = 1
     doc_stride: int | None = None
-    max_answer_len: int = 15
-    max_question_len: int = 64
     handle_impossible_answer: bool = False
     align_to_words: bool = True
     details: bool = False

@@ -43,7 +43,9 @@ from cloze.service.tasks.task import (
 from cloze.service.tasks.windows import window_count, windows
 from cloze.service.tokenizer import Spans
 
-_DEFAULT_SEQUENCE_TOKENS = 384
+_DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_question_len": 64}
+"""Defaults of parameters. The default is the model's limit if that is less."""
+
 _DEFAULT_STRIDE = 128
 
 _WINDOW_RESULTS = 32
@@ -67,7 +69,9 @@ class QaParameters(UsageParameters):
         "the default is min(max_seq_len // 2, 128)",
     )
     max_answer_len: Count | None = Field(
-        None, description="most tokens per answer; the default is 15"
+        None,
+        description="most tokens per answer; "
+        "the default is 15, or the model's limit if that is less",
     )
     max_seq_len: Count | None = Field(
         None,
@@ -75,7 +79,9 @@ class QaParameters(UsageParameters):
         "the default is 384, or the model's limit if that is less",
     )
     max_question_len: Count | None = Field(
-        None, description="most tokens per question; a longer question is cut; the default is 64"
+        None,
+        description="most tokens per question; a longer question is cut; "
+        "the default is 64, or the model's limit if that is less",
     )
     handle_impossible_answer: bool | None = Field(
         None, description='whether the empty text, "no answer", is a candidate'
@@ -164,7 +170,7 @@ _REQUEST: Final = {span.HEAD.name: span.SpanRequest()}
 
 
 def _options(parameters: QaParameters, limits: TaskLimits) -> QaOptions:
-    default = {"max_seq_len": min(limits.max_tokens, _DEFAULT_SEQUENCE_TOKENS)}
+    default = {name: min(limits.max_tokens, tokens) for name, tokens in _DEFAULT_TOKENS.items()}
     options = QaOptions(**(default | parameters.model_dump(exclude_none=True)))
     check_range(options.top_k, 1, limits.max_top_k, "top_k")
     check_range(options.max_answer_len, 1, limits.max_tokens, "max_answer_len")

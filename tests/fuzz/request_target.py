@@ -1,0 +1,299 @@
+"""Bodies of requests to each task: encodings within the limits and a result, or a service's error.
+
+An input is the route of a task, a line break, and a body. The tokenizer is that of a default
+bundle. Random numbers stand for the outputs of the engine.
+"""
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+from hypothesis import strategies as st
+
+from cloze.model_store import Store
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads import HEADS
+from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
+from cloze.model_store.heads.sequence_classification import SequenceLabels
+from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
+from cloze.model_store.heads.token_classification import TokenLabels
+from cloze.model_store.locations import SHIPPED_NAMES
+from cloze.service.core import ServiceError
+from cloze.service.http.bodies import parse
+from cloze.service.protocols.native import task_route
+from cloze.service.tasks import TASKS, TaskContext, TaskLimits
+from cloze.service.tokenizer import Tokenizer
+from tests.fuzz.damage import damaged_bytes, json_values
+from tests.fuzz.search import Target
+
+LIMITS = TaskLimits(
+    max_tokens=48,
+    max_masks=8,
+    max_top_k=20,
+    max_results=500,
+    max_request_tokens=5000,
+    max_text_characters=5000,
+    max_request_texts=5,
+)
+ROUTES = {task.route: (task, task_route(task)) for task in TASKS.values()}
+LABELS = ("O", "B-PER", "I-PER")
+WIDTH = 8
+"""Size of hidden states and embeddings."""
+
+# ---- bodies --------------------------------------------------------------------------------------
+
+pieces = st.one_of(
+    st.sampled_from(["the", " ", "a king", "Paris", "[MASK]", " [MASK] ", "[CLS]", "[SEP]", "##s"]),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    st.text(st.characters(categories=["Cc", "Cf", "Zs", "Zl", "Mn", "Me"]), max_size=6),
+    st.sampled_from(
+        [
+            "\0", "\r\n", "\ufeff", "\ufffd", "\u202e", "\u2066", "\ud7ff", "\U0010ffff",
+            "e\u0301", "\u0301" * 40, "\u0130", "\ufb03", "\u1e9b\u0323", "\uac00\u11a8",
+            "\U0001f468\u200d\U0001f469\u200d\U0001f467", "\U0001f1eb\U0001f1f7",
+            "\u0645\u0631\u062d\u0628\u0627", "\u05e9\u05dc\u05d5\u05dd", "\u6771\u4eac", "\u0e01\u0e33",
+        ]
+    ),
+    st.sampled_from(["x" * 101, "x" * 3000, "the " * 60, "\u6771" * 70, "!" * 200]),
+)  # fmt: skip
+texts = st.lists(pieces, min_size=1, max_size=7).map("".join)
+pairs = st.fixed_dictionaries({"text": texts, "next": texts})
+questions = st.fixed_dictionaries({"question": texts, "context": texts})
+ids = st.lists(st.integers(0, 12_000), min_size=1, max_size=60)
+
+
+def one_or_many(inputs: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Return one input, or a list of inputs."""
+    return inputs | st.lists(inputs, min_size=1, max_size=4)
+
+
+INPUTS: dict[str, st.SearchStrategy[Any]] = {
+    "fill-mask": one_or_many(st.tuples(texts, texts).map("[MASK]".join)) | texts,
+    "nsp": one_or_many(pairs)
+    | st.fixed_dictionaries({"text": texts, "candidates": st.lists(texts, min_size=1, max_size=4)}),
+    "qa": one_or_many(questions),
+    "similarity": st.fixed_dictionaries(
+        {"source_sentence": texts, "sentences": st.lists(texts, min_size=1, max_size=4)}
+    ),
+    "text-classification": one_or_many(texts) | pairs,
+    "embed": one_or_many(texts | ids),
+    "embed-all": one_or_many(texts | ids),
+    "embed-sparse": one_or_many(texts | ids),
+}
+"""What each task reads; the other tasks read a text or a list of texts."""
+
+counts = st.integers(0, 40)
+PARAMETERS: dict[str, st.SearchStrategy[Any]] = {
+    "aggregation_strategy": st.sampled_from(["none", "simple", "first", "average", "max"]),
+    "decode": st.sampled_from(["beam", "left-to-right", "independent"]),
+    "dimensions": st.integers(1, WIDTH + 1),
+    "doc_stride": counts,
+    "encoding_format": st.sampled_from(["float", "base64"]),
+    "function_to_apply": st.sampled_from(["none", "sigmoid", "softmax"]),
+    "ignore_labels": st.lists(st.sampled_from(LABELS), max_size=2),
+    "layers": st.sampled_from(["first", "last", "sum-last-four", "concat-last-four", "sum-all"]),
+    "long_text": st.sampled_from(["error", "truncate", "window"]),
+    "max_answer_len": counts,
+    "max_question_len": counts,
+    "max_seq_len": st.integers(6, 49),
+    "original": one_or_many(texts),
+    "pooling": st.sampled_from(["cls", "mean", "max"]),
+    "prompt_name": st.sampled_from(["q", "none"]),
+    "spans": st.lists(st.tuples(counts, counts), max_size=3),
+    "stride": counts,
+    "targets": one_or_many(texts | st.sampled_from(["king", "kings", "unhealthy"])),
+    "targets_as": st.sampled_from(["tokens", "words"]),
+    "top_k": st.integers(0, 21),
+    "truncation_direction": st.sampled_from(["left", "right"]),
+}
+"""Values of parameters; the others are flags."""
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> bytes:
+    """Draw a request to any task."""
+    route = draw(st.sampled_from(sorted(ROUTES)))
+    task, wire = ROUTES[route]
+    chosen = draw(
+        st.sets(st.sampled_from(sorted(task.parameters.model_fields) or [""]), max_size=3)
+    )
+    parameters = {name: draw(PARAMETERS.get(name, st.booleans())) for name in chosen - {""}}
+    if draw(st.integers(0, 9)) == 0:
+        parameters |= {name: draw(json_values) for name in chosen}
+    body = {"inputs": draw(INPUTS.get(task.name, one_or_many(texts)))}
+    at_root = "parameters" not in wire.body.model_fields
+    body |= parameters if at_root else {"parameters": parameters}
+    ascii_only = draw(st.booleans())
+    return f"{route}\n{json.dumps(body, ensure_ascii=ascii_only)}".encode(errors="replace")
+
+
+# ---- the check -----------------------------------------------------------------------------------
+
+
+@cache
+def context() -> TaskContext:
+    """Return a model of every task, with the tokenizer of a default bundle."""
+    bundle = Store().open(SHIPPED_NAMES[0])
+    manifest = bundle.manifest
+    assert manifest.embedding is not None
+    recipe = manifest.embedding.model_copy(
+        update={
+            "dimensions": WIDTH,
+            "max_tokens": LIMITS.max_tokens,
+            "prompts": {"q": "the "},
+            "projected": False,
+        }
+    )
+    heads = {
+        "sequence_classification": SequenceLabels(
+            labels=LABELS, problem_type="single_label_classification"
+        ),
+        "token_classification": TokenLabels(labels=LABELS),
+    }
+    tasks = tuple(head.task for head in HEADS.values())
+    update = {"tasks": tasks, "embedding": recipe, "heads": heads}
+    return TaskContext(manifest.model_copy(update=update), Tokenizer(bundle), LIMITS)
+
+
+def check(data: bytes, _: Path) -> bool:
+    """Answer a request; return whether the request has a result."""
+    route, _, body = data.decode("utf-8", "surrogateescape").partition("\n")
+    if route not in ROUTES:
+        return False
+    task, wire = ROUTES[route]
+    random = np.random.default_rng(zlib.crc32(data))
+    try:
+        call = wire.to_call(parse(wire.body, body.encode("utf-8", "surrogateescape")))
+        prepared = task.prepare(call, context())
+        while True:
+            check_encodings(prepared.encodings)
+            outputs = [fake_outputs(encoding, random) for encoding in prepared.encodings]
+            following = prepared.advance and prepared.advance(outputs, context())
+            if not following:
+                break
+            prepared = following
+        result = task.decode(prepared, outputs, context())
+    except ServiceError:
+        return False
+    answer = {"result": result, "usage": prepared.usage, "warnings": prepared.warnings}
+    written = orjson.loads(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY))
+    assert all(warning.isascii() for warning in prepared.warnings)
+    check_places(written, longest=max(map(len, texts_of(json.loads(body)["inputs"])), default=0))
+    if task.name == "qa":
+        check_answers(json.loads(body)["inputs"], written["result"])
+    return True
+
+
+def check_encodings(encodings: Sequence[Encoding]) -> None:
+    """Check the encodings of a request against the limits and the vocabulary."""
+    tokenizer = context().tokenizer
+    assert encodings, "the request has no encoding"
+    for encoding in encodings:
+        input_ids = encoding.input_ids
+        assert 2 <= len(input_ids) <= LIMITS.max_tokens
+        assert input_ids.dtype == encoding.token_type_ids.dtype == np.int32
+        assert len(encoding.token_type_ids) == len(input_ids)
+        assert set(encoding.token_type_ids.tolist()) <= {0, 1}
+        assert 0 <= input_ids.min() <= input_ids.max() < tokenizer.vocab_size
+        assert encoding.requests, "the encoding asks nothing"
+        masks = encoding.requests.get("masked_lm")
+        if isinstance(masks, MaskedLMRequest):
+            assert (input_ids[list(masks.positions)] == tokenizer.mask_id).all()
+    assert sum(map(len, encodings)) <= LIMITS.max_request_tokens
+
+
+def fake_outputs(encoding: Encoding, random: np.random.Generator) -> HeadOutputs:
+    """Return random results of the heads that an encoding asks."""
+    outputs: dict[str, Any] = {}
+    for name, request in encoding.requests.items():
+        asked: Any = request
+        if name == "masked_lm":
+            masks = len(asked.positions)
+            outputs[name] = MaskedLMResult(
+                -np.sort(-numbers(random, masks, asked.top_k)),
+                random.integers(0, 12_000, (masks, asked.top_k)),
+                numbers(random, masks) + 10,
+                numbers(random, masks, len(asked.targets)),
+            )
+        elif name == "sparse_embedding":
+            count = int(random.integers(0, asked.top_k + 1))
+            weights = -np.sort(-np.abs(numbers(random, count)))
+            outputs[name] = SparseEmbeddingResult(weights, random.permutation(12_000)[:count])
+        else:
+            shapes = {
+                "next_sentence": (2,),
+                "span": (len(encoding), 2),
+                "sequence_classification": (len(LABELS),),
+                "token_classification": (len(encoding), len(LABELS)),
+                "embedding": (WIDTH,),
+                "token_embedding": (len(encoding), WIDTH),
+                "layer_embedding": (len(getattr(asked, "vectors", ())), WIDTH),
+            }
+            outputs[name] = HEADS[name].result(numbers(random, *shapes[name]))
+    return outputs
+
+
+def numbers(random: np.random.Generator, *shape: int) -> Any:
+    """Return random numbers in the type of a graph's outputs."""
+    return random.standard_normal(shape, np.float32)
+
+
+def check_places(value: Any, longest: int) -> None:
+    """Check every place in a text: ``start`` and ``end``, windows and offsets."""
+    if isinstance(value, dict):
+        places = [(value["start"], value["end"])] if "start" in value else []
+        for name in ("windows", "offsets"):
+            places += [place for place in value.get(name) or () if isinstance(place, list)]
+        for start, end in places:
+            assert 0 <= start <= end <= longest, (start, end, longest)
+    for each in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
+        check_places(each, longest)
+
+
+def check_answers(inputs: Any, result: Any) -> None:
+    """Check that each answer is the part of its context that it names."""
+    questions = inputs if isinstance(inputs, list) else [inputs]
+    results = result if isinstance(inputs, list) else [result]
+    for question, answers in zip(questions, results, strict=True):
+        for answer in answers_in(answers):
+            assert answer["answer"] == question["context"][answer["start"] : answer["end"]]
+
+
+def answers_in(value: Any) -> Iterator[dict[str, Any]]:
+    """Yield the answers in a result."""
+    if isinstance(value, dict) and "answer" in value:
+        yield value
+    for each in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
+        yield from answers_in(each)
+
+
+def texts_of(value: Any) -> Iterator[str]:
+    """Yield the texts in a JSON value."""
+    if isinstance(value, str):
+        yield value
+    for each in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
+        yield from texts_of(each)
+
+
+TARGET = Target(
+    name="request",
+    valid=[
+        f"{task.route}\n{json.dumps(example.body)}".encode()
+        for task in TASKS.values()
+        for example in task.examples
+    ],
+    inputs=st.one_of(requests(), requests(), requests(), damaged_bytes(requests())),
+    check=check,
+    examples=300,
+)

@@ -5,8 +5,7 @@ request waits for a batch to fill. All encodings of a batch have the same length
 needs no padding. If the engine supports variable-length batches, the lengths may differ.
 `fair_queue` has the order.
 
-A request is admitted if its first batch is expected to start soon enough: the tokens before it,
-divided by the measured rate (`drain_rate`), are within the time that the request may wait.
+A request is admitted if its first batch is expected to start soon enough (`admission`).
 
 On a CPU, a batch has as many tokens as run within the latency objective, at the measured rate. A
 text that is longer than a batch cannot be interrupted. While all workers run such texts, one more
@@ -14,7 +13,6 @@ worker runs shorter ones, and shares the cores with them
 (docs/decisions/0014-long-and-short-texts.md).
 """
 
-import math
 import os
 import sys
 import threading
@@ -26,8 +24,8 @@ from functools import partial
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.activity import Activity
+from cloze.service.batching.admission import Admission
 from cloze.service.batching.client_queue import PendingRequest, QueuedEncoding
-from cloze.service.batching.drain_rate import DrainRate
 from cloze.service.batching.fair_queue import FairQueue
 from cloze.service.core import (
     BatchReport,
@@ -36,13 +34,9 @@ from cloze.service.core import (
     Engine,
     EngineDead,
     EngineFailed,
-    Overloaded,
     ServiceError,
     ShuttingDown,
 )
-
-_RATE_WEIGHT = 0.1
-"""Weight of the newest batch in the exponential moving average of tokens per second."""
 
 _WORKER_NICE = 2
 """Nice value of the workers, so that the event loop runs at once when it has something to do.
@@ -50,9 +44,6 @@ _WORKER_NICE = 2
 With equal priority, an overloaded server answers probes and refuses requests only after seconds
 (docs/decisions/0017-admission-by-time.md).
 """
-
-_LEAST_RATE_SHARE = 0.2
-"""Least rate of draining, as a share of the rate of batches; corrects a figure that is wrong."""
 
 _MIN_BATCH_TOKENS = 128
 """Tokens that a batch may have however slow the processor is; smaller batches cost throughput."""
@@ -116,9 +107,9 @@ class Scheduler:
         self._running: dict[int, float] = {}  # number of a worker -> start of its run
         self._on_long_texts: set[int] = set()  # numbers of workers
         self._idle_workers = 0
-        self._tokens_per_s = 0.0  # mean rate of one worker
-        self._drain_rate = DrainRate()
-        self._request_tokens = 0.0  # mean length of the first encoding of a request
+        self._admission = Admission(
+            self._queue, limits.workers, limits.max_queue_tokens, limits.max_wait_s
+        )
         self._draining = False
         self._dead: str | None = None
         self._closing = False
@@ -167,10 +158,9 @@ class Scheduler:
             if not later_round:
                 if self._draining and not accepted:
                     raise ShuttingDown("the server is shutting down")
-                if self._queue.tokens:
-                    self._check_wait(lengths, client, max_wait_s, deadline)
+                self._admission.check(lengths, client, max_wait_s, deadline)
             request = self._queue.add(encodings, lengths, deadline, client)
-            self._request_tokens += _RATE_WEIGHT * (request.next_tokens - self._request_tokens)
+            self._admission.admitted(request.next_tokens)
             request.add_done_callback(self._forget)
             self._changed.notify(len(encodings))
             self._wake_for_short_texts()
@@ -185,51 +175,7 @@ class Scheduler:
 
     def expected_wait_s(self, client: str, *, unsubmitted: int = 0) -> float:
         """Return the seconds until the first batch of a request; see `core.Queue`."""
-        rate = self._rate
-        ahead = self._queue.tokens_ahead(client, 0) + unsubmitted * self._request_tokens
-        return ahead / rate if rate else 0.0
-
-    @property
-    def _rate(self) -> float:
-        """The tokens per second of all workers; 0.0 before the first batch."""
-        batches = self._tokens_per_s * self._limits.workers  # while batches run
-        drained = self._drain_rate.tokens_per_s
-        return max(drained, _LEAST_RATE_SHARE * batches) if drained else batches
-
-    def _check_wait(
-        self, lengths: Sequence[int], client: str, max_wait_s: float | None, deadline: float
-    ) -> None:
-        """Raise if a request has to wait for too long; the caller holds the lock.
-
-        Raises:
-            Overloaded: the first batch would start too late, the request would end after its
-                deadline because of the others, or the queue would need too much memory.
-        """
-        tokens, queue, rate = sum(lengths), self._queue, self._rate
-        if queue.tokens + tokens > self._limits.max_queue_tokens:
-            raise Overloaded(
-                f"the queue holds {queue.tokens} tokens; with this request's {tokens} "
-                f"it would pass its limit of {self._limits.max_queue_tokens}",
-                _whole_seconds(queue.tokens / rate if rate else 1),
-            )
-        if not rate:
-            return
-        wait_s = queue.tokens_ahead(client, lengths[0]) / rate
-        limit_s = self._limits.max_wait_s if max_wait_s is None else max_wait_s
-        if limit_s and wait_s > limit_s:
-            raise Overloaded(
-                f"the request would wait about {wait_s:.1f} s, longer than its limit of "
-                f"{limit_s:g} s",
-                _whole_seconds(wait_s),
-            )
-        left_s = deadline - time.monotonic()
-        end_s = queue.tokens_until_end(client, tokens) / rate
-        if tokens / rate < left_s < end_s:
-            raise Overloaded(
-                f"the request would end in about {end_s:.1f} s, and its time limit is in "
-                f"{left_s:.1f} s",
-                _whole_seconds(end_s - left_s),
-            )
+        return self._admission.expected_wait_s(client, unsubmitted=unsubmitted)
 
     def drain(self) -> None:
         """Stop admitting requests; admitted requests still run."""
@@ -253,9 +199,10 @@ class Scheduler:
     def _batch_tokens(self) -> int:
         """Return the most tokens of a batch now; a longer single encoding runs alone."""
         limits = self._limits
-        if not limits.batch_latency_s or not self._tokens_per_s:
+        tokens_per_s = self._admission.tokens_per_s
+        if not limits.batch_latency_s or not tokens_per_s:
             return limits.max_batch_tokens
-        within_latency = int(self._tokens_per_s * limits.batch_latency_s)
+        within_latency = int(tokens_per_s * limits.batch_latency_s)
         return min(limits.max_batch_tokens, max(_MIN_BATCH_TOKENS, within_latency))
 
     # ---- worker threads -------------------------------------------------------------------------
@@ -364,10 +311,8 @@ class Scheduler:
         """Store the outputs of a batch, and finish the requests that have all their outputs."""
         complete = []
         with self._lock:
-            weight = _RATE_WEIGHT if self._tokens_per_s else 1.0
-            self._tokens_per_s += weight * (tokens_per_s - self._tokens_per_s)
             tokens = sum(queued.tokens for queued in batch)
-            self._drain_rate.batch_ended(time.monotonic(), tokens, waiting=self._queue.tokens > 0)
+            self._admission.batch_ended(tokens, tokens_per_s)
             for queued, output in zip(batch, outputs, strict=True):
                 request = queued.request
                 request.outputs[queued.position] = output
@@ -443,11 +388,6 @@ class Scheduler:
             self._queue.clear()
         for request in pending:
             self._finish(request, make_error())
-
-
-def _whole_seconds(seconds: float) -> int:
-    """Return a value of ``Retry-After``: whole seconds, at least 1."""
-    return max(1, math.ceil(seconds))
 
 
 def _thread(target: Callable[[], None], name: str) -> threading.Thread:

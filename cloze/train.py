@@ -263,6 +263,12 @@ def distill(
     help="CrowS-Pairs: the share of pairs with a likelier stereotype; 0.5 is unbiased.",
 )
 @click.option(
+    "--sentences",
+    multiple=True,
+    type=_FILE,
+    help="Sentences with one [MASK], a tab, and accepted words.",
+)
+@click.option(
     "--held-out",
     type=click.FloatRange(0, 1, min_open=True),
     default=1.0,
@@ -303,6 +309,7 @@ def evaluate(
     pairs: tuple[Path, ...],
     questions: tuple[Path, ...],
     stereotypes: Path | None,
+    sentences: tuple[Path, ...],
     held_out: float,
     sequences: int,
     tokens: int,
@@ -312,7 +319,7 @@ def evaluate(
     device: str,
     threads: int | None,
 ) -> None:
-    """Measure SOURCE, a checkpoint or bundle:NAME, on text, pairs and questions.
+    """Measure SOURCE, a checkpoint or bundle:NAME, on text, pairs, questions and sentences.
 
     The figures depend on the tasks of SOURCE and on the given data: fill-mask top-1, top-5 and
     perplexity (every chosen token is a [MASK]), next-sentence accuracy, Spearman's correlation on
@@ -326,7 +333,14 @@ def evaluate(
     opened_device = _open_device(device, threads)
     subject = open_subject(source, Store(model_store), opened_device, Precision(precision))
     data = EvaluationData(
-        list(corpus), list(pairs), list(questions), held_out, stereotypes, sequences, tokens
+        list(corpus),
+        list(pairs),
+        list(questions),
+        held_out,
+        stereotypes,
+        sentences,
+        sequences,
+        tokens,
     )
     with tempfile.TemporaryDirectory(prefix="cloze-") as folder:
         figures = measure(subject, data, Path(folder), _print_event)

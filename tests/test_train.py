@@ -27,9 +27,11 @@ from transformers import (
 )
 
 from cloze.export.checkpoint import load_checkpoint
+from cloze.export.errors import DataError
 from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
 from cloze.export.evaluation.pairs import ScoredPair, similarity
 from cloze.export.evaluation.scorer import embeddings
+from cloze.export.evaluation.sentences import Sentence, complete, read_sentences
 from cloze.export.models import Model
 from cloze.export.publish import export
 from cloze.export.sentence import EmbeddingRecipe
@@ -68,6 +70,7 @@ from cloze.model_store.heads import Pooling
 from tests.training import ACTS, PEOPLE, PLACES, tiny_recipe, write_stories
 
 CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[1]
 SCHEDULE = Schedule(log=5, evaluate=20, checkpoint=7)
 TEXT = "The captain found a coin by the cold river."
 
@@ -1039,6 +1042,41 @@ def test_bias_is_the_share_of_stereotypes_that_are_likelier(trained: Path, tmp_p
         stereotype_preference([("The owl.", "The owl.")], subject.tokenizer, subject.scorer, 32)
         == 0.5
     )
+
+
+def test_sentences_count_their_first_word(trained: Path, tmp_path: Path) -> None:
+    subject = open_subject(str(trained), Store(Path()), CPU)
+    masked = "The old [MASK] saw the moon ."
+    (likeliest,) = complete([Sentence(masked, ("x",))], subject.tokenizer, subject.scorer)
+    file = tmp_path / "first-words.tsv"
+    file.write_text(f"{masked}\tnothing, {likeliest.word.upper()}\n{masked}\tnothing\n")
+    said: list[str] = []
+    data = EvaluationData([], [], [], 1.0, sentences=(file,))
+    assert evaluate(subject, data, tmp_path, said.append) == {"first_words": 0.5}
+    assert said == [f"right: {masked} {likeliest.word}", f"wrong: {masked} {likeliest.word}"]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("no mask here\tword", "line 1: a sentence with one"),
+        ("[MASK] and [MASK]\tword", "line 1: a sentence with one"),
+        ("a [MASK] without words", "line 1: a sentence with one"),
+        ("", "holds no sentences"),
+    ],
+)
+def test_bad_sentences_are_refused(tmp_path: Path, line: str, reason: str) -> None:
+    file = tmp_path / "bad.tsv"
+    file.write_text(line)
+    with pytest.raises(DataError, match=reason):
+        read_sentences(file)
+    with pytest.raises(DataError, match="No such file"):
+        read_sentences(tmp_path / "nowhere.tsv")
+
+
+@pytest.mark.parametrize("name", ["first-impressions", "further-impressions"])
+def test_the_sentences_of_the_project_are_complete(name: str) -> None:
+    assert len(read_sentences(ROOT / "export" / "evaluation" / f"{name}.tsv")) == 20
 
 
 def test_perplexity_is_that_of_the_true_tokens(trained: Path, stories: Path) -> None:

@@ -20,6 +20,7 @@ from cloze.export.evaluation.scorer import (
     next_sentence_logits,
     score_masks,
 )
+from cloze.export.evaluation.sentences import complete, read_sentences
 from cloze.export.evaluation.squad import read_questions, score
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.session import open_session
@@ -112,6 +113,7 @@ class EvaluationData:
         questions: files of questions in SQuAD format.
         held_out: share of titles that training held out; 1: all titles are used.
         stereotypes: file of CrowS-Pairs; None: no bias is measured.
+        sentences: files of sentences with one mask, see `read_sentences`.
         sequences: number of masked sequences, and number of pairs of texts.
         tokens: maximum tokens per sequence.
         seed: seed of all random draws.
@@ -122,6 +124,7 @@ class EvaluationData:
     questions: list[Path]
     held_out: float
     stereotypes: Path | None = None
+    sentences: tuple[Path, ...] = ()
     sequences: int = 1000
     tokens: int = 128
     seed: int = 1
@@ -158,6 +161,9 @@ def evaluate(
             subject.scorer,
             subject.max_tokens,
         )
+    if MASKED_LM in subject.heads:
+        for file in data.sentences:
+            figures[file.stem.replace("-", "_")] = _measure_sentences(subject, file, report)
     if data.questions and SPAN in subject.heads:
         figures |= _measure_questions(subject, data)
     return figures
@@ -305,6 +311,15 @@ def _next_sentence_accuracy(subject: Subject, pairs: list[TrainingExample]) -> f
         )
         correct += int((logits.argmax(1) == [pair.label for pair in chosen]).sum())
     return correct / len(pairs)
+
+
+def _measure_sentences(subject: Subject, file: Path, report: Report) -> float:
+    """Report the first word for each sentence of a file; return the share of accepted words."""
+    completions = complete(read_sentences(file), subject.tokenizer, subject.scorer)
+    for completion in completions:
+        mark = "right" if completion.is_right else "wrong"
+        report(f"{mark}: {completion.sentence.text} {completion.word}")
+    return sum(completion.is_right for completion in completions) / len(completions)
 
 
 def _measure_questions(subject: Subject, data: EvaluationData) -> dict[str, float]:

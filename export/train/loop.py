@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from cloze.export.train.device import autocast
+from cloze.export.train.device import autocast, return_freed_memory
 from cloze.export.train.errors import TrainError
 from cloze.export.train.optimisation import (
     WeightAverage,
@@ -188,6 +188,7 @@ class _Stepper:
         evaluate_every = max(1, min(self._options.schedule.evaluate, steps // 10))
         if is_last or step % evaluate_every == 0:
             means |= self._evaluate(step, is_last)
+        return_freed_memory()
         means["learning_rate"] = learning_rate(step - 1, steps, self._optimisation)
         self._progress.log(step, means)
 

@@ -1,0 +1,100 @@
+"""Measures a masked language model on sentences with one mask and known answers.
+
+A file has one sentence per line, a tab, and the accepted words separated by commas:
+
+    I drink a cup of [MASK] in the morning.<TAB>coffee,tea
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from cloze.export.errors import DataError
+from cloze.export.evaluation.scorer import Scorer, score_masks
+
+_MASK_TOKEN = "[MASK]"
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """A sentence with one mask.
+
+    Attributes:
+        text: the sentence.
+        words: the accepted words, in lower case.
+    """
+
+    text: str
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The model's first word for a sentence.
+
+    Attributes:
+        sentence: the sentence.
+        word: the likeliest token of the vocabulary.
+    """
+
+    sentence: Sentence
+    word: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the word is accepted."""
+        return self.word.lower() in self.sentence.words
+
+
+def read_sentences(file: Path) -> list[Sentence]:
+    """Read sentences.
+
+    Raises:
+        DataError: the file is missing, or a line has no tab, no word, or not one mask.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+    sentences = []
+    for number, line in enumerate(lines, 1):
+        text, _, words = line.partition("\t")
+        accepted = tuple(word.strip().lower() for word in words.split(",") if word.strip())
+        if text.count(_MASK_TOKEN) != 1 or not accepted:
+            raise DataError(
+                f"{file}, line {number}: a sentence with one {_MASK_TOKEN}, a tab, and words"
+            )
+        sentences.append(Sentence(text, accepted))
+    if not sentences:
+        raise DataError(f"{file} holds no sentences")
+    return sentences
+
+
+def complete(
+    sentences: Sequence[Sentence], tokenizer: Tokenizer, scorer: Scorer
+) -> list[Completion]:
+    """Return the model's first word for each sentence.
+
+    Args:
+        sentences: sentences from `read_sentences`.
+        tokenizer: the tokenizer, which adds the special tokens.
+        scorer: the masked language model.
+
+    Raises:
+        DataError: the tokenizer has no mask token.
+    """
+    mask_id = tokenizer.token_to_id(_MASK_TOKEN)
+    if mask_id is None:
+        raise DataError(f"the tokenizer has no {_MASK_TOKEN} token")
+    completions = []
+    for sentence in sentences:
+        ids = np.array([tokenizer.encode(sentence.text).ids], np.int64)
+        position = np.flatnonzero(ids[0] == mask_id)
+        best, _ = score_masks(scorer, ids, np.zeros_like(ids), position, ids[0][position], k=1)
+        word = tokenizer.id_to_token(int(best[0, 0]))
+        assert word is not None  # ids come from the same vocabulary
+        completions.append(Completion(sentence, word))
+    return completions

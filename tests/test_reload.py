@@ -260,8 +260,12 @@ def test_a_bad_keys_file_refuses_the_reload(store: Store, tmp_path: Path) -> Non
         wait_until(lambda: any("nothing was reloaded" in line for line in server.log))
 
 
-def test_without_keys_a_page_cannot_reload(store: Store) -> None:
+def test_without_keys_neither_a_page_nor_a_proxy_can_reload(store: Store) -> None:
     with running_server(store.root) as server:
+        for name in ("X-Forwarded-For", "Forwarded", "Via", "X-Real-IP"):
+            passed_on = httpx.post(f"{server.url}/admin/reload", headers={name: "10.0.0.1"})
+            assert passed_on.status_code == 403
+            assert "from its own machine only" in passed_on.json()["error"]
         refused = httpx.post(
             f"{server.url}/admin/reload", headers={"origin": "http://evil.example"}
         )

@@ -25,6 +25,9 @@ _TAG = "service"
 
 PROBES: Final = frozenset({"/healthz", "/readyz", "/health"})
 
+_OF_PROXIES: Final = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
+"""Headers of requests that a proxy has passed on, perhaps of a client elsewhere."""
+
 QUIET_ROUTES: Final = PROBES | {"/metrics"}
 """Routes that are asked every few seconds, so that their results need no log line."""
 
@@ -105,12 +108,14 @@ class _Operations:
     async def reload(self, request: Request) -> Response:
         """Answer what a reload changed.
 
-        Without keys, only clients of this machine may reload, and no page of a browser.
+        Without keys, only clients of this machine may reload, and neither a page of a browser nor
+        a client of a proxy.
         """
         if self._context.watch.callers.keys is None:
             if "origin" in request.headers:
                 raise core.Forbidden("a page cannot reload a server that has no API keys")
-            if request.client is None or not is_loopback(request.client.host):
+            is_near = request.client is not None and is_loopback(request.client.host)
+            if not is_near or any(name in request.headers for name in _OF_PROXIES):
                 raise core.Forbidden(
                     "without API keys, a server is reloaded from its own machine only; "
                     "set CLOZE_KEYS_FILE, or send SIGHUP"

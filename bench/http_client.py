@@ -126,6 +126,8 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Return the response to the caller of `send`; see httptools."""
+        if not self._parser.should_keep_alive():  # the server ends the connection
+            self.open = False
         body, self._body = b"".join(self._body), []
         if self._response is not None and not self._response.done():
             self._response.set_result(Response(self._parser.get_status_code(), body))

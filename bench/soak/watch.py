@@ -13,7 +13,8 @@ from cloze.bench.processes import RunningServer, process_tree
 SERVER = "server"
 """Role of the first process: the only one, or the supervisor."""
 
-_ROLE = re.compile(rb'"name": ?"([a-z]+-\d+)"')
+_NAME = re.compile(rb'"name": ?"([a-z]+-\d+)(\.\d+)?"')
+"""The role of a child, and the suffix of its generation: a reload starts ``engine-0.2``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class ProcessSample:
     """One process at one time.
 
     Attributes:
-        role: `SERVER`, or the name that the supervisor gave to a child.
+        role: `SERVER`, or the name that the supervisor gave to a child, without its generation.
         pid: of the process.
         rss_mb: resident memory.
         pss_mb: resident memory; each shared page counts in equal parts for its processes.
@@ -56,16 +57,23 @@ class Sample:
 
 
 def children(server: RunningServer) -> dict[str, int]:
-    """Return the process ids of a server's children by role."""
-    roles = {}
+    """Return the process ids of a server's children by role, after a reload of the newest ones."""
+    roles: dict[str, int] = {}
+    youngest: dict[str, int] = {}
     for pid in process_tree(server.pid)[1:]:
         try:
-            named = _ROLE.search(Path(f"/proc/{pid}/cmdline").read_bytes())
+            named = _NAME.search(Path(f"/proc/{pid}/cmdline").read_bytes())
+            started = _start_ticks(pid)
         except OSError:  # the process has ended
             continue
-        if named:
-            roles[named[1].decode()] = pid
+        if named and started >= youngest.get(role := named[1].decode(), 0):
+            roles[role], youngest[role] = pid, started
     return roles
+
+
+def _start_ticks(pid: int) -> int:
+    """Return when a process started, in clock ticks since the boot (proc(5), field 22)."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def sample(server: RunningServer, at_s: float) -> Sample:

@@ -121,6 +121,12 @@ def vocab(
     metavar="CHECKPOINT",
     help="Continue this checkpoint, with its sizes and vocabulary.",
 )
+@click.option(
+    "--embeddings-from",
+    metavar="CHECKPOINT",
+    help="Whose embeddings keep_embeddings keeps. [default: those of --from]",
+    show_default=False,
+)
 @_out
 @_seed
 @_device
@@ -131,6 +137,7 @@ def pretrain(
     recipe: str,
     vocabulary: Path | None,
     source: str | None,
+    embeddings_from: str | None,
     out: Path,
     seed: int | None,
     device: str,
@@ -149,7 +156,15 @@ def pretrain(
 
     settings = load_recipe(recipe, PretrainRecipe, seed=seed)
     files, options = _required(corpus), _run_options(out, device, threads)
-    _report_done(run(files, settings, options, source=source, vocabulary=vocabulary))
+    checkpoint = run(
+        files,
+        settings,
+        options,
+        source=source,
+        embeddings_from=embeddings_from,
+        vocabulary=vocabulary,
+    )
+    _report_done(checkpoint)
 
 
 @train.command("finetune-qa")

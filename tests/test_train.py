@@ -371,6 +371,19 @@ def test_heads_are_created_and_embeddings_kept(
     )
     assert cosines[True] > 0.97
     assert cosines[True] > cosines[False] + 0.02
+    recipe = further_recipe(
+        pretraining=Pretraining(keep_embeddings=True, embedding_weight=50.0),
+        phases=[Phase(tokens=40, sequences=8, steps=40)],
+    )
+    result = pretrain(
+        [stories],
+        recipe,
+        run_options(tmp_path / "back"),
+        source=str(tmp_path / "False" / "checkpoint"),
+        embeddings_from=str(source),
+    )
+    returned = float((before * embed_all(str(result), stories)).sum(1).mean())
+    assert returned > cosines[False] + 0.01, "a second run learns the original's embeddings again"
     kept = tmp_path / "True"
     log = read_log(kept)
     assert log[0]["embedding_cosine"] > 0.9, "at the start it is the original"
@@ -413,7 +426,7 @@ def test_pooling_and_prompts_of_the_source_are_kept(
     keeping = further_recipe(pretraining=Pretraining(keep_embeddings=True))
     with pytest.raises(
         TrainError,
-        match=r"keeps the mean of the hidden states, but the checkpoint's embedding is another \(cls",
+        match=r"the mean of the hidden states, but the checkpoint's embedding is another \(cls",
     ):
         pretrain([stories], keeping, run_options(tmp_path / "other"), source=str(source))
 
@@ -981,7 +994,7 @@ def test_distillation_keeps_most_of_the_teacher(
 
 
 def test_distillation_keeps_embeddings(trained: Path, stories: Path, tmp_path: Path) -> None:
-    """With the term, the student's embeddings stay nearer to the teacher's, and so does its recipe."""
+    """With the term, the student's embeddings stay nearer to the teacher's; its recipe stays."""
     original = load_checkpoint(str(trained))
     teacher = tmp_path / "teacher"
     recipe_of_teacher = EmbeddingRecipe(max_tokens=24)

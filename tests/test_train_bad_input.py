@@ -522,6 +522,18 @@ def test_what_does_not_apply_to_a_start_is_said(
     assert refused(*pretrain_command(tmp_path / "run", keeping, stories)) == (
         "keep_embeddings = true needs a checkpoint whose embeddings to keep: name one with --from"
     )
+    keeping = FURTHER.replace("[[phases]]", "keep_embeddings = true\n[[phases]]")
+    originals = {
+        FURTHER: (finished, "--embeddings-from needs keep_embeddings = true in the recipe"),
+        keeping: (tmp_path / "gone", f"no directory {tmp_path / 'gone' / 'checkpoint'}"),
+    }
+    for recipe, (folder, message) in originals.items():
+        command = pretrain_command(tmp_path / "run", recipe, stories)
+        original = ["--embeddings-from", folder / "checkpoint"]
+        assert message in refused(*command, *start_from, *original)
+        assert refused(*command, *original).startswith(
+            ("--embeddings-from needs --from", "keep_embeddings = true needs a checkpoint")
+        )
     assert refused(*pretrain_command(tmp_path / "run", RECIPE, stories), *start_from).startswith(
         "[model] heads, hidden_size, "
     )

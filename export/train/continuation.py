@@ -34,7 +34,7 @@ def open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) ->
     checkpoint = load_checkpoint(source)
     _check_recipe(recipe, checkpoint)
     if vocabulary:
-        _check_vocabulary(open_tokenizer(vocabulary), checkpoint, vocabulary)
+        _check_vocabulary(open_tokenizer(vocabulary), checkpoint, vocabulary, "--vocab")
     check_kept_embeddings(recipe.pretraining, checkpoint)
     return checkpoint
 
@@ -61,14 +61,42 @@ def _check_recipe(recipe: PretrainRecipe, checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_vocabulary(given: Tokenizer, checkpoint: Checkpoint, folder: Path) -> None:
+def _check_vocabulary(
+    given: Tokenizer, checkpoint: Checkpoint, folder: Path | str, option: str
+) -> None:
     given_tokens = given.get_vocab()
     source_tokens = checkpoint.tokenizer.tokenizer.get_vocab()
     if given_tokens != source_tokens:
         raise TrainError(
             f"the vocabulary in {folder} ({len(given_tokens):,} tokens) is not the checkpoint's "
-            f"({len(source_tokens):,} tokens); leave --vocab out, or train from nothing"
+            f"({len(source_tokens):,} tokens); leave {option} out, or train from nothing"
         )
+
+
+def open_original(name: str, recipe: PretrainRecipe, checkpoint: Checkpoint) -> Checkpoint:
+    """Load the checkpoint whose embeddings a continued run keeps.
+
+    Args:
+        name: its folder or hub id.
+        recipe: recipe of the run.
+        checkpoint: checkpoint that the run continues.
+
+    Raises:
+        TrainError: the recipe keeps no embeddings, or the two checkpoints differ in vocabulary or
+            hidden size.
+        ExportError: the checkpoint cannot be loaded.
+    """
+    if not recipe.pretraining.keep_embeddings:
+        raise TrainError("--embeddings-from needs keep_embeddings = true in the recipe")
+    original = load_checkpoint(name)
+    _check_vocabulary(original.tokenizer.tokenizer, checkpoint, name, "--embeddings-from")
+    kept, size = original.model.config.hidden_size, checkpoint.model.config.hidden_size
+    if kept != size:
+        raise TrainError(
+            f"the embeddings of {name} have {kept:,} dimensions, those of the checkpoint {size:,}"
+        )
+    check_kept_embeddings(recipe.pretraining, original)
+    return original
 
 
 def check_kept_embeddings(recipe: Pretraining, checkpoint: Checkpoint) -> None:
@@ -95,9 +123,16 @@ def kept_recipe(checkpoint: Checkpoint) -> EmbeddingRecipe | None:
 
 
 def continue_from(
-    checkpoint: Checkpoint, recipe: PretrainRecipe, options: RunOptions
+    checkpoint: Checkpoint, original: Checkpoint, recipe: PretrainRecipe, options: RunOptions
 ) -> tuple[Tokenizer, MaskedText]:
-    """Return the checkpoint's tokenizer, and its model with the heads that the recipe trains."""
+    """Return the checkpoint's tokenizer, and its model with the heads that the recipe trains.
+
+    Args:
+        checkpoint: checkpoint to continue.
+        original: checkpoint whose embeddings are kept if the recipe asks; often the same.
+        recipe: recipe of the run.
+        options: where the run computes and reports.
+    """
     heads = [MASKED_LM]
     if recipe.pretraining.sentence is not SentenceObjective.NONE:
         heads.append(NEXT_SENTENCE)
@@ -109,6 +144,7 @@ def continue_from(
         options.report("the dense layers after the checkpoint's pooling are not kept")
     kept_embeddings = None
     if recipe.pretraining.keep_embeddings:
-        original = deepcopy(checkpoint.model).to(options.device)
-        kept_embeddings = KeptEmbeddings(original, recipe.pretraining.embedding_tokens)
+        kept_embeddings = KeptEmbeddings(
+            deepcopy(original.model).to(options.device), recipe.pretraining.embedding_tokens
+        )
     return start.tokenizer, MaskedText(start.model, recipe.pretraining, kept_embeddings)

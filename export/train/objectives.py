@@ -86,7 +86,8 @@ def masked_loss(
     Returns:
         The loss; the cross-entropy and the share of correct tokens.
     """
-    entropy, loss = _CrossEntropy.apply(logits.float(), labels, z_loss)  # type: ignore[no-untyped-call]
+    losses = _CrossEntropy.apply(logits.float(), labels, z_loss)  # type: ignore[no-untyped-call]
+    entropy, loss = losses
     accuracy = (logits.argmax(1) == labels).float().mean()
     return loss, {"masked_loss": entropy, "accuracy": accuracy}
 

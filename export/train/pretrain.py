@@ -11,7 +11,12 @@ from cloze.export.checkpoint import Checkpoint
 from cloze.export.models.encoder import Encoder
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import write_card
-from cloze.export.train.continuation import continue_from, kept_recipe, open_source
+from cloze.export.train.continuation import (
+    continue_from,
+    kept_recipe,
+    open_original,
+    open_source,
+)
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.documents import fingerprint, is_held_out, read_documents
 from cloze.export.train.errors import TrainError
@@ -33,6 +38,7 @@ def pretrain(
     options: RunOptions,
     *,
     source: str | None = None,
+    embeddings_from: str | None = None,
     vocabulary: Path | None = None,
 ) -> Path:
     """Train a model from text.
@@ -42,6 +48,7 @@ def pretrain(
         recipe: recipe of the run.
         options: where the run computes and writes.
         source: checkpoint to continue, with its sizes and vocabulary; None: random weights.
+        embeddings_from: checkpoint whose embeddings the run keeps; None: the source.
         vocabulary: folder with a ``tokenizer.json``; None: the vocabulary is learnt from the text.
 
     Returns:
@@ -49,7 +56,7 @@ def pretrain(
 
     Raises:
         TrainError: an input is missing or unsuitable, or the run fails, see `train`.
-        ExportError: the source cannot be loaded.
+        ExportError: a checkpoint cannot be loaded.
     """
     checkpoint = open_source(source, recipe, vocabulary) if source else None
     if recipe.pretraining.keep_embeddings and not checkpoint:
@@ -57,10 +64,15 @@ def pretrain(
             "keep_embeddings = true needs a checkpoint whose embeddings to keep: "
             "name one with --from"
         )
-    _acquire(files, recipe, options, checkpoint, vocabulary)
+    if embeddings_from and not checkpoint:
+        raise TrainError("--embeddings-from needs --from")
+    original = checkpoint
+    if embeddings_from and checkpoint:
+        original = open_original(embeddings_from, recipe, checkpoint)
+    _acquire(files, recipe, options, checkpoint, original, vocabulary)
     module: MaskedText | ReplacedTokens
-    if checkpoint:
-        tokenizer, module = continue_from(checkpoint, recipe, options)
+    if checkpoint and original:
+        tokenizer, module = continue_from(checkpoint, original, recipe, options)
     else:
         tokenizer = (
             open_tokenizer(vocabulary) if vocabulary else _learn_vocabulary(files, recipe, options)
@@ -88,6 +100,7 @@ def _acquire(
     recipe: PretrainRecipe,
     options: RunOptions,
     checkpoint: Checkpoint | None,
+    original: Checkpoint | None,
     vocabulary: Path | None,
 ) -> None:
     """Acquire the directory of the run for this recipe and these inputs."""
@@ -100,6 +113,8 @@ def _acquire(
         "vocabulary": vocabulary_hash,
         "checkpoint": checkpoint.source.weights_sha256 if checkpoint else None,
     }
+    if original and original is not checkpoint:
+        inputs["embeddings"] = original.source.weights_sha256
     acquire_run_dir(options.run_dir, recipe, inputs)
 
 

@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cloze.model_store import Bundle
 from cloze.service.application import create_app
-from cloze.service.core import Changes, Reload, ReloadRefused
+from cloze.service.core import Changes, Reload, ReloadRefused, StartupError
 from cloze.service.http.access import AccessControl, accepted_hosts
 from cloze.service.http.access_log import AccessLog
 from cloze.service.http.body_memory import BodyMemory
@@ -227,31 +227,28 @@ class Service:
         """
         process = self._process
         assert process.opener is not None
-        if process.callers.keys is not None:
-            process.callers.keys.reload()
         bundles = open_bundles(self._settings)
         running = [pipeline.model for pipeline in self.models.pipelines]
         models = process.opener.open(bundles, running)
         process.metrics.add_models([bundle.manifest.reference for bundle in bundles])
         try:
-            return Service(process, models)
-        except BaseException:
+            reopened = Service(process, models)
+            if process.callers.keys is not None:
+                process.callers.keys.reload()  # last, since the keys are replaced at once
+        except StartupError:
             for model in models:
                 if all(model is not other for other in running):
                     model.queue.close()
             raise
+        return reopened
 
     def changes(self, other: "Service") -> Changes:
         """Return how the models of another service differ from those of this one."""
-        before, after = (
+        served = (
             {p.manifest.reference: p.model for p in service.models.pipelines}
             for service in (self, other)
         )
-        return Changes(
-            added=[name for name, model in after.items() if before.get(name) is not model],
-            removed=[name for name, model in before.items() if after.get(name) is not model],
-            kept=[name for name, model in after.items() if before.get(name) is model],
-        )
+        return Changes.between(*served)
 
     def close_unused(self, others: Iterable["Service"]) -> None:
         """Close the models that no other service uses."""

@@ -23,11 +23,11 @@
     StartupError                the server cannot start; clients never receive this error
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,6 +147,20 @@ class Changes:
     added: list[str]
     removed: list[str]
     kept: list[str]
+
+    @classmethod
+    def between(cls, before: Mapping[str, object], after: Mapping[str, object]) -> Self:
+        """Return how what is served differs.
+
+        Args:
+            before: what was served, by full name.
+            after: what is served from now on; what is equal stays as it was.
+        """
+        return cls(
+            added=[name for name, model in after.items() if before.get(name) != model],
+            removed=[name for name, model in before.items() if after.get(name) != model],
+            kept=[name for name, model in after.items() if before.get(name) == model],
+        )
 
     def __str__(self) -> str:
         lists = {"added": self.added, "removed": self.removed, "kept": self.kept}

@@ -76,7 +76,7 @@ LARGEST = {
         300,
     ),
 }
-"""Route, body, requests at once, and the most MB that they may need; docs/reliability.md has them."""
+"""Route, body, requests at once, and the most MB that they may add; see docs/reliability.md."""
 
 SLOW = pytest.mark.slow
 

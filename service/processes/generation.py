@@ -57,7 +57,10 @@ class Generation:
         return [*self.engines, *self.front_ends]
 
     def retire(self) -> None:
-        """Let the front ends finish the connections that they have."""
+        """Let the front ends finish the connections that they have.
+
+        One that is only starting has none, and ends by the signal at once.
+        """
         settings = self.settings
         longest_s = settings.idle_timeout_ms / 1000 + settings.max_timeout_s
         self.ends = time.monotonic() + longest_s
@@ -96,15 +99,7 @@ class Generation:
 
     def changes(self, later: "Generation") -> Changes:
         """Return how the models of a later generation differ."""
-        before, after = (
-            {manifest.reference: manifest for manifest in generation.manifests}
-            for generation in (self, later)
-        )
-        return Changes(
-            added=[name for name, manifest in after.items() if before.get(name) != manifest],
-            removed=[name for name, manifest in before.items() if after.get(name) != manifest],
-            kept=[name for name, manifest in after.items() if before.get(name) == manifest],
-        )
+        return Changes.between(*({m.reference: m for m in g.manifests} for g in (self, later)))
 
 
 def make_generation(

@@ -54,8 +54,9 @@ class Supervisor:
         self._listener = listener
         self._folder = folder
         self._engine_command = engine_command
+        self._generations: list[Generation] = []
         self._serving = self._make_generation()
-        self._generations = [self._serving]
+        self._generations.append(self._serving)
         self._ready: list[Child] = []  # once ready, a child is kept running
         self._stopping = self._reloading = False
         self._signals = _signal_pipe()
@@ -146,7 +147,7 @@ class Supervisor:
         Raises:
             StartupError: the store is empty, a bundle does not open, or a path is too long.
         """
-        used = {generation.number for generation in getattr(self, "_generations", ())}
+        used = {generation.number for generation in self._generations}
         return make_generation(
             next(number for number in range(1, len(used) + 2) if number not in used),
             self._settings,

@@ -5,6 +5,7 @@ megabyte would need 250 MB. In pieces, it needs only the memory of one group of 
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
@@ -18,7 +19,8 @@ _SPACES = " \n\t\r"
 _SEPARATORS = ".,;:!?"
 """Punctuation is a token of its own (Devlin et al. 2019, `BasicTokenizer`)."""
 
-_FIRST_IDEOGRAPH, _LAST_IDEOGRAPH = "\u4e00", "\u9fff"
+_PLACE = re.compile(f"[{_SPACES}{_SEPARATORS}\u4e00-\u9fff]")
+"""A character before which a text may be divided; each ideograph is a token of its own."""
 
 
 class Piece(NamedTuple):
@@ -44,17 +46,8 @@ def is_divisible(tokenizer_json: str) -> bool:
     parts = json.loads(tokenizer_json)
     kinds = [(parts.get(name) or {}).get("type") for name in ("normalizer", "pre_tokenizer")]
     return kinds == ["BertNormalizer", "BertPreTokenizer"] and not any(
-        token["lstrip"] or token["rstrip"] or any(map(_divides, token["content"]))
+        token["lstrip"] or token["rstrip"] or _PLACE.search(token["content"])
         for token in parts["added_tokens"]
-    )
-
-
-def _divides(character: str) -> bool:
-    """Return whether a text may be divided before a character."""
-    return (
-        character in _SPACES
-        or character in _SEPARATORS
-        or _FIRST_IDEOGRAPH <= character <= _LAST_IDEOGRAPH
     )
 
 
@@ -80,12 +73,10 @@ def _place(text: str, start: int, wanted: int) -> int:
     if place > start:
         return place
     for index in range(wanted, start, -1):
-        if _divides(text[index]):
+        if _PLACE.match(text, index):
             return index
-    for index in range(wanted + 1, len(text)):
-        if _divides(text[index]):
-            return index
-    return len(text)
+    found = _PLACE.search(text, wanted + 1)
+    return found.start() if found else len(text)
 
 
 def groups(texts: Iterable[str], *, divisible: bool) -> Iterator[list[Piece]]:

@@ -1,7 +1,8 @@
 """One order of steps of clients and workers, and what must be true after each step.
 
 A `Schedule` keeps its own account of requests: which encodings wait, which ones a worker has taken,
-which ones have run, and how each request must have ended. After each step, the scheduler must agree.
+which ones have run, and how each request must have ended. After each step, the scheduler must
+agree.
 """
 
 import math

@@ -8,7 +8,6 @@ time.
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from unittest import mock
 
 from cloze.service.batching.client_queue import QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
@@ -60,10 +59,6 @@ class Worker:
         return not (self.batch or self.condition or self.ended)
 
 
-def _stay(_: threading.Thread) -> None:
-    """Start no thread."""
-
-
 class SteppedScheduler(Scheduler):
     """A scheduler whose threads never start; `look` and `run` do the work of a worker.
 
@@ -78,8 +73,7 @@ class SteppedScheduler(Scheduler):
 
     def __init__(self, engine: FakeEngine, limits: SchedulerLimits) -> None:
         self.deaths: list[str] = []
-        with mock.patch.object(threading.Thread, "start", new=_stay):
-            super().__init__(engine, limits, on_dead=self.deaths.append)
+        super().__init__(engine, limits, on_dead=self.deaths.append)
         self._threads.clear()  # `close` joins them
         self._changed = Condition(self._lock)
         self._short_texts = Condition(self._lock)
@@ -90,6 +84,9 @@ class SteppedScheduler(Scheduler):
         if not engine.supports_varlen:
             self.workers.append(Worker(limits.workers, self._take_short))
         self._looking: Worker | None = None
+
+    def _start_threads(self) -> None:
+        """Start no thread."""
 
     def _wait(self, condition: threading.Condition) -> None:
         assert isinstance(condition, Condition)

@@ -572,3 +572,28 @@ def test_what_cannot_be_measured_of_a_device_is_told(arguments: list[str], line:
     done = CliRunner().invoke(cli, ["bench", *arguments])
     assert done.exit_code != 0
     assert line in done.stderr
+
+
+def test_a_connection_that_the_server_ends_takes_no_further_request() -> None:
+    """The answer says so; the end of the connection may arrive later."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for ends in (False, True):
+            await reader.readuntil(b"\r\n\r\n")
+            header = b"connection: close\r\n" if ends else b""
+            writer.write(b"HTTP/1.1 200 OK\r\n" + header + b"content-length: 0\r\n\r\n")
+
+    async def play() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            connection = await Connection.connect(f"http://127.0.0.1:{port}")
+            await connection.send(b"GET / HTTP/1.1\r\n\r\n")
+            assert connection.open
+            await connection.send(b"GET / HTTP/1.1\r\n\r\n")
+            assert not connection.open
+            with pytest.raises(ConnectionResetError):
+                await connection.send(b"GET / HTTP/1.1\r\n\r\n")
+            await connection.close()
+
+    asyncio.run(play())

@@ -15,6 +15,7 @@ from cloze.service import text_pieces
 from cloze.service.abandonment import Abandoned, check_awaited, run_on_thread
 from cloze.service.text_pieces import divide, groups, is_divisible
 from cloze.service.tokenizer import Spans, Tokenizer
+from tests.waiting import wait_until
 
 BUNDLE = Store(DEFAULT_ROOT).open("cloze-bert")
 TOKENIZER = Tokenizer(BUNDLE)
@@ -112,7 +113,6 @@ def test_abandoned_work_ends_between_its_parts() -> None:
             while True:
                 check_awaited()
                 started.set()
-                time.sleep(0.001)
         except Abandoned as error:
             ended.append(type(error))
             raise
@@ -126,10 +126,7 @@ def test_abandoned_work_ends_between_its_parts() -> None:
         assert await run_on_thread(lambda: check_awaited() or 3) == 3, "others go on"
 
     asyncio.run(play())
-    deadline = time.monotonic() + 5
-    while not ended:
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+    wait_until(lambda: ended == [Abandoned])
 
 
 def test_tokenizing_ends_when_nobody_waits(tmp_path: Path) -> None:

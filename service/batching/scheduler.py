@@ -123,6 +123,9 @@ class Scheduler:
             work = partial(self._work, limits.workers, self._take_short)
             self._threads.append(_thread(work, "worker-for-short-texts"))
         self._threads.append(_thread(self._watch, "watchdog"))
+        self._start_threads()
+
+    def _start_threads(self) -> None:
         for thread in self._threads:
             thread.start()
 

@@ -1,7 +1,7 @@
 """Bounds the memory of request bodies, so that many large ones at once cannot exhaust it.
 
-What a request needs beside its body is proportional to its body: the parsed texts, their tokens and
-their encodings. docs/reliability.md states the factor.
+A request needs memory in proportion to its body: for the parsed texts, their tokens and their
+encodings. docs/reliability.md has what was measured.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class BodyMemory:
         self._waiting.append((fits, size))
         try:
             await asyncio.wait_for(asyncio.shield(fits), self._max_wait_s or None)
-        except BaseException as error:
+        except (TimeoutError, asyncio.CancelledError) as error:
             if fits.done():
                 self.release(size)
             else:

@@ -262,10 +262,12 @@ class Settings(BaseSettings):
         "repeat the option, or separate them by commas in the environment",
     )
     stall_timeout_ms: int = Field(
-        60_000,
+        2_000,
         ge=1,
         le=86_400_000,
-        description="time after which a batch counts as hung, and the process exits with an error",
+        description="time that a batch may take beyond ten times its predicted time, or beyond 60 "
+        "s before any batch was measured; then the engine hangs, and the process exits with an "
+        "error",
     )
     shutdown_grace_ms: int = Field(
         20_000,

@@ -16,7 +16,7 @@ from cloze.service.settings import load_settings
 from tests.vocabulary import vocabulary
 
 WORDS = {vocabulary().index(word): word for word in ("moon", "river", "sun", "tree", "king", "war")}
-SLOW_S = {"moon": 0.15, "river": 3.0}
+SLOW_S = {"moon": 0.15, "river": 1.5}
 
 
 def started_line(word: str) -> str:

@@ -317,7 +317,7 @@ class Schedule:
         self._work_off()
         assert all(worker.ended for worker in self.workers)
         assert all(request.ends == (request.future is not None) for request in self.requests)
-        assert self.scheduler._running == {}
+        assert not self.scheduler._watchdog.busy
 
     def _work_off(self) -> None:
         while steps := [step for step in self.possible() if step[0] in ("look", "run")]:

@@ -2,9 +2,10 @@
 by itself.
 """
 
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from cloze.model_store.batch import Encoding
+from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import (
     BatchReport,
@@ -336,7 +337,7 @@ def test_a_short_text_runs_while_all_workers_run_long_ones() -> None:
 
     with running(LongTextsWait(), workers=2, max_batch_tokens=10) as scheduler:
         long = [scheduler.submit([sized(20 + i)], later()) for i in range(4)]
-        wait_until(lambda: len(scheduler._running) == 2)
+        wait_until(lambda: len(scheduler._watchdog.busy) == 2)
         for value in (1, 2):
             assert sums(scheduler.submit([sized(5, value)], later())) == [5.0 * value]
         assert not any(future.done() for future in long)
@@ -349,9 +350,9 @@ def test_short_texts_alone_get_no_more_workers() -> None:
     engine.gate.clear()
     with running(engine, workers=2, max_batch_tokens=10) as scheduler:
         futures = [scheduler.submit([sized(5 + i)], later()) for i in range(4)]
-        wait_until(lambda: len(scheduler._running) == 2)
+        wait_until(lambda: len(scheduler._watchdog.busy) == 2)
         time.sleep(0.05)
-        assert len(scheduler._running) == 2
+        assert len(scheduler._watchdog.busy) == 2
         engine.gate.set()
         assert [sums(future) for future in futures] == [[5.0], [6.0], [7.0], [8.0]]
 
@@ -504,12 +505,26 @@ def test_an_engine_that_fails_its_probe_is_dead() -> None:
 
 def test_a_run_that_hangs_is_a_dead_engine() -> None:
     engine = FakeEngine()
-    engine.gate.clear()
     with running(engine, workers=1, stall_timeout_s=0.2) as scheduler:
+        assert sums(scheduler.submit([sized(3)], later())) == [3.0]  # measures the engine
+        engine.gate.clear()
         futures = [scheduler.submit([sized(length)], later()) for length in (3, 4)]
         for future in futures:
             assert isinstance(future.exception(WAIT_S), EngineDead)
-        assert scheduler.dead == "a run took longer than 0.2 s"
+        assert re.fullmatch(r"a run took longer than 0\.[2-9] s", str(scheduler.dead))
+
+
+def test_a_run_that_is_slow_as_predicted_does_not_hang() -> None:
+    """The second run takes eight times the margin, but only as long as the first one."""
+
+    class Slow(FakeEngine):
+        def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+            time.sleep(0.4)
+            return super().run(batch, alone=alone)
+
+    with running(Slow(), workers=1, stall_timeout_s=0.05) as scheduler:
+        for _ in range(2):  # the first has 60 s, because nothing is known of the engine
+            assert sums(scheduler.submit([sized(3)], later())) == [3.0]
 
 
 def test_a_worker_that_ends_is_a_dead_engine() -> None:

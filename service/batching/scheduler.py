@@ -27,6 +27,7 @@ from cloze.service.batching.activity import Activity
 from cloze.service.batching.admission import Admission
 from cloze.service.batching.client_queue import PendingRequest, QueuedEncoding
 from cloze.service.batching.fair_queue import FairQueue
+from cloze.service.batching.watchdog import Watchdog
 from cloze.service.core import (
     BatchReport,
     BatchResult,
@@ -58,7 +59,8 @@ class SchedulerLimits:
         max_batch_tokens: most tokens per batch; a longer single encoding runs alone.
         max_queue_tokens: most tokens that may wait. An empty queue admits a request of any size.
         max_wait_s: longest expected wait of a request that states no limit; 0: no such limit.
-        stall_timeout_s: seconds after which a run means that the engine hangs.
+        stall_timeout_s: seconds that a run may take beyond ten times its predicted time. After
+            that, the engine hangs.
         batch_latency_s: longest duration of a batch of several encodings; 0: no such limit.
     """
 
@@ -104,7 +106,6 @@ class Scheduler:
         self._queue = FairQueue(
             varlen=engine.supports_varlen, max_dropped_tokens=limits.max_queue_tokens
         )
-        self._running: dict[int, float] = {}  # number of a worker -> start of its run
         self._on_long_texts: set[int] = set()  # numbers of workers
         self._idle_workers = 0
         self._admission = Admission(
@@ -114,7 +115,7 @@ class Scheduler:
         self._dead: str | None = None
         self._closing = False
 
-        self._ended = threading.Event()  # ends the watchdog
+        self._watchdog = Watchdog(limits.stall_timeout_s, self._die)
         self._threads = [
             _thread(partial(self._work, number, partial(self._take, number)), f"worker-{number}")
             for number in range(limits.workers)
@@ -122,7 +123,7 @@ class Scheduler:
         if not engine.supports_varlen:
             work = partial(self._work, limits.workers, self._take_short)
             self._threads.append(_thread(work, "worker-for-short-texts"))
-        self._threads.append(_thread(self._watch, "watchdog"))
+        self._threads.append(_thread(self._watchdog.watch, "watchdog"))
         self._start_threads()
 
     def _start_threads(self) -> None:
@@ -193,7 +194,7 @@ class Scheduler:
         self._fail_pending(
             lambda: ShuttingDown("the server shut down before this request was answered")
         )
-        self._ended.set()
+        self._watchdog.end()
         if self._dead is None:  # the threads of a dead engine may never end
             deadline = time.monotonic() + timeout_s
             for thread in self._threads:
@@ -285,9 +286,11 @@ class Scheduler:
         if self._dead is not None:
             return
         started = time.monotonic()
+        tokens = sum(queued.tokens for queued in batch)
         with self._lock:
-            self._running[number] = started
+            rate = self._admission.tokens_per_s
             alone = self._activity.is_alone and not self._queue
+        self._watchdog.began(number, tokens / rate if rate else None)
         try:
             encodings = [queued.encoding for queued in batch]
             outputs = self._engine.run(encodings, alone=alone)
@@ -300,10 +303,8 @@ class Scheduler:
                 self._run(number, half)
             return
         finally:
-            with self._lock:
-                self._running.pop(number, None)
+            self._watchdog.finished(number)
         seconds = time.monotonic() - started
-        tokens = sum(queued.tokens for queued in batch)
         self._on_batch(BatchReport(len(batch), tokens, seconds))
         # Last, because the event loop wakes up and then waits for this thread to be idle.
         self._deliver(batch, outputs, tokens / max(seconds, 1e-9))
@@ -358,19 +359,7 @@ class Scheduler:
         if request.cancelled():
             request.set_running_or_notify_cancel()  # wakes threads that wait for the future
 
-    # ---- watchdog and failure -------------------------------------------------------------------
-
-    def _watch(self) -> None:
-        """Declare the engine dead when a run exceeds the stall timeout."""
-        timeout_s = self._limits.stall_timeout_s
-        left_s = timeout_s
-        while not self._ended.wait(left_s):
-            with self._lock:
-                oldest = min(self._running.values(), default=None)
-            left_s = timeout_s if oldest is None else oldest + timeout_s - time.monotonic()
-            if left_s <= 0:
-                self._die(f"a run took longer than {timeout_s:g} s")
-                return
+    # ---- failure --------------------------------------------------------------------------------
 
     def _die(self, reason: str) -> None:
         """Declare the engine dead: fail all pending requests and stop the workers."""
@@ -380,7 +369,7 @@ class Scheduler:
             self._dead = reason
             self._closing = True
             self._notify_all()
-        self._ended.set()
+        self._watchdog.end()
         self._fail_pending(lambda: EngineDead(f"the engine is dead: {reason}"))
         self._on_dead(reason)
 

@@ -21,10 +21,11 @@ from cloze.service.application import create_app
 from cloze.service.core import Changes, Reload, ReloadRefused, StartupError
 from cloze.service.http.access import AccessControl, accepted_hosts
 from cloze.service.http.access_log import AccessLog
-from cloze.service.http.body_memory import BodyMemory
+from cloze.service.http.answers import Answers
 from cloze.service.http.caller import Callers
 from cloze.service.http.gate import Gate, GateLimits, GateModel
 from cloze.service.http.keys import Keys, Scope
+from cloze.service.http.memory_limit import MemoryLimit
 from cloze.service.http.page import docs_paths, part_handlers
 from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics
@@ -144,7 +145,9 @@ class Process:
             settings.access_log_share,
             operations.QUIET_ROUTES,
         )
-        self.bodies = BodyMemory(settings.max_bodies_bytes, settings.max_queue_wait_ms / 1000)
+        wait_s = settings.max_queue_wait_ms / 1000
+        self.bodies = MemoryLimit("bodies", settings.max_bodies_bytes, wait_s)
+        self.answers = Answers(settings.max_answers_bytes)
         self.reload: Reload | None = None
 
 
@@ -177,7 +180,7 @@ class Service:
             self._process.metrics,
             self,
             ApiLimits(settings.max_request_bytes, settings.max_request_texts),
-            RequestWatch(timeout_s, most_s, callers, self._process.bodies),
+            RequestWatch(timeout_s, most_s, callers, self._process.bodies, self._process.answers),
         )
 
     def _make_gate(self, callers: Callers) -> Gate:
@@ -256,6 +259,11 @@ class Service:
         self._close([p for p in self.models.pipelines if id(p.model) not in used])
 
     # ---- state ----------------------------------------------------------------------------------
+
+    @property
+    def answers(self) -> Answers:
+        """The answers of this process that are not read yet."""
+        return self._process.answers
 
     @property
     def restarts_engines(self) -> bool:

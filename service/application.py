@@ -67,6 +67,7 @@ def create_app(
         known_routes=known_routes,
         metrics=context.metrics,
         access_log=access_log,
+        answers=context.watch.answers,
     )
     return app
 

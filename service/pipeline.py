@@ -7,7 +7,7 @@ pipeline of a request. The module depends neither on HTTP nor on a particular ta
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ Tokenizing so few bytes takes at most about 1 ms, less than two thread switches 
 """
 
 _INLINE_RESULTS = 64
-"""Most predictions that are decoded on the event loop; decoding one takes about 10 us."""
+"""Most results that are decoded on the event loop; decoding and writing one takes about 10 us."""
 
 
 class TaskResult(NamedTuple):
@@ -57,6 +57,10 @@ class TaskResult(NamedTuple):
     timings: Timings
     is_large: bool = False
     usage: Sequence[TextUsage] | None = None
+
+
+async def _at_once() -> None:
+    """Wait for nothing."""
 
 
 class Completions:
@@ -127,7 +131,13 @@ class Pipeline:
         self._completions = Completions()
 
     async def run(
-        self, task: Task, call: TaskCall, *, size: int, terms: RequestTerms
+        self,
+        task: Task,
+        call: TaskCall,
+        *,
+        size: int,
+        terms: RequestTerms,
+        before_large: Callable[[], Awaitable[None]] = _at_once,
     ) -> TaskResult:
         """Tokenize the texts, wait for the engine's outputs and decode them.
 
@@ -138,6 +148,7 @@ class Pipeline:
             call: the inputs and parameters of the task.
             size: bytes of the request; large requests are tokenized and decoded on a thread.
             terms: the deadline, the client, and the longest wait.
+            before_large: called before a large result is decoded.
 
         Raises:
             ServiceError: the request gets no result.
@@ -170,6 +181,8 @@ class Pipeline:
             tokens += sum(map(len, prepared.encodings))
             queue_s, inference_s = queue_s + batch.queue_s, inference_s + batch.inference_s
         is_large = prepared.results > _INLINE_RESULTS
+        if is_large:
+            await before_large()
         if inline and not is_large:
             value = task.decode(prepared, batch.outputs, context)
         else:

@@ -10,7 +10,7 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -75,7 +75,12 @@ def run(service: Service, settings: Settings, listener: socket.socket) -> Servic
 
 
 async def serve(
-    service: Service, settings: Settings, listener: socket.socket, retire_on: signal.Signals
+    service: Service,
+    settings: Settings,
+    listener: socket.socket,
+    *,
+    retire_on: signal.Signals,
+    before_accepting: Callable[[], None],
 ) -> None:
     """Do what `run` does, on the running event loop and without SIGHUP.
 
@@ -85,10 +90,15 @@ async def serve(
         listener: the listening socket.
         retire_on: the signal after which no connection is accepted, and this function returns
             after the last open one. Each connection ends with its next answer.
+        before_accepting: called when nothing can fail any more.
+
+    Raises:
+        StartupError: the certificate or its key cannot be read.
     """
     _freeze_objects()
     server = _make_server(service, settings)
     asyncio.get_running_loop().add_signal_handler(retire_on, server.retire)
+    before_accepting()
     await server.serve(sockets=[listener])
 
 
@@ -169,6 +179,7 @@ class _Server(uvicorn.Server):
             return ServerProtocol(
                 refusal=self._generations.refusal,
                 table=self._table,
+                answers=self.service.answers,
                 config=config,
                 server_state=self.server_state,
                 app_state=self.lifespan.state,

@@ -37,7 +37,7 @@ COMPUTING = {
     for name in (
         "admission_study",
         "audit",
-        "body_memory",
+        "memory_limit",
         "checkpoint",
         "cli",
         "crafted_bundles",

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
+from tests.certificates import make_certificate
 from tests.serving import Server, children, running_server
 from tests.waiting import wait_until
 
@@ -271,3 +273,36 @@ def test_without_keys_neither_a_page_nor_a_proxy_can_reload(store: Store) -> Non
         )
         assert refused.status_code == 403
         assert "a page cannot reload" in refused.json()["error"]
+
+
+def test_the_certificate_is_read_again(serve: Start, store: Store, tmp_path: Path) -> None:
+    """An open connection goes on with the old one; a broken one is refused."""
+    first = make_certificate(tmp_path)
+    old = first.public.read_text()
+    tls = {"CLOZE_TLS_CERTIFICATE": str(first.public), "CLOZE_TLS_KEY": str(first.private)}
+    body = {"inputs": "a walk"}
+    with (
+        serve(store.root, **tls) as server,
+        httpx.Client(base_url=server.url, verify=ssl.create_default_context(cadata=old)) as client,
+    ):
+        assert client.post("/embed", json=body).status_code == 200
+        make_certificate(tmp_path)
+        new = first.public.read_text()
+        assert client.post("/admin/reload", timeout=60).status_code == 200
+        host, port = server.url.removeprefix("https://").split(":")
+
+        def served() -> str:
+            return ssl.get_server_certificate((host, int(port)))
+
+        wait_until(lambda: served().split() == new.split())
+        assert new != old
+        for public in ("nothing", old):  # the old one does not fit the new key
+            first.public.write_text(public)
+            trusting = ssl.create_default_context(cadata=new)
+            refused = httpx.post(f"{server.url}/admin/reload", verify=trusting, timeout=60)
+            assert refused.status_code == 409
+            reason = "or its key cannot be used"  # a front end says it in the log
+            assert reason in refused.json()["error"] or any(reason in line for line in server.log)
+            assert served().split() == new.split()
+        with httpx.Client(verify=ssl.create_default_context(cadata=new)) as fresh:
+            assert fresh.post(f"{server.url}/embed", json=body).status_code == 200

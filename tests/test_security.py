@@ -18,6 +18,7 @@ from cloze.client import Client
 from cloze.service.core import Overloaded, StartupError
 from cloze.service.http.access import accepted_hosts, is_loopback
 from cloze.service.http.keys import Key, KeyEntry, Keys
+from tests.certificates import Certificate, make_certificate
 from tests.serving import Server, bare_environment, failed_start, running_server
 from tests.waiting import wait_until
 
@@ -261,23 +262,11 @@ def test_pages_have_a_strict_policy(every_task: Server) -> None:
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("tls")
-    files = folder / "certificate.pem", folder / "key.pem"
-    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject]
-    try:
-        subprocess.run(
-            [*command, "-out", str(files[0]), "-keyout", str(files[1])],
-            check=True,
-            capture_output=True,
-        )
-    except FileNotFoundError:
-        pytest.skip("openssl is not installed; it makes the certificate")
-    return files
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
-def test_the_server_speaks_tls(tiny_store: Path, certificate: tuple[Path, Path]) -> None:
+def test_the_server_speaks_tls(tiny_store: Path, certificate: Certificate) -> None:
     public, private = map(str, certificate)
     arguments = ("--tls-certificate", public, "--tls-key", private, "--model", "bert")
     with running_server(tiny_store, *arguments) as server:
@@ -292,7 +281,7 @@ def test_the_server_speaks_tls(tiny_store: Path, certificate: tuple[Path, Path])
 
 
 def test_a_wrong_certificate_stops_the_start(
-    tiny_store: Path, certificate: tuple[Path, Path], tmp_path: Path
+    tiny_store: Path, certificate: Certificate, tmp_path: Path
 ) -> None:
     public, private = map(str, certificate)
     line = failed(tiny_store, "--tls-certificate", public)

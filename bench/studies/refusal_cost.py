@@ -81,6 +81,7 @@ async def main() -> None:
         return ServerProtocol(
             refusal=service.gate.refusal,
             table=table,
+            answers=service.answers,
             config=config,
             server_state=ServerState(),
             app_state={},

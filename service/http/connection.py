@@ -8,8 +8,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloze.service.core import ServiceError
 from cloze.service.http.access_log import AccessLog, AccessRecord
+from cloze.service.http.answers import CONNECTION, Answers
 from cloze.service.http.caller import request_id
 from cloze.service.http.gate import note_start
+from cloze.service.http.watch import ANSWER_BYTES
 from cloze.service.metrics import Metrics
 
 OTHER_ROUTE = "other"
@@ -24,6 +26,7 @@ class Connection:
         known_routes: paths that may become metric labels.
         metrics: the metrics that record every answered request.
         access_log: the log of answered requests.
+        answers: the unread answers of this process.
     """
 
     def __init__(
@@ -32,11 +35,13 @@ class Connection:
         known_routes: Collection[str],
         metrics: Metrics,
         access_log: AccessLog,
+        answers: Answers,
     ) -> None:
         self._app = app
         self._known_routes = frozenset(known_routes)
         self._metrics = metrics
         self._access_log = access_log
+        self._answers = answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
@@ -60,6 +65,8 @@ class Connection:
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            if held := scope.pop(ANSWER_BYTES, 0):
+                self._answers.sent(scope.get(CONNECTION), held)
             route = scope["path"] if scope["path"] in self._known_routes else OTHER_ROUTE
             seconds = time.perf_counter() - started
             model = scope.get("cloze.model", "")

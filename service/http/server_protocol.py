@@ -17,6 +17,8 @@ import orjson
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from cloze.service.http.answers import CONNECTION, Answers
+
 log = logging.getLogger("cloze")
 
 MAX_HEADER_BYTES = 65_536
@@ -105,6 +107,7 @@ class ServerProtocol(HttpToolsProtocol):
     Args:
         refusal: returns the response that refuses a request, or None; see `Gate.refusal`.
         table: the open connections of this process.
+        answers: the unread answers of this process.
         arguments: those of uvicorn's protocol.
     """
 
@@ -113,11 +116,13 @@ class ServerProtocol(HttpToolsProtocol):
         *,
         refusal: Callable[[Scope], bytes | None],
         table: ConnectionTable,
+        answers: Answers,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
         self._refusal = refusal
         self._table = table
+        self._answers = answers
         self._header_bytes = 0
         self._progress = False
         self._refused = False  # whether the body of a refused request is still arriving
@@ -144,6 +149,9 @@ class ServerProtocol(HttpToolsProtocol):
         """Forget the connection; see `asyncio.Protocol`."""
         self._stop_timer()
         self._table.closed(self)
+        self._answers.was_read(self)
+        if self.scope is not None:
+            cast(Scope, self.scope).pop(CONNECTION, None)  # else a cycle
         super().connection_lost(exc)
 
     def end(self, reason: str) -> None:
@@ -154,6 +162,15 @@ class ServerProtocol(HttpToolsProtocol):
             self.transport.abort()  # the client does not read, so a close would wait for ever
         elif not self.transport.is_closing():
             self.transport.close()
+
+    def unread_bytes(self) -> int:
+        """Return the bytes of answers that wait for the client; 0 below the low-water mark."""
+        return self.transport.get_write_buffer_size() if self.flow.write_paused else 0
+
+    def resume_writing(self) -> None:
+        """Note that the client has read its answers; see `asyncio.Protocol`."""
+        super().resume_writing()
+        self._answers.was_read(self)
 
     def _expect(self, seconds: float, reason: str) -> None:
         """Set the time at which the connection ends, unless another time is set before."""
@@ -166,7 +183,10 @@ class ServerProtocol(HttpToolsProtocol):
         as often as the shortest wait, so that no end is late.
         """
         left_s = self._deadline - self.loop.time()
-        if left_s <= 0:
+        if left_s <= 0 and self._answers.is_reading(self):
+            left_s = self._table.limits.idle_timeout_s  # it is not idle
+            self._expect(left_s, self._reason)
+        elif left_s <= 0:
             self.end(self._reason)
             return
         seconds = min(left_s, self._table.limits.header_timeout_s, _DRAIN_BODY_S)
@@ -209,6 +229,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._progress = True
         self._deadline = math.inf
         self._table.busy(self)
+        cast(Scope, self.scope)[CONNECTION] = self
         in_turn = self.cycle is None or self.cycle.response_complete
         if in_turn and self.parser.get_method() == b"POST":
             self.scope["path"] = self.url.partition(b"?")[0].decode("ascii", "replace")

@@ -19,8 +19,12 @@ from cloze.service.core import (
     ServiceError,
     SlowRequest,
 )
-from cloze.service.http.body_memory import BodyMemory
+from cloze.service.http.answers import Answers
 from cloze.service.http.caller import Callers, timeout_s
+from cloze.service.http.memory_limit import MemoryLimit
+
+ANSWER_BYTES = "cloze.answer_bytes"
+"""Key of a scope: the bytes that the request's answer holds; see `Answers.hold`."""
 
 _TICK_S = 0.05
 """Age in seconds from which a request has a timer and a watcher of its own."""
@@ -58,6 +62,7 @@ class WatchedRequest:
         "_timer",
         "_watch",
         "_watcher",
+        "_writing",
         "deadline",
         "received_bytes",
         "started",
@@ -74,6 +79,7 @@ class WatchedRequest:
         self.deadline = self.started + self.timeout_s
         self.received_bytes = 0
         self._held = 0
+        self._writing = False
         self._reading = True
         self._is_old = False
         self._error: ServiceError | None = None
@@ -93,6 +99,8 @@ class WatchedRequest:
         self._watch.remove(self)
         if self._held:
             self._watch.bodies.release(self._held)
+        if self._writing:
+            self._watch.answers.done()
         if self._is_old:
             if self._timer is not None:
                 self._timer.cancel()
@@ -109,12 +117,23 @@ class WatchedRequest:
         return RequestTerms(self.deadline, self._client, self._max_wait_s)
 
     async def hold_memory(self, size: int) -> None:
-        """Hold the memory of the body until the end of the request; see `BodyMemory.hold`.
+        """Hold the memory of the body until the end of the request; see `MemoryLimit.hold`.
 
         Raises:
             Overloaded: the bodies of other requests need the memory.
         """
         self._held = await self._watch.bodies.hold(size)
+
+    async def begin_answer(self) -> None:
+        """Wait until a large answer may be decoded; see `Answers.begin`."""
+        await self._watch.answers.begin()
+        self._writing = True
+
+    async def hold_answer(self, request: Request, size: int) -> None:
+        """Hold the memory of an answer until its client has read it; see `Answers`."""
+        answers = self._watch.answers
+        if held := await answers.hold(size, waits=self._writing):
+            request.scope[ANSWER_BYTES] = held
 
     def body_complete(self) -> None:
         """Begin the second phase: the time limit starts anew, and the client may disconnect."""
@@ -163,6 +182,7 @@ class RequestWatch:
         max_timeout_s: longest time that a request may state, in seconds.
         callers: names the clients of requests.
         bodies: bounds the memory of bodies; None: nothing does.
+        answers: bounds the memory of answers; None: nothing does.
     """
 
     def __init__(
@@ -170,11 +190,13 @@ class RequestWatch:
         timeout_s: float,
         max_timeout_s: float,
         callers: Callers,
-        bodies: BodyMemory | None = None,
+        bodies: MemoryLimit | None = None,
+        answers: Answers | None = None,
     ) -> None:
         self.timeout_s, self.max_timeout_s = timeout_s, max_timeout_s
         self.callers = callers
-        self.bodies = bodies or BodyMemory(sys.maxsize, 0.0)
+        self.bodies = bodies or MemoryLimit("bodies", sys.maxsize)
+        self.answers = answers or Answers(sys.maxsize)
         self._young: dict[WatchedRequest, None] = {}  # in the order of their start
         self._ticking = False
 

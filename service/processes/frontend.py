@@ -60,7 +60,7 @@ async def serve(config: ChildConfig) -> None:
     """Answer HTTP until SIGTERM.
 
     Raises:
-        StartupError: a bundle does not open.
+        StartupError: a bundle, the keys or the certificate cannot be opened.
     """
     engines = EngineProcesses(config)
     service = app.front_end(config.settings, engines)
@@ -69,9 +69,13 @@ async def serve(config: ChildConfig) -> None:
     async with asyncio.TaskGroup() as tasks:
         connections = [tasks.create_task(link.run()) for link in engines.links]
         await engines.wait_for_one()
-        config.report_ready()
-        listener = socket.socket(fileno=config.listener)
-        await server.serve(service, config.settings, listener, retire_on=RETIRE)
+        await server.serve(
+            service,
+            config.settings,
+            socket.socket(fileno=config.listener),
+            retire_on=RETIRE,
+            before_accepting=config.report_ready,
+        )
         for connection in connections:
             connection.cancel()
 

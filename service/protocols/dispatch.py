@@ -63,7 +63,7 @@ class Dispatcher:
                 raise WrongTask(f"this server does not offer {task.name}")
             body = await parse_anywhere(self._routes[task.name].body, data)
             endpoint = self._endpoints[task.name]
-            return await endpoint.answer_body(request, body, len(data), watched.terms)
+            return await endpoint.answer_body(request, body, len(data), watched)
 
     def _choose(self, body: DispatchBody) -> Task:
         """Return the task that a body asks for.

@@ -9,10 +9,12 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.core import EmptyRequest, InvalidRequest, RequestTerms
+from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.http.access_log import RequestCost
 from cloze.service.http.bodies import receive
+from cloze.service.http.memory_limit import SMALL_BYTES
 from cloze.service.http.routes import Route, RouteDoc
+from cloze.service.http.watch import WatchedRequest
 from cloze.service.pipeline import Pipeline, TaskResult
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.tasks import Task, TaskCall
@@ -95,14 +97,14 @@ class Endpoint:
         """
         with self._context.watch.request(request) as watched:
             body, size = await receive(request, self._route.body, self._max_bytes, watched)
-            return await self.answer_body(request, body, size, watched.terms)
+            return await self.answer_body(request, body, size, watched)
 
     async def answer_body(
         self,
         request: Request,
         body: BaseModel,
         size: int,
-        terms: RequestTerms,
+        watched: WatchedRequest,
         pipeline: Pipeline | None = None,
     ) -> Response:
         """Return the response to a request whose body has arrived.
@@ -111,7 +113,7 @@ class Endpoint:
             request: the request.
             body: the parsed body.
             size: bytes of the body.
-            terms: the deadline, the client, and the longest wait.
+            watched: the request's terms and the memory of its answer.
             pipeline: the model to use; None selects the one that the body names, or the default.
 
         Raises:
@@ -125,7 +127,13 @@ class Endpoint:
             route.check(request)
         call = route.to_call(body)
         try:
-            result = await pipeline.run(route.task, call, size=size, terms=terms)
+            result = await pipeline.run(
+                route.task,
+                call,
+                size=size,
+                terms=watched.terms,
+                before_large=watched.begin_answer,
+            )
         except (EmptyRequest, InvalidRequest) as error:
             raise type(error)(_renamed(str(error), route.names)) from None
         self._context.metrics.observe_parts(reference, result.timings, result.truncated)
@@ -136,6 +144,8 @@ class Endpoint:
         else:
             response = route.respond(request, body, result)
         _add_headers(response, result, route.warnings(body) if route.warnings else ())
+        if len(response.body) > SMALL_BYTES:
+            await watched.hold_answer(request, len(response.body))
         return response
 
 

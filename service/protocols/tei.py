@@ -270,7 +270,7 @@ class _Rerank:
             body, size = await receive(request, RerankBody, max_bytes, watched)
             endpoint, pipeline = self._choose(body.model)
             _check_texts(body, pipeline.context)
-            return await endpoint.answer_body(request, body, size, watched.terms, pipeline)
+            return await endpoint.answer_body(request, body, size, watched, pipeline)
 
     def _choose(self, name: str | None) -> tuple[Endpoint, Pipeline]:
         """Return how to rank, and the model that ranks.

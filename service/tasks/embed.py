@@ -119,6 +119,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     return PreparedRequest(
         encoded.encodings,
         _State(rows, dimensions, normalize, encoded.windows),
+        results=len(encoded.encodings),
         truncated=encoded.truncated,
         usage=encoded.usage,
     )

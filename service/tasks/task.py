@@ -129,7 +129,8 @@ class PreparedRequest(NamedTuple, Generic[S]):
     Attributes:
         encodings: the encodings to run, at least one.
         state: the values that `Task.decode` needs besides the outputs.
-        results: approximate cost of `Task.decode`, in predictions of a mask; 0 if the cost is low.
+        results: number of predictions, vectors or answers; 0 if their cost is low. Many of them are
+            decoded and written on a thread.
         truncated: number of the request's texts that were cut.
         warnings: messages for the client, in ASCII.
         usage: how much of each input was used; None unless the client asks.

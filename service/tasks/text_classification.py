@@ -114,6 +114,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     return PreparedRequest(
         encoder.encodings,
         _State(parameters.top_k, function, windows),
+        results=len(encoder.encodings),
         truncated=encoder.truncated,
         usage=encoder.usage,
     )

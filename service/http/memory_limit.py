@@ -1,7 +1,8 @@
-"""Bounds the memory of request bodies, so that many large ones at once cannot exhaust it.
+"""Bounds the memory of what requests send and get, so that many large ones cannot exhaust it.
 
 A request needs memory in proportion to its body: for the parsed texts, their tokens and their
-encodings. docs/reliability.md has what was measured.
+encodings. Its answer needs memory until the client has read it. docs/reliability.md has what was
+measured.
 """
 
 import asyncio
@@ -9,38 +10,42 @@ from collections import deque
 
 from cloze.service.core import Overloaded
 
-_SMALL_BYTES = 65_536
-"""Bodies up to this size are not counted; the queue and the connections bound their number."""
+SMALL_BYTES = 65_536
+"""Bodies and answers up to this size are not counted; the number of connections bounds them."""
 
 
-class BodyMemory:
-    """The bytes of the large bodies that a process may hold at once.
+class MemoryLimit:
+    """The bytes that a process may hold at once for one purpose.
 
     Args:
-        most: of all bodies; a body that is larger is held alone.
-        max_wait_s: longest time until a request may read its body; 0: no limit.
+        what: what holds the bytes, in the plural, for errors.
+        most: bytes in all; what needs more is held alone.
+        max_wait_s: longest wait for room; 0: no limit.
     """
 
-    def __init__(self, most: int, max_wait_s: float) -> None:
-        self._most, self._max_wait_s = most, max_wait_s
+    def __init__(self, what: str, most: int, max_wait_s: float = 0.0) -> None:
+        self._what, self._most, self._max_wait_s = what, most, max_wait_s
         self._held = 0
         self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
 
-    async def hold(self, size: int) -> int:
-        """Wait until a body fits, and hold its memory until `release`.
+    @property
+    def is_full(self) -> bool:
+        """Whether somebody waits for room, or more is held than allowed."""
+        return bool(self._waiting) or self._held > self._most
 
-        The connection is not read meanwhile, so the body waits in the client.
+    async def hold(self, size: int) -> int:
+        """Wait until there is room, and hold bytes until `release`.
 
         Args:
-            size: the most bytes of the body.
+            size: the bytes.
 
         Returns:
-            The held bytes.
+            The held bytes, 0 for a small size.
 
         Raises:
-            Overloaded: the body did not fit in time.
+            Overloaded: there was no room in time.
         """
-        if size <= _SMALL_BYTES:
+        if size <= SMALL_BYTES:
             return 0
         size = min(size, self._most)
         if self._waiting or self._held + size > self._most:
@@ -49,8 +54,15 @@ class BodyMemory:
             self._held += size
         return size
 
+    def hold_now(self, size: int) -> int:
+        """Hold bytes even if there is no room; return the held bytes, 0 for a small size."""
+        if size <= SMALL_BYTES:
+            return 0
+        self._held += size
+        return size
+
     def release(self, size: int) -> None:
-        """Release what `hold` returned."""
+        """Release what `hold` or `hold_now` returned."""
         self._held -= size
         self._wake()
 
@@ -68,8 +80,8 @@ class BodyMemory:
                 self._wake()
             if isinstance(error, TimeoutError):
                 raise Overloaded(
-                    f"the bodies of other requests hold {self._held} bytes; with this one's {size} "
-                    f"they would pass the limit of {self._most}",
+                    f"the {self._what} of other requests hold {self._held} bytes; with this one's "
+                    f"{size} they would pass the limit of {self._most}",
                     1,
                 ) from None
             raise

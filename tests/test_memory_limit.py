@@ -5,14 +5,14 @@ import asyncio
 import pytest
 
 from cloze.service.core import Overloaded
-from cloze.service.http.body_memory import BodyMemory
+from cloze.service.http.memory_limit import MemoryLimit
 
 KB = 1024
 
 
 def test_bodies_wait_in_the_order_of_their_arrival() -> None:
     async def play() -> None:
-        memory = BodyMemory(300 * KB, 5.0)
+        memory = MemoryLimit("bodies", 300 * KB, 5.0)
         first, second = await memory.hold(200 * KB), await memory.hold(100 * KB)
         order: list[int] = []
 
@@ -36,7 +36,7 @@ def test_bodies_wait_in_the_order_of_their_arrival() -> None:
 
 def test_small_bodies_never_wait_and_the_largest_runs_alone() -> None:
     async def play() -> None:
-        memory = BodyMemory(100 * KB, 0.0)
+        memory = MemoryLimit("bodies", 100 * KB, 0.0)
         held = await memory.hold(900 * KB)
         assert held == 100 * KB
         assert await memory.hold(64 * KB) == 0
@@ -46,7 +46,7 @@ def test_small_bodies_never_wait_and_the_largest_runs_alone() -> None:
 
 def test_who_waits_for_too_long_is_refused_and_holds_nothing() -> None:
     async def play() -> None:
-        memory = BodyMemory(100 * KB, 0.02)
+        memory = MemoryLimit("bodies", 100 * KB, 0.02)
         held = await memory.hold(80 * KB)
         with pytest.raises(Overloaded, match=r"hold 81920 bytes; with this one's 92160 .* 102400"):
             await memory.hold(90 * KB)

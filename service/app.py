@@ -27,6 +27,7 @@ from cloze.service.http.gate import Gate, GateLimits, GateModel
 from cloze.service.http.keys import Keys, Scope
 from cloze.service.http.memory_limit import MemoryLimit
 from cloze.service.http.page import docs_paths, part_handlers
+from cloze.service.http.starts import Starts
 from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline
@@ -148,6 +149,7 @@ class Process:
         wait_s = settings.max_queue_wait_ms / 1000
         self.bodies = MemoryLimit("bodies", settings.max_bodies_bytes, wait_s)
         self.answers = Answers(settings.max_answers_bytes)
+        self.starts = Starts()
         self.reload: Reload | None = None
 
 
@@ -197,7 +199,15 @@ class Service:
         limits = GateLimits(self._settings.max_queue_wait_ms / 1000, self._settings.max_timeout_s)
         error_bytes = ErrorResponder(self._registries.protocols).body
         process = self._process
-        return Gate(routes, error_bytes, limits, callers, process.metrics, process.access_log)
+        return Gate(
+            routes,
+            error_bytes,
+            limits,
+            process.starts,
+            callers,
+            process.metrics,
+            process.access_log,
+        )
 
     # ---- reload ---------------------------------------------------------------------------------
 
@@ -264,6 +274,11 @@ class Service:
     def answers(self) -> Answers:
         """The answers of this process that are not read yet."""
         return self._process.answers
+
+    @property
+    def starts(self) -> Starts:
+        """The requests of this process that have not started."""
+        return self._process.starts
 
     @property
     def restarts_engines(self) -> bool:

@@ -20,11 +20,15 @@ from cloze.service.abandonment import check_awaited
 from cloze.service.core import StartupError, first_line
 from cloze.service.text_pieces import groups, is_divisible
 
-_SHORT_CHARACTERS = 1000
-"""Longest text that is tokenized without a release of the global interpreter lock.
+_SHORT_CHARACTERS = 4096
+"""Most characters that are tokenized at once on the calling thread, which takes about 1 ms.
 
-The other way passes the text to a thread of the library and waits: two thread switches.
+The other way passes the texts to threads of the library and waits. Under an overload these threads
+wait for a core for up to a second, and the event loop with them.
 """
+
+_SHORT_IDS = 4096
+"""Most ids that are decoded at once on the calling thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +97,9 @@ class Tokenizer:
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens and without truncation."""
-        if len(texts) == 1 and len(texts[0]) <= _SHORT_CHARACTERS:
-            return [self._backend.encode(texts[0], add_special_tokens=False).ids]
+        if sum(map(len, texts)) <= _SHORT_CHARACTERS:
+            encode = self._backend.encode
+            return [encode(text, add_special_tokens=False).ids for text in texts]
         ids: list[list[int]] = [[] for _ in texts]
         for group in groups(texts, divisible=self._divisible):
             check_awaited()
@@ -107,10 +112,12 @@ class Tokenizer:
     def spans(self, text: str) -> Spans:
         """Return the ids, character offsets and words of a text."""
         spans = Spans([], [], [])
+        if len(text) <= _SHORT_CHARACTERS:
+            spans.add(self._backend.encode(text, add_special_tokens=False), 0)
+            return spans
         for group in groups([text], divisible=self._divisible):
             check_awaited()
             contents = [piece.content for piece in group]
-            # `encode` holds the global interpreter lock; `encode_batch` releases the lock.
             encodings = self._backend.encode_batch(contents, add_special_tokens=False)
             for piece, encoding in zip(group, encodings, strict=True):
                 spans.add(encoding, piece.start)
@@ -174,6 +181,9 @@ class Tokenizer:
         self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
     ) -> list[str]:
         """Return the texts of ids: word pieces joined, no spaces before punctuation."""
+        if sum(map(len, sequences)) <= _SHORT_IDS:
+            decode = self._backend.decode
+            return [decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
         return self._backend.decode_batch(sequences, skip_special_tokens=skip_special_tokens)
 
     def token_of(self, token_id: int) -> str:

@@ -82,6 +82,7 @@ async def main() -> None:
             refusal=service.gate.refusal,
             table=table,
             answers=service.answers,
+            starts=service.starts,
             config=config,
             server_state=ServerState(),
             app_state={},

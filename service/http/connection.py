@@ -10,7 +10,7 @@ from cloze.service.core import ServiceError
 from cloze.service.http.access_log import AccessLog, AccessRecord
 from cloze.service.http.answers import CONNECTION, Answers
 from cloze.service.http.caller import request_id
-from cloze.service.http.gate import note_start
+from cloze.service.http.gate import ARRIVED, note_start
 from cloze.service.http.watch import ANSWER_BYTES
 from cloze.service.metrics import Metrics
 
@@ -49,7 +49,7 @@ class Connection:
             await self._app(scope, receive, send)
             return
         note_start(scope)
-        started = time.perf_counter()
+        started = scope.get(ARRIVED) or time.monotonic()
         identity = request_id(scope)
         status = 500
 
@@ -68,7 +68,7 @@ class Connection:
             if held := scope.pop(ANSWER_BYTES, 0):
                 self._answers.sent(scope.get(CONNECTION), held)
             route = scope["path"] if scope["path"] in self._known_routes else OTHER_ROUTE
-            seconds = time.perf_counter() - started
+            seconds = time.monotonic() - started
             model = scope.get("cloze.model", "")
             self._metrics.observe_request(route, model, status, seconds)
             self._access_log.add(

@@ -16,6 +16,7 @@ from starlette.types import Scope
 from cloze.service.core import InvalidRequest, Overloaded, Queue, ServiceError
 from cloze.service.http.access_log import AccessLog, AccessRecord
 from cloze.service.http.caller import Callers, request_id, timeout_s
+from cloze.service.http.starts import Starts
 from cloze.service.metrics import Metrics
 
 ErrorBytes = Callable[[str, ServiceError], bytes]
@@ -24,6 +25,12 @@ ErrorBytes = Callable[[str, ServiceError], bytes]
 
 _PASSED = "cloze.passed"
 """Key of a scope: calls back the gate that has admitted the request."""
+
+CLIENT = "cloze.client"
+"""Key of a scope: the client of an admitted request."""
+
+ARRIVED = "cloze.arrived"
+"""Key of a scope: `time.monotonic` time at which a request arrived that had to wait to start."""
 
 
 class GateModel(NamedTuple):
@@ -37,7 +44,7 @@ class GateLimits(NamedTuple):
     """The limits of a gate.
 
     Attributes:
-        max_wait_s: longest expected wait of a request that states no time limit; 0: no gate.
+        max_wait_s: longest expected wait of a request that states no time limit; 0: no limit.
         max_timeout_s: longest time limit that a request may state.
     """
 
@@ -52,6 +59,7 @@ class Gate:
         routes: path -> the served models of the path, the default first.
         error_bytes: writes the body of a refusal.
         limits: the limits of waiting.
+        starts: the requests of the process that have not started.
         callers: names the clients of requests.
         metrics: records refusals.
         access_log: logs refusals.
@@ -62,12 +70,14 @@ class Gate:
         routes: Mapping[str, Sequence[GateModel]],
         error_bytes: ErrorBytes,
         limits: GateLimits,
+        starts: Starts,
         callers: Callers,
         metrics: Metrics,
         access_log: AccessLog,
     ) -> None:
-        self._routes = routes if limits.max_wait_s else {}
+        self._routes = routes
         self._limits = limits
+        self._starts = starts
         self._callers = callers
         self._metrics, self._access_log = metrics, access_log
         self._unstarted: dict[str, int] = {}  # client -> requests whose handlers wait to run
@@ -95,8 +105,9 @@ class Gate:
             return None
         client = self._callers.name(scope)
         waiting = self._unstarted.get(client, 0)
-        wait_s = min(model.queue.expected_wait_s(client, unsubmitted=waiting) for model in served)
-        limit_s = self._limits.max_wait_s
+        limit_s = self._limits.max_wait_s or math.inf
+        wait_s = self._starts.expected_wait_s(client)
+        wait_s += min(model.queue.expected_wait_s(client, unsubmitted=waiting) for model in served)
         if wait_s > limit_s:
             try:
                 limit_s = timeout_s(scope, self._limits.max_timeout_s) or limit_s
@@ -105,6 +116,7 @@ class Gate:
         if wait_s <= limit_s or served[0].queue.draining:
             self._unstarted[client] = waiting + 1
             scope[_PASSED] = partial(self._started, client)
+            scope[CLIENT] = client
             return None
         identity = request_id(scope)
         self._record(scope["path"], served[0].reference, identity)

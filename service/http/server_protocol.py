@@ -8,16 +8,21 @@ arrived, whether a full server refuses the request.
 import asyncio
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import orjson
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from cloze.service.http.answers import CONNECTION, Answers
+from cloze.service.http.gate import ARRIVED, CLIENT, note_start
+from cloze.service.http.starts import Starts
 
 log = logging.getLogger("cloze")
 
@@ -55,10 +60,15 @@ class ConnectionTable:
 
     Args:
         limits: the limits of connections.
+
+    Attributes:
+        limits: the limits of connections.
+        closed_count: number of connections that have closed; the owner may reset it.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
+        self.closed_count = 0
         self._open = 0
         self._by_address: Counter[str] = Counter()
         self._idle: dict[ServerProtocol, None] = {}  # the one that is idle for longest is first
@@ -87,6 +97,7 @@ class ConnectionTable:
     def closed(self, connection: "ServerProtocol") -> None:
         """Forget a connection."""
         self._open -= 1
+        self.closed_count += 1
         self._idle.pop(connection, None)
         self._by_address[connection.address] -= 1
         if not self._by_address[connection.address]:
@@ -108,6 +119,7 @@ class ServerProtocol(HttpToolsProtocol):
         refusal: returns the response that refuses a request, or None; see `Gate.refusal`.
         table: the open connections of this process.
         answers: the unread answers of this process.
+        starts: the requests of this process that have not started.
         arguments: those of uvicorn's protocol.
     """
 
@@ -117,12 +129,13 @@ class ServerProtocol(HttpToolsProtocol):
         refusal: Callable[[Scope], bytes | None],
         table: ConnectionTable,
         answers: Answers,
+        starts: Starts,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
         self._refusal = refusal
         self._table = table
-        self._answers = answers
+        self._answers, self._starts = answers, starts
         self._header_bytes = 0
         self._progress = False
         self._refused = False  # whether the body of a refused request is still arriving
@@ -237,6 +250,21 @@ class ServerProtocol(HttpToolsProtocol):
                 self._refuse(answer)
                 return
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        """Start a request, or let it wait behind others; see `Starts`."""
+        scope = cast(Scope, cycle.scope)
+        client = scope.get(CLIENT)
+        if client is None:  # not a request of the gate's
+            super()._start_asgi_task(cycle, app)
+        elif not self._starts.start(client, partial(self._begin, cycle, app)):
+            scope[ARRIVED] = time.monotonic()
+
+    def _begin(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        if cycle.disconnected:
+            note_start(cast(Scope, cycle.scope))
+        else:
+            super()._start_asgi_task(cycle, app)
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body, or discard it if the request was refused."""

@@ -21,6 +21,7 @@ from cloze.service.core import (
 )
 from cloze.service.http.answers import Answers
 from cloze.service.http.caller import Callers, timeout_s
+from cloze.service.http.gate import ARRIVED
 from cloze.service.http.memory_limit import MemoryLimit
 
 ANSWER_BYTES = "cloze.answer_bytes"
@@ -75,7 +76,7 @@ class WatchedRequest:
         self._max_wait_s = timeout_s(request.scope, watch.max_timeout_s)
         self._client = watch.callers.name(request.scope)
         self.timeout_s = watch.timeout_s if self._max_wait_s is None else self._max_wait_s
-        self.started = time.monotonic()
+        self.started = request.scope.get(ARRIVED) or time.monotonic()
         self.deadline = self.started + self.timeout_s
         self.received_bytes = 0
         self._held = 0

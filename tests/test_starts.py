@@ -1,0 +1,103 @@
+"""A burst of requests starts a few at a time, so that others need not wait for it."""
+
+import asyncio
+import selectors
+import signal
+import socket
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import httpx
+import orjson
+import pytest
+
+from cloze.service.http import starts as module
+from cloze.service.http.starts import Starts
+from tests.serving import running_server
+from tests.waiting import MEASURES_TIME
+
+PER_TURN = module._PER_TURN
+
+
+async def turns(count: int) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_a_few_start_per_turn_and_clients_take_turns() -> None:
+    async def play() -> None:
+        starts, begun = Starts(), []
+        for number in range(3 * PER_TURN):
+            started = starts.start("heavy", lambda number=number: begun.append(("heavy", number)))
+            assert started == (number < PER_TURN)
+        assert not starts.start("light", lambda: begun.append(("light", 0)))
+        assert begun == [("heavy", number) for number in range(PER_TURN)]
+        await turns(1)
+        assert len(begun) == 2 * PER_TURN
+        assert begun.index(("light", 0)) in (PER_TURN, PER_TURN + 1), "not behind the others"
+        await turns(5)
+        assert sorted(begun)[:-1] == [("heavy", number) for number in range(3 * PER_TURN)]
+        assert starts.start("heavy", lambda: begun.append(("heavy", -1))), "the line is empty"
+
+    asyncio.run(play())
+
+
+def test_the_wait_is_that_of_the_line_and_of_the_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+
+    async def play() -> None:
+        starts = Starts()
+        for _ in range(20 * PER_TURN):
+            starts.start("heavy", lambda: None)
+        assert starts.expected_wait_s("heavy") == 0.0, "nothing is measured yet"
+        for _ in range(10):
+            clock[0] += 0.1
+            starts._turn()
+        left = 9 * PER_TURN
+        assert starts.expected_wait_s("heavy") == pytest.approx(left / (PER_TURN / 0.1), rel=0.01)
+        assert starts.expected_wait_s("light") == pytest.approx(2 / (PER_TURN / 0.1), rel=0.01)
+        clock[0] += 10.0
+        assert starts.expected_wait_s("heavy") == 0.0, "the rate is too old"
+
+    asyncio.run(play())
+
+
+@MEASURES_TIME
+def test_a_probe_does_not_wait_for_a_burst(tiny_store: Path) -> None:
+    """600 requests whose tokenizing takes 0.6 s or more have arrived before the probe."""
+    body = orjson.dumps({"inputs": "walk " * 780})
+    head = f"POST /embed HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    request = head.encode() + body
+    settings = {"CLOZE_MAX_QUEUE_WAIT_MS": "0"}
+    with (
+        running_server(tiny_store, "--model", "bert", **settings) as server,
+        ExitStack() as stack,
+    ):
+        assert httpx.get(f"{server.url}/healthz").status_code == 200
+        host, port = server.url.removeprefix("http://").split(":")
+        clients = [
+            stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(601)
+        ]
+        time.sleep(0.5)
+        server.process.send_signal(signal.SIGSTOP)
+        for client in clients[:-1]:
+            client.sendall(request)
+        probe = clients[-1]
+        probe.sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGCONT)
+        assert probe.recv(65536).startswith(b"HTTP/1.1 200")
+        waited_s = time.monotonic() - started
+        with selectors.DefaultSelector() as selector:
+            for client in clients[:-1]:
+                selector.register(client, selectors.EVENT_READ)
+            answered = 0
+            while answered < 600:
+                for key, _ in selector.select():
+                    assert key.fileobj.recv(12) == b"HTTP/1.1 200"  # type: ignore[union-attr]
+                    selector.unregister(key.fileobj)
+                    answered += 1
+        all_s = time.monotonic() - started
+        assert waited_s < 0.25 * all_s, (waited_s, all_s)

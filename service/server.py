@@ -40,7 +40,7 @@ _MOST_FILES = 65_536
 _OTHER_FILES = 48
 """Files that are no connections: models, logs, and sockets between processes."""
 
-_GC_THRESHOLDS = (10_000, 10, 50)
+_GC_THRESHOLDS = (100_000, 20, 100)
 """Objects until a collection of each generation; the last one looks at all connections.
 
 With Python's values and 4,000 busy connections, full collections take 150 ms each second.

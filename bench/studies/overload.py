@@ -4,9 +4,10 @@ python bench/studies/overload.py BUNDLE [--store DIR] [--texts questions] [--tei
 python bench/studies/overload.py  # all bundled models: embed, fill-mask, nsp and qa, mixed texts
 
 A closed loop with 32 clients measures the capacity. Then an open loop offers five times as much.
-The load generator and the server share the cores, so the processor time of the generator is
-subtracted: the attainable rate is the capacity per second of processor time that the generator
-leaves, in the closed loop and in the overload.
+The load generator and the server share the cores, so the processor time of the generator and of the
+refusals is subtracted: the attainable rate is the capacity per second of processor time that the
+generator leaves in the closed loop, and both leave in the overload. A second server, which refuses
+almost every request, shows how long the event loop takes for a refusal.
 """
 
 import argparse
@@ -20,7 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,10 +102,31 @@ def watching(server: RunningServer, path: str) -> Iterator[Watch]:
         prober.join()
 
 
+def loop_s(server: RunningServer) -> float:
+    """Return the processor time of a server's first thread, which has the event loop."""
+    fields = Path(f"/proc/{server.pid}/task/{server.pid}/schedstat").read_text().split()
+    return int(fields[0]) / 1e9
+
+
+async def refusal_s(subject: MeasuredServer, requests: Sequence[Request]) -> float:
+    """Return the event loop's processor time of a refusal, apart from that of answers."""
+    with subject.start() as server:
+        before = loop_s(server)
+        answered = await closed_loop(server.url, requests, clients=CLIENTS, seconds=3)
+        answer_s = (loop_s(server) - before) / answered.requests
+    refusing = replace(subject, environment={"CLOZE_MAX_QUEUE_WAIT_MS": "1"})
+    with refusing.start() as server:
+        before = loop_s(server)
+        load = await closed_loop(server.url, requests, clients=8 * CLIENTS, seconds=3)
+        seconds = loop_s(server) - before - load.requests * answer_s
+    return seconds / load.statuses[429]
+
+
 async def measure(
     subject: MeasuredServer, requests: Sequence[Request], times: float, seconds: float
 ) -> str:
     """Return a line of the table."""
+    refusal = await refusal_s(subject, requests) if subject.name == "Cloze" else 0.0
     with subject.start() as server:
         await closed_loop(server.url, requests, clients=CLIENTS, seconds=2)
         closed = await closed_loop(server.url, requests, clients=CLIENTS, seconds=5)
@@ -117,10 +139,12 @@ async def measure(
         cpu_s = server.cpu_s() - cpu_s
         after = await closed_loop(server.url, requests, clients=CLIENTS, seconds=3)
     good = _good(load) / load.seconds
-    attainable = capacity * _left(load) / _left(closed)
+    refused_s = refusal * load.statuses[429] / load.seconds
+    attainable = capacity * (_left(load) - refused_s) / _left(closed)
     statuses = ", ".join(f"{status}: {count}" for status, count in sorted(load.statuses.items()))
     return (
-        f"| {subject.name} | {capacity:.0f} | {len(arrivals) / seconds:.0f} | {good:.0f} "
+        f"| {subject.name} ({refusal * 1e6:.0f} us per refusal) | {capacity:.0f} "
+        f"| {len(arrivals) / seconds:.0f} | {good:.0f} "
         f"| {good / capacity:.2f} | {good / attainable:.2f} "
         f"| {_ms(load.latencies, 50)} / {_ms(load.latencies, 99)} | {statuses} "
         f"| {_ms(watch.probes, 50)} / {_ms(watch.probes, 99)}, {watch.failed_probes} failed "

@@ -31,7 +31,7 @@ def scrape(url: str) -> Mapping[str, float]:
     seconds: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            answered = sample.labels.get("status") == "200" and sample.labels.get("model")
+            answered = bool(sample.labels.get("model"))
             if sample.name == f"{_TOTAL}_sum" and answered:
                 seconds["total"] += sample.value
             elif sample.name == f"{_TOTAL}_count" and answered:

@@ -29,7 +29,7 @@ from cloze.service.http.memory_limit import MemoryLimit
 from cloze.service.http.page import docs_paths, part_handlers
 from cloze.service.http.starts import Starts
 from cloze.service.http.watch import RequestWatch
-from cloze.service.metrics import Metrics
+from cloze.service.metrics import Metrics, ModelInfo, QueueState
 from cloze.service.pipeline import Models, Pipeline
 from cloze.service.protocols import (
     PROTOCOLS,
@@ -301,10 +301,24 @@ class Service:
         """Whether the service admits requests."""
         return not self._draining and self.dead is None
 
-    def queued_tokens(self) -> dict[str, int]:
-        """Return the number of queued tokens per model."""
-        pipelines = self.models.pipelines
-        return {p.manifest.reference: p.model.queue.queued_tokens for p in pipelines}
+    def queues(self) -> dict[str, QueueState]:
+        """Return the state of the queue of each model, by its full name."""
+        queues = ((p.manifest.reference, p.model.queue) for p in self.models.pipelines)
+        return {name: QueueState(queue.queued_tokens, queue.backlog_s) for name, queue in queues}
+
+    def model_infos(self) -> list[ModelInfo]:
+        """Return what is constant of each model."""
+        return [
+            ModelInfo(
+                pipeline.manifest.reference,
+                {
+                    "family": pipeline.manifest.architecture.family,
+                    "precision": pipeline.model.precision(),
+                    "tasks": ",".join(self.models.tasks_of(pipeline)),
+                },
+            )
+            for pipeline in self.models.pipelines
+        ]
 
     def api(self) -> FastAPI:
         """Return the HTTP application; the service closes when the application shuts down."""

@@ -101,16 +101,33 @@ class ReloadRefused(RequestError):
     """The server cannot serve what the store, the keys or the certificate now hold."""
 
 
+class Rejection(StrEnum):
+    """Why the server does not answer a request, though the request may be right."""
+
+    WAIT = "wait"  # it would wait for too long
+    DEADLINE = "deadline"  # it would end after its time limit
+    QUEUE_FULL = "queue_full"  # the queue would hold too many tokens
+    MEMORY = "memory"  # large bodies hold the memory
+    KEY_LIMIT = "key_limit"  # its key has sent too many
+    TIMEOUT = "timeout"  # it was not answered in its time
+    SHUTTING_DOWN = "shutting_down"
+    ENGINE_DEAD = "engine_dead"
+
+
 class Overloaded(ServiceError):
     """The request would wait for too long, or the queue is full.
 
     Attributes:
         retry_after_s: seconds until the server is likely to admit the request.
+        reason: what there is too much of.
     """
 
-    def __init__(self, message: str, retry_after_s: int) -> None:
+    def __init__(
+        self, message: str, retry_after_s: int, reason: Rejection = Rejection.WAIT
+    ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class DeadlineExceeded(ServiceError):
@@ -215,6 +232,17 @@ class Timings(NamedTuple):
     inference_s: float
 
 
+class BatchFill(StrEnum):
+    """What kept further encodings out of a batch."""
+
+    WAITING = "waiting"  # nothing else of a fitting length waited
+    SHARE = "share"  # idle workers took the others
+    TOKENS = "tokens"  # its tokens
+    VOCABULARY = "vocabulary"  # its rows of the vocabulary
+    PADDING = "padding"  # the padding that its longest sequence would cause
+    ERROR = "error"  # it is a half of a batch on which the engine raised
+
+
 @dataclass(frozen=True, slots=True)
 class BatchReport:
     """The size and the duration of one batch.
@@ -223,11 +251,13 @@ class BatchReport:
         sequences: number of sequences in the batch.
         tokens: number of real tokens in the batch.
         seconds: duration of the run.
+        fill: what kept more out of the batch.
     """
 
     sequences: int
     tokens: int
     seconds: float
+    fill: BatchFill
 
 
 class Device(StrEnum):
@@ -285,6 +315,11 @@ class Queue(Protocol):
     @property
     def queued_tokens(self) -> int:
         """Number of tokens that wait."""
+        ...
+
+    @property
+    def backlog_s(self) -> float:
+        """Seconds in which all that waits will have started, at the measured rate."""
         ...
 
     @property

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cloze.service.batching.client_queue import QueuedEncoding
+from cloze.service.batching.fair_queue import Taken
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.core import BatchFill
 from cloze.service.fake_engine import FakeEngine
 
 
@@ -39,7 +41,7 @@ class Worker:
 
     Attributes:
         number: the worker's number.
-        take: waits for a batch and returns the batch; [] when the scheduler closes.
+        take: waits for a batch and returns it; an empty one when the scheduler closes.
         batch: the encodings that the worker holds.
         condition: what the worker waits for.
         was_idle: whether the scheduler counts the worker as idle, until the worker looks again.
@@ -47,7 +49,7 @@ class Worker:
     """
 
     number: int
-    take: Callable[[], list[QueuedEncoding]]
+    take: Callable[[], Taken]
     batch: list[QueuedEncoding] = field(default_factory=list)
     condition: Condition | None = None
     was_idle: bool = False
@@ -102,7 +104,7 @@ class SteppedScheduler(Scheduler):
         idle = self._idle_workers
         self._looking = worker
         try:
-            worker.batch = worker.take()
+            worker.batch = worker.take().batch
             worker.ended = not worker.batch
         except Waits:
             pass
@@ -113,4 +115,4 @@ class SteppedScheduler(Scheduler):
     def run(self, worker: Worker) -> None:
         """Let a worker run its batch to the end."""
         batch, worker.batch = worker.batch, []
-        self._run(worker.number, batch)
+        self._run(worker.number, batch, BatchFill.WAITING)

@@ -194,7 +194,7 @@ def full_server(store: Path, *, processes: bool, **environment: str) -> Iterator
             pool.submit(httpx.post, f"{server.url}/embed", json=body, headers=patient, timeout=60)
             for _ in range(30)
         ]
-        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert@1"\}') >= 60)
+        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert",version="1"\}') >= 60)
         yield server
         assert {future.result().status_code for future in running_} == {200}
 
@@ -225,7 +225,7 @@ def test_a_full_server_refuses_at_once_in_the_protocols_shape(full: Server) -> N
     assert (
         metric(
             full,
-            r'cloze_request_duration_seconds_count\{model="bert@1",route="/embed",status="429"\}',
+            r'cloze_requests_total\{model="bert",route="/embed",status="429",version="1"\}',
         )
         >= 1
     )

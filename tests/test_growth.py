@@ -134,7 +134,7 @@ def test_everything_else_lists_it(toy_server: Server) -> None:
     httpx.post(f"{toy_server.url}/toy-length", json={"inputs": "a"})
     metrics = httpx.get(f"{toy_server.url}/metrics").text
     assert 'model="distilbert@1",route="/toy-length",status="200"} 0.0' in metrics
-    assert 'cloze_request_duration_seconds_count{model="bert@1",route="/toy-length"' in metrics
+    assert 'cloze_requests_total{model="bert",route="/toy-length"' in metrics
 
 
 def test_only_tasks_and_protocols_name_a_task() -> None:

@@ -106,7 +106,7 @@ def test_a_short_text_is_the_same_by_every_choice(every_task: Server) -> None:
 def test_the_metric_counts_cut_texts(every_task: Server) -> None:
     def count() -> float:
         lines = httpx.get(f"{every_task.url}/metrics").text.splitlines()
-        name = 'cloze_truncated_texts_total{model="cloze-bert@1"}'
+        name = 'cloze_truncated_texts_total{model="cloze-bert",version="1"}'
         return float(next(line.split()[-1] for line in lines if line.startswith(name)))
 
     before = count()

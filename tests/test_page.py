@@ -126,7 +126,7 @@ def test_an_overload_is_told(browse: Browse, tiny_store: Path) -> None:
         pool.submit(embed, server, "river")
         wait_for_run(server, "river")
         pool.submit(embed, server, ["river"] * 8)  # 3 s each
-        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert@1"\}') > 20)
+        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert",version="1"\}') > 20)
         seen = browse("overload", server.url)
         server.process.kill()
     assert "429: the queue holds" in seen["alert"]

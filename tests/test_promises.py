@@ -123,7 +123,7 @@ def test_1_every_request_is_answered_whatever_happens(
         assert [response.status_code for response in responses] == [kinds[text] for text in texts]
         counted = httpx.get(f"{server.url}/metrics").text
         answered = re.findall(
-            r'cloze_request_duration_seconds_count\{model="[^"]*",route="/embed",status="(\d+)"\} (\S+)',
+            r'cloze_requests_total\{model="[^"]*",route="/embed",status="(\d+)",version="[^"]*"\} (\S+)',
             counted,
         )
         assert {status: float(count) for status, count in answered if float(count)} == {
@@ -166,7 +166,7 @@ def test_1_late_requests_are_told_in_time(tiny_store: Path, faulty_server: Fault
         assert time.monotonic() - started < 3, "they waited for the run"
         assert {response.status_code for response in (slow.result(), *late)} == {504}
         until(lambda: embed(server, "paris"), 200)
-        batches = r'cloze_batch_sequences_count\{model="bert@1"\}'
+        batches = r'cloze_batch_sequences_count\{model="bert",version="1"\}'
         # An engine process records a batch after it has answered.
         wait_until(lambda: metric(server, batches) >= 2)
         assert metric(server, batches) == 2, "only the slow one and the last one"
@@ -195,7 +195,7 @@ def test_1_a_full_queue_is_each_clients_own_error(tiny_store: Path, faulty_serve
         running = pool.submit(embed, server, "river")
         wait_for_run(server, "river")
         waiting = pool.submit(embed, server, "walk " * 18)
-        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert@1"\}') == 20)
+        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert",version="1"\}') == 20)
         with (
             openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
             pytest.raises(openai.RateLimitError, match="limit of 20"),
@@ -228,12 +228,12 @@ def test_1_work_of_a_client_that_left_is_dropped(tiny_store: Path, faulty_server
         started = time.monotonic()
         assert embed(server, "paris").status_code == 200
         assert time.monotonic() - started < 3
-        assert metric(server, r'cloze_queue_tokens\{model="bert@1"\}') == 0
-        assert metric(server, r'cloze_batch_sequences_count\{model="bert@1"\}') < 20
+        assert metric(server, r'cloze_queue_tokens\{model="bert",version="1"\}') == 0
+        assert metric(server, r'cloze_batch_sequences_count\{model="bert",version="1"\}') < 20
         assert (
             metric(
                 server,
-                r'cloze_request_duration_seconds_count\{model="bert@1",route="/embed",status="499"\}',
+                r'cloze_requests_total\{model="bert",route="/embed",status="499",version="1"\}',
             )
             == 1
         )
@@ -304,7 +304,7 @@ def test_1_a_client_that_leaves_while_it_sends_is_no_error_of_ours(
             )
         deadline = time.monotonic() + 10
         while not metric(
-            server, r'cloze_request_duration_seconds_count\{model="",route="/embed",status="499"\}'
+            server, r'cloze_requests_total\{model="",route="/embed",status="499",version=""\}'
         ):
             assert time.monotonic() < deadline
         assert not [line for line in server.log if "Traceback" in line]
@@ -330,9 +330,11 @@ def test_2_batch_mates_of_a_poisonous_text_get_their_answers(
                 assert response.json()["error_type"] == "Backend"
             else:
                 np.testing.assert_allclose(response.json(), expected[text], atol=1e-5)
-        assert metric(faulty, r'cloze_batch_sequences_bucket\{le="1.0",model="bert@1"\}') < metric(
-            faulty, r'cloze_batch_sequences_count\{model="bert@1"\}'
-        ), "some must have shared a batch, or this shows nothing"
+        assert metric(
+            faulty, r'cloze_batch_sequences_bucket\{le="1.0",model="bert",version="1"\}'
+        ) < metric(faulty, r'cloze_batch_sequences_count\{model="bert",version="1"\}'), (
+            "some must have shared a batch, or this shows nothing"
+        )
         assert httpx.get(f"{faulty.url}/healthz").status_code == 200
 
 
@@ -441,7 +443,7 @@ def test_4_an_engine_process_that_dies_is_started_again(tiny_store: Path) -> Non
             for _ in range(10):  # whichever front end takes them
                 until(lambda: embed(server, "paris"), 200)
         assert server.process.poll() is None
-        assert metric(server, r'cloze_tokens_total\{model="bert@1"\}') > 0, (
+        assert metric(server, r'cloze_tokens_total\{model="bert",version="1"\}') > 0, (
             "what dead processes counted stays"
         )
     assert sum("engine-0 ended with 1" in line for line in server.log) == 2
@@ -452,7 +454,7 @@ def test_4_requests_outlive_a_killed_engine_process(tiny_store: Path) -> None:
     unlimited = {"CLOZE_WORKERS": "1", "CLOZE_MAX_QUEUE_WAIT_MS": "0"}
     with front_ends(tiny_store, **unlimited) as server, ThreadPoolExecutor(30) as pool:
         waiting = [pool.submit(embed, server, "moon " * n) for n in range(1, 21)]
-        done = r'cloze_batch_sequences_count\{model="bert@1"\}'
+        done = r'cloze_batch_sequences_count\{model="bert",version="1"\}'
         wait_until(lambda: metric(server, done) >= 3)
         (engine,) = children(server.process.pid, "engine-0")
         os.kill(engine, signal.SIGKILL)
@@ -507,7 +509,7 @@ def test_4_a_front_end_that_dies_loses_only_its_own_requests(tiny_store: Path) -
         ThreadPoolExecutor(40) as pool,
     ):
         waiting = [pool.submit(embed, server, text) for text in texts]
-        done = r'cloze_batch_sequences_count\{model="bert@1"\}'
+        done = r'cloze_batch_sequences_count\{model="bert",version="1"\}'
         while metric(server, done) < 5:  # both have some by now
             time.sleep(0.05)
         front_end = children(server.process.pid, "frontend-0")[0]
@@ -573,7 +575,7 @@ def test_7_a_request_of_several_rounds_gets_them_all(
         wait_for_run(server, "moon")
         waiting = pool.submit(embed, server, "river walk")  # 3 s in the engine or in the queue
         wait_for_run(server, "river")
-        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert@1"\}') > 0)
+        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert",version="1"\}') > 0)
         assert embed(server, "walk").status_code == 429
         server.process.send_signal(signal.SIGTERM)
         assert rounds.result().status_code == 200, rounds.result().text
@@ -764,7 +766,10 @@ def test_7_sigterm_under_load_finishes_what_was_accepted(
         # can be running.
         accepted = sum(range(3, 15)) - 14 - 13
         deadline = time.monotonic() + 10
-        series = (r'cloze_tokens_total\{model="bert@1"\}', r'cloze_queue_tokens\{model="bert@1"\}')
+        series = (
+            r'cloze_tokens_total\{model="bert",version="1"\}',
+            r'cloze_queue_tokens\{model="bert",version="1"\}',
+        )
         while sum(metric(server, one) for one in series) < accepted:
             assert time.monotonic() < deadline
         server.process.send_signal(signal.SIGTERM)
@@ -799,7 +804,7 @@ def test_7_what_cannot_finish_in_the_grace_period_is_told_so(
         hung = pool.submit(embed, server, "tree")
         wait_for_run(server, "tree")
         queued = pool.submit(embed, server, "paris walk")
-        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert@1"\}') > 0)
+        wait_until(lambda: metric(server, r'cloze_queue_tokens\{model="bert",version="1"\}') > 0)
         started = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         for future in (hung, queued):

@@ -69,8 +69,8 @@ def test_the_copies_of_a_text_run_in_batches(tiny_store: Path) -> None:
     with running_server(tiny_store, **limits) as server:
         assert ask(server, "year " * 60).status_code == 200  # 60 copies of 62 tokens
         metrics = httpx.get(f"{server.url}/metrics").text
-        assert 'cloze_batch_sequences_sum{model="bert@1"} 60.0' in metrics
-        assert 'cloze_batch_sequences_count{model="bert@1"} 6.0' in metrics
+        assert 'cloze_batch_sequences_sum{model="bert",version="1"} 60.0' in metrics
+        assert 'cloze_batch_sequences_count{model="bert",version="1"} 6.0' in metrics
 
 
 def test_our_client_returns_scores(server: Server) -> None:

@@ -107,13 +107,10 @@ class AdmissionQueue(BatchQueue[SimulatedRequest], Protocol):
 
 
 class _ThreadlessScheduler(Scheduler):
-    """A scheduler whose threads end at once, since the simulation runs the batches."""
+    """A scheduler without threads, since the simulation runs the batches."""
 
-    def _work(self, number: int, take: Callable[[], list[QueuedEncoding]]) -> None:
-        """Run nothing."""
-
-    def _watch(self) -> None:
-        """Watch nothing."""
+    def _start_threads(self) -> None:
+        self._threads.clear()  # `close` joins them
 
 
 @lru_cache(MAX_TOKENS)
@@ -189,7 +186,7 @@ class SchedulerQueue:
 
     def take_batch(self, *, takers: int = 1, longest: int | None = None) -> list[SimulatedRequest]:
         """Remove a batch; see `virtual_time.BatchQueue`."""
-        taken = self._scheduler._take_now(takers=takers, longest=longest)
+        taken = self._scheduler._take_now(takers=takers, longest=longest).batch
         batch = [self._requests[queued.request] for queued in taken]
         for request in batch:
             request.started = self._clock.now

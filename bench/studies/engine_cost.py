@@ -89,7 +89,8 @@ def _round_s(scheduler: Scheduler, message: bytes) -> float:
         assert isinstance(run, frames.Run)
         scheduler.submit(run.encodings, run.deadline).add_done_callback(_encode_answer)
     while scheduler.queued_tokens:
-        scheduler._run(0, scheduler._take_now())
+        taken = scheduler._take_now()
+        scheduler._run(0, taken.batch, taken.fill)
     return time.thread_time() - began
 
 

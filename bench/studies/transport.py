@@ -47,7 +47,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest, EmbeddingResult
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.core import BatchResult
-from cloze.service.metrics import Metrics
+from cloze.service.metrics import Metrics, QueueState
 from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer
 from cloze.service.processes.remote import EngineLink, RemoteQueue
@@ -109,6 +109,7 @@ class InstantQueue:
     """A queue whose worker thread answers at once; see `cloze.service.core.Queue`."""
 
     queued_tokens = 0
+    backlog_s = 0.0
     dead = None
     draining = False
 
@@ -159,7 +160,7 @@ class NoMetrics(Metrics):
     def __init__(self) -> None:
         pass
 
-    def observe_queue(self, model: str, tokens: int) -> None:
+    def observe_queue(self, model: str, state: QueueState) -> None:
         """See `Metrics`."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from cloze.service.batching.drain_rate import DrainRate
 from cloze.service.batching.fair_queue import FairQueue
-from cloze.service.core import Overloaded
+from cloze.service.core import Overloaded, Rejection
 
 _WEIGHT = 0.1
 """Weight of the newest value in exponential moving averages."""
@@ -59,6 +59,12 @@ class Admission:
         return ahead / rate if rate else 0.0
 
     @property
+    def backlog_s(self) -> float:
+        """The seconds in which all that waits will have started; 0.0 before the first batch."""
+        rate = self._rate
+        return self._queue.tokens / rate if rate else 0.0
+
+    @property
     def _rate(self) -> float:
         """The tokens per second of all workers; 0.0 before the first batch."""
         batches = self.tokens_per_s * self._workers  # while batches run
@@ -89,6 +95,7 @@ class Admission:
                 f"the queue holds {queue.tokens} tokens; with this request's {tokens} "
                 f"it would pass its limit of {self._max_queue_tokens}",
                 _whole_seconds(queue.tokens / rate if rate else 1),
+                Rejection.QUEUE_FULL,
             )
         if not rate:
             return
@@ -107,6 +114,7 @@ class Admission:
                 f"the request would end in about {end_s:.1f} s, and its time limit is in "
                 f"{left_s:.1f} s",
                 _whole_seconds(end_s - left_s),
+                Rejection.DEADLINE,
             )
 
 

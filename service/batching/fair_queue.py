@@ -10,11 +10,11 @@ clients too, in the order of their turns, so that fairness costs no throughput.
 import heapq
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from cloze.model_store.batch import Encoding
 from cloze.service.batching.client_queue import ClientQueue, PendingRequest, QueuedEncoding
-from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR
+from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, BatchFill
 
 
 class Taken(NamedTuple):
@@ -24,10 +24,15 @@ class Taken(NamedTuple):
         batch: the encodings to run; empty if all encodings that were looked at belong to ended
             requests.
         expired: requests whose deadline has passed; the caller ends them.
+        fill: what kept more out of the batch.
     """
 
     batch: list[QueuedEncoding]
     expired: list[PendingRequest]
+    fill: BatchFill
+
+
+NOTHING_TAKEN: Final = Taken([], [], BatchFill.WAITING)
 
 
 class FairQueue:
@@ -162,10 +167,10 @@ class FairQueue:
         for client in sharing:
             self._move(client, key, batch)
             self._drop_if_idle(client)
-            if batch.full:
+            if batch.fill is not BatchFill.WAITING:
                 break
         self._virtual_time += batch.tokens / len(clients)
-        return Taken(batch.encodings, batch.expired)
+        return Taken(batch.encodings, batch.expired, batch.fill)
 
     def _move(self, client: ClientQueue, key: int, batch: "_Batch") -> None:
         """Move encodings from a group of a client to a batch until the batch is full."""
@@ -220,7 +225,7 @@ class _Batch:
         encodings: the encodings of the batch.
         expired: requests whose deadline has passed.
         tokens: number of tokens of the encodings.
-        full: whether the batch takes no further encoding.
+        fill: what keeps further encodings out; `BatchFill.WAITING`: nothing yet.
     """
 
     def __init__(self, max_tokens: int, max_encodings: int) -> None:
@@ -230,21 +235,24 @@ class _Batch:
         self.tokens = 0
         self._rows = 0
         self._longest = 0
-        self.full = False
+        self.fill = BatchFill.WAITING
 
     def is_full_before(self, queued: QueuedEncoding) -> bool:
         """Return whether an encoding no longer fits."""
         count = len(self.encodings)
         if count >= self._max_encodings:
-            self.full = True
-        elif count:
-            cells = (count + 1) * max(self._longest, queued.tokens)
-            self.full = (
-                self.tokens + queued.tokens > self._max_tokens
-                or self._rows + queued.vocabulary_rows > MAX_BATCH_VOCABULARY_ROWS
-                or cells > MAX_PADDING_FACTOR * self._max_tokens
-            )
-        return self.full
+            self.fill = BatchFill.SHARE
+        elif not count:
+            return False
+        elif self.tokens + queued.tokens > self._max_tokens:
+            self.fill = BatchFill.TOKENS
+        elif self._rows + queued.vocabulary_rows > MAX_BATCH_VOCABULARY_ROWS:
+            self.fill = BatchFill.VOCABULARY
+        elif (count + 1) * max(
+            self._longest, queued.tokens
+        ) > MAX_PADDING_FACTOR * self._max_tokens:
+            self.fill = BatchFill.PADDING
+        return self.fill is not BatchFill.WAITING
 
     def add(self, queued: QueuedEncoding) -> None:
         """Add an encoding."""

@@ -26,9 +26,10 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.activity import Activity
 from cloze.service.batching.admission import Admission
 from cloze.service.batching.client_queue import PendingRequest, QueuedEncoding
-from cloze.service.batching.fair_queue import FairQueue
+from cloze.service.batching.fair_queue import NOTHING_TAKEN, FairQueue, Taken
 from cloze.service.batching.watchdog import Watchdog
 from cloze.service.core import (
+    BatchFill,
     BatchReport,
     BatchResult,
     DeadlineExceeded,
@@ -136,6 +137,11 @@ class Scheduler:
         return self._queue.tokens
 
     @property
+    def backlog_s(self) -> float:
+        """Seconds in which all that waits will have started, at the measured rate."""
+        return self._admission.backlog_s
+
+    @property
     def dead(self) -> str | None:
         """Why the engine is dead; None while the engine works."""
         return self._dead
@@ -211,21 +217,21 @@ class Scheduler:
 
     # ---- worker threads -------------------------------------------------------------------------
 
-    def _work(self, number: int, take: Callable[[], list[QueuedEncoding]]) -> None:
+    def _work(self, number: int, take: Callable[[], Taken]) -> None:
         """Run batches until the scheduler closes."""
         if sys.platform == "linux":
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WORKER_NICE)
         self._activity.begin()
         try:
-            while batch := take():
-                self._run(number, batch)
+            while (taken := take()).batch:
+                self._run(number, taken.batch, taken.fill)
         except BaseException as error:  # without its worker the service must end too
             self._die(f"a worker ended with {type(error).__name__}")
         finally:
             self._activity.end()
 
-    def _take(self, number: int) -> list[QueuedEncoding]:
-        """Wait for queued encodings and take a batch; return [] when the scheduler closes."""
+    def _take(self, number: int) -> Taken:
+        """Wait for queued encodings and take a batch; an empty one when the scheduler closes."""
         with self._lock:
             self._on_long_texts.discard(number)
             while not self._closing:
@@ -233,27 +239,27 @@ class Scheduler:
                     self._idle_workers += 1
                     self._wait(self._changed)
                     self._idle_workers -= 1
-                elif batch := self._take_now(takers=self._idle_workers + 1):
-                    if batch[0].tokens > self._batch_tokens():
+                elif (taken := self._take_now(takers=self._idle_workers + 1)).batch:
+                    if taken.batch[0].tokens > self._batch_tokens():
                         self._on_long_texts.add(number)
                         self._wake_for_short_texts()
-                    return batch
-            return []
+                    return taken
+            return NOTHING_TAKEN
 
-    def _take_short(self) -> list[QueuedEncoding]:
+    def _take_short(self) -> Taken:
         """Wait until all workers run long texts and short ones wait, and take a batch of these.
 
         Returns:
-            The batch; [] when the scheduler closes.
+            The batch; an empty one when the scheduler closes.
         """
         with self._lock:
             while not self._closing:
                 longest = self._batch_tokens()
                 if not self._all_on_long_texts or not self._queue.has_up_to(longest):
                     self._wait(self._short_texts)
-                elif batch := self._take_now(longest=longest):
-                    return batch
-            return []
+                elif (taken := self._take_now(longest=longest)).batch:
+                    return taken
+            return NOTHING_TAKEN
 
     @property
     def _all_on_long_texts(self) -> bool:
@@ -274,14 +280,14 @@ class Scheduler:
         self._changed.notify_all()
         self._short_texts.notify_all()
 
-    def _take_now(self, *, takers: int = 1, longest: int | None = None) -> list[QueuedEncoding]:
+    def _take_now(self, *, takers: int = 1, longest: int | None = None) -> Taken:
         """Take a batch, and end the requests whose time is over; the caller holds the lock."""
         taken = self._queue.take(self._batch_tokens(), takers=takers, longest=longest)
         for request in taken.expired:
             self._finish(request, DeadlineExceeded("the request's time was over before it ran"))
-        return taken.batch
+        return taken
 
-    def _run(self, number: int, batch: list[QueuedEncoding]) -> None:
+    def _run(self, number: int, batch: list[QueuedEncoding], fill: BatchFill) -> None:
         """Run a batch. If the engine raises, halve the batch until one failing encoding is left."""
         if self._dead is not None:
             return
@@ -300,12 +306,12 @@ class Scheduler:
                 return
             middle = len(batch) // 2
             for half in (batch[:middle], batch[middle:]):
-                self._run(number, half)
+                self._run(number, half, BatchFill.ERROR)
             return
         finally:
             self._watchdog.finished(number)
         seconds = time.monotonic() - started
-        self._on_batch(BatchReport(len(batch), tokens, seconds))
+        self._on_batch(BatchReport(len(batch), tokens, seconds, fill))
         # Last, because the event loop wakes up and then waits for this thread to be idle.
         self._deliver(batch, outputs, tokens / max(seconds, 1e-9))
 

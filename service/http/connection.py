@@ -62,15 +62,19 @@ class Connection:
                     message["headers"].append((b"x-model", model.encode("ascii")))
             await send(message)
 
+        self._metrics.in_flight += 1
         try:
             await self._app(scope, receive, send_with_id)
         finally:
+            self._metrics.in_flight -= 1
             if held := scope.pop(ANSWER_BYTES, 0):
                 self._answers.sent(scope.get(CONNECTION), held)
             route = scope["path"] if scope["path"] in self._known_routes else OTHER_ROUTE
             seconds = time.monotonic() - started
             model = scope.get("cloze.model", "")
-            self._metrics.observe_request(route, model, status, seconds)
+            self._metrics.observe_request(route, model, status, seconds, identity)
+            if (reason := scope.get("cloze.rejection")) is not None:
+                self._metrics.observe_rejection(reason)
             self._access_log.add(
                 AccessRecord(
                     time.time(),

@@ -29,6 +29,12 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
 """The HTTP status and text-embeddings-inference's ``error_type`` of every `ServiceError`."""
 
 
+_REJECTIONS: dict[type[Exception], core.Rejection] = {
+    core.DeadlineExceeded: core.Rejection.TIMEOUT,
+    core.ShuttingDown: core.Rejection.SHUTTING_DOWN,
+    core.EngineDead: core.Rejection.ENGINE_DEAD,
+}
+
 _UNAVAILABLE_S = "1"
 """``Retry-After`` of a 503: another replica can answer at once, and an engine restarts in about a
 second.
@@ -70,6 +76,13 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
     if isinstance(error, core.ServiceError):
         return describe_service_error(error)
     return ErrorInfo(500, "Backend", "an internal error; it was logged", error)
+
+
+def rejection(error: Exception) -> core.Rejection | None:
+    """Return why the server's own state lets a request fail; None if it is not its state."""
+    if isinstance(error, core.Overloaded):
+        return error.reason
+    return _REJECTIONS.get(type(error))
 
 
 def describe_service_error(error: core.ServiceError) -> ErrorInfo:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from starlette.types import Scope
 
-from cloze.service.core import InvalidRequest, Overloaded, Queue, ServiceError
+from cloze.service.core import InvalidRequest, Overloaded, Queue, Rejection, ServiceError
 from cloze.service.http.access_log import AccessLog, AccessRecord
 from cloze.service.http.caller import Callers, request_id, timeout_s
 from cloze.service.http.starts import Starts
@@ -130,6 +130,7 @@ class Gate:
 
     def _record(self, path: str, model: str, identity: bytes) -> None:
         self._metrics.observe_request(path, model, 429, 0.0)
+        self._metrics.observe_rejection(Rejection.WAIT)
         self._access_log.add(
             AccessRecord(
                 time.time(), identity.decode(), "POST", path, model, 429, 0.0, None, "Overloaded"

@@ -20,7 +20,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cloze.service.core import Forbidden, Overloaded, StartupError, Unauthorized
+from cloze.service.core import Forbidden, Overloaded, Rejection, StartupError, Unauthorized
 
 log = logging.getLogger("cloze")
 
@@ -84,7 +84,8 @@ class Key:
         self._counted = now
         if self._allowed < 1:
             wait_s = max(1, round((1 - self._allowed) * 60 / most + 0.5))
-            raise Overloaded(f"the key {self.name} may send {most} requests per minute", wait_s)
+            message = f"the key {self.name} may send {most} requests per minute"
+            raise Overloaded(message, wait_s, Rejection.KEY_LIMIT)
         self._allowed -= 1
 
 

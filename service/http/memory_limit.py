@@ -8,7 +8,7 @@ measured.
 import asyncio
 from collections import deque
 
-from cloze.service.core import Overloaded
+from cloze.service.core import Overloaded, Rejection
 
 SMALL_BYTES = 65_536
 """Bodies and answers up to this size are not counted; the number of connections bounds them."""
@@ -83,6 +83,7 @@ class MemoryLimit:
                     f"the {self._what} of other requests hold {self._held} bytes; with this one's "
                     f"{size} they would pass the limit of {self._most}",
                     1,
+                    Rejection.MEMORY,
                 ) from None
             raise
 

@@ -68,7 +68,7 @@ function summary(text, time) {
     else if (name === "cloze_batch_sequences_count") sums.batches += number;
     else if (name === "cloze_queue_tokens") sums.queue += number;
     else if (!/model="[^"]/.test(labels)) continue; // a request to no model, such as this scrape
-    else if (name === "cloze_request_duration_seconds_count") sums.requests += number;
+    else if (name === "cloze_requests_total") sums.requests += number;
     else if (name === "cloze_request_duration_seconds_bucket") {
       const limit = Number(/le="([^"]+)"/.exec(labels)[1].replace("+Inf", "Infinity"));
       sums.buckets.set(limit, (sums.buckets.get(limit) ?? 0) + number);

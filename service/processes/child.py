@@ -18,6 +18,9 @@ log = logging.getLogger("cloze")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.25, 30.0
 """Before a child that died is restarted; doubled at each restart."""
 
+KINDS = ("engine", "frontend")
+"""The kinds of children, with which their names begin."""
+
 _STEADY_S = 60.0
 """Reset the restart delay after a child has run for this long."""
 
@@ -55,6 +58,11 @@ class Child:
     reports: int | None = None
     heard: float | None = None
     is_kept: bool = True
+
+    @property
+    def kind(self) -> str:
+        """One of `KINDS`."""
+        return self.name.partition("-")[0]
 
     def start(self, sockets: tuple[Path, ...], settings: Settings, folder: Path) -> None:
         """Start a process, which reports when it is ready.

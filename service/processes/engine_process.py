@@ -28,7 +28,7 @@ from cloze.service.core import (
     ServiceError,
     StartupError,
 )
-from cloze.service.metrics import Metrics, write_as
+from cloze.service.metrics import Metrics, QueueState, write_as
 from cloze.service.processes import frames
 from cloze.service.processes.channel import MAX_UNSENT_BYTES, Channel
 from cloze.service.processes.start import ChildConfig
@@ -184,7 +184,7 @@ class EngineServer:
 
     def observe_queue(self, model: int) -> None:
         """Record how many tokens wait. Any thread may call this."""
-        self._metrics.observe_queue(self._references[model], self._queues[model].queued_tokens)
+        self._metrics.observe_queue(self._references[model], queue_state(self._queues[model]))
 
     def opened(self, channel: FrontEndChannel) -> None:
         """Add a front end."""
@@ -194,6 +194,11 @@ class EngineServer:
         """Remove a front end that has disconnected."""
         self._channels.remove(channel)
         self._changed.set()
+
+
+def queue_state(queue: Queue) -> QueueState:
+    """Return the state of a queue."""
+    return QueueState(queue.queued_tokens, queue.backlog_s)
 
 
 class BatchObserver:
@@ -213,7 +218,7 @@ class BatchObserver:
     def on_batch(self, reference: str, report: BatchReport) -> None:
         """Record a batch. Called on a worker thread."""
         self._metrics.observe_batch(reference, report)
-        self._metrics.observe_queue(reference, self.queues[reference].queued_tokens)
+        self._metrics.observe_queue(reference, queue_state(self.queues[reference]))
 
 
 async def serve(config: ChildConfig, make_engine: EngineFactory | None) -> None:

@@ -146,6 +146,7 @@ class _Fail(msgspec.Struct, tag="fail", array_like=True, gc=False):
     error: str
     message: str
     retry_after_s: int
+    reason: str
     wait_s: float
 
 
@@ -188,9 +189,13 @@ def encode_answer(answer: Answer) -> bytes:
     """Return the message of an answer."""
     number, outcome = answer.number, answer.outcome
     if isinstance(outcome, ServiceError):
-        retry_after_s = outcome.retry_after_s if isinstance(outcome, core.Overloaded) else 0
+        retry_after_s, reason = 0, ""
+        if isinstance(outcome, core.Overloaded):
+            retry_after_s, reason = outcome.retry_after_s, outcome.reason.value
         kind = type(outcome).__name__
-        return _encoder.encode(_Fail(number, kind, str(outcome), retry_after_s, answer.wait_s))
+        return _encoder.encode(
+            _Fail(number, kind, str(outcome), retry_after_s, reason, answer.wait_s)
+        )
     columns: list[_Column] = []
     for head, names in _FIELDS.items():
         asked = [index for index, output in enumerate(outcome.outputs) if head in output]
@@ -303,7 +308,8 @@ def _split(column: _Column) -> Sequence[NDArray[Any]]:
 def _error(failed: _Fail) -> ServiceError:
     kind = _ERRORS[failed.error]
     if kind is core.Overloaded:
-        return core.Overloaded(failed.message, failed.retry_after_s)
+        reason = core.Rejection(failed.reason)
+        return core.Overloaded(failed.message, failed.retry_after_s, reason)
     return kind(failed.message)
 
 

@@ -240,6 +240,11 @@ class RemoteQueue:
         return sum(link.tokens for link in self._links)
 
     @property
+    def backlog_s(self) -> float:
+        """0.0: the engine processes know their rates, and report them as metrics."""
+        return 0.0
+
+    @property
     def dead(self) -> str | None:
         """Why no engine runs; None while one runs."""
         reasons = [link.dead for link in self._links]

@@ -18,7 +18,8 @@ from types import FrameType
 
 from cloze.service import server
 from cloze.service.core import Changes, Device, StartupError
-from cloze.service.processes.child import Child
+from cloze.service.metrics import ProcessRestarts
+from cloze.service.processes.child import KINDS, Child
 from cloze.service.processes.generation import ENGINE_COMMAND, Generation, make_generation
 from cloze.service.processes.reload_report import ReloadReport
 from cloze.service.served_models import open_bundles
@@ -54,6 +55,7 @@ class Supervisor:
         self._listener = listener
         self._folder = folder
         self._engine_command = engine_command
+        self._restarts = ProcessRestarts(folder, KINDS)
         self._generations: list[Generation] = []
         self._serving = self._make_generation()
         self._generations.append(self._serving)
@@ -193,6 +195,8 @@ class Supervisor:
                 if child.process is not None:
                     if (code := child.process.poll()) is not None:
                         child.note_end(code, self._folder)
+                        if child.is_kept:
+                            self._restarts.add(child.kind)
                 elif child.is_kept and time.monotonic() >= child.started:
                     self._restart(generation, child)
             if generation.ends is not None and generation.end_if_over():

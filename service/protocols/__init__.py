@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.core import ServiceError
-from cloze.service.http.errors import describe_error, describe_service_error
+from cloze.service.http.errors import describe_error, describe_service_error, rejection
 from cloze.service.http.routes import JSON
 from cloze.service.protocols import native, openai, tei
 from cloze.service.protocols.protocol import ApiLimits, ProtocolContext, WireProtocol
@@ -34,6 +34,7 @@ class ErrorResponder:
         """Return the response to an error."""
         info = describe_error(request, error)
         request.scope["cloze.error"] = type(error).__name__
+        request.scope["cloze.rejection"] = rejection(error)
         status, body = self._protocol(request.scope["path"]).error(info)
         return Response(orjson.dumps(body), status, info.headers, JSON)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -16,7 +17,6 @@ from cloze.service import core
 from cloze.service.http.access import is_loopback
 from cloze.service.http.page import PAGE_HEADERS, page_handler
 from cloze.service.http.routes import HTML, JSON, TEXT, Route, RouteDoc
-from cloze.service.metrics import CONTENT_TYPE
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.tasks import embed
 
@@ -80,6 +80,7 @@ class _Operations:
 
     def __init__(self, context: ProtocolContext) -> None:
         self._context = context
+        self._scrapes = ThreadPoolExecutor(1, "scrape")
 
     async def alive(self, _: Request) -> Response:
         if not self._context.state.restarts_engines:
@@ -97,13 +98,12 @@ class _Operations:
     async def info(self, _: Request) -> Response:
         return Response(orjson.dumps(_info(self._context)), media_type=JSON)
 
-    async def metrics(self, _: Request) -> Response:
-        metrics = self._context.metrics
-        if metrics.shared:  # to add up the values of many processes takes long
-            text = await asyncio.to_thread(metrics.exposition)
-        else:
-            text = metrics.exposition()
-        return Response(text, headers={"content-type": CONTENT_TYPE})
+    async def metrics(self, request: Request) -> Response:
+        """Answer on a thread of its own: requests may occupy all threads of the loop."""
+        exposition, accept = self._context.metrics.exposition, request.headers.get("accept", "")
+        loop = asyncio.get_running_loop()
+        text, content_type = await loop.run_in_executor(self._scrapes, exposition, accept)
+        return Response(text, headers={"content-type": content_type})
 
     async def reload(self, request: Request) -> Response:
         """Answer what a reload changed.

@@ -1,0 +1,15 @@
+"""The metrics of the service, in Prometheus's formats; the only importer of prometheus_client."""
+
+from cloze.service.metrics.metrics import Metrics, ModelInfo, QueueState, ScrapeSource
+from cloze.service.metrics.processes import ProcessRestarts, forget_process, share_folder, write_as
+
+__all__ = [
+    "Metrics",
+    "ModelInfo",
+    "ProcessRestarts",
+    "QueueState",
+    "ScrapeSource",
+    "forget_process",
+    "share_folder",
+    "write_as",
+]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-import yaml
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cloze.service.core import BatchFill
 from cloze.service.metrics.observations import Observations
 from tests.crafted import read_body, seal
+from tests.prometheus import query, running_prometheus
 from tests.serving import Server, children, running_server
 from tests.waiting import MEASURES_TIME, wait_until
 
@@ -182,52 +182,21 @@ def test_promtool_finds_nothing_to_mend(server: Server) -> None:
 @MEASURES_TIME
 def test_a_real_prometheus_answers_from_our_series(fresh: Server, tmp_path: Path) -> None:
     """With the configuration we ship, but for the address and the interval."""
-    if shutil.which("prometheus") is None:
-        pytest.skip("prometheus is not installed (Debian's package prometheus)")
-    config = yaml.safe_load(
-        (Path(__file__).parents[1] / "monitoring" / "prometheus.yml").read_text()
+    quantile = (
+        "histogram_quantile(0.99, sum by (le, route) "
+        '(rate(cloze_request_duration_seconds_bucket{route="/embed"}[5s])))'
     )
-    config["global"] = {"scrape_interval": "200ms", "scrape_timeout": "200ms"}
-    for job in config["scrape_configs"]:
-        job.pop("scrape_interval", None)
-        job["static_configs"] = [{"targets": [fresh.url.removeprefix("http://")]}]
-    (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    import socket
+    with running_prometheus(tmp_path, [fresh.url]) as url:
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    process = subprocess.Popen(
-        [
-            "prometheus",
-            f"--config.file={tmp_path}/prometheus.yml",
-            f"--storage.tsdb.path={tmp_path}/data",
-            f"--web.listen-address={address}",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        quantile = 'histogram_quantile(0.99, sum by (le, route) (rate(cloze_request_duration_seconds_bucket{route="/embed"}[5s])))'
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
+        def has_p99() -> bool:
             httpx.post(f"{fresh.url}/embed", json={"inputs": "the king"})
-            try:
-                result = httpx.get(
-                    f"http://{address}/api/v1/query", params={"query": quantile}
-                ).json()["data"]["result"]
-            except (httpx.TransportError, ValueError, KeyError):
-                result = []
-            if result and not math.isnan(float(result[0]["value"][1])):
-                break
-            time.sleep(0.1)
-        else:
-            pytest.fail("Prometheus gave no p99 of /embed")
-        assert 0 < float(result[0]["value"][1]) < 5
-        assert result[0]["metric"] == {"route": "/embed"}
-    finally:
-        process.terminate()
-        process.wait(10)
+            result = query(url, quantile)
+            return bool(result) and not math.isnan(float(result[0]["value"][1]))
+
+        wait_until(has_p99, 30)
+        (result,) = query(url, quantile)
+    assert 0 < float(result["value"][1]) < 5
+    assert result["metric"] == {"route": "/embed"}
 
 
 def test_many_observations_at_once_are_the_same_as_one_by_one() -> None:

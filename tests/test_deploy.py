@@ -101,7 +101,7 @@ ENVIRONMENTS = {
     "image": image_environment(),
     "compose": image_environment() | COMPOSE["services"]["cloze"]["environment"],
     "kubernetes": image_environment()
-    | {variable["name"]: variable["value"] for variable in CONTAINER["env"]},
+    | dict(line.split("=", 1) for line in (ROOT / "k8s/base/settings.env").read_text().split()),
 }
 
 
@@ -138,7 +138,14 @@ def rendered() -> list[dict[str, Any]]:
 # The first version that has the sleep of preStop without a feature gate, and the newest known.
 @pytest.mark.parametrize("version", ["1.30", kubernetes.latest_version()])
 def test_kubernetes_accepts_every_object(rendered: list[dict[str, Any]], version: str) -> None:
-    assert sorted(each["kind"] for each in rendered) == ["Deployment", "Service", "ServiceAccount"]
+    assert sorted(each["kind"] for each in rendered) == [
+        "ConfigMap",
+        "Deployment",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "Service",
+        "ServiceAccount",
+    ]
     for each in rendered:
         kubernetes.validate(each, version, strict=True)
 

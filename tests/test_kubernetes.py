@@ -1,0 +1,180 @@
+"""Every sensible combination of overlays and components renders, is valid, and fits together."""
+
+import itertools
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from kubernetes_validate import utils as kubernetes
+
+from cloze.service.settings import ENV_PREFIX, load_settings
+
+ROOT = Path(__file__).parents[1]
+OVERLAYS = ("cpu", "gpu", "local")
+SCALING = ((), ("autoscaling",), ("keda",))
+FURTHER = ((), ("monitoring",), ("keys",), ("keys", "ingress"), ("monitoring", "keys", "ingress"))
+COMBINATIONS = [
+    (overlay, (*scaling, *further))
+    for overlay, scaling, further in itertools.product(OVERLAYS, SCALING, FURTHER)
+    if not (overlay == "local" and scaling)  # one pod with a host port cannot be scaled
+]
+SCHEMAS = {file.stem: json.loads(file.read_text()) for file in (ROOT / "tests/schemas").iterdir()}
+
+# The first version that has the sleep of preStop without a feature gate, and the newest known.
+VERSIONS = ("1.30", kubernetes.latest_version())
+
+Object = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def renders(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> dict[tuple[str, tuple[str, ...]], list[Object]]:
+    """The objects of every combination."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed (Debian's package kubernetes-client)")
+    root = tmp_path_factory.mktemp("k8s")
+    shutil.copytree(ROOT / "k8s", root / "k8s")
+    rendered = {}
+    for number, (overlay, components) in enumerate(COMBINATIONS):
+        folder = root / f"mine-{number}"
+        folder.mkdir()
+        body = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "resources": [f"../k8s/overlays/{overlay}"],
+            "components": [f"../k8s/components/{name}" for name in components],
+        }
+        (folder / "kustomization.yaml").write_text(yaml.safe_dump(body))
+        done = subprocess.run(
+            ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, (overlay, components, done.stderr)
+        rendered[overlay, components] = list(yaml.safe_load_all(done.stdout))
+    return rendered
+
+
+@pytest.fixture(params=COMBINATIONS, ids=lambda c: "+".join((c[0], *c[1])))
+def objects(
+    request: pytest.FixtureRequest,
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]],
+) -> list[Object]:
+    """The objects of one combination."""
+    return renders[request.param]
+
+
+def of_kind(objects: list[Object], kind: str) -> Object:
+    (found,) = [each for each in objects if each["kind"] == kind]
+    return found
+
+
+def pod_of(objects: list[Object]) -> Object:
+    spec: Object = of_kind(objects, "Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_is_valid(objects: list[Object], version: str) -> None:
+    for each in objects:
+        if each["kind"] in SCHEMAS:
+            jsonschema.validate(each, SCHEMAS[each["kind"]])
+        else:
+            kubernetes.validate(each, version, strict=True)
+    names = [(each["kind"], each["metadata"]["name"]) for each in objects]
+    assert len(names) == len(set(names))
+
+
+def test_the_settings_are_settings(objects: list[Object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pods refer to the ConfigMap by its name with a hash, and the service accepts it."""
+    settings = of_kind(objects, "ConfigMap")
+    (container,) = pod_of(objects)["containers"]
+    (source,) = container["envFrom"]
+    assert source["configMapRef"]["name"] == settings["metadata"]["name"] != "cloze-settings"
+    for name, value in settings["data"].items():
+        assert name.startswith(ENV_PREFIX)
+        monkeypatch.setenv(name, value)
+    loaded = load_settings()
+    grace_s = pod_of(objects)["terminationGracePeriodSeconds"]
+    sleep_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert sleep_s + loaded.shutdown_grace_ms / 1000 + 5 < grace_s
+
+
+def test_ports_and_selectors_fit(objects: list[Object]) -> None:
+    deployment = of_kind(objects, "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    (container,) = pod_of(objects)["containers"]
+    (port,) = container["ports"]
+    policy = of_kind(objects, "NetworkPolicy")["spec"]
+    selectors = [
+        of_kind(objects, "Service")["spec"]["selector"],
+        of_kind(objects, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+        policy["podSelector"]["matchLabels"],
+        deployment["spec"]["selector"]["matchLabels"],
+    ]
+    for selector in selectors:
+        assert selector.items() <= labels.items()
+    assert {p["port"] for rule in policy["ingress"] for p in rule["ports"]} == {port["name"]}
+    assert policy["egress"] == []
+    monitors = [each for each in objects if each["kind"] == "ServiceMonitor"]
+    service = of_kind(objects, "Service")
+    for monitor in monitors:
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        assert wanted.items() <= service["metadata"]["labels"].items()
+        assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+    for ingress in (each for each in objects if each["kind"] == "Ingress"):
+        (rule,) = ingress["spec"]["rules"]
+        paths = {path["path"]: path["backend"]["service"] for path in rule["http"]["paths"]}
+        assert not {"/metrics", "/admin"} & paths.keys()
+        for backend in paths.values():
+            assert backend["name"] == service["metadata"]["name"]
+            assert backend["port"]["name"] == service["spec"]["ports"][0]["name"]
+
+
+def test_an_autoscaler_owns_the_replicas(objects: list[Object]) -> None:
+    deployment = of_kind(objects, "Deployment")
+    scalers = [
+        each for each in objects if each["kind"] in ("HorizontalPodAutoscaler", "ScaledObject")
+    ]
+    assert ("replicas" in deployment["spec"]) == (not scalers)
+    for scaler in scalers:
+        assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
+
+
+def test_keys_are_mounted_where_the_setting_says(objects: list[Object]) -> None:
+    settings = of_kind(objects, "ConfigMap")["data"]
+    (container,) = pod_of(objects)["containers"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    secrets = {v["name"]: v["secret"] for v in pod_of(objects)["volumes"] if "secret" in v}
+    if "CLOZE_KEYS_FILE" not in settings:
+        assert not secrets
+        return
+    (name,) = secrets
+    assert settings["CLOZE_KEYS_FILE"] == f"{mounts[name]}/keys.toml"
+    assert secrets[name]["defaultMode"] == 0o440
+    assert pod_of(objects)["securityContext"]["fsGroup"] == 10001
+
+
+def test_a_gpu_pod_gets_a_gpu_and_refuses_to_run_without(
+    renders: dict[tuple[str, tuple[str, ...]], list[Object]],
+) -> None:
+    objects = renders["gpu", ()]
+    (container,) = pod_of(objects)["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    assert of_kind(objects, "ConfigMap")["data"]["CLOZE_DEVICE"] == "cuda"
+    assert pod_of(objects)["tolerations"][0]["key"] == "nvidia.com/gpu"
+
+
+def test_the_prometheus_rule_has_the_rules() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "scripts/make-prometheusrule", "--check"], timeout=60
+    )
+    assert done.returncode == 0, "run scripts/make-prometheusrule"
+    rule = yaml.safe_load((ROOT / "k8s/components/monitoring/prometheusrule.yaml").read_text())
+    rules = yaml.safe_load((ROOT / "monitoring/rules.yml").read_text())
+    assert rule["spec"] == rules

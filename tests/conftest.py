@@ -37,7 +37,6 @@ COMPUTING = {
     for name in (
         "admission_study",
         "audit",
-        "memory_limit",
         "checkpoint",
         "cli",
         "crafted_bundles",
@@ -47,7 +46,9 @@ COMPUTING = {
         "graph",
         "hub",
         "int8",
+        "kubernetes",
         "main_job",
+        "memory_limit",
         "packed",
         "packed_engine",
         "pieces",

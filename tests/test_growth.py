@@ -133,7 +133,8 @@ def test_everything_else_lists_it(toy_server: Server) -> None:
     assert "Length" in document["components"]["schemas"]
     httpx.post(f"{toy_server.url}/toy-length", json={"inputs": "a"})
     metrics = httpx.get(f"{toy_server.url}/metrics").text
-    assert 'model="distilbert@1",route="/toy-length",status="200"} 0.0' in metrics
+    series = 'model="distilbert",route="/toy-length",status="200",version="1"} 0.0'
+    assert f"cloze_requests_total{{{series}" in metrics
     assert 'cloze_requests_total{model="bert",route="/toy-length"' in metrics
 
 

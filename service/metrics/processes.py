@@ -1,6 +1,8 @@
 """The metrics of several processes of one server, which write them to a shared folder."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from prometheus_client import Counter, multiprocess, values
@@ -37,17 +39,34 @@ class ProcessRestarts:
     """
 
     def __init__(self, folder: Path, kinds: tuple[str, ...]) -> None:
-        os.environ.update(share_folder(folder))
-        write_as("supervisor")
-        self._counter = Counter(
-            "cloze_process_restarts",
-            "Processes that ended or hung and were started again.",
-            ("kind",),
-            registry=None,
-        )
-        for kind in kinds:
-            self._counter.labels(kind)
+        with _sharing(folder):
+            counter = Counter(
+                "cloze_process_restarts",
+                "Processes that ended or hung and were started again.",
+                ("kind",),
+                registry=None,
+            )
+            self._counters = {kind: counter.labels(kind) for kind in kinds}
 
     def add(self, kind: str) -> None:
         """Count a restart."""
-        self._counter.labels(kind).inc()
+        self._counters[kind].inc()
+
+
+@contextmanager
+def _sharing(folder: Path) -> Iterator[None]:
+    """Let metrics that are created meanwhile be those of all processes.
+
+    The supervisor's own environment must stay: its folder ends with the server.
+    """
+    before, environment = values.ValueClass, os.environ.copy()
+    os.environ.update(share_folder(folder))
+    write_as("supervisor")
+    try:
+        yield
+    finally:
+        values.ValueClass = before
+        for name in share_folder(folder):
+            os.environ.pop(name)
+            if name in environment:
+                os.environ[name] = environment[name]

@@ -576,12 +576,17 @@ def test_what_cannot_be_measured_of_a_device_is_told(arguments: list[str], line:
 
 def test_a_connection_that_the_server_ends_takes_no_further_request() -> None:
     """The answer says so; the end of the connection may arrive later."""
+    ended = asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for ends in (False, True):
             await reader.readuntil(b"\r\n\r\n")
             header = b"connection: close\r\n" if ends else b""
             writer.write(b"HTTP/1.1 200 OK\r\n" + header + b"content-length: 0\r\n\r\n")
+        await reader.read()  # the client ends the connection
+        writer.close()
+        await writer.wait_closed()
+        ended.set()
 
     async def play() -> None:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
@@ -595,5 +600,6 @@ def test_a_connection_that_the_server_ends_takes_no_further_request() -> None:
             with pytest.raises(ConnectionResetError):
                 await connection.send(b"GET / HTTP/1.1\r\n\r\n")
             await connection.close()
+            await asyncio.wait_for(ended.wait(), 10)
 
     asyncio.run(play())

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 import yaml
 from kubernetes_validate import utils as kubernetes
 
 from cloze.service.settings import ENV_PREFIX, load_settings
+from tests.serving import Server
 
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ("cpu", "gpu", "local")
@@ -134,6 +136,19 @@ def test_ports_and_selectors_fit(objects: list[Object]) -> None:
         for backend in paths.values():
             assert backend["name"] == service["metadata"]["name"]
             assert backend["port"]["name"] == service["spec"]["ports"][0]["name"]
+
+
+def test_the_ingress_lets_in_every_route_of_clients(server: Server) -> None:
+    ingress = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())
+    (rule,) = ingress["spec"]["rules"]
+    paths = {path["path"]: path["pathType"] for path in rule["http"]["paths"]}
+    documented = httpx.get(f"{server.url}/openapi.json").json()["paths"]
+    for route, methods in documented.items():
+        if "post" in methods and not route.startswith("/admin/"):
+            first = "/" + route.split("/")[1]
+            assert paths.get(route) == "Exact" or paths.get(first) == "Prefix", route
+    exact = {path for path, kind in paths.items() if kind == "Exact"}
+    assert exact <= documented.keys(), "a path that the server does not have"
 
 
 def test_an_autoscaler_owns_the_replicas(objects: list[Object]) -> None:

@@ -16,7 +16,16 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from cloze.service.core import BatchFill
+from cloze.service.core import (
+    BatchFill,
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    Rejection,
+    ShuttingDown,
+)
+from cloze.service.http.errors import rejection
 from cloze.service.metrics.observations import Observations
 from tests.crafted import read_body, seal
 from tests.prometheus import query, running_prometheus
@@ -241,14 +250,19 @@ def test_a_bucket_names_a_recent_request(tiny_store: Path) -> None:
     assert "_created" not in scraped.text
 
 
+def test_every_reason_of_a_rejection_has_an_error() -> None:
+    overloads = [Overloaded("", 1, reason) for reason in Rejection]
+    assert [rejection(error) for error in overloads] == list(Rejection)
+    states = {
+        DeadlineExceeded: Rejection.TIMEOUT,
+        ShuttingDown: Rejection.SHUTTING_DOWN,
+        EngineDead: Rejection.ENGINE_DEAD,
+    }
+    assert {kind: rejection(kind("")) for kind in states} == states
+    assert rejection(InvalidRequest("")) is None
+
+
 def test_a_rejection_has_its_reason(tiny_store: Path) -> None:
-    with running_server(tiny_store, "--model", "bert", CLOZE_REQUEST_TIMEOUT_MS="1") as server:
-        text = "walk " * 20_000
-        assert httpx.post(f"{server.url}/embed", json={"inputs": [text] * 4}).status_code in (
-            408,
-            504,
-        )
-        server.process.send_signal(signal.SIGTERM)
     with running_server(tiny_store, "--model", "bert", CLOZE_MAX_QUEUE_WAIT_MS="1") as server:
         with ThreadPoolExecutor(16) as pool:
             texts = ["walk " * 500] * 64

@@ -123,7 +123,8 @@ def test_1_every_request_is_answered_whatever_happens(
         assert [response.status_code for response in responses] == [kinds[text] for text in texts]
         counted = httpx.get(f"{server.url}/metrics").text
         answered = re.findall(
-            r'cloze_requests_total\{model="[^"]*",route="/embed",status="(\d+)",version="[^"]*"\} (\S+)',
+            r'cloze_requests_total\{model="[^"]*",route="/embed",status="(\d+)",'
+            r'version="[^"]*"\} (\S+)',
             counted,
         )
         assert {status: float(count) for status, count in answered if float(count)} == {

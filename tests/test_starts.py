@@ -80,7 +80,8 @@ def test_a_probe_does_not_wait_for_a_burst(tiny_store: Path) -> None:
         clients = [
             stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(601)
         ]
-        time.sleep(0.5)
+        clients[-1].sendall(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert clients[-1].recv(65536).startswith(b"HTTP/1.1 200"), "all before it are accepted"
         server.process.send_signal(signal.SIGSTOP)
         for client in clients[:-1]:
             client.sendall(request)

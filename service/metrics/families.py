@@ -5,6 +5,7 @@ The label values are bounded: known routes, served models, HTTP statuses, and th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
@@ -129,8 +130,13 @@ class SharedGauges:
     """The gauges of processes that share a folder; a scrape adds up those of live processes."""
 
     def __init__(self) -> None:
-        def gauge(name: str, text: str, labels: Sequence[str] = (), mode: str = "livesum") -> Gauge:
-            return Gauge(name, text, labels, registry=None, multiprocess_mode=mode)  # type: ignore[arg-type]
+        def gauge(
+            name: str,
+            text: str,
+            labels: Sequence[str] = (),
+            mode: Literal["livesum", "livemax"] = "livesum",
+        ) -> Gauge:
+            return Gauge(name, text, labels, registry=None, multiprocess_mode=mode)
 
         self.queue_tokens = gauge(QUEUE_TOKENS, QUEUE_TOKENS_TEXT, MODEL)
         self.backlog = gauge(BACKLOG, BACKLOG_TEXT, MODEL, "livemax")

@@ -156,15 +156,8 @@ def pretrain(
 
     settings = load_recipe(recipe, PretrainRecipe, seed=seed)
     files, options = _required(corpus), _run_options(out, device, threads)
-    checkpoint = run(
-        files,
-        settings,
-        options,
-        source=source,
-        embeddings_from=embeddings_from,
-        vocabulary=vocabulary,
-    )
-    _report_done(checkpoint)
+    starts = {"source": source, "embeddings_from": embeddings_from}
+    _report_done(run(files, settings, options, vocabulary=vocabulary, **starts))
 
 
 @train.command("finetune-qa")

@@ -21,9 +21,11 @@ from cloze.service.app import Service
 from cloze.service.core import StartupError
 from cloze.service.generations import Generations
 from cloze.service.http.acceptor import Acceptor
-from cloze.service.http.access import is_loopback
+from cloze.service.http.access import accepted_hosts, is_loopback
+from cloze.service.http.probes import Probes
 from cloze.service.http.server_protocol import ConnectionLimits, ConnectionTable, ServerProtocol
 from cloze.service.logs import announce, start_logging
+from cloze.service.protocols import operations
 from cloze.service.settings import Settings, unknown_variables
 
 log = logging.getLogger("cloze")
@@ -156,6 +158,10 @@ class _Server(uvicorn.Server):
             settings.max_connections_per_address,
         )
         self._table = ConnectionTable(limits)
+        self._probes = Probes(
+            operations.probe_bodies(lambda: self.service),
+            accepted_hosts(settings.host, settings.allowed_hosts),
+        )
         self._acceptors: list[Acceptor] = []
         self._retiring = False
         super().__init__(
@@ -197,7 +203,8 @@ class _Server(uvicorn.Server):
             )
 
         self._acceptors = [
-            Acceptor(listener, make_protocol, config.ssl) for listener in sockets or []
+            Acceptor(listener, make_protocol, config.ssl, self._probes)
+            for listener in sockets or []
         ]
         self.servers = self._acceptors  # type: ignore[assignment]
         if self.service.reopens:

@@ -40,7 +40,7 @@ from cloze.service.core import (
     ShuttingDown,
 )
 
-_WORKER_NICE = 2
+_WORKER_NICE = 4
 """Nice value of the workers, so that the event loop runs at once when it has something to do.
 
 With equal priority, an overloaded server answers probes and refuses requests only after seconds

@@ -11,6 +11,8 @@ import socket
 from collections.abc import Callable
 from ssl import SSLContext
 
+from cloze.service.http.probes import Probes
+
 log = logging.getLogger("cloze")
 
 _ACCEPTS_PER_TURN = 16
@@ -32,6 +34,7 @@ class Acceptor:
         listener: a socket that listens.
         make_protocol: returns the protocol of a connection.
         tls: the certificate of the server; None: no TLS.
+        probes: answers probes that have arrived with their connection; not used with TLS.
     """
 
     def __init__(
@@ -39,8 +42,10 @@ class Acceptor:
         listener: socket.socket,
         make_protocol: Callable[[], asyncio.Protocol],
         tls: SSLContext | None,
+        probes: Probes,
     ) -> None:
         self._listener, self._make_protocol, self._tls = listener, make_protocol, tls
+        self._probes = probes
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -64,12 +69,14 @@ class Acceptor:
                 self._loop.remove_reader(self._listener)
                 self._loop.call_later(_PAUSE_S, self._resume)
                 return
+            connection.setblocking(False)
+            if self._tls is None and self._probes.answers(connection):
+                continue
             task = self._loop.create_task(self._open(connection))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
 
     async def _open(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
         try:
             await self._loop.connect_accepted_socket(
                 self._make_protocol,

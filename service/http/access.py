@@ -67,7 +67,7 @@ class AccessControl:
             ServiceError: the host, the key, its scope or its rate is wrong.
         """
         for name, value in scope["headers"]:
-            if name == b"host" and self._hosts and _host_of(value) not in self._hosts:
+            if name == b"host" and self._hosts and not is_accepted(value, self._hosts):
                 raise Forbidden(
                     f"the Host header {ascii(value.decode('latin-1'))[:80]} is not of this "
                     "server; name it in allowed_hosts"
@@ -100,9 +100,9 @@ def accepted_hosts(host: str, allowed: Sequence[str]) -> frozenset[bytes]:
     return frozenset(name.lower().encode() for name in names)
 
 
-def _host_of(value: bytes) -> bytes:
-    """Return the name in a Host header, without the port."""
+def is_accepted(value: bytes, hosts: frozenset[bytes]) -> bool:
+    """Return whether the value of a Host header names one of the hosts, with or without a port."""
     name = value.strip().lower()
     if name.startswith(b"["):
-        return name.partition(b"]")[0] + b"]"
-    return name.partition(b":")[0]
+        return name.partition(b"]")[0] + b"]" in hosts
+    return name.partition(b":")[0] in hosts

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from cloze.service.batching.drain_rate import DrainRate
 
-_PER_TURN = 8
+_PER_TURN = 4
 """Most requests that start per turn; a handler takes about 0.2 ms until it waits."""
 
 _RATE_LASTS_S = 2.0

@@ -1,7 +1,7 @@
 """The routes for operators: the page, probes, the served models and metrics."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,7 +17,7 @@ from cloze.service import core
 from cloze.service.http.access import is_loopback
 from cloze.service.http.page import PAGE_HEADERS, page_handler
 from cloze.service.http.routes import HTML, JSON, TEXT, Route, RouteDoc
-from cloze.service.protocols.protocol import ProtocolContext
+from cloze.service.protocols.protocol import ProtocolContext, ServerState
 from cloze.service.tasks import embed
 
 _TAG = "service"
@@ -37,6 +37,26 @@ class Status:
     """The response to a probe."""
 
     status: str
+
+
+_ALIVE: Final = orjson.dumps(Status("alive"))
+_READY: Final = orjson.dumps(Status("ready"))
+
+
+def probe_bodies(state: Callable[[], ServerState]) -> dict[bytes, Callable[[], bytes | None]]:
+    """Return, for the paths of probes, what returns the answer; None if it is not status 200.
+
+    Args:
+        state: returns the state of the service that answers.
+    """
+
+    def alive() -> bytes | None:
+        return _ALIVE if state().restarts_engines or state().dead is None else None
+
+    def ready() -> bytes | None:
+        return _READY if state().dead is None and not state().draining else None
+
+    return {b"/healthz": alive, b"/readyz": ready}
 
 
 def routes(context: ProtocolContext, error_body: Any) -> Sequence[Route]:
@@ -85,11 +105,11 @@ class _Operations:
     async def alive(self, _: Request) -> Response:
         if not self._context.state.restarts_engines:
             self._check_engine()
-        return Response(orjson.dumps(Status("alive")), media_type=JSON)
+        return Response(_ALIVE, media_type=JSON)
 
     async def ready(self, _: Request) -> Response:
         self._check_ready()
-        return Response(orjson.dumps(Status("ready")), media_type=JSON)
+        return Response(_READY, media_type=JSON)
 
     async def health(self, _: Request) -> Response:
         self._check_ready()

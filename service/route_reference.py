@@ -47,8 +47,16 @@ class _Use:
 
 _HUB, _TEI, _OPENAI = "Hugging Face", "text-embeddings-inference", "OpenAI"
 _HUB_CLIENTS = "huggingface_hub, @huggingface/inference"
+_OPEN, _TRITON = "Open Inference", "tritonclient"
 
 _OURS: Final = _Use("Cloze")
+
+
+def _both(method: str, rest: str, use: _Use) -> dict[str, _Use]:
+    """Return the use of a route of a model, with and without a version."""
+    paths = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
+    return {f"{method} {path}{rest}": use for path in paths}
+
 
 USES: Final = {
     f"POST {fill_mask.TASK.route}": _Use(_HUB, _HUB_CLIENTS),
@@ -74,6 +82,13 @@ USES: Final = {
         f"{_HUB_CLIENTS}, LangChain",
         "the body chooses the task; text-embeddings-inference has one per server",
     ),
+    "GET /v2": _Use(_OPEN, _TRITON, "one extension: binary tensors"),
+    "GET /v2/health/live": _Use(_OPEN, _TRITON),
+    "GET /v2/health/ready": _Use(_OPEN, _TRITON),
+    "GET /v2/models": _Use("KServe"),
+    **_both("GET", "", _Use(_OPEN, _TRITON)),
+    **_both("GET", "/ready", _Use(_OPEN, _TRITON)),
+    **_both("POST", "/infer", _Use(_OPEN, _TRITON, "inputs are texts; 400 also for 422")),
     "POST /rerank": _Use(
         _TEI,
         "LlamaIndex, Haystack",

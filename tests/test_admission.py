@@ -253,6 +253,10 @@ def test_a_refusal_comes_before_the_body_and_keeps_the_connection(tiny_store: Pa
         health = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
         answers = exchange(server, head, b"no json, and ", b"slowly." + health)
         assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"429", b"200"]
+        templated = head.replace(b"/embed", b"/v2/models/bert.embed/infer")
+        answers = exchange(server, templated, b"no json, and ", b"slowly.")
+        assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"429"]
+        assert b'{"error":"the request would wait' in answers
         hesitant = head.replace(b"\r\n\r\n", b"\r\nexpect: 100-continue\r\n\r\n")
         answers = exchange(server, hesitant)
         assert re.findall(rb"HTTP/1.1 (\d+)", answers) == [b"429"]

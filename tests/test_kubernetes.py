@@ -138,6 +138,17 @@ def test_ports_and_selectors_fit(objects: list[Object]) -> None:
             assert backend["port"]["name"] == service["spec"]["ports"][0]["name"]
 
 
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_service_of_kserve_is_valid(version: str) -> None:
+    """Its predictor is a pod with fields of its own, so the pod is checked apart from them."""
+    service = yaml.safe_load((ROOT / "k8s/kserve/inferenceservice.yaml").read_text())
+    jsonschema.validate(service, SCHEMAS["InferenceService"])
+    own = SCHEMAS["InferenceService"]["properties"]["spec"]["properties"]["predictor"]["properties"]
+    spec = {k: v for k, v in service["spec"]["predictor"].items() if k not in own}
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "cloze"}, "spec": spec}
+    kubernetes.validate(pod, version, strict=True)
+
+
 def test_the_ingress_lets_in_every_route_of_clients(server: Server) -> None:
     ingress = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())
     (rule,) = ingress["spec"]["rules"]

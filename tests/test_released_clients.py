@@ -113,6 +113,26 @@ def test_haystack(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
     assert found["rank error"] == "builtins.RuntimeError"  # Haystack wraps all errors of its ranker
 
 
+def test_tritonclient(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
+    address = server.url.removeprefix("http://")
+    found = run("triton.py", "triton.txt", tmp_path / "environment", address, json.dumps(TEXTS))
+    assert all(found[state] for state in ("live", "ready", "model ready"))
+    assert not found["unknown ready"]
+    assert found["server"]["name"] == "cloze"
+    assert [tensor["name"] for tensor in found["model"]["inputs"]] == ["question", "context"]
+    for form in ("binary", "json", "compressed", "version"):
+        np.testing.assert_allclose(found[form], vectors, atol=1e-5, err_msg=form)
+    body = {"inputs": {"question": "who?", "context": "the king"}}
+    answer = httpx.post(f"{server.url}/qa", json=body).json()
+    assert [json.loads(result) for result in found["qa"]["result"]] == [answer]
+    assert found["qa"]["answer"] == [answer["answer"]]
+    assert found["qa"]["score"] == pytest.approx([answer["score"]])
+    assert found["fill-mask"]["count"] == [2, 4]
+    assert len(found["fill-mask"]["token_str"]) == 6
+    assert found["error"][0] == "404"
+    assert "bert.nothing" in found["error"][1]
+
+
 def test_huggingface_inference(server: Server, vectors: np.ndarray, tmp_path: Path) -> None:
     if shutil.which("npm") is None:
         pytest.skip("npm is not installed (Debian's packages nodejs and npm)")

@@ -1,7 +1,7 @@
 """ASGI middleware around every request."""
 
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from fastapi import Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,6 +11,7 @@ from cloze.service.http.access_log import AccessLog, AccessRecord
 from cloze.service.http.answers import CONNECTION, Answers
 from cloze.service.http.caller import request_id
 from cloze.service.http.gate import ARRIVED, note_start
+from cloze.service.http.paths import Paths
 from cloze.service.http.watch import ANSWER_BYTES
 from cloze.service.metrics import Metrics
 
@@ -23,7 +24,7 @@ class Connection:
 
     Args:
         app: the wrapped application.
-        known_routes: paths that may become metric labels.
+        known_routes: routes, as in `Paths`, which become metric labels.
         metrics: the metrics that record every answered request.
         access_log: the log of answered requests.
         answers: the unread answers of this process.
@@ -32,13 +33,13 @@ class Connection:
     def __init__(
         self,
         app: ASGIApp,
-        known_routes: Collection[str],
+        known_routes: Iterable[str],
         metrics: Metrics,
         access_log: AccessLog,
         answers: Answers,
     ) -> None:
         self._app = app
-        self._known_routes = frozenset(known_routes)
+        self._paths = Paths(known_routes)
         self._metrics = metrics
         self._access_log = access_log
         self._answers = answers
@@ -69,7 +70,7 @@ class Connection:
             self._metrics.in_flight -= 1
             if held := scope.pop(ANSWER_BYTES, 0):
                 self._answers.sent(scope.get(CONNECTION), held)
-            route = scope["path"] if scope["path"] in self._known_routes else OTHER_ROUTE
+            route = self._paths.route(scope["path"]) or OTHER_ROUTE
             seconds = time.monotonic() - started
             model = scope.get("cloze.model", "")
             self._metrics.observe_request(route, model, status, seconds, identity)

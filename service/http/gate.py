@@ -16,6 +16,7 @@ from starlette.types import Scope
 from cloze.service.core import InvalidRequest, Overloaded, Queue, Rejection, ServiceError
 from cloze.service.http.access_log import AccessLog, AccessRecord
 from cloze.service.http.caller import Callers, request_id, timeout_s
+from cloze.service.http.paths import Paths
 from cloze.service.http.starts import Starts
 from cloze.service.metrics import Metrics
 
@@ -56,7 +57,7 @@ class Gate:
     """Decides which requests are refused before they are parsed.
 
     Args:
-        routes: path -> the served models of the path, the default first.
+        routes: route, as in `Paths` -> the served models, the default first.
         error_bytes: writes the body of a refusal.
         limits: the limits of waiting.
         starts: the requests of the process that have not started.
@@ -76,6 +77,7 @@ class Gate:
         access_log: AccessLog,
     ) -> None:
         self._routes = routes
+        self._paths = Paths(routes)
         self._limits = limits
         self._starts = starts
         self._callers = callers
@@ -100,8 +102,8 @@ class Gate:
         Args:
             scope: a POST request whose headers have arrived.
         """
-        served = self._routes.get(scope["path"])
-        if not served:
+        path = self._paths.route(scope["path"])
+        if path is None or not (served := self._routes[path]):
             return None
         client = self._callers.name(scope)
         waiting = self._unstarted.get(client, 0)
@@ -119,8 +121,8 @@ class Gate:
             scope[CLIENT] = client
             return None
         identity = request_id(scope)
-        self._record(scope["path"], served[0].reference, identity)
-        answer = self._answer(scope["path"], math.ceil(wait_s), limit_s)
+        self._record(path, served[0].reference, identity)
+        answer = self._answer(path, math.ceil(wait_s), limit_s)
         return answer.replace(b"\r\n\r\n", b"\r\nx-request-id: %s\r\n\r\n" % identity, 1)
 
     def _started(self, client: str) -> None:

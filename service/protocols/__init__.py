@@ -13,10 +13,15 @@ from starlette.responses import Response
 from cloze.service.core import ServiceError
 from cloze.service.http.errors import describe_error, describe_service_error, rejection
 from cloze.service.http.routes import JSON
-from cloze.service.protocols import native, openai, tei
+from cloze.service.protocols import native, open_inference, openai, tei
 from cloze.service.protocols.protocol import ApiLimits, ProtocolContext, WireProtocol
 
-PROTOCOLS: Final[tuple[WireProtocol, ...]] = (native.PROTOCOL, tei.PROTOCOL, openai.PROTOCOL)
+PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
+    native.PROTOCOL,
+    tei.PROTOCOL,
+    openai.PROTOCOL,
+    open_inference.PROTOCOL,
+)
 
 
 class ErrorResponder:

@@ -17,13 +17,13 @@ from cloze.service import core
 from cloze.service.http.access import is_loopback
 from cloze.service.http.page import PAGE_HEADERS, page_handler
 from cloze.service.http.routes import HTML, JSON, TEXT, Route, RouteDoc
-from cloze.service.protocols.protocol import ProtocolContext, ServerState
+from cloze.service.protocols.protocol import ProtocolContext, ServerState, check_alive, check_ready
 from cloze.service.tasks import embed
 
 _TAG = "service"
 """The group of these routes in the documentation."""
 
-PROBES: Final = frozenset({"/healthz", "/readyz", "/health"})
+PROBES: Final = frozenset({"/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"})
 
 _OF_PROXIES: Final = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 """Headers of requests that a proxy has passed on, perhaps of a client elsewhere."""
@@ -103,16 +103,15 @@ class _Operations:
         self._scrapes = ThreadPoolExecutor(1, "scrape")
 
     async def alive(self, _: Request) -> Response:
-        if not self._context.state.restarts_engines:
-            self._check_engine()
+        check_alive(self._context.state)
         return Response(_ALIVE, media_type=JSON)
 
     async def ready(self, _: Request) -> Response:
-        self._check_ready()
+        check_ready(self._context.state)
         return Response(_READY, media_type=JSON)
 
     async def health(self, _: Request) -> Response:
-        self._check_ready()
+        check_ready(self._context.state)
         return Response()
 
     async def info(self, _: Request) -> Response:
@@ -141,15 +140,6 @@ class _Operations:
                     "set CLOZE_KEYS_FILE, or send SIGHUP"
                 )
         return Response(orjson.dumps(await self._context.state.reload()), media_type=JSON)
-
-    def _check_engine(self) -> None:
-        if (reason := self._context.state.dead) is not None:
-            raise core.EngineDead(f"the engine is dead: {reason}")
-
-    def _check_ready(self) -> None:
-        self._check_engine()
-        if self._context.state.draining:
-            raise core.ShuttingDown("the server is shutting down")
 
 
 def _info(context: ProtocolContext) -> dict[str, Any]:

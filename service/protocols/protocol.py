@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cloze.service.core import Changes
+from cloze.service.core import Changes, EngineDead, ShuttingDown
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.routes import Route
 from cloze.service.http.watch import RequestWatch
@@ -38,6 +38,33 @@ class ServerState(Protocol):
     def restarts_engines(self) -> bool:
         """Whether a supervisor restarts a dead engine, so that this process stays alive."""
         ...
+
+
+def check_alive(state: ServerState) -> None:
+    """Raise if the process should be restarted.
+
+    Raises:
+        EngineDead: an engine is dead, and no supervisor restarts it.
+    """
+    if not state.restarts_engines:
+        _check_engine(state)
+
+
+def check_ready(state: ServerState) -> None:
+    """Raise unless the process admits requests.
+
+    Raises:
+        EngineDead: an engine is dead.
+        ShuttingDown: the server is draining.
+    """
+    _check_engine(state)
+    if state.draining:
+        raise ShuttingDown("the server is shutting down")
+
+
+def _check_engine(state: ServerState) -> None:
+    if (reason := state.dead) is not None:
+        raise EngineDead(f"the engine is dead: {reason}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,339 @@
+"""The Open Inference Protocol, version 2, over REST: ``/v2``, as KServe and Triton's clients speak.
+
+Each task of each served model is a model of the protocol, ``<bundle>.<task>``. Texts are tensors of
+the datatype BYTES, in JSON or in the binary extension. `tensors` has the names of the tensors.
+
+Source: https://github.com/kserve/open-inference-protocol, ``specification/protocol``, and the
+binary tensor data extension of Triton.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from typing import Any, Final
+
+import orjson
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cloze.model_store.installation import DISTRIBUTION
+from cloze.service.core import InvalidRequest, UnknownModel, WrongTask
+from cloze.service.http.bodies import parse_anywhere, read_body
+from cloze.service.http.errors import STATUS, ErrorInfo
+from cloze.service.http.routes import JSON, RAW, BytesResponse, Handler, Route, RouteDoc
+from cloze.service.pipeline import Pipeline, TaskResult
+from cloze.service.protocols.binary_tensors import HEADER, read_texts, split, write
+from cloze.service.protocols.open_inference_types import (
+    ErrorBody,
+    InferAnswer,
+    InferBody,
+    InferInput,
+    Live,
+    ModelMetadata,
+    ModelNames,
+    ModelReady,
+    Ready,
+    ServerMetadata,
+    TensorMetadata,
+)
+from cloze.service.protocols.protocol import (
+    ProtocolContext,
+    WireProtocol,
+    check_alive,
+    check_ready,
+)
+from cloze.service.protocols.task_route import TIMING_HEADERS, Endpoint, TaskRoute
+from cloze.service.protocols.tensors import TaskTensors, Tensor, TensorInfo
+from cloze.service.tasks import Task, TaskCall
+
+_TAG: Final = "Open Inference Protocol"
+_EXTENSIONS: Final = ("binary_tensor_data",)
+_PLATFORM: Final = "onnxruntime_onnx"
+
+_OWN_PARAMETERS: Final = ("binary_data_output",)
+"""Parameters of a request that belong to the protocol, not to the task."""
+
+
+def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
+    """Return the status and the body of an error. The protocol uses status 400 instead of 422."""
+    return _status(error.status), {"error": error.message}
+
+
+def _status(status: int) -> int:
+    return 400 if status == 422 else status
+
+
+class _TaskModel:
+    """One task, as the models of the protocol that do it.
+
+    Args:
+        task: the task.
+        context: the parts of the service that the handler uses.
+    """
+
+    def __init__(self, task: Task, context: ProtocolContext) -> None:
+        self.task, self.tensors = task, TaskTensors(task)
+        doc = RouteDoc(task.summary, _TAG, InferAnswer, ErrorBody)
+        route = TaskRoute("", task, InferBody, self._to_call, self._respond, doc)
+        self.endpoint = Endpoint(route, context)
+
+    def _to_call(self, body: InferBody) -> TaskCall:
+        known = {info.name for info in self.tensors.outputs}
+        for output in body.outputs or ():
+            if output.name not in known:
+                raise InvalidRequest(
+                    f"outputs names {ascii(output.name)[:80]}; {self.task.name} has "
+                    f"{', '.join(info.name for info in self.tensors.outputs)}"
+                )
+        texts: dict[str, list[str]] = {}
+        for tensor in body.inputs:
+            if tensor.name in texts:
+                raise InvalidRequest(f"inputs has {ascii(tensor.name)[:80]} twice")
+            texts[tensor.name] = _texts(tensor)
+        given = body.parameters or {}
+        given = {name: value for name, value in given.items() if name not in _OWN_PARAMETERS}
+        try:
+            parameters = self.task.parameters.model_validate(given)
+        except ValidationError as error:
+            problem = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in problem["loc"])
+            raise InvalidRequest(f"parameters.{where}: {problem['msg']}") from None
+        return TaskCall(self.tensors.to_inputs(texts), parameters)
+
+    def _respond(self, request: Request, body: InferBody, result: TaskResult) -> Response:
+        asked = None if not body.outputs else {output.name for output in body.outputs}
+        manifest_name, _, manifest_version = request.scope["cloze.model"].rpartition("@")
+        default = bool((body.parameters or {}).get("binary_data_output"))
+        binary = {
+            output.name: bool((output.parameters or {}).get("binary_data", default))
+            for output in body.outputs or ()
+        }
+        rows, parts = [], []
+        for tensor in self.tensors.to_outputs(result.value, asked):
+            row: dict[str, Any] = {
+                "name": tensor.name,
+                "shape": list(tensor.shape),
+                "datatype": tensor.datatype,
+            }
+            if binary.get(tensor.name, default):
+                parts.append(write(tensor))
+                row["parameters"] = {"binary_data_size": len(parts[-1])}
+            else:
+                row["data"] = _flat(tensor)
+            rows.append(row)
+        answer: dict[str, Any] = {
+            "model_name": f"{manifest_name}.{self.task.name}",
+            "model_version": manifest_version,
+            "outputs": rows,
+        }
+        if body.id is not None:
+            answer["id"] = body.id
+        head = orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+        if not parts:
+            return BytesResponse(head)
+        length = (HEADER.encode(), b"%d" % len(head))
+        return BytesResponse(b"".join((head, *parts)), RAW.encode(), length)
+
+
+def _flat(tensor: Tensor) -> Any:
+    """Return the data of a tensor in one list, row by row."""
+    return tensor.data if isinstance(tensor.data, list) else tensor.data.reshape(-1)
+
+
+def _texts(tensor: InferInput) -> list[str]:
+    """Return the texts of an input tensor [n] or [n, 1].
+
+    Raises:
+        InvalidRequest: it has another shape, or its data are no texts.
+    """
+    name = ascii(tensor.name)[1:-1][:80]
+    if len(tensor.shape) not in (1, 2) or tensor.shape[1:] not in ([], [1]):
+        raise InvalidRequest(f"{name} has the shape {str(tensor.shape)[:80]}; send [n] or [n, 1]")
+    if tensor.data is None:
+        raise InvalidRequest(f"{name} has neither data nor binary_data_size")
+    texts: list[str] = []
+    for item in tensor.data:
+        texts += item if isinstance(item, list) else [item]
+    if not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest(f"{name} has data that are no texts")
+    if len(texts) != tensor.shape[0]:
+        raise InvalidRequest(f"{name} has {len(texts)} texts; its shape says {tensor.shape[0]}")
+    return texts
+
+
+class _Server:
+    """The handlers of the routes.
+
+    Args:
+        context: the parts of the service that the handlers use.
+    """
+
+    def __init__(self, context: ProtocolContext) -> None:
+        self._context = context
+        self._tasks = {name: _TaskModel(task, context) for name, task in context.tasks.items()}
+
+    def _find(self, request: Request) -> tuple[_TaskModel, Pipeline]:
+        """Return the task and the served model that a path names.
+
+        Raises:
+            UnknownModel: there is none.
+        """
+        name, number = request.path_params["model"], request.path_params.get("version")
+        bundle, _, task = name.rpartition(".")
+        model = self._tasks.get(task)
+        models = self._context.models
+        if model is None or not bundle:
+            raise UnknownModel(
+                f"no model {ascii(name)[:80]} is served; a name is <bundle>.<task>, "
+                f"such as {self._names()[0]}"
+            )
+        try:
+            chosen = models.choose(model.task, bundle if number is None else f"{bundle}@{number}")
+        except WrongTask as error:
+            raise UnknownModel(f"no model {ascii(name)[:80]} is served: {error}") from None
+        return model, chosen
+
+    def _names(self) -> list[str]:
+        models = self._context.models
+        return list(
+            dict.fromkeys(
+                f"{pipeline.manifest.name}.{task}"
+                for pipeline in models.pipelines
+                for task in models.tasks_of(pipeline)
+            )
+        )
+
+    async def server(self, _: Request) -> Response:
+        return _json(ServerMetadata("cloze", version(DISTRIBUTION), list(_EXTENSIONS)))
+
+    async def live(self, _: Request) -> Response:
+        check_alive(self._context.state)
+        return _json(Live(True))
+
+    async def ready(self, _: Request) -> Response:
+        check_ready(self._context.state)
+        return _json(Ready(True))
+
+    async def models(self, _: Request) -> Response:
+        return _json(ModelNames(self._names()))
+
+    async def model(self, request: Request) -> Response:
+        model, pipeline = self._find(request)
+        manifest = pipeline.manifest
+        name = f"{manifest.name}.{model.task.name}"
+        versions = [
+            str(other.manifest.version)
+            for other in self._context.models.serving(model.task)
+            if other.manifest.name == manifest.name
+        ]
+        tensors = model.tensors
+        described = (
+            [_metadata(t) for t in tensors.inputs],
+            [_metadata(t) for t in tensors.outputs],
+        )
+        return _json(ModelMetadata(name, versions, _PLATFORM, *described))
+
+    async def model_ready(self, request: Request) -> Response:
+        model, pipeline = self._find(request)
+        check_ready(self._context.state)
+        return _json(ModelReady(f"{pipeline.manifest.name}.{model.task.name}", True))
+
+    async def infer(self, request: Request) -> Response:
+        """Answer a request for any model."""
+        model, pipeline = self._find(request)
+        with self._context.watch.request(request) as watched:
+            data = await read_body(request, self._context.limits.max_request_bytes, watched)
+            head, binary = split(data, request.headers.get(HEADER))
+            body = _with_binary(await parse_anywhere(InferBody, head), binary)
+            return await model.endpoint.answer_body(request, body, len(data), watched, pipeline)
+
+
+def _json(value: Any) -> Response:
+    return Response(orjson.dumps(value), media_type=JSON)
+
+
+def _metadata(info: TensorInfo) -> TensorMetadata:
+    return TensorMetadata(info.name, info.datatype, list(info.shape))
+
+
+def _with_binary(body: InferBody, binary: memoryview) -> InferBody:
+    """Return a body whose tensors all have data.
+
+    Raises:
+        InvalidRequest: the bytes are not those that the tensors state.
+    """
+    tensors, start = [], 0
+    for tensor in body.inputs:
+        size = (tensor.parameters or {}).get("binary_data_size")
+        if size is not None:
+            name = ascii(tensor.name)[1:-1][:80]
+            if not isinstance(size, int) or size < 0 or start + size > len(binary):
+                raise InvalidRequest(
+                    f"{name} has the binary_data_size {ascii(size)[:40]}; "
+                    f"{len(binary) - start} bytes are left"
+                )
+            if tensor.data is not None:
+                raise InvalidRequest(f"{name} has both data and binary_data_size")
+            texts = read_texts(binary[start : start + size], name)
+            tensor = tensor.model_copy(update={"data": texts})
+            start += size
+        tensors.append(tensor)
+    if start != len(binary):
+        raise InvalidRequest(f"{len(binary) - start} bytes after the JSON belong to no tensor")
+    return body.model_copy(update={"inputs": tensors})
+
+
+def routes(context: ProtocolContext) -> Sequence[Route]:
+    """Return the routes of the protocol."""
+    server = _Server(context)
+
+    def get(path: str, handler: Handler, summary: str, result: Any, *errors: int) -> Route:
+        return Route(
+            "GET", path, handler, RouteDoc(summary, _TAG, result, ErrorBody, errors=errors)
+        )
+
+    infer = RouteDoc(
+        summary="The results of one task of one model, as tensors",
+        tag=_TAG,
+        result=InferAnswer,
+        error_body=ErrorBody,
+        body=InferBody,
+        examples={"Two texts": _EXAMPLE},
+        media_types=(RAW,),
+        headers={**TIMING_HEADERS, HEADER: ("integer", "bytes of the JSON before the tensors")},
+        errors=tuple(sorted({_status(status) for status, _ in STATUS.values()})),
+    )
+    found = [
+        get("/v2", server.server, "The server and its extensions", ServerMetadata),
+        get("/v2/health/live", server.live, "Liveness: 503 once an engine is dead", Live, 503),
+        get("/v2/health/ready", server.ready, "Readiness: 503 while draining or dead", Ready, 503),
+        get("/v2/models", server.models, "The names of the models", ModelNames),
+    ]
+    for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+        found += [
+            get(path, server.model, "The tensors of a model", ModelMetadata, 404),
+            get(
+                f"{path}/ready",
+                server.model_ready,
+                "Readiness of a model",
+                ModelReady,
+                404,
+                503,
+            ),
+            Route("POST", f"{path}/infer", server.infer, infer, runs_models=True),
+        ]
+    return found
+
+
+_EXAMPLE: Final = {
+    "inputs": [
+        {
+            "name": "text",
+            "shape": [2],
+            "datatype": "BYTES",
+            "data": ["What is deep learning?", "A cat sat."],
+        }
+    ]
+}
+
+PROTOCOL: Final = WireProtocol("open-inference", ("/v2",), routes, write_error)

@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cloze.model_store import Bundle
 from cloze.service.application import create_app
-from cloze.service.core import Changes, Reload, ReloadRefused, StartupError
+from cloze.service.core import BatchReport, Changes, Reload, ReloadRefused, StartupError
 from cloze.service.http.access import AccessControl, accepted_hosts
 from cloze.service.http.access_log import AccessLog
 from cloze.service.http.answers import Answers
@@ -48,6 +48,7 @@ from cloze.service.served_models import (
 )
 from cloze.service.settings import Settings
 from cloze.service.tasks import TASKS, Task, TaskLimits
+from cloze.service.tracing import Tracing, make_tracing
 
 _JOIN_TIMEOUT_S = 5.0
 """Longest wait in `Service.close` for the threads of all models.
@@ -92,8 +93,15 @@ def single_process(
     """
     bundles = open_bundles(settings)
     metrics = _make_metrics(bundles, shared=False)
-    opener = LocalModels(settings, EngineCallbacks(metrics.observe_batch), make_engine)
-    return Service(Process(settings, metrics, registries, opener), opener.open(bundles))
+    tracing = make_tracing(settings, operations.QUIET_ROUTES)
+
+    def on_batch(model: str, report: BatchReport) -> None:
+        metrics.observe_batch(model, report)
+        if tracing is not None:
+            tracing.batch(model, report)
+
+    opener = LocalModels(settings, EngineCallbacks(on_batch), make_engine)
+    return Service(Process(settings, metrics, registries, opener, tracing), opener.open(bundles))
 
 
 def front_end(settings: Settings, engines: RemoteEngines) -> "Service":
@@ -108,7 +116,8 @@ def front_end(settings: Settings, engines: RemoteEngines) -> "Service":
     """
     bundles = open_bundles(settings)
     metrics = _make_metrics(bundles, shared=True)
-    process = Process(settings, metrics, DEFAULT_REGISTRIES, opener=None)
+    tracing = make_tracing(settings, operations.QUIET_ROUTES)
+    process = Process(settings, metrics, DEFAULT_REGISTRIES, None, tracing)
     return Service(process, engines.models(bundles))
 
 
@@ -124,6 +133,7 @@ class Process:
         metrics: the metrics of this process, or of all processes of a server.
         registries: the tasks and protocols to offer.
         opener: opens engines in this process; None: other processes have the engines.
+        tracing: makes the spans of requests; None: there are none.
 
     Attributes:
         reload: does what an operator asks for by ``POST /admin/reload``; None: nothing can.
@@ -135,9 +145,10 @@ class Process:
         metrics: Metrics,
         registries: Registries,
         opener: LocalModels | None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.settings, self.metrics = settings, metrics
-        self.registries, self.opener = registries, opener
+        self.registries, self.opener, self.tracing = registries, opener, tracing
         keys = Keys(settings.keys_file) if settings.keys_file else None
         self.callers = Callers(settings.trusted_proxies, keys)
         self.access_log = AccessLog(
@@ -328,6 +339,7 @@ class Service:
             self._registries.protocols,
             self._process.access_log,
             self._protect,
+            self._process.tracing,
         )
 
         @asynccontextmanager
@@ -377,9 +389,11 @@ class Service:
             pipeline.model.queue.drain()
 
     def close(self) -> None:
-        """Fail pending requests and end all threads."""
+        """Fail pending requests, end all threads, and send the last spans."""
         self._draining = True
         self._close(self.models.pipelines)
+        if self._process.tracing is not None:
+            self._process.tracing.close()
 
     @staticmethod
     def _close(pipelines: Sequence[Pipeline]) -> None:

@@ -19,6 +19,7 @@ from cloze.service.http.openapi import document
 from cloze.service.http.page import ASSETS, docs_handler, part_handlers
 from cloze.service.http.routes import Handler, Route
 from cloze.service.protocols import ErrorResponder, ProtocolContext, WireProtocol
+from cloze.service.tracing import Tracing
 
 _TITLE = "Cloze"
 _DESCRIPTION = "Fill-mask, embeddings, next sentence and question answering by BERT and DistilBERT."
@@ -30,6 +31,7 @@ def create_app(
     protocols: Sequence[WireProtocol],
     access_log: AccessLog,
     protect: Callable[[FastAPI], None],
+    tracing: Tracing | None,
 ) -> FastAPI:
     """Return the HTTP application: the routes, and the documentation pages.
 
@@ -39,6 +41,7 @@ def create_app(
         protocols: the protocols, which write errors.
         access_log: logs answered requests.
         protect: adds the middleware that decides who may send requests.
+        tracing: makes the spans of requests; None: there are none.
     """
     app = FastAPIOffline(
         title=_TITLE,
@@ -68,6 +71,7 @@ def create_app(
         metrics=context.metrics,
         access_log=access_log,
         answers=context.watch.answers,
+        tracing=tracing,
     )
     return app
 

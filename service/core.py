@@ -217,19 +217,29 @@ class RequestTerms(NamedTuple):
         deadline: `time.monotonic` time after which nothing of the request starts.
         client: the client, which shares the engines with other clients.
         max_wait_s: longest expected wait in the queue, in seconds; None: the server's limit.
+        trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
     """
 
     deadline: float
     client: str = ""
     max_wait_s: float | None = None
+    trace: str = ""
 
 
 class Timings(NamedTuple):
-    """The time of each part of a request, in seconds."""
+    """The time of each part of a request, in seconds.
+
+    Attributes:
+        tokenize_s: until the texts are tokenized.
+        queue_s: until a worker takes the first encoding.
+        inference_s: until the outputs of all encodings are there.
+        began: `time.monotonic` time at which the first part began.
+    """
 
     tokenize_s: float
     queue_s: float
     inference_s: float
+    began: float = 0.0
 
 
 class BatchFill(StrEnum):
@@ -252,12 +262,14 @@ class BatchReport:
         tokens: number of real tokens in the batch.
         seconds: duration of the run.
         fill: what kept more out of the batch.
+        traces: the W3C ``traceparent`` of each traced request in the batch.
     """
 
     sequences: int
     tokens: int
     seconds: float
     fill: BatchFill
+    traces: Sequence[str] = ()
 
 
 class Device(StrEnum):
@@ -341,6 +353,7 @@ class Queue(Protocol):
         max_wait_s: float | None = None,
         accepted: bool = False,
         later_round: bool = False,
+        trace: str = "",
     ) -> Future[BatchResult]:
         """Admit all encodings of a request or none.
 
@@ -352,6 +365,7 @@ class Queue(Protocol):
             accepted: whether the request arrived before the drain and must still be answered.
             later_round: whether the encodings belong to a request that was admitted in an earlier
                 round; then neither a drain nor a full queue refuses them.
+            trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
 
         Returns:
             A future that always ends: with a result, or with a `ServiceError`. Cancelling the

@@ -163,9 +163,14 @@ class Pipeline:
         else:
             prepared = await run_on_thread(task.prepare, call, context)
         tokenized = time.monotonic()
-        deadline, client, max_wait_s = terms
+        deadline, client, max_wait_s, trace = terms
         future = queue.submit(
-            prepared.encodings, deadline, client=client, max_wait_s=max_wait_s, accepted=accepted
+            prepared.encodings,
+            deadline,
+            client=client,
+            max_wait_s=max_wait_s,
+            accepted=accepted,
+            trace=trace,
         )
         batch = await self._completions.wait(future)
         tokens, truncated = sum(map(len, prepared.encodings)), prepared.truncated
@@ -176,7 +181,9 @@ class Pipeline:
             if following is None:
                 break
             prepared = following
-            future = queue.submit(prepared.encodings, deadline, client=client, later_round=True)
+            future = queue.submit(
+                prepared.encodings, deadline, client=client, later_round=True, trace=trace
+            )
             batch = await self._completions.wait(future)
             tokens += sum(map(len, prepared.encodings))
             queue_s, inference_s = queue_s + batch.queue_s, inference_s + batch.inference_s
@@ -192,7 +199,7 @@ class Pipeline:
             tokens=tokens,
             truncated=truncated,
             warnings=warnings,
-            timings=Timings(tokenized - started, queue_s, inference_s),
+            timings=Timings(tokenized - started, queue_s, inference_s, started),
             is_large=is_large,
             usage=usage,
         )

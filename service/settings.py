@@ -239,6 +239,17 @@ class Settings(BaseSettings):
         ge=0,
         description="most open connections per address; 0: no limit, as behind a proxy",
     )
+    traces_endpoint: str = Field(
+        "",
+        description="base address of an OpenTelemetry collector, such as http://localhost:4318, "
+        "which receives spans by OTLP over HTTP; default: no traces",
+    )
+    traces_share: float = Field(
+        1.0,
+        ge=0.0,
+        le=1.0,
+        description="share of requests to trace that bring no trace of their own",
+    )
     keys_file: Path | None = Field(
         None,
         description="TOML file of API keys, made by `cloze keys add`; default: no key is needed",

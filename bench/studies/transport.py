@@ -129,6 +129,7 @@ class InstantQueue:
         max_wait_s: float | None = None,  # noqa: ARG002
         accepted: bool = False,  # noqa: ARG002
         later_round: bool = False,  # noqa: ARG002
+        trace: str = "",  # noqa: ARG002
     ) -> Future[BatchResult]:
         """Hand the request to the worker thread."""
         future: Future[BatchResult] = Future()

@@ -45,6 +45,7 @@ class PendingRequest(Future[BatchResult]):
         queued_tokens: number of tokens of the encodings that no worker has taken.
         next_tokens: mean number of tokens per encoding; 0 when no encoding waits any more.
         started: `time.monotonic` time at which a worker took the first encoding, or None.
+        trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
     """
 
     def __init__(self, encodings: int, tokens: int, deadline: float, client: "ClientQueue") -> None:
@@ -57,6 +58,7 @@ class PendingRequest(Future[BatchResult]):
         self.queued_tokens = tokens
         self.next_tokens = -(-tokens // encodings)
         self.started: float | None = None
+        self.trace = ""
 
 
 class QueuedEncoding(NamedTuple):

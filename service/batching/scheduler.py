@@ -160,6 +160,7 @@ class Scheduler:
         max_wait_s: float | None = None,
         accepted: bool = False,
         later_round: bool = False,
+        trace: str = "",
     ) -> Future[BatchResult]:
         """Admit all encodings of a request or none; see `core.Queue`."""
         lengths = list(map(len, encodings))
@@ -170,6 +171,7 @@ class Scheduler:
                     raise ShuttingDown("the server is shutting down")
                 self._admission.check(lengths, client, max_wait_s, deadline)
             request = self._queue.add(encodings, lengths, deadline, client)
+            request.trace = trace
             self._admission.admitted(request.next_tokens)
             request.add_done_callback(self._forget)
             self._changed.notify(len(encodings))
@@ -311,7 +313,8 @@ class Scheduler:
         finally:
             self._watchdog.finished(number)
         seconds = time.monotonic() - started
-        self._on_batch(BatchReport(len(batch), tokens, seconds, fill))
+        traces = {trace for queued in batch if (trace := queued.request.trace)}
+        self._on_batch(BatchReport(len(batch), tokens, seconds, fill, tuple(traces)))
         # Last, because the event loop wakes up and then waits for this thread to be idle.
         self._deliver(batch, outputs, tokens / max(seconds, 1e-9))
 

@@ -14,6 +14,7 @@ from cloze.service.http.gate import ARRIVED, note_start
 from cloze.service.http.paths import Paths
 from cloze.service.http.watch import ANSWER_BYTES
 from cloze.service.metrics import Metrics
+from cloze.service.tracing import Tracing
 
 OTHER_ROUTE = "other"
 """Metric label of requests to unknown routes, so that the number of labels is bounded."""
@@ -28,6 +29,7 @@ class Connection:
         metrics: the metrics that record every answered request.
         access_log: the log of answered requests.
         answers: the unread answers of this process.
+        tracing: makes the spans of requests; None: there are none.
     """
 
     def __init__(
@@ -37,12 +39,14 @@ class Connection:
         metrics: Metrics,
         access_log: AccessLog,
         answers: Answers,
+        tracing: Tracing | None = None,
     ) -> None:
         self._app = app
         self._paths = Paths(known_routes)
         self._metrics = metrics
         self._access_log = access_log
         self._answers = answers
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI connection."""
@@ -53,6 +57,7 @@ class Connection:
         started = scope.get(ARRIVED) or time.monotonic()
         identity = request_id(scope)
         status = 500
+        trace = self._tracing.begin(scope, started) if self._tracing is not None else None
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -74,6 +79,8 @@ class Connection:
             seconds = time.monotonic() - started
             model = scope.get("cloze.model", "")
             self._metrics.observe_request(route, model, status, seconds, identity)
+            if trace is not None:
+                trace.end(scope, route, status, identity)
             if (reason := scope.get("cloze.rejection")) is not None:
                 self._metrics.observe_rejection(reason)
             self._access_log.add(

@@ -23,6 +23,7 @@ from cloze.service.http.answers import Answers
 from cloze.service.http.caller import Callers, timeout_s
 from cloze.service.http.gate import ARRIVED
 from cloze.service.http.memory_limit import MemoryLimit
+from cloze.service.tracing import TRACE
 
 ANSWER_BYTES = "cloze.answer_bytes"
 """Key of a scope: the bytes that the request's answer holds; see `Answers.hold`."""
@@ -61,6 +62,7 @@ class WatchedRequest:
         "_receive",
         "_task",
         "_timer",
+        "_trace",
         "_watch",
         "_watcher",
         "_writing",
@@ -75,6 +77,7 @@ class WatchedRequest:
         self._receive = request.receive
         self._max_wait_s = timeout_s(request.scope, watch.max_timeout_s)
         self._client = watch.callers.name(request.scope)
+        self._trace: str = request.scope.get(TRACE, "")
         self.timeout_s = watch.timeout_s if self._max_wait_s is None else self._max_wait_s
         self.started = request.scope.get(ARRIVED) or time.monotonic()
         self.deadline = self.started + self.timeout_s
@@ -115,7 +118,7 @@ class WatchedRequest:
     @property
     def terms(self) -> RequestTerms:
         """The terms on which the request waits for the engine."""
-        return RequestTerms(self.deadline, self._client, self._max_wait_s)
+        return RequestTerms(self.deadline, self._client, self._max_wait_s, self._trace)
 
     async def hold_memory(self, size: int) -> None:
         """Hold the memory of the body until the end of the request; see `MemoryLimit.hold`.

@@ -39,6 +39,7 @@ from cloze.service.served_models import (
     ServedModel,
     open_bundles,
 )
+from cloze.service.tracing import Tracing, make_tracing
 
 log = logging.getLogger("cloze")
 
@@ -174,6 +175,7 @@ class EngineServer:
             max_wait_s=run.max_wait_s,
             accepted=run.accepted,
             later_round=run.later_round,
+            trace=run.trace,
         )
         self.observe_queue(run.model)
         return future
@@ -206,18 +208,21 @@ class BatchObserver:
 
     Args:
         metrics: of this process.
+        tracing: makes the spans of batches; None: there are none.
 
     Attributes:
         queues: by the model's full name; set before the first request.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
+    def __init__(self, metrics: Metrics, tracing: Tracing | None) -> None:
+        self._metrics, self._tracing = metrics, tracing
         self.queues: dict[str, Queue] = {}
 
     def on_batch(self, reference: str, report: BatchReport) -> None:
         """Record a batch. Called on a worker thread."""
         self._metrics.observe_batch(reference, report)
+        if self._tracing is not None:
+            self._tracing.batch(reference, report)
         self._metrics.observe_queue(reference, queue_state(self.queues[reference]))
 
 
@@ -229,7 +234,8 @@ async def serve(config: ChildConfig, make_engine: EngineFactory | None) -> None:
     """
     bundles = open_bundles(config.settings)
     metrics = Metrics([bundle.manifest.reference for bundle in bundles], shared=True)
-    observer = BatchObserver(metrics)
+    tracing = make_tracing(config.settings)
+    observer = BatchObserver(metrics, tracing)
     loop = asyncio.get_running_loop()
     callbacks = EngineCallbacks(observer.on_batch, lambda _: _exit_soon(loop))
     opener = LocalModels(config.settings, callbacks, make_engine, device_id=config.device_id)
@@ -241,6 +247,8 @@ async def serve(config: ChildConfig, make_engine: EngineFactory | None) -> None:
     await engine.serve(socket.socket(fileno=config.listener))
     for model in models:
         model.queue.close()
+    if tracing is not None:
+        tracing.close()
 
 
 def _exit_soon(loop: asyncio.AbstractEventLoop) -> None:

@@ -60,6 +60,7 @@ class Run:
         later_round: whether the request was admitted in an earlier round.
         client: the client of the request, for fair shares.
         max_wait_s: longest expected wait; None: the server's limit.
+        trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
     """
 
     number: int
@@ -70,6 +71,7 @@ class Run:
     later_round: bool = False
     client: str = ""
     max_wait_s: float | None = None
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ class _Run(msgspec.Struct, tag=_RUN, array_like=True, gc=False):
     later_round: bool
     client: str
     max_wait_s: float | None
+    trace: str
 
 
 class _Column(msgspec.Struct, array_like=True, gc=False):
@@ -181,6 +184,7 @@ def encode_run(run: Run) -> bytes:
         run.later_round,
         run.client,
         run.max_wait_s,
+        run.trace,
     ]
     return _encoder.encode(message)
 
@@ -243,6 +247,7 @@ def _run(decoded: _Run) -> Run:
         decoded.later_round,
         decoded.client,
         decoded.max_wait_s,
+        decoded.trace,
     )
 
 

@@ -101,6 +101,7 @@ class EngineLink(Channel):
         max_wait_s: float | None,
         accepted: bool,
         later_round: bool,
+        trace: str,
     ) -> Future[BatchResult]:
         """Send a request; see `core.Queue`."""
         if self._closed:
@@ -113,7 +114,7 @@ class EngineLink(Channel):
         future: Future[BatchResult] = Future()
         number = next(self._numbers)
         run = frames.Run(
-            number, deadline, model, accepted, encodings, later_round, client, max_wait_s
+            number, deadline, model, accepted, encodings, later_round, client, max_wait_s, trace
         )
         pending = _PendingRun(future, run, frames.encode_run(run))
         self.tokens += tokens
@@ -264,6 +265,7 @@ class RemoteQueue:
         max_wait_s: float | None = None,
         accepted: bool = False,
         later_round: bool = False,
+        trace: str = "",
     ) -> Future[BatchResult]:
         """Send a request to the running engine with the fewest tokens; see `core.Queue`.
 
@@ -282,6 +284,7 @@ class RemoteQueue:
             max_wait_s=max_wait_s,
             accepted=accepted,
             later_round=later_round,
+            trace=trace,
         )
 
     def expected_wait_s(self, client: str, *, unsubmitted: int = 0) -> float:  # noqa: ARG002

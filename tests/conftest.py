@@ -54,6 +54,7 @@ COMPUTING = {
         "packed_engine",
         "pieces",
         "probes",
+        "scaling_study",
         "schedules",
         "sentence",
         "site",

@@ -1,4 +1,4 @@
-"""The command line: ``cloze train | export | store | serve | ask | bench | doctor``.
+"""The command line: ``cloze train | export | store | serve | ask | bulk | bench | doctor``.
 
 Each command parses its options, calls one package and prints the result. A known error becomes one
 line on standard error.
@@ -15,6 +15,7 @@ import click
 
 from cloze.ask import ask
 from cloze.bench_command import bench
+from cloze.bulk_command import bulk
 from cloze.doctor import doctor
 from cloze.failing import fail
 from cloze.keys_command import keys
@@ -49,12 +50,14 @@ def cli() -> None:
 
     `cloze train` makes a checkpoint from text. `cloze export` makes a bundle from a checkpoint, in
     a model store. `cloze store` lists, verifies and removes bundles. `cloze serve` answers requests
-    from bundles over REST. `cloze ask` asks a server, or a model in this process. `cloze bench`
-    measures the server. `cloze doctor` prints what this machine can do.
+    from bundles over REST. `cloze ask` asks a server, or a model in this process. `cloze bulk` runs
+    a task on the texts of large files. `cloze bench` measures the server. `cloze doctor` prints
+    what this machine can do.
 
     Exit codes: 0 for success, 1 for an error, 2 for wrong arguments or a server that does not
-    start. Shell completion for bash: eval "$(_CLOZE_COMPLETE=bash_source cloze)"; zsh and fish have
-    zsh_source and fish_source.
+    start, 3 for results of `cloze bulk` that are complete, but in which rows have errors. Shell
+    completion for bash: eval "$(_CLOZE_COMPLETE=bash_source cloze)"; zsh and fish have zsh_source
+    and fish_source.
     """
 
 
@@ -200,6 +203,7 @@ def _print_exported(bundle: Bundle) -> None:
 
 cli.add_command(train)
 cli.add_command(ask)
+cli.add_command(bulk)
 cli.add_command(bench)
 cli.add_command(doctor)
 cli.add_command(keys)

@@ -48,6 +48,7 @@ to standard error.
 | 0 | success; for `cloze serve`, every accepted request was answered after SIGTERM |
 | 1 | an error, with one line; for `cloze serve`, an engine died |
 | 2 | wrong arguments, or a server that does not start |
+| 3 | for `cloze bulk`: all rows are written, and some have an error |
 
 Completion of commands and options, for bash; zsh and fish have `zsh_source` and `fish_source`:
 

@@ -383,6 +383,11 @@ class Manifest(BundleSpec):
         graphs = [self.graph, *(lower.graph for lower in self.lower_precisions())]
         return next((graph for graph in graphs if graph.precision is precision), None)
 
+    @property
+    def digest(self) -> str:
+        """The digest of the manifest, and through its hashes of all files of the bundle."""
+        return str(json.loads(self.to_bytes())["digest"])
+
     def to_bytes(self) -> bytes:
         """Return the manifest as JSON.
 

@@ -30,7 +30,7 @@ from cloze.service.http.page import docs_paths, part_handlers
 from cloze.service.http.starts import Starts
 from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics, ModelInfo, QueueState
-from cloze.service.pipeline import Models, Pipeline
+from cloze.service.pipeline import Models, Pipeline, task_limits
 from cloze.service.protocols import (
     PROTOCOLS,
     ApiLimits,
@@ -47,7 +47,7 @@ from cloze.service.served_models import (
     open_bundles,
 )
 from cloze.service.settings import Settings
-from cloze.service.tasks import TASKS, Task, TaskLimits
+from cloze.service.tasks import TASKS, Task
 from cloze.service.tracing import Tracing, make_tracing
 
 _JOIN_TIMEOUT_S = 5.0
@@ -176,7 +176,9 @@ class Service:
         self._process = process
         self._settings, self._registries = process.settings, process.registries
         self._draining = False
-        pipelines = [Pipeline(model, _task_limits(self._settings, model)) for model in models]
+        pipelines = [
+            Pipeline(model, task_limits(self._settings, model.bundle.manifest)) for model in models
+        ]
         tasks = self._registries.tasks.values()
         self.models = Models(pipelines, tasks, self._settings.default_models())
         self._context = self._protocol_context(process.callers)
@@ -400,15 +402,3 @@ class Service:
         deadline = time.monotonic() + _JOIN_TIMEOUT_S
         for pipeline in pipelines:
             pipeline.model.queue.close(max(0.0, deadline - time.monotonic()))
-
-
-def _task_limits(settings: Settings, model: ServedModel) -> TaskLimits:
-    return TaskLimits(
-        max_tokens=model.bundle.manifest.limits.max_tokens,
-        max_masks=settings.max_masks,
-        max_top_k=settings.max_top_k,
-        max_results=settings.max_request_results,
-        max_request_tokens=settings.max_request_tokens,
-        max_text_characters=settings.max_text_characters,
-        max_request_texts=settings.max_request_texts,
-    )

@@ -23,6 +23,7 @@ from cloze.service.core import (
     WrongTask,
 )
 from cloze.service.served_models import ServedModel
+from cloze.service.settings import Settings
 from cloze.service.tasks import Task, TaskCall, TaskContext, TaskLimits
 from cloze.service.tasks.task import TextUsage
 from cloze.service.tokenizer import Tokenizer
@@ -57,6 +58,19 @@ class TaskResult(NamedTuple):
     timings: Timings
     is_large: bool = False
     usage: Sequence[TextUsage] | None = None
+
+
+def task_limits(settings: Settings, manifest: Manifest) -> TaskLimits:
+    """Return the limits of a request to a model."""
+    return TaskLimits(
+        max_tokens=manifest.limits.max_tokens,
+        max_masks=settings.max_masks,
+        max_top_k=settings.max_top_k,
+        max_results=settings.max_request_results,
+        max_request_tokens=settings.max_request_tokens,
+        max_text_characters=settings.max_text_characters,
+        max_request_texts=settings.max_request_texts,
+    )
 
 
 async def _at_once() -> None:

@@ -68,7 +68,7 @@ def open_bundles(settings: Settings) -> list[Bundle]:
     """
     store = Store(settings.model_store)
     try:
-        names = settings.model or _in_default_order(store)
+        names = settings.model or in_default_order(store)
         if not names:
             raise StartupError(
                 f"the model store {settings.model_store} has no bundle; "
@@ -79,7 +79,7 @@ def open_bundles(settings: Settings) -> list[Bundle]:
         raise StartupError(str(error)) from error
 
 
-def _in_default_order(store: Store) -> tuple[str, ...]:
+def in_default_order(store: Store) -> tuple[str, ...]:
     """Return the names of all bundles: those of the package, then others, the oldest first.
 
     A name is as old as its lowest version, so a new version changes no default.

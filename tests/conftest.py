@@ -37,6 +37,7 @@ COMPUTING = {
     for name in (
         "admission_study",
         "audit",
+        "bulk",
         "checkpoint",
         "cli",
         "crafted_bundles",

@@ -2,18 +2,22 @@
 
 import itertools
 import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import httpx
 import jsonschema
 import pytest
 import yaml
 from kubernetes_validate import utils as kubernetes
 
+from cloze.bulk_command import bulk
 from cloze.service.settings import ENV_PREFIX, load_settings
 from tests.serving import Server
 
@@ -204,3 +208,78 @@ def test_the_prometheus_rule_has_the_rules() -> None:
     rule = yaml.safe_load((ROOT / "k8s/components/monitoring/prometheusrule.yaml").read_text())
     rules = yaml.safe_load((ROOT / "monitoring/rules.yml").read_text())
     assert rule["spec"] == rules
+
+
+# ---- a bulk run on Ray ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bulk_objects() -> list[Object]:
+    """The objects of k8s/bulk."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed (Debian's package kubernetes-client)")
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(ROOT / "k8s/bulk")], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    return list(yaml.safe_load_all(done.stdout))
+
+
+def ray_pods(job: Object) -> list[Object]:
+    """The specifications of the pods of a RayJob: of its head, and of its workers."""
+    cluster = job["spec"]["rayClusterSpec"]
+    groups = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    return [group["template"]["spec"] for group in groups]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_bulk_run_is_valid(bulk_objects: list[Object], version: str) -> None:
+    job = of_kind(bulk_objects, "RayJob")
+    jsonschema.validate(job, SCHEMAS["RayJob"])
+    claim = of_kind(bulk_objects, "PersistentVolumeClaim")
+    kubernetes.validate(claim, version, strict=True)
+    pods = ray_pods(job)
+    assert len(pods) == 2
+    for spec in pods:
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, "spec": spec}
+        kubernetes.validate(pod, version, strict=True)
+        (container,) = spec["containers"]
+        assert container["image"] == "registry.example/cloze:bulk"
+        (volume,), (mount,) = spec["volumes"], container["volumeMounts"]
+        assert volume["name"] == mount["name"]
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"], "the workers of all machines write"
+
+
+def test_a_wrong_ray_job_is_refused(bulk_objects: list[Object]) -> None:
+    job = json.loads(json.dumps(of_kind(bulk_objects, "RayJob")))
+    job["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["replica"] = 2
+    with pytest.raises(jsonschema.ValidationError, match="replica"):
+        jsonschema.validate(job, SCHEMAS["RayJob"])
+
+
+def test_the_bulk_run_s_command_is_one(bulk_objects: list[Object]) -> None:
+    """The command takes its arguments, reads and writes the volume, and its workers have room."""
+    spec = of_kind(bulk_objects, "RayJob")["spec"]
+    shell, flag, script = shlex.split(spec["entrypoint"])
+    assert (shell, flag) == ("sh", "-c")
+    name, group, task, *arguments = shlex.split(script.split("||")[0])
+    assert (name, group) == ("cloze", "bulk")
+    command = bulk.commands[task]
+    values = command.make_context(task, arguments).params
+    assert values["on_ray"]
+    cluster = spec["rayClusterSpec"]
+    _, *workers = ray_pods({"spec": spec})
+    (container,) = workers[0]["containers"]
+    mount = Path(container["volumeMounts"][0]["mountPath"])
+    for path in (*values["paths"], values["output"]):
+        assert path.is_relative_to(mount)
+    cores = int(container["resources"]["limits"]["cpu"])
+    room = cluster["workerGroupSpecs"][0]["minReplicas"] * (cores // values["ray_worker_cpus"])
+    assert values["ray_workers"] == room
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
+    pinned = re.search(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    assert cluster["rayVersion"] == pinned[1]
+    with pytest.raises(click.NoSuchOption):
+        command.make_context(task, [*arguments, "--ray-actors", "3"])

@@ -1,0 +1,69 @@
+"""Chooses the bundle of a run, as a server with the same settings does."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+
+from cloze.bulk.errors import BulkError
+from cloze.bulk.tasks import BulkTask
+from cloze.model_sources import SourceError, bundles_to_serve
+from cloze.model_store import Bundle, Store, StoreError
+from cloze.service.core import ServiceError, StartupError
+from cloze.service.pipeline import task_limits
+from cloze.service.served_models import in_default_order
+from cloze.service.settings import Settings
+from cloze.service.tasks import TaskCall, TaskContext
+from cloze.service.tokenizer import Tokenizer
+
+
+def choose_bundle(settings: Settings, task: BulkTask, report: Callable[[str], None]) -> Bundle:
+    """Return the bundle of the setting `model`, or else the default of the task.
+
+    Args:
+        settings: the settings; `model` may name a bundle, a directory or a repository.
+        task: the task.
+        report: receives progress messages of an export.
+
+    Raises:
+        BulkError: there is no such model, or it lacks the task.
+    """
+    store, name = Store(settings.model_store), task.task.name
+    try:
+        references = bundles_to_serve(settings, report) or in_default_order(store)
+        if (default := settings.default_models().get(name)) is not None:
+            references = (default, *references)
+        manifests = [store.manifest(reference) for reference in references]
+        serving = [manifest for manifest in manifests if task.task.is_served_by(manifest)]
+        if not manifests:
+            raise BulkError(f"the model store {settings.model_store} has no bundle")
+        if not serving and len(manifests) == 1:
+            tasks = ", ".join(manifests[0].tasks)
+            raise BulkError(f"model {references[0]} cannot do {name}; it does {tasks}")
+        if not serving:
+            raise BulkError(f"no model in {settings.model_store} can do {name}")
+        return store.open(serving[0].reference)
+    except (StoreError, SourceError) as error:
+        raise BulkError(str(error)) from None
+
+
+def check_parameters(
+    settings: Settings, bundle: Bundle, task: BulkTask, parameters: dict[str, Any]
+) -> None:
+    """Check the parameters of a task once, rather than with every row.
+
+    Raises:
+        BulkError: a parameter is wrong for the task or for the model.
+    """
+    try:
+        context = TaskContext(
+            bundle.manifest, Tokenizer(bundle), task_limits(settings, bundle.manifest)
+        )
+        checked = task.task.parameters(**parameters)
+        task.task.prepare(TaskCall([task.probe(context)], checked), context)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = ".".join(map(str, problem["loc"]))
+        raise BulkError(f"{name}: {problem['msg'].lower()}") from None
+    except (ServiceError, StartupError) as error:
+        raise BulkError(str(error)) from None

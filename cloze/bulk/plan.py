@@ -1,0 +1,94 @@
+"""The plan of a run: the input files, their columns, and the shards of rows."""
+
+import base64
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any, Self
+
+import pyarrow as pa
+
+
+class FileFormat(StrEnum):
+    """A format of input or output files."""
+
+    PARQUET = "parquet"
+    JSONL = "jsonl"
+    CSV = "csv"
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """An input file, as it was when the run was planned.
+
+    Attributes:
+        path: the absolute path.
+        size: its size in bytes.
+        mtime_ns: time of its last change.
+    """
+
+    path: str
+    size: int
+    mtime_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Neighbouring rows of one input file, whose results are one output file.
+
+    Attributes:
+        number: index of the shard in its run.
+        file: index of the input file.
+        first_row: index of the first row in the file.
+        rows: number of rows.
+        start: first byte of the rows in a text file; 0 for Parquet.
+        end: byte after the rows in a text file; 0 for Parquet.
+    """
+
+    number: int
+    file: int
+    first_row: int
+    rows: int
+    start: int = 0
+    end: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The input of a run, divided into shards.
+
+    Attributes:
+        format: the format of all input files.
+        files: the input files, in order.
+        schema: the columns of the input.
+        shards: the shards, in the order of the rows.
+    """
+
+    format: FileFormat
+    files: tuple[InputFile, ...]
+    schema: pa.Schema
+    shards: tuple[Shard, ...]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of the input."""
+        return sum(shard.rows for shard in self.shards)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the plan as JSON values."""
+        return {
+            "format": str(self.format),
+            "files": [asdict(file) for file in self.files],
+            "schema": base64.b64encode(self.schema.serialize()).decode(),
+            "shards": [[s.file, s.first_row, s.rows, s.start, s.end] for s in self.shards],
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """Return the plan that `to_json` wrote."""
+        schema = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(values["schema"])))
+        return cls(
+            FileFormat(values["format"]),
+            tuple(InputFile(**file) for file in values["files"]),
+            schema,
+            tuple(Shard(number, *shard) for number, shard in enumerate(values["shards"])),
+        )

@@ -1,0 +1,221 @@
+"""The output folder of a run: which results it is for, and which shards are complete.
+
+    <output>/_manifest.json         the run: its inputs, its model, its options, and its shards
+    <output>/_reports/00000.json    the report of shard 0
+    <output>/part-00000.parquet     the results of shard 0, complete
+    <output>/_part-00000-<random>   results that are not complete, which no reader opens
+
+A complete file gets its name by one ``rename``. Readers of folders, such as Arrow and Spark, leave
+out names that begin with an underscore.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cloze.bulk.errors import BulkError
+from cloze.bulk.plan import FileFormat, Plan, Shard
+
+_MANIFEST = "_manifest.json"
+_REPORTS = "_reports"
+_UNFINISHED = "_part-"
+
+
+@dataclass(frozen=True, slots=True)
+class ShardReport:
+    """What became of the rows of a shard.
+
+    Attributes:
+        shard: index of the shard.
+        rows: number of rows.
+        errors: number of rows that have an error instead of a result.
+        truncated: number of rows whose text was cut.
+        tokens: number of tokens that the engine ran.
+        precision: precision of the engine's graph.
+        first_error: the first error with its row; "" without errors.
+    """
+
+    shard: int
+    rows: int
+    errors: int
+    truncated: int
+    tokens: int
+    precision: str
+    first_error: str = ""
+
+
+class RunFolder:
+    """The output folder of a run.
+
+    Args:
+        path: the folder.
+        file_format: the format of the results.
+    """
+
+    def __init__(self, path: Path, file_format: FileFormat) -> None:
+        self.path, self._format = path, file_format
+
+    def result(self, shard: Shard) -> Path:
+        """Return the file of a shard's results."""
+        return self.path / f"part-{shard.number:05d}.{self._format}"
+
+    def is_complete(self, shard: Shard) -> bool:
+        """Return whether a shard has its results."""
+        return self.result(shard).exists()
+
+    def unfinished(self, shard: Shard) -> Path:
+        """Return a new name for results that are not complete."""
+        return self.path / f"{_UNFINISHED}{shard.number:05d}-{secrets.token_hex(8)}"
+
+    def complete(self, unfinished: Path, shard: Shard, report: ShardReport) -> None:
+        """Give the results of a shard their name, after its report."""
+        _write_synced(self._report(shard.number), json.dumps(asdict(report)))
+        _sync(unfinished)
+        unfinished.replace(self.result(shard))
+        _sync(self.path)
+
+    def report(self, shard: Shard) -> ShardReport:
+        """Return the report of a complete shard.
+
+        Raises:
+            BulkError: the report was removed or changed.
+        """
+        file = self._report(shard.number)
+        try:
+            return ShardReport(**json.loads(file.read_text()))
+        except (OSError, ValueError, TypeError):
+            raise BulkError(f"{file} is missing or damaged; remove {self.result(shard)}") from None
+
+    def _report(self, number: int) -> Path:
+        return self.path / _REPORTS / f"{number:05d}.json"
+
+    def recorded_plan(self) -> Plan | None:
+        """Return the plan of the run that the folder is for; None if there is none yet."""
+        recorded = self._recorded()
+        return Plan.from_json(recorded["plan"]) if recorded else None
+
+    def _recorded(self) -> dict[str, Any] | None:
+        file = self.path / _MANIFEST
+        try:
+            values: dict[str, Any] = json.loads(file.read_text())
+            values["identity"], values["plan"]["shards"]
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BulkError(f"{file} is damaged ({error}); give another --output") from None
+        return values
+
+    def begin(self, identity: dict[str, Any], plan: Plan) -> None:
+        """Assign the locked folder to a run, or check that the folder belongs to this run.
+
+        A folder without results may be assigned to another run.
+
+        Args:
+            identity: what a resumed run must have in common with this one.
+            plan: the plan of the run.
+
+        Raises:
+            BulkError: the folder cannot be written, or belongs to another run.
+        """
+        try:
+            for file in self.path.glob(f"{_UNFINISHED}*"):
+                file.unlink(missing_ok=True)
+            recorded = self._recorded()
+            if recorded is not None and any(self.path.glob("part-*")):
+                _check_identity(self.path, recorded["identity"], identity)
+                return
+            values = {"identity": identity, "plan": plan.to_json()}
+            _write_synced(self.path / _MANIFEST, json.dumps(values))
+        except OSError as error:
+            raise BulkError(f"cannot write to {self.path}: {error.strerror}") from None
+
+    def check_content(self) -> None:
+        """Check that the folder is new, empty, or of a run.
+
+        Raises:
+            BulkError: it has other content.
+        """
+        if self.path.exists() and not self.path.is_dir():
+            raise BulkError(f"{self.path} is a file; --output is a folder")
+        has_content = self.path.is_dir() and any(
+            file.name != _REPORTS for file in self.path.iterdir()
+        )
+        if has_content and self._recorded() is None:
+            raise BulkError(
+                f"{self.path} has other content, and no {_MANIFEST}; give another --output"
+            )
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Make the folder, and keep other runs out of it.
+
+        Raises:
+            BulkError: the folder cannot be made, or another run writes to it.
+        """
+        try:
+            (self.path / _REPORTS).mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise BulkError(f"cannot write to {self.path}: {error.strerror}") from None
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise BulkError(f"another run writes to {self.path}") from None
+        except OSError:  # a file system without locks
+            pass
+        try:
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _check_identity(folder: Path, recorded: dict[str, Any], identity: dict[str, Any]) -> None:
+    # Through JSON, because tuples become lists there.
+    identity = json.loads(json.dumps(identity))
+    for name, value in identity.items():
+        if recorded.get(name) != value:
+            was, now = _shown(name, recorded.get(name), value)
+            raise BulkError(
+                f"{folder} has results of another run: its {name} was {was}, and is now {now}; "
+                "give another --output, or the same arguments"
+            )
+
+
+def _shown(name: str, recorded: Any, value: Any) -> tuple[str, str]:
+    """Return what differs between two values of an identity."""
+    if name != "inputs":
+        return json.dumps(recorded), json.dumps(value)
+    before, now = ({tuple(file) for file in files} for files in (recorded, value))
+    return _files(before - now), _files(now - before)
+
+
+def _files(files: set[tuple[Any, ...]]) -> str:
+    if not files:
+        return "without it"
+    path, size, mtime_ns = min(files)
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    return f"{path} ({size} bytes, changed at {mtime_ns / 1e9:.6f}){more}"
+
+
+def _write_synced(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    unfinished = file.with_name(f"{file.name}.{secrets.token_hex(8)}")
+    unfinished.write_text(text)
+    _sync(unfinished)
+    unfinished.replace(file)
+
+
+def _sync(path: Path) -> None:
+    """Write a file or a folder to the disk, so that a rename never precedes its content."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,94 @@
+"""The summary of a run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cloze.bulk.job import BulkJob
+from cloze.bulk.run_folder import ShardReport
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a run has done.
+
+    Attributes:
+        output: the folder of the results.
+        model: full name of the bundle.
+        precisions: precisions of the graphs that ran.
+        rows: rows of the input, which are the rows of the output.
+        errors: rows that have an error instead of a result.
+        truncated: rows whose text was cut.
+        files: number of files with results.
+        resumed_files: how many of them an earlier run had completed.
+        seconds: time of this run, in which the model was opened.
+        texts_per_s: answered rows of this run per second.
+        tokens_per_s: tokens of this run per second.
+        first_error: the file of the first row with an error, the row and the error.
+    """
+
+    output: str
+    model: str
+    precisions: list[str]
+    rows: int
+    errors: int
+    truncated: int
+    files: int
+    resumed_files: int
+    seconds: float
+    texts_per_s: float
+    tokens_per_s: float
+    first_error: str
+
+    def lines(self) -> list[str]:
+        """Return the summary for a person."""
+        resumed = f", {self.resumed_files} of them from an earlier run" * bool(self.resumed_files)
+        speed = f"{self.texts_per_s:,.0f} texts/s, {self.tokens_per_s:,.0f} tokens/s"
+        return [
+            f"{self.rows:,} rows in {self.files} files in {self.output}{resumed}",
+            f"{self.errors:,} rows with an error, {self.truncated:,} texts cut",
+            f"{speed} in {self.seconds:.1f} s; {self.model}, {', '.join(self.precisions)}",
+        ]
+
+
+def summarize(
+    job: BulkJob,
+    earlier: Sequence[ShardReport],
+    reports: Sequence[ShardReport],
+    seconds: float,
+) -> Summary:
+    """Return the summary of a run.
+
+    Args:
+        job: the job.
+        earlier: reports of the shards that an earlier run had completed.
+        reports: reports of the shards of this run.
+        seconds: time of this run, in which the model was opened.
+    """
+    both = sorted([*earlier, *reports], key=lambda report: report.shard)
+    answered = sum(report.rows - report.errors for report in reports)
+    per_s = 1 / max(seconds, 1e-9)
+    return Summary(
+        output=str(job.output),
+        model=job.model,
+        precisions=sorted({report.precision for report in both}),
+        rows=sum(report.rows for report in both),
+        errors=sum(report.errors for report in both),
+        truncated=sum(report.truncated for report in both),
+        files=len(both),
+        resumed_files=len(earlier),
+        seconds=round(seconds, 3),
+        texts_per_s=round(answered * per_s, 1),
+        tokens_per_s=round(sum(report.tokens for report in reports) * per_s, 1),
+        first_error=next((_located(job, r) for r in both if r.first_error), ""),
+    )
+
+
+def _located(job: BulkJob, report: ShardReport) -> str:
+    file = job.plan.files[job.plan.shards[report.shard].file].path
+    return f"{file}, {report.first_error}"
+
+
+def as_values(summary: Summary) -> dict[str, Any]:
+    """Return a summary as JSON values."""
+    return {name: getattr(summary, name) for name in Summary.__dataclass_fields__}

@@ -1,0 +1,120 @@
+"""The tasks of bulk runs: which columns they read, and which column they write."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pyarrow as pa
+
+from cloze.service.tasks import TASKS, Task, TaskContext
+from cloze.service.tasks.answer_spans import QaAnswer
+from cloze.service.tasks.fill_tokens import Prediction
+from cloze.service.tasks.qa import QaPair
+from cloze.service.tasks.text_classification import LabelScore
+
+
+@dataclass(frozen=True, slots=True)
+class BulkTask:
+    """A task of bulk runs.
+
+    Attributes:
+        task: the task of the service.
+        inputs: names of the parts of an input.
+        result: name of the result column.
+        type: type of the result column.
+        to_input: texts of a row -> an input of the task.
+        to_values: result of a list of inputs -> one value per input, for the result column.
+        probe: context -> an input that every model answers, to check the parameters.
+    """
+
+    task: Task
+    inputs: tuple[str, ...]
+    result: str
+    type: pa.DataType
+    to_input: Callable[[Sequence[str]], Any]
+    to_values: Callable[[Any], list[Any]]
+    probe: Callable[[TaskContext], Any]
+
+
+def _first(texts: Sequence[str]) -> str:
+    return texts[0]
+
+
+def _pair(texts: Sequence[str]) -> QaPair:
+    return QaPair(question=texts[0], context=texts[1])
+
+
+def _masks(results: list[list[Any]]) -> list[Any]:
+    """Return one list of predictions per mask, also for texts with one mask."""
+    per_text = [[r] if r and isinstance(r[0], Prediction) else r for r in results]
+    return [[[_prediction(p) for p in mask] for mask in masks] for masks in per_text]
+
+
+def _prediction(p: Prediction) -> dict[str, Any]:
+    return {"score": p.score, "token": p.token, "token_str": p.token_str, "sequence": p.sequence}
+
+
+def _labels(results: list[list[LabelScore]]) -> list[Any]:
+    return [[{"label": s.label, "score": s.score} for s in labels] for labels in results]
+
+
+def _answers(results: list[Any]) -> list[Any]:
+    per_question = [[r] if isinstance(r, QaAnswer) else r for r in results]
+    return [
+        [{"answer": a.answer, "score": a.score, "start": a.start, "end": a.end} for a in answers]
+        for answers in per_question
+    ]
+
+
+_PREDICTION: Final = pa.struct(
+    {
+        "score": pa.float64(),
+        "token": pa.int32(),
+        "token_str": pa.string(),
+        "sequence": pa.string(),
+    }
+)
+_ANSWER: Final = pa.struct(
+    {"answer": pa.string(), "score": pa.float64(), "start": pa.int32(), "end": pa.int32()}
+)
+_LABEL: Final = pa.struct({"label": pa.string(), "score": pa.float64()})
+
+BULK_TASKS: Final[dict[str, BulkTask]] = {
+    "embed": BulkTask(
+        TASKS["embed"],
+        ("text",),
+        "embedding",
+        pa.list_(pa.float32()),
+        _first,
+        list,
+        lambda _: "a",
+    ),
+    "fill-mask": BulkTask(
+        TASKS["fill-mask"],
+        ("text",),
+        "predictions",
+        pa.list_(pa.list_(_PREDICTION)),
+        _first,
+        _masks,
+        lambda context: context.tokenizer.mask_token,
+    ),
+    "classify": BulkTask(
+        TASKS["text-classification"],
+        ("text",),
+        "labels",
+        pa.list_(_LABEL),
+        _first,
+        _labels,
+        lambda _: "a",
+    ),
+    "qa": BulkTask(
+        TASKS["qa"],
+        ("question", "context"),
+        "answers",
+        pa.list_(_ANSWER),
+        _pair,
+        _answers,
+        lambda _: QaPair(question="a", context="a"),
+    ),
+}
+"""The tasks by the names of their commands."""

@@ -1,0 +1,206 @@
+"""Rows of JSONL and CSV files, with the bytes where they begin.
+
+One pass over a file finds the bytes of each shard and the types of the columns. The parser of the
+pass is the parser that reads a shard, so both see the same rows.
+"""
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import orjson
+import pyarrow as pa
+
+from cloze.bulk.chunks import ReadRow, json_field
+from cloze.bulk.errors import BulkError
+from cloze.bulk.plan import FileFormat
+
+MAX_LINE_BYTES = 64 * 2**20
+"""Longest line of a file; a longer one is more likely not a text file."""
+
+_MAX_COLUMNS = 1000
+
+_MAX_INT64 = 2**63
+
+_BOM = b"\xef\xbb\xbf"
+
+
+class Range(NamedTuple):
+    """Some rows of a text file: their number, their first byte, and the byte after them."""
+
+    rows: int
+    start: int
+    end: int
+
+
+class _Lines:
+    """The lines of a file from one byte to another.
+
+    Attributes:
+        position: the byte after the last line that was read.
+    """
+
+    def __init__(self, stream: BinaryIO, path: Path, start: int, end: int | None) -> None:
+        self._stream, self._path, self._end = stream, path, end
+        self.position = start
+        stream.seek(start)
+        if start == 0 and stream.read(len(_BOM)) == _BOM:
+            self.position = len(_BOM)
+        stream.seek(self.position)
+
+    def __iter__(self) -> Iterator[bytes]:
+        while self._end is None or self.position < self._end:
+            line = self._stream.readline(MAX_LINE_BYTES)
+            if not line:
+                return
+            if len(line) == MAX_LINE_BYTES:
+                raise BulkError(
+                    f"{self._path} has a line of more than {MAX_LINE_BYTES >> 20} MiB after byte "
+                    f"{self.position}"
+                )
+            self.position += len(line)
+            yield line
+
+    def texts(self) -> Iterator[str]:
+        """Yield the lines as texts; bytes that are not UTF-8 become surrogates."""
+        for line in self:
+            yield line.decode(errors="surrogateescape")
+
+
+class ColumnTypes:
+    """Collects the columns of JSON objects with the types of their values."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, set[type | None]] = {}
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Note the values of a row."""
+        for name, value in row.items():
+            kind = (
+                None
+                if type(value) is int and not -_MAX_INT64 <= value < _MAX_INT64
+                else type(value)
+            )
+            self._kinds.setdefault(name, set()).add(kind)
+        if len(self._kinds) > _MAX_COLUMNS:
+            raise BulkError(f"the rows have more than {_MAX_COLUMNS} different keys; the limit")
+
+    def schema(self) -> pa.Schema:
+        """Return the columns, in the order of their first use."""
+        return pa.schema([_field(name, kinds) for name, kinds in self._kinds.items()])
+
+
+def _field(name: str, kinds: set[type | None]) -> pa.Field:
+    for types, arrow in (
+        ({str}, pa.string()),
+        ({bool}, pa.bool_()),
+        ({int}, pa.int64()),
+        ({int, float}, pa.float64()),
+    ):
+        if kinds <= types | {type(None)}:
+            return pa.field(name, arrow)
+    return json_field(name)
+
+
+def scan(
+    path: Path, file_format: FileFormat, shard_rows: int, types: ColumnTypes
+) -> tuple[list[Range], list[str] | None]:
+    """Return the bytes of each shard of a file.
+
+    Args:
+        path: the file.
+        file_format: JSONL or CSV.
+        shard_rows: most rows per shard.
+        types: receives the columns of a JSONL file.
+
+    Returns:
+        The shards, and the columns of a CSV file in order.
+
+    Raises:
+        BulkError: the file cannot be divided into rows.
+        OSError: the file cannot be read.
+    """
+    shards: list[Range] = []
+    with path.open("rb") as stream:
+        lines = _Lines(stream, path, 0, None)
+        header = None
+        if file_format is FileFormat.CSV:
+            header = _header(path, lines)
+            rows = _csv_rows(path, lines, header)
+        else:
+            rows = _jsonl_rows(lines)
+        start, count = lines.position, 0
+        for row, _ in rows:
+            if row is not None and header is None:
+                types.add(row)
+            count += 1
+            if count == shard_rows:
+                shards.append(Range(count, start, lines.position))
+                start, count = lines.position, 0
+        if count:
+            shards.append(Range(count, start, lines.position))
+    return shards, header
+
+
+def read(path: Path, file_format: FileFormat, place: Range, header: list[str]) -> Iterator[ReadRow]:
+    """Yield the rows of a shard.
+
+    Args:
+        path: the file.
+        file_format: JSONL or CSV.
+        place: the bytes of the shard.
+        header: the columns of a CSV file.
+    """
+    with path.open("rb") as stream:
+        lines = _Lines(stream, path, place.start, place.end)
+        if file_format is FileFormat.CSV:
+            yield from _csv_rows(path, lines, header)
+        else:
+            yield from _jsonl_rows(lines)
+
+
+def _jsonl_rows(lines: _Lines) -> Iterator[ReadRow]:
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            yield None, f"the line is not JSON: {error.msg}"
+            continue
+        if isinstance(row, dict):
+            yield row, None
+        else:
+            yield None, "the line is not a JSON object"
+
+
+def _header(path: Path, lines: _Lines) -> list[str]:
+    csv.field_size_limit(MAX_LINE_BYTES)
+    header = next(_records(path, lines), [])
+    if not header:
+        raise BulkError(f"{path} has no line with the names of the columns")
+    doubled = sorted({name for name in header if header.count(name) > 1})
+    if doubled:
+        raise BulkError(f"{path} has two columns named {doubled[0]!a}")
+    return header
+
+
+def _csv_rows(path: Path, lines: _Lines, header: list[str]) -> Iterator[ReadRow]:
+    csv.field_size_limit(MAX_LINE_BYTES)
+    for record in _records(path, lines):
+        error = None
+        if len(record) != len(header):
+            error = f"the row has {len(record)} fields, and the header has {len(header)}"
+        yield dict(zip(header, record, strict=False)), error
+
+
+def _records(path: Path, lines: _Lines) -> Iterator[list[str]]:
+    """Yield the records that are not empty; a record may have several lines."""
+    reader = csv.reader(lines.texts(), strict=True)
+    try:
+        yield from filter(None, reader)
+    except csv.Error as error:
+        raise BulkError(
+            f"{path} is not a CSV file: before byte {lines.position}, {error}"
+        ) from None

@@ -1,0 +1,265 @@
+"""The worker of a bulk run: turns shards of rows into files of results, through the pipeline.
+
+The local run and each worker of a Ray cluster use this module.
+"""
+
+import asyncio
+import math
+import re
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from cloze.bulk.chunks import Chunk
+from cloze.bulk.errors import BulkError
+from cloze.bulk.job import BulkJob
+from cloze.bulk.plan import Shard
+from cloze.bulk.run_folder import RunFolder, ShardReport
+from cloze.bulk.sources import ShardReader
+from cloze.bulk.writers import RowResult, ShardWriter, open_writer
+from cloze.model_store import Store, StoreError
+from cloze.service.core import EngineFailed, RequestError, RequestTerms, ServiceError, StartupError
+from cloze.service.pipeline import Pipeline, task_limits
+from cloze.service.served_models import EngineCallbacks, LocalModels
+from cloze.service.tasks import TaskCall
+
+_REQUEST_ROWS = 64
+"""Most rows per request to the pipeline. A request with a wrong row runs again row by row."""
+
+_REQUEST_CHARACTERS = 65_536
+"""Most characters per request of several rows."""
+
+_CHUNKS_IN_FLIGHT = 16
+"""Most chunks of a shard that are read and not written: enough texts for batches of one length."""
+
+_CHARACTERS_IN_FLIGHT = 4 * 2**20
+"""Most characters of several chunks that are read and not written, for the memory."""
+
+_TERMS = RequestTerms(deadline=math.inf)
+
+Progress = Callable[[int], None]
+"""Called with a number of rows that have been written."""
+
+
+class BulkWorker:
+    """Turns shards into files of results with one engine.
+
+    Args:
+        job: the job.
+        on_rows: called after rows have been written.
+
+    Raises:
+        BulkError: the model cannot be opened, or is not the one of the job.
+    """
+
+    def __init__(self, job: BulkJob, on_rows: Progress = lambda _: None) -> None:
+        self._job, self._on_rows = job, on_rows
+        self._folder = RunFolder(job.output, job.options.format)
+        self._pipeline = _open_pipeline(job)
+        task = job.options.task
+        self._task = task
+        # The usage has the tokens of each row.
+        parameters: dict[str, Any] = {**job.options.parameters, "return_usage": True}
+        self._parameters = task.task.parameters(**parameters)
+        self._reader = ShardReader(job.plan, job.options.columns, job.kept)
+        self._reading = asyncio.Lock()
+
+    def close(self) -> None:
+        """End the threads of the engine."""
+        self._pipeline.model.queue.close()
+
+    async def write_shard(self, shard: Shard) -> ShardReport:
+        """Write the results of a shard, unless they are complete.
+
+        Calls may run at once: the second one reads while the first one waits for its last results.
+
+        Returns:
+            The report of the shard.
+
+        Raises:
+            BulkError: the input cannot be read, the output cannot be written, or the engine is
+                dead.
+        """
+        if self._folder.is_complete(shard):
+            return self._folder.report(shard)
+        unfinished = self._folder.unfinished(shard)
+        try:
+            writer = open_writer(unfinished, self._job.options.format, self._job.schema)
+            totals = _Totals(shard)
+            try:
+                await self._write_rows(shard, writer, totals)
+            finally:
+                await asyncio.to_thread(writer.close)
+            report = totals.report(str(self._pipeline.model.precision()))
+            await asyncio.to_thread(self._folder.complete, unfinished, shard, report)
+            return report
+        except OSError as error:
+            raise BulkError(
+                f"cannot write to {self._folder.path}: {error.strerror or error}"
+            ) from None
+        finally:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+
+    async def _write_rows(self, shard: Shard, writer: ShardWriter, totals: "_Totals") -> None:
+        """Read, answer and write the rows of a shard, in order."""
+        pending: deque[tuple[Chunk, asyncio.Task[list[RowResult]]]] = deque()
+        in_flight = 0
+
+        async def write_first() -> int:
+            chunk, answers = pending[0]
+            results = await answers
+            pending.popleft()
+            await asyncio.to_thread(writer.write, chunk, results)
+            totals.add(results)
+            self._on_rows(len(chunk))
+            return chunk.characters
+
+        chunks = self._reader.read(shard)
+        try:
+            async with self._reading:
+                while (chunk := await asyncio.to_thread(next, chunks, None)) is not None:
+                    in_flight += chunk.characters
+                    while pending and (
+                        len(pending) >= _CHUNKS_IN_FLIGHT or in_flight > _CHARACTERS_IN_FLIGHT
+                    ):
+                        in_flight -= await write_first()
+                    answers = asyncio.create_task(self._answer(chunk, totals))
+                    pending.append((chunk, answers))
+            while pending:
+                await write_first()
+        finally:
+            for _, answers in pending:
+                answers.cancel()
+            await asyncio.gather(*(answers for _, answers in pending), return_exceptions=True)
+
+    async def _answer(self, chunk: Chunk, totals: "_Totals") -> list[RowResult]:
+        """Return the results of a chunk, in the order of its rows."""
+        results: list[RowResult | None] = [None] * len(chunk)
+        rows: list[int] = []
+        for index, (texts, error) in enumerate(zip(chunk.inputs, chunk.errors, strict=True)):
+            problem = error or _problem(texts, self._job.options.columns)
+            if problem is None:
+                rows.append(index)
+            else:
+                results[index] = RowResult(None, None, None, problem)
+
+        async def answer(indices: Sequence[int]) -> None:
+            texts: list[Any] = [chunk.inputs[index] for index in indices]
+            answered = await self._answer_rows(texts, totals)
+            for index, result in zip(indices, answered, strict=True):
+                results[index] = result
+
+        await asyncio.gather(*(answer(indices) for indices in _requests(rows, chunk)))
+        return [result for result in results if result is not None]
+
+    async def _answer_rows(
+        self, texts: Sequence[Sequence[str]], totals: "_Totals"
+    ) -> list[RowResult]:
+        """Return the results of rows that are one request, or one each if a row is wrong."""
+        call = TaskCall([self._task.to_input(row) for row in texts], self._parameters)
+        size = sum(len(text) for row in texts for text in row)
+        try:
+            result = await self._pipeline.run(self._task.task, call, size=size, terms=_TERMS)
+        except (RequestError, EngineFailed) as error:
+            if len(texts) > 1:
+                singles = await asyncio.gather(*(self._answer_rows([row], totals) for row in texts))
+                return [answer for single in singles for answer in single]
+            message = _with_columns(str(error), self._job.options.columns)
+            return [RowResult(None, None, None, message)]
+        except ServiceError as error:
+            raise BulkError(f"{error}; run the command again to continue") from None
+        totals.tokens += result.tokens
+        assert result.usage is not None
+        values = self._task.to_values(result.value)
+        return [
+            RowResult(value, usage.used, usage.used < usage.tokens, None)
+            for value, usage in zip(values, result.usage, strict=True)
+        ]
+
+
+class _Totals:
+    """Counts the results of a shard."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+        self._rows = self._errors = self._truncated = 0
+        self._first_error = ""
+        self.tokens = 0
+
+    def add(self, results: Sequence[RowResult]) -> None:
+        for result in results:
+            if result.error is not None:
+                if not self._errors:
+                    row = self._shard.first_row + self._rows + 1
+                    self._first_error = f"row {row}: {result.error}"
+                self._errors += 1
+            self._truncated += bool(result.truncated)
+            self._rows += 1
+
+    def report(self, precision: str) -> ShardReport:
+        return ShardReport(
+            self._shard.number,
+            self._rows,
+            self._errors,
+            self._truncated,
+            self.tokens,
+            precision,
+            self._first_error,
+        )
+
+
+def _open_pipeline(job: BulkJob) -> Pipeline:
+    try:
+        bundle = Store(job.settings.model_store).open(job.model)
+        if bundle.manifest.digest != job.digest:
+            raise BulkError(f"the bundle {job.model} is not the one that the run began with")
+        opener = LocalModels(job.settings, EngineCallbacks(lambda _, __: None))
+        [model] = opener.open([bundle])
+        return Pipeline(model, task_limits(job.settings, bundle.manifest))
+    except (StoreError, StartupError) as error:
+        raise BulkError(str(error)) from None
+
+
+def _problem(texts: Sequence[object], columns: Sequence[str]) -> str | None:
+    """Return why a row cannot be answered, as far as that shows without the model."""
+    for text, column in zip(texts, columns, strict=True):
+        if text is None:
+            return f"{column} is missing"
+        if isinstance(text, bytes):
+            return f"{column} is not UTF-8"
+        if not isinstance(text, str):
+            return f"{column} is not a string"
+        if not text:
+            return f"{column} is empty"
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return f"{column} is not UTF-8"
+    return None
+
+
+def _requests(rows: Sequence[int], chunk: Chunk) -> list[list[int]]:
+    """Divide rows of a chunk into requests."""
+    requests: list[list[int]] = []
+    room = 0
+    for index in rows:
+        characters = sum(len(str(text)) for text in chunk.inputs[index])
+        if not requests or len(requests[-1]) == _REQUEST_ROWS or characters > room:
+            requests.append([])
+            room = _REQUEST_CHARACTERS
+        requests[-1].append(index)
+        room -= characters
+    return requests
+
+
+def _with_columns(message: str, columns: Sequence[str]) -> str:
+    """Return an error of the pipeline with the names of the columns."""
+    named = dict(zip((".question", ".context"), columns, strict=False))
+    whole = columns[0] if len(columns) == 1 else "the row"
+
+    def replaced(match: re.Match[str]) -> str:
+        return named.get(match[1], whole)
+
+    return re.sub(r"\binputs(?:\[\d+\])?(\.\w+)?", replaced, message)

@@ -1,0 +1,304 @@
+"""``cloze bulk``: results for the texts of large files, without a server."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from cloze.failing import fail
+from cloze.model_store.installation import install_command
+from cloze.options import json_option, store_option
+
+if TYPE_CHECKING:
+    from cloze.bulk.run import RunShards, Watcher
+    from cloze.bulk.summary import Summary
+
+F = TypeVar("F", bound=Callable[..., None])
+
+ROWS_WITH_ERRORS = 3
+"""Exit code of a run whose results are complete, but have rows with an error."""
+
+
+@click.group()
+def bulk() -> None:
+    """Run a task on the texts of large files, without a server.
+
+    Each row of the input is one row of the output, which has the input's columns and those of the
+    results. A row whose text is missing or wrong has the reason in the column `error`. A run that
+    was ended continues with the same command.
+
+    Exit codes: 0 if every row has a result, 1 for an error, 2 for wrong arguments, and 3 if all
+    rows are written, but some have an error.
+    """
+
+
+_INPUT = [
+    click.argument(
+        "paths",
+        metavar="INPUT...",
+        nargs=-1,
+        required=True,
+        type=click.Path(path_type=Path),
+    ),
+    click.option(
+        "--output",
+        required=True,
+        type=click.Path(path_type=Path),
+        help="Folder of the results: new, empty, or of the same run.",
+    ),
+    click.option(
+        "--output-format",
+        type=click.Choice(["parquet", "jsonl"]),
+        help="Format of the results.  [default: jsonl for JSON lines, else parquet]",
+    ),
+]
+
+_OUTPUT = [
+    click.option(
+        "--id-column",
+        metavar="NAME",
+        help="The only column of the input to keep.  [default: all columns]",
+    ),
+    click.option("--prefix", default="", help="Text before the names of the result columns."),
+    click.option(
+        "--shard-rows",
+        type=click.IntRange(1),
+        default=10_000,
+        help="Most rows per file of results; a run that was ended repeats at most the files that "
+        "it had begun.",
+    ),
+    click.option("--model", help="Model, as for `cloze serve --model`.  [default: the task's]"),
+    click.option(
+        "--device", type=click.Choice(["auto", "cpu", "cuda"]), help="Device.  [default: auto]"
+    ),
+    click.option(
+        "--precision",
+        type=click.Choice(["auto", "fp32", "int8", "fp16"]),
+        help="Precision of the arithmetic.  [default: auto]",
+    ),
+]
+
+_RAY = [
+    click.option("--ray", "on_ray", is_flag=True, help="Run on a Ray cluster, by Ray Data."),
+    click.option(
+        "--ray-address",
+        help="Address of the cluster, or local for a new one on this machine; implies --ray.  "
+        "[default: the cluster of this job or machine, or a new one]",
+    ),
+    click.option(
+        "--ray-workers",
+        type=click.IntRange(1),
+        help="Number of workers.  [default: as many as there is room for]",
+    ),
+    click.option("--ray-worker-cpus", type=click.IntRange(1), default=1, help="Cores per worker."),
+]
+
+
+def _text_option(name: str) -> Callable[[F], F]:
+    return click.option(
+        f"--{name}-column",
+        f"{name}_column",
+        metavar="NAME",
+        default=name,
+        help=f"Column with the {name}s.",
+    )
+
+
+def _long_text_option(default: str) -> Callable[[F], F]:
+    return click.option(
+        "--long-text",
+        type=click.Choice(["error", "truncate", "window"]),
+        help="What to do with a text that is too long: an error, cut the text, or divide it."
+        f"  [default: {default}]",
+    )
+
+
+_top_k_option = click.option(
+    "--top-k", type=click.IntRange(1), help="Number of results per text.  [default: the task's]"
+)
+
+
+def _bulk_options(*own: Callable[[Any], Any]) -> Callable[[F], F]:
+    """Return a decorator that adds the options of a task, and those of all tasks."""
+
+    def decorate(command: F) -> F:
+        for option in reversed([*_INPUT, *own, *_OUTPUT, *_RAY, json_option, store_option]):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@bulk.command()
+@_bulk_options(
+    _text_option("text"),
+    _long_text_option("truncate"),
+    click.option("--dimensions", type=click.IntRange(1), help="Leading dimensions to keep."),
+    click.option("--normalize/--no-normalize", default=None, help="Scale vectors to length 1."),
+    click.option("--prompt-name", help="Name of a prompt of the model, put before each text."),
+)
+def embed(**options: Any) -> None:
+    """Write the vector of each text to the column `embedding`.
+
+    \b
+      cloze bulk embed articles.parquet --output vectors
+      cloze bulk embed logs/ --text-column message --id-column id --output vectors
+    """
+    names = ("long_text", "dimensions", "normalize", "prompt_name")
+    _run("embed", ("text",), names, options)
+
+
+@bulk.command("fill-mask")
+@_bulk_options(
+    _text_option("text"),
+    _long_text_option("truncate"),
+    _top_k_option,
+    click.option("--target", "targets", multiple=True, help="Token to choose among; repeatable."),
+)
+def fill_mask(**options: Any) -> None:
+    """Write the likeliest tokens at each mask to the column `predictions`, one list per mask.
+
+    \b
+      cloze bulk fill-mask gaps.jsonl --top-k 3 --output predictions
+    """
+    options["targets"] = list(options["targets"]) or None
+    _run("fill-mask", ("text",), ("long_text", "top_k", "targets"), options)
+
+
+@bulk.command()
+@_bulk_options(_text_option("text"), _long_text_option("truncate"), _top_k_option)
+def classify(**options: Any) -> None:
+    """Write the labels of each text to the column `labels`, best first.
+
+    \b
+      cloze bulk classify reviews.csv --model my-classifier --output labels
+    """
+    _run("classify", ("text",), ("long_text", "top_k"), options)
+
+
+@bulk.command()
+@_bulk_options(
+    _text_option("question"),
+    _text_option("context"),
+    _long_text_option("window"),
+    _top_k_option,
+)
+def qa(**options: Any) -> None:
+    """Write the answers to each question to the column `answers`, best first.
+
+    \b
+      cloze bulk qa questions.jsonl --output answers
+    """
+    _run("qa", ("question", "context"), ("long_text", "top_k"), options)
+
+
+def _run(
+    command: str, texts: tuple[str, ...], parameters: tuple[str, ...], values: dict[str, Any]
+) -> None:
+    """Run a task, and print the summary.
+
+    Args:
+        command: the command.
+        texts: the parts of an input.
+        parameters: names of the task's parameters among the values.
+        values: the values of all options.
+    """
+    try:
+        from cloze.bulk.errors import BulkError
+        from cloze.bulk.job import JobOptions
+        from cloze.bulk.plan import FileFormat
+        from cloze.bulk.run import run_job
+        from cloze.bulk.sources import input_files
+        from cloze.service.core import StartupError
+    except ModuleNotFoundError as error:
+        fail(f"bulk needs {error.name}; install it with: {install_command('cpu', 'bulk')}", code=2)
+    try:
+        settings = _settings(values)
+        file_format = values["output_format"]
+        if file_format is None:
+            is_jsonl = input_files(values["paths"])[0] is FileFormat.JSONL
+            file_format = "jsonl" if is_jsonl else "parquet"
+        options = JobOptions(
+            command,
+            tuple(values[f"{text}_column"] for text in texts),
+            {name: values[name] for name in parameters if values[name] is not None},
+            values["id_column"],
+            values["prefix"],
+            FileFormat(file_format),
+            values["shard_rows"],
+        )
+        with _watcher(shown=not values["as_json"]) as watcher:
+            summary = run_job(
+                values["paths"], values["output"], options, settings, _engine(values), watcher
+            )
+    except StartupError as error:
+        fail(str(error), code=2)
+    except BulkError as error:
+        fail(str(error))
+    _print(summary, as_json=values["as_json"])
+
+
+def _settings(values: dict[str, Any]) -> Any:
+    """Return the settings of the engine: those of a server, without limits of its queue.
+
+    Nobody waits for a single text, so a batch may last long.
+    """
+    from cloze.service.settings import load_settings
+
+    flags = {name: values[name] for name in ("model_store", "device", "precision")}
+    if values["model"] is not None:
+        flags |= {"model": (values["model"],), "default": ()}
+    flags |= {"max_queue_wait_ms": 0, "max_queue_tokens": 2**62, "batch_latency_ms": 1000}
+    return load_settings(flags)
+
+
+def _engine(values: dict[str, Any]) -> "RunShards":
+    from cloze.bulk.local_run import run_locally
+
+    if not values["on_ray"] and values["ray_address"] is None:
+        return run_locally
+    try:
+        from cloze.bulk.ray_run import RayOptions, run_on_ray
+    except ModuleNotFoundError as error:
+        fail(f"--ray needs {error.name}; install it with: {install_command('cpu', 'ray')}", code=2)
+    options = RayOptions(
+        values["ray_address"], values["ray_workers"] or 0, values["ray_worker_cpus"]
+    )
+    return lambda job, shards, on_rows: run_on_ray(job, shards, on_rows, options)
+
+
+@contextmanager
+def _watcher(*, shown: bool) -> Iterator["Watcher"]:
+    """Yield what shows a progress bar, if standard error is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    from cloze.bulk.run import Watcher
+
+    console = Console(stderr=True)
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
+        rows = bar.add_task("rows", total=None)
+        yield Watcher(
+            report=lambda line: click.echo(line, err=True),
+            on_plan=lambda total, done: bar.update(rows, total=total, completed=done),
+            on_rows=lambda count: bar.advance(rows, count),
+        )
+
+
+def _print(summary: "Summary", *, as_json: bool) -> None:
+    from cloze.bulk.summary import as_values
+
+    if as_json:
+        click.echo(json.dumps(as_values(summary)))
+    else:
+        click.echo("\n".join(summary.lines()))
+    if summary.errors:
+        fail(
+            f"{summary.errors} of {summary.rows} rows have an error, the first of them "
+            f"{summary.first_error}",
+            ROWS_WITH_ERRORS,
+        )

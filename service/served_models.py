@@ -12,6 +12,7 @@ from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.batching.activity import Activity
 from cloze.service.batching.cost import largest_batch, measure_cost
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.control_group import available_cpus, memory_limit
 from cloze.service.core import (
     BatchReport,
     Device,
@@ -21,7 +22,8 @@ from cloze.service.core import (
     StartupError,
     first_line,
 )
-from cloze.service.settings import CPU_BATCH_TOKENS, Settings, available_cpus
+from cloze.service.memory_need import check_memory
+from cloze.service.settings import CPU_BATCH_TOKENS, Settings
 
 log = logging.getLogger("cloze")
 
@@ -130,7 +132,7 @@ class LocalModels:
             running: models that are served already; those of these bundles are returned again.
 
         Raises:
-            StartupError: an engine does not open.
+            StartupError: an engine does not open, or the memory cannot suffice.
         """
         settings = self._settings
         served = {model.bundle.manifest.reference: model for model in running}
@@ -140,6 +142,7 @@ class LocalModels:
             if (model := served.get(bundle.manifest.reference)) is not None
             and model.bundle.manifest == bundle.manifest  # so the digests of all files are equal
         }
+        check_memory(bundles, memory_limit())
         # All engines open before a thread starts: nothing runs if one of them fails.
         engines = {
             bundle.manifest.reference: self._make_engine(

@@ -4,7 +4,6 @@ Every setting is the variable ``CLOZE_<NAME>`` in the environment and the option
 ``cloze serve``. The option takes precedence.
 """
 
-import math
 import os
 from collections.abc import Mapping
 from ipaddress import ip_network
@@ -15,6 +14,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.service.control_group import available_cpus
 from cloze.service.core import Device, RequestedPrecision, StartupError
 from cloze.service.logs import LogFormat
 
@@ -31,43 +31,6 @@ CPU_BATCH_TOKENS = 512
 
 _GPU_WORKERS = 2
 """Default workers per model on a GPU: one packs a batch while the batch of the other one runs."""
-
-_CGROUP = Path("/sys/fs/cgroup")
-"""Folder in which Linux publishes the limits of the process's control group."""
-
-
-def available_cpus(control_group: Path = _CGROUP, cores: int | None = None) -> int:
-    """Return the number of cores that this process may use.
-
-    The number is the smaller of two: the cores of the process's affinity, and the CPU quota of its
-    control group (version 2 or 1), rounded up.
-
-    Args:
-        control_group: the folder of the control group.
-        cores: number of cores in the affinity; None asks the operating system.
-    """
-    cores = cores or len(os.sched_getaffinity(0))
-    for read_quota in (_quota_v2, _quota_v1):
-        if (quota := read_quota(control_group)) is not None:
-            return max(1, min(cores, math.ceil(quota)))
-    return cores
-
-
-def _quota_v2(control_group: Path) -> float | None:
-    try:
-        quota, period = (control_group / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError):
-        return None
-
-
-def _quota_v1(control_group: Path) -> float | None:
-    try:
-        quota = int((control_group / "cpu/cpu.cfs_quota_us").read_text())
-        period = int((control_group / "cpu/cpu.cfs_period_us").read_text())
-        return quota / period if quota > 0 else None
-    except (OSError, ValueError):
-        return None
 
 
 class Settings(BaseSettings):

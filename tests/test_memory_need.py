@@ -1,0 +1,52 @@
+"""A start with too little memory ends with one line, before the kernel ends it without one."""
+
+from pathlib import Path
+
+import pytest
+
+from cloze.model_store import Store
+from cloze.service.control_group import memory_limit
+from cloze.service.core import StartupError
+from cloze.service.memory_need import check_memory
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "limit"),
+    [
+        ("memory.max", "max\n", None),
+        ("memory.max", "268435456\n", 268435456),
+        ("memory/memory.limit_in_bytes", "9223372036854771712\n", None),
+        ("memory/memory.limit_in_bytes", "134217728\n", 134217728),
+        ("other", "5", None),
+    ],
+)
+def test_the_limit_is_that_of_the_control_group(
+    tmp_path: Path, file: str, text: str, limit: int | None
+) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(text)
+    assert memory_limit(tmp_path) == limit
+
+
+def test_models_that_cannot_fit_are_named(tiny_store: Path) -> None:
+    bundle = Store(tiny_store).open("bert")
+    weights = (Path(tiny_store) / "bert" / "1" / "weights.bin").stat().st_size
+    check_memory([bundle], None)
+    check_memory([bundle], 70_000_000 + weights)
+    with pytest.raises(StartupError) as raised:
+        check_memory([bundle], 69_000_000 + weights)
+    assert "the memory limit of this process is" in str(raised.value)
+    assert "bert@1" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_server_does_not_start_with_too_little(
+    tiny_store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cloze.service import served_models
+    from cloze.service.app import single_process
+    from cloze.service.settings import Settings
+
+    monkeypatch.setattr(served_models, "memory_limit", lambda: 10_000_000)
+    with pytest.raises(StartupError, match="10 MB, and the models need at least 7"):
+        single_process(Settings(model_store=tiny_store, model=("bert",)))

@@ -1,46 +1,107 @@
-# The serving image: the service and the default bundles, without torch. Each RUN is a script that
-# also works outside Docker.
+# Three images. Each RUN is a script that also works outside Docker.
 #
-#   docker build --tag cloze .
+#   docker build --tag cloze:cpu .                        serves on a CPU (the default target)
+#   docker build --tag cloze:gpu --target gpu .           serves on NVIDIA's GPUs
+#   docker build --tag cloze:export --target export .     exports and fetches models; has torch
+
+# A tag, or a tag with a digest: PYTHON_IMAGE=python:3.11-slim@sha256:...
+ARG PYTHON_IMAGE=python:3.11-slim
 
 # All stages share one base: a virtual environment refers to the interpreter that created it, so the
-# paths of both must not change.
-FROM python:3.11-slim AS interpreter
+# paths of both must not change. The GPU image has this base too: the CUDA libraries come from
+# wheels, so the lock pins them with their hashes, as it pins every other package.
+FROM ${PYTHON_IMAGE} AS interpreter
 
-# ---- install: only what serving needs
-FROM interpreter AS install
-# pip reads these arguments: a mirror of the package index, or a second index.
+
+# ---- packages: what every installation needs
+FROM interpreter AS packages
+WORKDIR /src
+COPY pyproject.toml constraints.txt README.md LICENSE requirements-image-build.lock ./
+COPY scripts/install-serving scripts/
+
+
+# ---- install-*: one virtual environment per image
+# The script runs before the sources are copied, to install the dependencies in a separate layer. A
+# change of the code keeps this layer. A second run adds the project itself and the SBOM.
+# pip reads the arguments: a mirror of the package index, a second index, or a folder of wheels. Each
+# stage declares them, because not every builder passes them on to a stage.
+FROM packages AS install-cpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
-WORKDIR /src
-# The script runs before the sources are copied, to install the dependencies in a separate layer. A
-# change of the code keeps this layer. A second run adds the project itself.
-COPY pyproject.toml constraints.txt README.md LICENSE ./
-COPY scripts/install-serving scripts/
-RUN scripts/install-serving /opt/cloze
+ARG PIP_FIND_LINKS
+COPY requirements-image-cpu.lock ./
+RUN scripts/install-serving /opt/cloze cpu
 COPY cloze cloze
 COPY model_store/*.py model_store/
 COPY model_store/heads model_store/heads
 COPY service service
-RUN scripts/install-serving /opt/cloze
+COPY bench/*.py bench/
+COPY bench/peers bench/peers
+RUN scripts/install-serving /opt/cloze cpu
+
+FROM packages AS install-gpu
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+COPY requirements-image-gpu.lock ./
+RUN scripts/install-serving /opt/cloze gpu
+COPY cloze cloze
+COPY model_store/*.py model_store/
+COPY model_store/heads model_store/heads
+COPY service service
+COPY bench/*.py bench/
+COPY bench/peers bench/peers
+RUN scripts/install-serving /opt/cloze gpu
+
+FROM packages AS install-export
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+COPY requirements-image-export.lock ./
+RUN scripts/install-serving /opt/cloze export
+COPY cloze cloze
+COPY model_store/*.py model_store/
+COPY model_store/heads model_store/heads
+COPY service service
+COPY bench/*.py bench/
+COPY bench/peers bench/peers
+COPY export export
+RUN scripts/install-serving /opt/cloze export
 
 
-# ---- serving: the image
-FROM interpreter AS serving
+# ---- runtime: what the images share
+FROM interpreter AS runtime
 LABEL org.opencontainers.image.title="cloze" org.opencontainers.image.licenses="Apache-2.0"
-# Both belong to root: the service can read its code and bundles, but cannot change them.
-COPY --from=install /opt/cloze /opt/cloze
-COPY model_store/bundles /bundles
 ENV PATH=/opt/cloze/bin:$PATH \
-    CLOZE_HOST=0.0.0.0 \
     CLOZE_MODEL_STORE=/bundles
 # A number, so that Kubernetes can verify that the user is not root. The user owns no files and
 # needs no entry in /etc/passwd.
 USER 10001:10001
+# No shell runs in between, so SIGTERM reaches the server, which drains.
+ENTRYPOINT ["cloze"]
+
+# ---- export: torch, and no bundles. Mount a writable folder on /bundles.
+FROM runtime AS export
+# The home directory is read-only for the user; downloads of the hub go to a folder that is not.
+ENV HF_HOME=/tmp/hub
+COPY --from=install-export /opt/cloze /opt/cloze
+CMD ["--help"]
+
+# ---- serving: what the serving images share
+FROM runtime AS serving
+ENV CLOZE_HOST=0.0.0.0
+# Bundles and code belong to root: the service can read both, but cannot change them.
+COPY model_store/bundles /bundles
 EXPOSE 8000
 # The check ignores a proxy that the container may inherit: the proxy cannot reach loopback.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
     CMD ["python", "-c", "from urllib.request import ProxyHandler, build_opener; build_opener(ProxyHandler({})).open('http://127.0.0.1:8000/readyz', timeout=4)"]
-# No shell runs in between, so SIGTERM reaches the server, which drains.
-ENTRYPOINT ["cloze"]
 CMD ["serve"]
+
+FROM serving AS gpu
+# NVIDIA's container toolkit mounts the driver's libraries for these uses.
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=install-gpu /opt/cloze /opt/cloze
+
+FROM serving AS cpu
+COPY --from=install-cpu /opt/cloze /opt/cloze

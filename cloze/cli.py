@@ -1,4 +1,4 @@
-"""The command line: ``cloze train | export | store | serve | ask | bulk | bench | doctor``.
+"""The command line: ``cloze train | export | fetch | store | serve | ask | bulk | bench | doctor``.
 
 Each command parses its options, calls one package and prints the result. A known error becomes one
 line on standard error.
@@ -18,6 +18,7 @@ from cloze.bench_command import bench
 from cloze.bulk_command import bulk
 from cloze.doctor import doctor
 from cloze.failing import fail
+from cloze.fetch_command import fetch
 from cloze.keys_command import keys
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store.heads import HEADS
@@ -49,10 +50,10 @@ def cli() -> None:
     """Serve BERT and DistilBERT: fill-mask, embeddings, next sentence and question answering.
 
     `cloze train` makes a checkpoint from text. `cloze export` makes a bundle from a checkpoint, in
-    a model store. `cloze store` lists, verifies and removes bundles. `cloze serve` answers requests
-    from bundles over REST. `cloze ask` asks a server, or a model in this process. `cloze bulk` runs
-    a task on the texts of large files. `cloze bench` measures the server. `cloze doctor` prints
-    what this machine can do.
+    a model store. `cloze fetch` puts a model from an address into a model store. `cloze store`
+    lists, verifies and removes bundles. `cloze serve` answers requests from bundles over REST.
+    `cloze ask` asks a server, or a model in this process. `cloze bulk` runs a task on the texts of
+    large files. `cloze bench` measures the server. `cloze doctor` prints what this machine can do.
 
     Exit codes: 0 for success, 1 for an error, 2 for wrong arguments or a server that does not
     start, 3 for results of `cloze bulk` that are complete, but in which rows have errors. Shell
@@ -206,6 +207,7 @@ cli.add_command(ask)
 cli.add_command(bulk)
 cli.add_command(bench)
 cli.add_command(doctor)
+cli.add_command(fetch)
 cli.add_command(keys)
 cli.add_command(store)
 
@@ -250,8 +252,9 @@ def serve(**flags: Any) -> None:
 
     The server opens the newest version of every bundle in the model store, or the bundles that
     --model names. A model may also be a directory (./path) or a repository (hub:org/name@revision),
-    which is exported at its first use. The field "model" of a request selects a bundle. A request
-    without this field is answered by the default model of its task.
+    which is exported at its first use, or an address, which is fetched (see `cloze fetch`). The
+    field "model" of a request selects a bundle. A request without this field is answered by the
+    default model of its task.
 
     The exit code is 0 after SIGTERM, when all accepted requests are answered; 1 if an engine dies;
     and 2 if the server cannot start.

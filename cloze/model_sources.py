@@ -1,39 +1,33 @@
-"""What `cloze serve --model` names: bundles, directories and hub repositories.
+"""What `cloze serve --model` names: bundles, directories, hub repositories and addresses.
 
-A directory or a repository is exported into the store at its first use. A record beside the
-bundles has the bundle of each source, and size, time and hash of each file, so that the next start
-takes the bundle without reading the files.
+A directory or a repository is exported into the store at its first use, and what an address names
+is fetched into the store. A record beside the bundles has the bundle of each source.
 """
 
-import hashlib
-import json
-import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from cloze.model_store.installation import install_command
 from cloze.model_store.manifest import NAME_PATTERN, Precision
 from cloze.model_store.processor import int8_advantage
 from cloze.model_store.store import Store, StoreError
+from cloze.source_records import SourceRecord, files_to_export, is_unchanged, snapshot
 
 if TYPE_CHECKING:
     from cloze.service.settings import Settings
 
 HUB = "hub:"
 
-_RECORDS = ".sources"
 _LARGEST_GROWTH = 3
 """A bundle needs at most this many times the space of the checkpoint's files: its graphs may have
 fp32, fp16 and int8 weights."""
 
 Report = Callable[[str], None]
-
-Snapshot = dict[str, list[Any]]
-"""Size, time in ns and sha256 of each file, by its path in the folder."""
 
 
 class SourceError(Exception):
@@ -52,18 +46,25 @@ def bundles_to_serve(settings: "Settings", report: Report) -> tuple[str, ...]:
     """
     for name in settings.model:
         _check_form(name)
-    return tuple(
-        name if _is_bundle(name) else _exported(name, settings, report) for name in settings.model
-    )
+    return tuple(_bundle(name, settings, report) for name in settings.model)
 
 
-def _is_bundle(name: str) -> bool:
-    return "/" not in name and not name.startswith((HUB, ".", "~"))
+def _bundle(name: str, settings: "Settings", report: Report) -> str:
+    """Return the bundle of a name; export or fetch the name's model first if the store lacks it."""
+    if "/" not in name and not name.startswith((HUB, ".", "~")):
+        return name
+    return (_fetched if _is_address(name) else _exported)(name, settings, report)
+
+
+def _is_address(name: str) -> bool:
+    return re.match(r"[a-z][a-z0-9+.-]*://", name) is not None
 
 
 def _check_form(name: str) -> None:
-    """Check that a name is that of a bundle, of a directory or of a repository."""
-    if "/" in name and not name.startswith((HUB, "./", "../", "/", "~")):
+    """Check that a name is that of a bundle, of a directory, of a repository or an address."""
+    if _is_address(name):
+        parse_address(name)
+    elif "/" in name and not name.startswith((HUB, "./", "../", "/", "~")):
         raise SourceError(
             f"model {name!a} may be a directory or a repository; write ./{name} or {HUB}{name}"
         )
@@ -77,18 +78,106 @@ def _exported(name: str, settings: "Settings", report: Report) -> str:
     folder = None if name.startswith(HUB) else Path(source)
     if folder is not None and not folder.is_dir():
         raise SourceError(f"model {name}: there is no directory {folder}")
-    record = _Record(store.root, source, revision)
+    record = SourceRecord(store.root, source, revision)
     if (reference := record.bundle(store, folder, precisions)) is not None:
         return reference
     if folder is not None:
         _check_space(store.root, folder)
     extra = "; int8 takes a minute or more" if Precision.INT8 in precisions else ""
-    files = _snapshot(folder)
+    files = {} if folder is None else _snapshot(folder)
     report(f"exporting {name}, once; it takes some seconds per 10 million parameters{extra}")
     reference = _export(source, revision, bundle_name, store, precisions, report)
-    if _is_unchanged(files, folder):  # else a writer was faster, and the next start exports again
+    # Otherwise a writer was faster, and the next start exports again.
+    if folder is None or is_unchanged(files, folder):
         record.write(reference, files, precisions)
     return reference
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """The address of an archive or of a folder, with the expected hash.
+
+    Attributes:
+        url: the address.
+        sha256: the hash in hexadecimal digits; None accepts any.
+    """
+
+    url: str
+    sha256: str | None
+
+    @property
+    def shown(self) -> str:
+        """The address without a password and without a query, which may be a signature."""
+        parts = urlsplit(self.url)
+        return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()
+
+    @property
+    def bundle_name(self) -> str:
+        """The name of the bundle if the address names a checkpoint."""
+        last = urlsplit(self.url).path.rstrip("/").rpartition("/")[2] or urlsplit(self.url).netloc
+        return _bundle_name(re.sub(r"\.(tar\.gz|tgz|tar\.zst)$", "", last))
+
+
+def parse_address(name: str) -> Address:
+    """Return the address that a name states as ``URL`` or ``URL#sha256=HEX``.
+
+    Raises:
+        SourceError: the name has another fragment.
+    """
+    url, _, fragment = name.partition("#")
+    if not fragment:
+        return Address(url, None)
+    if not re.fullmatch(r"sha256=[0-9a-fA-F]{64}", fragment):
+        shown = Address(url, None).shown
+        raise SourceError(f"model {shown}: write #sha256= and 64 hexadecimal digits after it")
+    return Address(url, fragment.removeprefix("sha256=").lower())
+
+
+def _fetched(name: str, settings: "Settings", report: Report) -> str:
+    """Return the bundle of an address; fetch it if the store has none of it."""
+    address, store, precisions = (
+        parse_address(name),
+        Store(settings.model_store),
+        _precisions(settings),
+    )
+    record = SourceRecord(store.root, address.url, None)
+    if (reference := record.fetched(store, address.sha256, precisions)) is not None:
+        return reference
+    try:
+        from cloze.export.errors import ExportError
+        from cloze.export.fetch import fetch_model
+    except ModuleNotFoundError as error:
+        raise SourceError(
+            f"model {address.shown} is not in {store.root}, and to fetch it needs {error.name}, "
+            "which the serving install leaves out; run `cloze fetch` where the extra export is "
+            f"installed, or install it with: {install_command('export')}"
+        ) from None
+    report(f"fetching {address.shown}, once")
+    try:
+        with store.staging() as folder:
+            model = fetch_model(address.url, address.sha256, folder)
+            if model.is_bundle:
+                reference = store.adopt(model.folder).manifest.reference
+            else:
+                source, bundle_name = str(model.folder), address.bundle_name
+                reference = _export(source, None, bundle_name, store, precisions, report)
+    except (ExportError, StoreError) as error:
+        raise SourceError(f"model {address.shown}: {error}") from error
+    except ModuleNotFoundError as error:
+        raise SourceError(
+            f"model {address.shown}: to fetch it needs {error.name}; install it with: "
+            f"{install_command('export')}"
+        ) from None
+    report(f"fetched {address.shown} as {reference}; sha256 {model.sha256}")
+    record.write(reference, {}, None if model.is_bundle else precisions, model.sha256)
+    return reference
+
+
+def _snapshot(folder: Path) -> dict[str, list[Any]]:
+    try:
+        return snapshot(folder)
+    except OSError as error:
+        raise SourceError(f"model {folder}: {error.filename}: {error.strerror}") from None
 
 
 def _parts(name: str) -> tuple[str, str | None, str]:
@@ -134,7 +223,7 @@ def _auto_is_cuda(settings: "Settings") -> bool:
 
 def _check_space(root: Path, folder: Path) -> None:
     """Refuse an export that the disk has no space for."""
-    needed = _LARGEST_GROWTH * sum(file.stat().st_size for file in _files(folder))
+    needed = _LARGEST_GROWTH * sum(file.stat().st_size for file in files_to_export(folder))
     existing = next(parent for parent in (root, *root.parents) if parent.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
@@ -172,108 +261,3 @@ def _export(
             "--precision int8 once"
         )
     return bundle.manifest.reference
-
-
-class _Record:
-    """What was exported from a source, in a file of the store.
-
-    Args:
-        root: the folder of the store.
-        source: a directory, or ``hub:`` and a repository.
-        revision: the revision of a repository.
-    """
-
-    def __init__(self, root: Path, source: str, revision: str | None) -> None:
-        self._key = {"source": source, "revision": revision}
-        digest = hashlib.sha256(json.dumps(self._key).encode()).hexdigest()[:32]
-        self._file = root / _RECORDS / f"{digest}.json"
-
-    def bundle(
-        self, store: Store, folder: Path | None, precisions: Sequence[Precision]
-    ) -> str | None:
-        """Return the recorded bundle; None if there is none, or the source has changed since.
-
-        Args:
-            store: the store.
-            folder: the source's directory; None for a repository, whose commit was recorded.
-            precisions: the precisions that the bundle must have besides fp32.
-        """
-        try:
-            recorded = json.loads(self._file.read_text())
-            reference: str = recorded["bundle"]
-            files: dict[str, list[Any]] = recorded["files"]
-            store.resolve(reference)
-            if not set(precisions) <= set(recorded["precisions"]):
-                return None
-        except (OSError, ValueError, KeyError, TypeError, StoreError):
-            return None
-        if folder is None:
-            return reference
-        found = {str(file.relative_to(folder)): file for file in _files(folder)}
-        if found.keys() != files.keys():
-            return None
-        changed = [name for name, file in found.items() if _stamp(file) != files[name][:2]]
-        try:
-            if any(_sha256(found[name]) != files[name][2] for name in changed):
-                return None
-        except OSError:
-            return None  # the export tells what cannot be read
-        if changed:
-            self.write(reference, _snapshot(folder), recorded["precisions"])
-        return reference
-
-    def write(self, reference: str, files: Snapshot, precisions: Sequence[str]) -> None:
-        """Record the bundle of the source; without space for it, the next start exports again."""
-        temporary = self._file.with_suffix(f".{os.getpid()}")
-        try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            made = {"bundle": reference, "precisions": list(precisions), "files": files}
-            temporary.write_text(json.dumps(self._key | made))
-            temporary.replace(self._file)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-
-
-def _snapshot(folder: Path | None) -> Snapshot:
-    """Return size, time and hash of each file of a checkpoint; nothing for a repository.
-
-    Raises:
-        SourceError: a file cannot be read.
-    """
-    if folder is None:
-        return {}
-    try:
-        return {
-            str(file.relative_to(folder)): [*_stamp(file), _sha256(file)] for file in _files(folder)
-        }
-    except OSError as error:
-        raise SourceError(f"model {folder}: {error.filename}: {error.strerror}") from None
-
-
-def _is_unchanged(files: Snapshot, folder: Path | None) -> bool:
-    """Return whether the files still have their sizes and times."""
-    if folder is None:
-        return True
-    found = {str(file.relative_to(folder)): _stamp(file) for file in _files(folder)}
-    return found == {name: values[:2] for name, values in files.items()}
-
-
-def _files(folder: Path) -> Sequence[Path]:
-    """Return the files that an export may read: those of the folder itself and of its modules."""
-    modules = folder / "modules.json"
-    names: list[str] = [""]
-    # Without the file, or with a malformed one, the export reads only the folder itself.
-    with suppress(OSError, ValueError, KeyError, TypeError):
-        names += [module["path"] for module in json.loads(modules.read_text())]
-    return sorted({file for name in names for file in (folder / name).glob("*") if file.is_file()})
-
-
-def _stamp(file: Path) -> list[int]:
-    """Return the size and the time of a file."""
-    status = file.stat()
-    return [status.st_size, status.st_mtime_ns]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -110,13 +110,7 @@ class Store:
         """
         path = self.resolve(reference)
         manifest = _read_manifest(path)
-        for name, expected in manifest.files.items():
-            try:
-                problem = _check_file(path / name, expected)
-            except OSError as error:
-                problem = f"cannot be read ({error.strerror})"
-            if problem:
-                raise StoreError(f"bundle {manifest.reference}: {name} {problem}")
+        _check_files(manifest, path)
         return Bundle(manifest, path)
 
     @contextmanager
@@ -174,6 +168,41 @@ class Store:
                 f"cannot publish {spec.name!r} to {self.root}: {error.strerror}"
             ) from error
 
+    def adopt(self, folder: Path) -> Bundle:
+        """Publish a bundle of another store atomically, under its own name and version.
+
+        Args:
+            folder: a folder within one from `staging`; only the files that its manifest lists
+                become part of the bundle.
+
+        Raises:
+            StoreError: the files do not match the manifest, the store has another bundle of this
+                name and version, or writing to the disk failed.
+        """
+        manifest = _parse_manifest(folder, folder.name)
+        _check_files(manifest, folder)
+        target = self.root / manifest.name / str(manifest.version)
+        try:
+            for entry in folder.iterdir():
+                if entry.is_dir():
+                    shutil.rmtree(entry)
+                elif entry.name not in (*manifest.files, _MANIFEST):
+                    entry.unlink()
+                else:
+                    _sync(entry)
+            _sync_folder(folder)
+            target.parent.mkdir(exist_ok=True)
+            if not _rename_folder(folder, target) and _read_manifest(target) != manifest:
+                raise StoreError(
+                    f"{self.root} has another {manifest.reference}; remove it first, or publish "
+                    "the new one under another version"
+                )
+        except OSError as error:
+            raise StoreError(
+                f"cannot publish {manifest.reference} to {self.root}: {error.strerror}"
+            ) from error
+        return self.open(manifest.reference)
+
     def remove(self, reference: str) -> None:
         """Remove one version (``name@version``), or all versions of a bare name.
 
@@ -227,6 +256,11 @@ def _rename(folder: Path, manifest: Manifest, target: Path) -> bool:
     """Write the manifest and rename the folder; return False if the target already exists."""
     _write_synced(folder / _MANIFEST, manifest.to_bytes())
     _sync_folder(folder)
+    return _rename_folder(folder, target)
+
+
+def _rename_folder(folder: Path, target: Path) -> bool:
+    """Rename a folder; return False if the target already exists."""
     try:
         folder.rename(target)
     except OSError:
@@ -238,22 +272,24 @@ def _rename(folder: Path, manifest: Manifest, target: Path) -> bool:
 
 
 def _read_manifest(path: Path) -> Manifest:
+    reference = f"{path.parent.name}@{path.name}"
+    manifest = _parse_manifest(path, reference)
+    if path.parts[-2:] != (manifest.name, str(manifest.version)):
+        raise StoreError(
+            f"the manifest of {reference} is refused: it was published as {manifest.reference}; "
+            "moving a folder does not rename a bundle"
+        )
+    return manifest
+
+
+def _parse_manifest(path: Path, title: str) -> Manifest:
+    """Return the manifest in a folder; the title names the folder in errors."""
     try:
-        manifest = Manifest.from_bytes(read_plain(path / _MANIFEST, MAX_MANIFEST_BYTES))
-        if path.parts[-2:] != (manifest.name, str(manifest.version)):
-            raise ValueError(
-                f"it was published as {manifest.reference}; moving a folder does not "
-                "rename a bundle"
-            )
-        return manifest
+        return Manifest.from_bytes(read_plain(path / _MANIFEST, MAX_MANIFEST_BYTES))
     except OSError as error:
-        raise StoreError(
-            f"cannot read the manifest of {path.parent.name}@{path.name}: {error.strerror}"
-        ) from error
+        raise StoreError(f"cannot read the manifest of {title}: {error.strerror}") from error
     except ValueError as error:
-        raise StoreError(
-            f"the manifest of {path.parent.name}@{path.name} is refused: {printable(str(error))}"
-        ) from error
+        raise StoreError(f"the manifest of {title} is refused: {printable(str(error))}") from error
 
 
 def _versions_in(folder: Path) -> list[int]:
@@ -271,6 +307,17 @@ def _entries(folder: Path) -> list[str]:
         return [entry.name for entry in folder.iterdir()]
     except OSError:
         return []
+
+
+def _check_files(manifest: Manifest, folder: Path) -> None:
+    """Check type, size and sha256 of every file that a manifest lists."""
+    for name, expected in manifest.files.items():
+        try:
+            problem = _check_file(folder / name, expected)
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror})"
+        if problem:
+            raise StoreError(f"bundle {manifest.reference}: {name} {problem}")
 
 
 def _check_file(file: Path, expected: StoredFile) -> str | None:
@@ -294,9 +341,13 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _sync_and_hash(file: Path) -> StoredFile:
+def _sync(file: Path) -> None:
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
+
+
+def _sync_and_hash(file: Path) -> StoredFile:
+    _sync(file)
     return StoredFile(sha256=_sha256(file), size=file.stat().st_size)
 
 

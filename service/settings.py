@@ -45,9 +45,10 @@ class Settings(BaseSettings):
     model_store: Path = Field(DEFAULT_ROOT, description="folder that contains the bundles")
     model: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
-        description="models to serve: bundles, as NAME or NAME@VERSION; directories, as ./path; or "
-        "repositories, as hub:org/name@revision; repeat the option, or separate names by commas in "
-        "the environment; default: the newest version of each bundle",
+        description="models to serve: bundles, as NAME or NAME@VERSION; directories, as ./path; "
+        "repositories, as hub:org/name@revision; or addresses, as s3://bucket/path or "
+        "https://host/name.tar.gz; repeat the option, or separate names by commas in the "
+        "environment; default: the newest version of each bundle",
     )
     default: Annotated[tuple[str, ...], NoDecode] = Field(
         (),

@@ -23,7 +23,7 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.tasks import TASKS
-from tests import tiny
+from tests import containers, tiny
 from tests.serving import Server, running_server
 from tests.tiny import save_checkpoint
 
@@ -166,6 +166,14 @@ def server(request: pytest.FixtureRequest, tiny_store: Path) -> Iterator[Server]
     """Run a server on `tiny_store`."""
     with running_server(tiny_store, *request.param) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def cpu_image() -> Iterator[str]:
+    """Build the image for a CPU; remove it at the end."""
+    image = containers.build("cpu")
+    yield image
+    containers.remove_image(image)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,164 @@
+"""docker-compose.yml, run by podman-compose: Prometheus scrapes the service and has the rules."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+import yaml
+
+from tests import containers
+from tests.prometheus import query
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[1]
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES = COMPOSE["services"]
+GRAFANA = ROOT / "monitoring/grafana"
+
+
+def mounts(service: str) -> dict[PurePosixPath, str]:
+    """Return the source of each mount of a service by its target."""
+    pairs = [volume.split(":") for volume in SERVICES[service]["volumes"] if ":" in volume]
+    return {PurePosixPath(words[1]): words[0] for words in pairs}
+
+
+# ---- what can be checked without an image -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_every_mounted_file_exists(service: str) -> None:
+    for source in mounts(service).values():
+        assert source in COMPOSE["volumes"] or (ROOT / source).exists(), source
+
+
+def test_grafana_finds_prometheus_and_the_dashboard() -> None:
+    """Its image cannot be had everywhere, so the files are checked against the mounts."""
+    places = mounts("grafana")
+    provisioning = PurePosixPath("/etc/grafana/provisioning")
+    assert ROOT / places[provisioning] == GRAFANA / "provisioning"
+    (source,) = load("datasources/prometheus.yml")["datasources"]
+    url = urlsplit(source["url"])
+    assert url.hostname in SERVICES
+    (published,) = SERVICES["prometheus"]["ports"]
+    assert url.port == int(published.split(":")[-1])
+    (provider,) = load("dashboards/cloze.yml")["providers"]
+    folder = ROOT / places[PurePosixPath(provider["options"]["path"])]
+    (file,) = folder.glob("*.json")
+    dashboard = json.loads(file.read_text())
+    used = {panel["datasource"]["uid"] for panel in dashboard["panels"] if "datasource" in panel}
+    assert used <= {source["uid"], "${datasource}"}
+
+
+def load(path: str) -> Any:
+    return yaml.safe_load((GRAFANA / "provisioning" / path).read_text())
+
+
+def test_nothing_waits_for_a_health_check() -> None:
+    """Docker's health checks do not run everywhere, for example without systemd under podman."""
+    for service in SERVICES.values():
+        assert isinstance(service.get("depends_on", []), list)
+
+
+def test_only_the_default_services_start_without_a_profile() -> None:
+    assert {name for name, service in SERVICES.items() if "profiles" not in service} == {
+        "cloze",
+        "prometheus",
+        "grafana",
+    }
+    targets = {name: each["build"]["target"] for name, each in SERVICES.items() if "build" in each}
+    assert targets == {"cloze": "cpu", "cloze-gpu": "gpu", "export": "export"}
+    gpu = SERVICES["cloze-gpu"]
+    assert gpu["environment"]["CLOZE_DEVICE"] == "cuda"
+    assert gpu["networks"]["default"]["aliases"] == ["cloze"], "prometheus.yml scrapes this name"
+
+
+# ---- run --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def prometheus_image() -> Iterator[str]:
+    containers.podman()
+    image = containers.build(
+        "prometheus",
+        *("--build-arg", f"BASE_IMAGE={containers.BASE}"),
+        file="monitoring/prometheus.Dockerfile",
+    )
+    yield image
+    containers.remove_image(image)
+
+
+@pytest.fixture(scope="module")
+def podman_compose(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Install podman-compose in an environment of its own."""
+    containers.podman()
+    venv = tmp_path_factory.mktemp("podman-compose")
+    uv = [sys.executable, "-m", "uv", "--quiet"]
+    subprocess.run([*uv, "venv", "--python", sys.executable, str(venv)], check=True)
+    install = [*uv, "pip", "install", "--python", str(venv), "podman-compose==1.6.0"]
+    subprocess.run(install, check=True, timeout=300)
+    return str(venv / "bin/podman-compose")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_prometheus_scrapes_the_service_and_has_the_rules(
+    cpu_image: str, prometheus_image: str, podman_compose: str
+) -> None:
+    serving, prometheus = free_port(), free_port()
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    environment |= {
+        "SERVING_IMAGE": cpu_image,
+        "PROMETHEUS_IMAGE": prometheus_image,
+        "SERVING_PORT": str(serving),
+        "PROMETHEUS_PORT": str(prometheus),
+    }
+    project = f"cloze-test-{uuid.uuid4().hex[:8]}"
+    command = [podman_compose, "--file", str(ROOT / "docker-compose.yml"), "--project-name"]
+
+    def compose(*words: str) -> str:
+        done = subprocess.run(
+            [*command, project, *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    url = f"http://127.0.0.1:{prometheus}"
+    try:
+        compose(
+            "--podman-run-args=--pull=never", "up", "--no-build", "--detach", "cloze", "prometheus"
+        )
+        wait_until(lambda: containers.answers(f"http://127.0.0.1:{serving}/readyz"), 60)
+        wait_until(lambda: containers.answers(f"{url}/-/ready"), 60)
+        # Two intervals of prometheus.yml, and the time of an evaluation.
+        wait_until(lambda: values(url, 'up{job="cloze"}') == ["1"], 60)
+        wait_until(lambda: values(url, "cloze_ready") == ["1"], 60)
+        groups = httpx.get(f"{url}/api/v1/rules").json()["data"]["groups"]
+        written = yaml.safe_load((ROOT / "monitoring/rules.yml").read_text())["groups"]
+        assert {group["name"] for group in groups} == {group["name"] for group in written}
+        for group in groups:
+            assert all(rule["health"] != "err" for rule in group["rules"]), group
+    finally:
+        compose("down", "--volumes")
+
+
+def values(url: str, expression: str) -> list[str]:
+    return [sample["value"][1] for sample in query(url, expression)]

@@ -47,6 +47,7 @@ COMPUTING = {
         "hub",
         "int8",
         "kubernetes",
+        "locks",
         "main_job",
         "memory_limit",
         "packed",

@@ -48,6 +48,7 @@ COMPUTING = {
         "hub",
         "int8",
         "kubernetes",
+        "locks",
         "main_job",
         "memory_limit",
         "open_inference",

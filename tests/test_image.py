@@ -1,6 +1,7 @@
 """The images, built and run: as another user, on a read-only file system, without capabilities."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -123,6 +124,13 @@ def test_the_sbom_lists_what_is_installed(cpu_image: str) -> None:
     ]
 
 
+def in_flight(url: str) -> float:
+    """Return the requests that a server has accepted and not answered, this one included."""
+    metrics = httpx.get(f"{url}/metrics").text
+    (value,) = re.findall(r"^cloze_requests_in_flight (\S+)$", metrics, re.MULTILINE)
+    return float(value)
+
+
 def test_sigterm_finishes_the_accepted_requests(cpu_image: str) -> None:
     with running_container(cpu_image) as container:
         answers: list[httpx.Response] = []
@@ -131,10 +139,10 @@ def test_sigterm_finishes_the_accepted_requests(cpu_image: str) -> None:
         def ask() -> None:
             answers.append(httpx.post(f"{container.url}/embed", json={"inputs": texts}, timeout=60))
 
+        idle = in_flight(container.url)
         client = threading.Thread(target=ask)
         client.start()
-        in_flight = "cloze_requests_in_flight 1"
-        wait_until(lambda: in_flight in httpx.get(f"{container.url}/metrics").text)
+        wait_until(lambda: in_flight(container.url) > idle)
         assert container.stop() == 0, container.logs()
         client.join()
         assert [answer.status_code for answer in answers] == [200]

@@ -24,7 +24,14 @@ from tests.serving import Server
 ROOT = Path(__file__).parents[1]
 OVERLAYS = ("cpu", "gpu", "local")
 SCALING = ((), ("autoscaling",), ("keda",))
-FURTHER = ((), ("monitoring",), ("keys",), ("keys", "ingress"), ("monitoring", "keys", "ingress"))
+FURTHER = (
+    (),
+    ("monitoring",),
+    ("keys",),
+    ("keys", "ingress"),
+    ("models",),
+    ("monitoring", "keys", "ingress", "models"),
+)
 COMBINATIONS = [
     (overlay, (*scaling, *further))
     for overlay, scaling, further in itertools.product(OVERLAYS, SCALING, FURTHER)
@@ -126,7 +133,11 @@ def test_ports_and_selectors_fit(objects: list[Object]) -> None:
     for selector in selectors:
         assert selector.items() <= labels.items()
     assert {p["port"] for rule in policy["ingress"] for p in rule["ports"]} == {port["name"]}
-    assert policy["egress"] == []
+    if pod_of(objects).get("initContainers"):
+        ports = {port["port"] for rule in policy["egress"] for port in rule["ports"]}
+        assert ports == {53, 443}, "names, and what is fetched"
+    else:
+        assert policy["egress"] == []
     monitors = [each for each in objects if each["kind"] == "ServiceMonitor"]
     service = of_kind(objects, "Service")
     for monitor in monitors:
@@ -184,9 +195,32 @@ def test_keys_are_mounted_where_the_setting_says(objects: list[Object]) -> None:
     if "CLOZE_KEYS_FILE" not in settings:
         assert not secrets
         return
+    assert "cloze-models" not in secrets
     (name,) = secrets
     assert settings["CLOZE_KEYS_FILE"] == f"{mounts[name]}/keys.toml"
     assert secrets[name]["defaultMode"] == 0o440
+    assert pod_of(objects)["securityContext"]["fsGroup"] == 10001
+
+
+def test_models_are_fetched_to_where_they_are_served_from(objects: list[Object]) -> None:
+    settings = of_kind(objects, "ConfigMap")
+    claims = [each for each in objects if each["kind"] == "PersistentVolumeClaim"]
+    if not pod_of(objects).get("initContainers"):
+        assert not claims
+        assert "CLOZE_MODEL_STORE" not in settings["data"]
+        return
+    (fetch,), (container,) = pod_of(objects)["initContainers"], pod_of(objects)["containers"]
+    assert fetch["args"] == ["fetch"]
+    assert fetch["envFrom"][0] == container["envFrom"][0], "the same CLOZE_MODEL"
+    assert fetch["envFrom"][1]["secretRef"]["optional"]
+    assert fetch["securityContext"] == container["securityContext"]
+    store = settings["data"]["CLOZE_MODEL_STORE"]
+    for each, read_only in ((fetch, False), (container, True)):
+        (mount,) = [mount for mount in each["volumeMounts"] if mount["mountPath"] == store]
+        assert mount.get("readOnly", False) == read_only
+        (volume,) = [v for v in pod_of(objects)["volumes"] if v["name"] == mount["name"]]
+        (claim,) = claims
+        assert volume["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
     assert pod_of(objects)["securityContext"]["fsGroup"] == 10001
 
 

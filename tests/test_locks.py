@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-EXTRAS = {"cpu": ("cpu",), "gpu": ("gpu",), "export": ("cpu", "export")}
+EXTRAS = {"cpu": ("cpu", "traces"), "gpu": ("gpu", "traces"), "export": ("cpu", "export")}
 TARGETS = (*EXTRAS, "build")
 
 LINUX = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix"}

@@ -141,7 +141,7 @@ def _fetched(name: str, settings: "Settings", report: Report) -> str:
         Store(settings.model_store),
         _precisions(settings),
     )
-    record = SourceRecord(store.root, address.url, None)
+    record = SourceRecord(store.root, address.url, None, address.shown)
     if (reference := record.fetched(store, address.sha256, precisions)) is not None:
         return reference
     try:

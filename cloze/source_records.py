@@ -28,11 +28,15 @@ class SourceRecord:
         root: the folder of the store.
         source: a directory, an address, or ``hub:`` and a repository.
         revision: the revision of a repository.
+        shown: the source without secrets, for the file; None: it has none.
     """
 
-    def __init__(self, root: Path, source: str, revision: str | None) -> None:
-        self._key = {"source": source, "revision": revision}
-        digest = hashlib.sha256(json.dumps(self._key).encode()).hexdigest()[:32]
+    def __init__(
+        self, root: Path, source: str, revision: str | None, shown: str | None = None
+    ) -> None:
+        key = {"source": source, "revision": revision}
+        digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
+        self._key = key | {"source": shown or source}
         self._file = root / _RECORDS / f"{digest}.json"
 
     def bundle(

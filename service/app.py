@@ -18,7 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cloze.model_store import Bundle
 from cloze.service.application import create_app
-from cloze.service.core import BatchReport, Changes, Reload, ReloadRefused, StartupError
+from cloze.service.core import Changes, Reload, ReloadRefused, StartupError
 from cloze.service.http.access import AccessControl, accepted_hosts
 from cloze.service.http.access_log import AccessLog
 from cloze.service.http.answers import Answers
@@ -48,7 +48,7 @@ from cloze.service.served_models import (
 )
 from cloze.service.settings import Settings
 from cloze.service.tasks import TASKS, Task
-from cloze.service.tracing import Tracing, make_tracing
+from cloze.service.tracing import Tracing, make_tracing, with_spans
 
 _JOIN_TIMEOUT_S = 5.0
 """Longest wait in `Service.close` for the threads of all models.
@@ -94,13 +94,8 @@ def single_process(
     bundles = open_bundles(settings)
     metrics = _make_metrics(bundles, shared=False)
     tracing = make_tracing(settings, operations.QUIET_ROUTES)
-
-    def on_batch(model: str, report: BatchReport) -> None:
-        metrics.observe_batch(model, report)
-        if tracing is not None:
-            tracing.batch(model, report)
-
-    opener = LocalModels(settings, EngineCallbacks(on_batch), make_engine)
+    callbacks = EngineCallbacks(with_spans(metrics.observe_batch, tracing))
+    opener = LocalModels(settings, callbacks, make_engine)
     return Service(Process(settings, metrics, registries, opener, tracing), opener.open(bundles))
 
 

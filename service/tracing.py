@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -42,6 +42,9 @@ _CLOSE_S: Final = 3.0
 """Longest wait for the last spans at the end."""
 
 _WARN_EVERY_S: Final = 60.0
+
+OnBatch = Callable[[str, BatchReport], None]
+"""Called after each batch, with the model's full name and the report."""
 
 
 class RequestTrace:
@@ -219,6 +222,18 @@ def make_tracing(settings: Settings, untraced: Collection[str] = ()) -> Tracing 
     if not settings.traces_endpoint:
         return None
     return Tracing(settings.traces_endpoint, settings.traces_share, untraced)
+
+
+def with_spans(observe: OnBatch, tracing: Tracing | None) -> OnBatch:
+    """Return a callback of batches that also adds their spans, if there is tracing."""
+    if tracing is None:
+        return observe
+
+    def on_batch(model: str, report: BatchReport) -> None:
+        observe(model, report)
+        tracing.batch(model, report)
+
+    return on_batch
 
 
 def _exporter(endpoint: str) -> Any:

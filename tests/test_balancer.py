@@ -1,4 +1,4 @@
-"""Replicas behind a real HAProxy with the documented configuration: a lost replica costs nothing."""
+"""Replicas behind a real HAProxy, with the documented configuration: a lost one costs nothing."""
 
 import shutil
 from contextlib import ExitStack

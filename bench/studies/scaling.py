@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from cloze.bench.run_options import read_arrivals
 
-CAPACITY: Final = 1840.0
+CAPACITY: Final = 1896.0
 """Texts per second of a replica with two cores: bench/results/overload-cpu.md, questions, int8."""
 
 MAX_WAIT_S: Final = 1.0

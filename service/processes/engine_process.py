@@ -39,7 +39,7 @@ from cloze.service.served_models import (
     ServedModel,
     open_bundles,
 )
-from cloze.service.tracing import Tracing, make_tracing
+from cloze.service.tracing import make_tracing, with_spans
 
 log = logging.getLogger("cloze")
 
@@ -208,21 +208,18 @@ class BatchObserver:
 
     Args:
         metrics: of this process.
-        tracing: makes the spans of batches; None: there are none.
 
     Attributes:
         queues: by the model's full name; set before the first request.
     """
 
-    def __init__(self, metrics: Metrics, tracing: Tracing | None) -> None:
-        self._metrics, self._tracing = metrics, tracing
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self.queues: dict[str, Queue] = {}
 
     def on_batch(self, reference: str, report: BatchReport) -> None:
         """Record a batch. Called on a worker thread."""
         self._metrics.observe_batch(reference, report)
-        if self._tracing is not None:
-            self._tracing.batch(reference, report)
         self._metrics.observe_queue(reference, queue_state(self.queues[reference]))
 
 
@@ -235,9 +232,9 @@ async def serve(config: ChildConfig, make_engine: EngineFactory | None) -> None:
     bundles = open_bundles(config.settings)
     metrics = Metrics([bundle.manifest.reference for bundle in bundles], shared=True)
     tracing = make_tracing(config.settings)
-    observer = BatchObserver(metrics, tracing)
+    observer = BatchObserver(metrics)
     loop = asyncio.get_running_loop()
-    callbacks = EngineCallbacks(observer.on_batch, lambda _: _exit_soon(loop))
+    callbacks = EngineCallbacks(with_spans(observer.on_batch, tracing), lambda _: _exit_soon(loop))
     opener = LocalModels(config.settings, callbacks, make_engine, device_id=config.device_id)
     models = opener.open(bundles)
     observer.queues = {model.bundle.manifest.reference: model.queue for model in models}

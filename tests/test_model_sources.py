@@ -13,9 +13,10 @@ import httpx
 import pytest
 
 from cloze import model_sources
-from cloze.model_sources import SourceError, bundles_to_serve
+from cloze.model_sources import SourceError, bundles_to_serve, parse_address
 from cloze.model_store import Store
 from cloze.service.settings import Settings
+from cloze.source_records import SourceRecord
 from tests.serving import bare_environment, failed_start, running_server
 from tests.test_hub import FakeHub, hub  # noqa: F401  # a fixture
 
@@ -172,3 +173,13 @@ def test_the_serving_install_says_what_to_install(checkpoint: Path, tmp_path: Pa
     line = done.stderr.splitlines()[-1]
     assert "which the serving install leaves out; install it with: " in line
     assert "export" in line.split("install it with: ")[1]
+
+
+def test_a_record_has_no_secret_of_an_address(tmp_path: Path) -> None:
+    address = parse_address("https://me:password@host/m.tar.gz?signature=secret")
+    record = SourceRecord(tmp_path, address.url, None, address.shown)
+    record.write("m@1", {}, None, "0" * 64)
+    (file,) = (tmp_path / ".sources").iterdir()
+    assert "https://host/m.tar.gz" in file.read_text()
+    assert "password" not in file.read_text()
+    assert "secret" not in file.read_text()

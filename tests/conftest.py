@@ -56,6 +56,7 @@ COMPUTING = {
         "memory_limit",
         "memory_need",
         "model_sources",
+        "one_write",
         "open_inference",
         "openapi",
         "packed",

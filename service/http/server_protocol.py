@@ -22,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from cloze.service.http.answers import CONNECTION, Answers
 from cloze.service.http.gate import ARRIVED, CLIENT, note_start
+from cloze.service.http.one_write import OneWrite
 from cloze.service.http.starts import Starts
 
 log = logging.getLogger("cloze")
@@ -254,6 +255,8 @@ class ServerProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Start a request, or let it wait behind others; see `Starts`."""
         scope = cast(Scope, cycle.scope)
+        if scope["method"] != "HEAD":  # whose answer is a head alone
+            cycle.transport = cast(asyncio.Transport, OneWrite(self.transport))
         client = scope.get(CLIENT)
         if client is None:  # not a request of the gate's
             super()._start_asgi_task(cycle, app)

@@ -20,6 +20,16 @@ COPY pyproject.toml constraints.txt README.md LICENSE requirements-image-build.l
 COPY scripts/install-serving scripts/
 
 
+# ---- sources: what every image installs of the project
+FROM scratch AS sources
+COPY cloze cloze
+COPY model_store/*.py model_store/
+COPY model_store/heads model_store/heads
+COPY service service
+COPY bench/*.py bench/
+COPY bench/peers bench/peers
+
+
 # ---- install-*: one virtual environment per image
 # The script runs before the sources are copied, to install the dependencies in a separate layer. A
 # change of the code keeps this layer. A second run adds the project itself and the SBOM.
@@ -31,12 +41,7 @@ ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 COPY requirements-image-cpu.lock ./
 RUN scripts/install-serving /opt/cloze cpu
-COPY cloze cloze
-COPY model_store/*.py model_store/
-COPY model_store/heads model_store/heads
-COPY service service
-COPY bench/*.py bench/
-COPY bench/peers bench/peers
+COPY --from=sources / ./
 RUN scripts/install-serving /opt/cloze cpu
 
 FROM packages AS install-gpu
@@ -45,12 +50,7 @@ ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 COPY requirements-image-gpu.lock ./
 RUN scripts/install-serving /opt/cloze gpu
-COPY cloze cloze
-COPY model_store/*.py model_store/
-COPY model_store/heads model_store/heads
-COPY service service
-COPY bench/*.py bench/
-COPY bench/peers bench/peers
+COPY --from=sources / ./
 RUN scripts/install-serving /opt/cloze gpu
 
 FROM packages AS install-export
@@ -59,12 +59,7 @@ ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 COPY requirements-image-export.lock ./
 RUN scripts/install-serving /opt/cloze export
-COPY cloze cloze
-COPY model_store/*.py model_store/
-COPY model_store/heads model_store/heads
-COPY service service
-COPY bench/*.py bench/
-COPY bench/peers bench/peers
+COPY --from=sources / ./
 COPY export export
 RUN scripts/install-serving /opt/cloze export
 

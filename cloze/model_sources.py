@@ -17,7 +17,13 @@ from cloze.model_store.installation import install_command
 from cloze.model_store.manifest import NAME_PATTERN, Precision
 from cloze.model_store.processor import int8_advantage
 from cloze.model_store.store import Store, StoreError
-from cloze.source_records import SourceRecord, files_to_export, is_unchanged, snapshot
+from cloze.source_records import (
+    SourceRecord,
+    files_to_export,
+    is_unchanged,
+    one_at_a_time,
+    snapshot,
+)
 
 if TYPE_CHECKING:
     from cloze.service.settings import Settings
@@ -80,18 +86,47 @@ def _exported(name: str, settings: "Settings", report: Report) -> str:
     if folder is not None and not folder.is_dir():
         raise SourceError(f"model {name}: there is no directory {folder}")
     record = SourceRecord(store.root, source, revision)
-    if (reference := record.bundle(store, folder, precisions)) is not None:
+
+    def made() -> str | None:
+        return record.bundle(store, folder, precisions)
+
+    def make() -> str:
+        if folder is not None:
+            _check_space(store.root, folder)
+        extra = "; int8 takes a minute or more" if Precision.INT8 in precisions else ""
+        files = {} if folder is None else _snapshot(folder)
+        report(f"exporting {name}, once; it takes some seconds per 10 million parameters{extra}")
+        reference = _export(source, revision, bundle_name, store, precisions, report)
+        # Otherwise a writer was faster, and the next start exports again.
+        if folder is None or is_unchanged(files, folder):
+            record.write(reference, files, precisions)
         return reference
-    if folder is not None:
-        _check_space(store.root, folder)
-    extra = "; int8 takes a minute or more" if Precision.INT8 in precisions else ""
-    files = {} if folder is None else _snapshot(folder)
-    report(f"exporting {name}, once; it takes some seconds per 10 million parameters{extra}")
-    reference = _export(source, revision, bundle_name, store, precisions, report)
-    # Otherwise a writer was faster, and the next start exports again.
-    if folder is None or is_unchanged(files, folder):
-        record.write(reference, files, precisions)
-    return reference
+
+    return _made_once(store.root, made, make, name, report)
+
+
+def _made_once(
+    root: Path,
+    made: Callable[[], str | None],
+    make: Callable[[], str],
+    name: str,
+    report: Report,
+) -> str:
+    """Return the bundle of a source; make it unless it is there or another process makes it.
+
+    Args:
+        root: the folder of the store.
+        made: returns the recorded bundle, or None.
+        make: makes and records the bundle.
+        name: the source, for messages.
+        report: receives a message before this process waits.
+    """
+    if (reference := made()) is not None:
+        return reference
+    with one_at_a_time(
+        root, lambda: report(f"{name} waits until another process has added a model")
+    ):
+        return made() or make()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +177,23 @@ def _fetched(name: str, settings: "Settings", report: Report) -> str:
         _precisions(settings),
     )
     record = SourceRecord(store.root, address.url, None, address.shown)
-    if (reference := record.fetched(store, address.sha256, precisions)) is not None:
-        return reference
+    return _made_once(
+        store.root,
+        lambda: record.fetched(store, address.sha256, precisions),
+        lambda: _fetch(address, store, precisions, record, report),
+        address.shown,
+        report,
+    )
+
+
+def _fetch(
+    address: Address,
+    store: Store,
+    precisions: tuple[Precision, ...],
+    record: SourceRecord,
+    report: Report,
+) -> str:
+    """Fetch what an address names into the store, and record it."""
     try:
         from cloze.export.errors import ExportError
         from cloze.export.fetch import fetch_model

@@ -4,11 +4,12 @@ A record has the bundle of its source, and the size, time and hash of each file 
 that the next start takes the bundle without reading the files.
 """
 
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,30 @@ class SourceRecord:
             temporary.replace(self._file)
         except OSError:
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def one_at_a_time(root: Path, waits: Callable[[], None]) -> Iterator[None]:
+    """Let one process at a time add a model to a store; the others wait.
+
+    The kernel releases the lock of a process that ends. Where the store cannot be written, or its
+    file system cannot lock a folder (NFS), nobody waits, and two processes may add one model twice.
+
+    Args:
+        root: the folder of the store, created if missing.
+        waits: called before this process waits for another one.
+    """
+    with ExitStack() as stack:
+        with suppress(OSError):
+            root.mkdir(parents=True, exist_ok=True)
+            folder = os.open(root, os.O_RDONLY)
+            stack.callback(os.close, folder)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waits()
+                fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
 
 
 def snapshot(folder: Path) -> Snapshot:

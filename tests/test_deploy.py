@@ -354,7 +354,8 @@ def test_all_stages_share_one_interpreter() -> None:
     """A virtual environment is copied between stages: its interpreter and its path must be the same
     in both.
     """
-    assert {base_of(stage) for stage in STAGES} == {"interpreter"}
+    assert STAGES["sources"][0] == ("FROM", "scratch AS sources")
+    assert {base_of(stage) for stage in STAGES if stage != "sources"} == {"interpreter"}
     for target in TARGETS:
         for run in values_of("RUN", STAGES[f"install-{target}"]):
             assert shlex.split(run) == ["scripts/install-serving", "/opt/cloze", target]
@@ -433,7 +434,10 @@ def run_stage(stage: str, folder: Path, moved: dict[str, Path]) -> None:
     """Do in a folder what the stage does in /src, with its absolute paths moved."""
     for name, value in STAGES[stage]:
         words = shlex.split(value)
-        if name == "COPY":
+        if name == "COPY" and words[0].startswith("--from="):
+            assert words[1:] == ["/", "./"]
+            run_stage(words[0].removeprefix("--from="), folder, moved)
+        elif name == "COPY":
             for source in (found for pattern in words[:-1] for found in ROOT.glob(pattern)):
                 if source.is_dir():
                     # As a build does: a link stays a link, also to what the image does not have.

@@ -363,3 +363,29 @@ def test_a_server_reports_an_address_that_cannot_be_read(tmp_path: Path) -> None
         "--model", address, "--model-store", str(tmp_path), env=bare_environment(), cwd=ROOT
     )
     assert log.splitlines()[-1].startswith(f"cloze: model {address}: cannot be read: ")
+
+
+# ---- several processes -----------------------------------------------------------------------------
+
+
+def test_two_processes_add_one_checkpoint_once(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """As two pods do that share a volume."""
+    store = tmp_path / "store"
+    command = [sys.executable, "-m", "cloze", "fetch", str(checkpoints["bert"])]
+    processes = [
+        subprocess.Popen(
+            [*command, "--model-store", str(store)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=bare_environment(HOME=str(tmp_path)),
+        )
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=100) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert len({answer for answer, _ in outputs}) == 1
+    assert [answer.strip() for answer, _ in outputs[:1]] == Store(store).references()
+    assert sum("waits until another process" in messages for _, messages in outputs) == 1

@@ -36,7 +36,7 @@ from cloze.export.models import Model
 from cloze.export.publish import export
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.train.corpus import Corpus
-from cloze.export.train.distill import distill, make_student
+from cloze.export.train.distill import distill, kept_layers, make_student
 from cloze.export.train.embedding_objective import EmbeddingData, EmbeddingObjective
 from cloze.export.train.errors import TrainError
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
@@ -948,13 +948,24 @@ def test_questions_are_learnt(trained: Path, tmp_path: Path) -> None:
 # ---- distillation
 
 
-def test_the_student_starts_from_every_second_layer_of_the_teacher(trained: Path) -> None:
+@pytest.mark.parametrize(
+    ("layers", "kept"),
+    [(12, [0, 2, 4, 7, 9, 11]), (6, [0, 2, 5]), (4, [0, 3]), (2, [1]), (1, [0])],
+)
+def test_half_of_the_layers_are_kept_with_the_first_and_the_last(
+    layers: int, kept: list[int]
+) -> None:
+    assert kept_layers(layers, max(1, layers // 2)) == kept
+
+
+def test_the_student_starts_from_half_of_the_layers_of_the_teacher(trained: Path) -> None:
     teacher = load_checkpoint(str(trained)).model
     student = make_student(teacher, dropout=0.0)
     assert len(student.encoder.layers) == len(teacher.encoder.layers) // 2
-    for number, layer in enumerate(student.encoder.layers):
+    kept = kept_layers(len(teacher.encoder.layers), len(student.encoder.layers))
+    for number, layer in zip(kept, student.encoder.layers, strict=True):
         for name, tensor in layer.state_dict().items():
-            assert torch.equal(tensor, teacher.encoder.layers[2 * number].state_dict()[name])
+            assert torch.equal(tensor, teacher.encoder.layers[number].state_dict()[name])
     assert student.encoder.embeddings.token_type is None
     assert student.next_sentence is None
     # What enters the first layer is what enters the teacher's, since token type 0 moved into the

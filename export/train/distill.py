@@ -34,10 +34,21 @@ from cloze.export.train.save import save_checkpoint
 from cloze.export.train.text_objective import TextObjective, held_out_batches, text_batches
 
 
+def kept_layers(layers: int, kept: int) -> list[int]:
+    """Return the numbers of the layers that a student keeps, evenly spread from first to last.
+
+    The last layer is among them, because the heads read its output. 6 of 12 layers are those of
+    DistilBERT (huggingface/transformers-research-projects, ``distillation/scripts/extract.py``).
+    """
+    if kept == 1:
+        return [layers - 1]
+    return [round(number * (layers - 1) / (kept - 1)) for number in range(kept)]
+
+
 def make_student(teacher: Model, dropout: float) -> Model:
     """Build a DistilBERT with half of the teacher's layers.
 
-    The embeddings, every second layer from the first, and the masked-LM head are copied. The
+    The embeddings, half of the layers (see `kept_layers`), and the masked-LM head are copied. The
     teacher adds its embedding of token type 0 to every token of a single text, so this embedding
     is added to the student's position embeddings.
 
@@ -55,13 +66,14 @@ def make_student(teacher: Model, dropout: float) -> Model:
         dropout=dropout,
     )
     student = Model(config, [MASKED_LM])
+    kept = kept_layers(teacher.config.layers, config.layers)
     teacher_weights = teacher.state_dict()
     weights = {}
     for name in student.state_dict():
         teacher_name = name
         if name.startswith("encoder.layers."):
             number, rest = name.removeprefix("encoder.layers.").split(".", 1)
-            teacher_name = f"encoder.layers.{2 * int(number)}.{rest}"
+            teacher_name = f"encoder.layers.{kept[int(number)]}.{rest}"
         weights[name] = teacher_weights[teacher_name].clone()
     token_type = teacher.encoder.embeddings.token_type
     if token_type is not None:

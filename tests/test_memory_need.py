@@ -1,5 +1,10 @@
 """A start with too little memory ends with one line, before the kernel ends it without one."""
 
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +13,9 @@ from cloze.model_store import Store
 from cloze.service.control_group import memory_limit
 from cloze.service.core import StartupError
 from cloze.service.memory_need import check_memory
+from tests.serving import bare_environment
+
+CONTROLLER = Path("/sys/fs/cgroup/memory")
 
 
 @pytest.mark.parametrize(
@@ -50,3 +58,38 @@ def test_a_server_does_not_start_with_too_little(
     monkeypatch.setattr(served_models, "memory_limit", lambda: 10_000_000)
     with pytest.raises(StartupError, match="10 MB, and the models need at least 7"):
         single_process(Settings(model_store=tiny_store, model=("bert",)))
+
+
+@pytest.fixture
+def control_group() -> Iterator[Path]:
+    """Return a control group of version 1 for one test."""
+    group = CONTROLLER / f"cloze-test-{os.getpid()}"
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed: no process gets a control group's view")
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text("60000000")
+    except OSError as error:
+        pytest.skip(f"no control group of version 1 can be made: {error}")
+    yield group
+    group.rmdir()
+
+
+def test_a_real_limit_ends_the_start_with_one_line(control_group: Path, tiny_store: Path) -> None:
+    """The process sees the group as a container does: as the root of its controller."""
+    script = (
+        f"echo $$ >{control_group}/cgroup.procs && mount --bind {control_group} {CONTROLLER} && "
+        'exec "$@"'
+    )
+    serve = (sys.executable, "-m", "cloze", "serve", "--port", "0", "--model", "bert")
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", script, "sh", *serve],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=bare_environment(CLOZE_MODEL_STORE=str(tiny_store)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("cloze: the memory limit of this process is 60 MB")
+    assert len(done.stderr.splitlines()) == 1

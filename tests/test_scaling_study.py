@@ -10,8 +10,10 @@ from cloze.bench.studies.scaling import (
     Replica,
     Rule,
     _one_busy,
+    by_all,
     by_backlog,
     by_both,
+    by_latency,
     by_mean_backlog,
     by_processor,
     ramp,
@@ -39,6 +41,15 @@ def test_the_processor_is_busy_before_anybody_waits() -> None:
 def test_a_burst_needs_the_backlog() -> None:
     """The use of the processor ends at 1, so it asks for 1.4 times the replicas at most."""
     assert quickly(by_both).good > 1.05 * quickly(by_processor).good
+
+
+def test_latency_asks_last_and_adds_nothing() -> None:
+    latency, both = quickly(by_latency), quickly(by_both)
+    assert latency.first_more_s is not None
+    assert both.first_more_s is not None
+    assert latency.first_more_s > both.first_more_s
+    assert latency.good < 0.95 * both.good
+    assert quickly(by_all).good == pytest.approx(both.good, rel=0.01)
 
 
 def test_a_mean_over_models_hides_the_busy_one() -> None:

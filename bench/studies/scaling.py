@@ -36,6 +36,9 @@ _SYNC_S, _START_S = 15.0, 30.0
 _WINDOW_S: Final = 30.0
 """Time over which the largest backlog counts, as in the adapter's rule."""
 
+_LATENCY_WINDOW_S: Final = 60.0
+"""Time over which Prometheus takes the p99 of the answers."""
+
 _TOLERANCE: Final = 0.1
 _LEAST, _MOST = 2, 10
 
@@ -47,10 +50,12 @@ class Replica:
     Attributes:
         use: share of the capacity that is used.
         backlogs: largest backlog of each model, in seconds.
+        wait_p99: p99 of the wait of answered texts, in seconds.
     """
 
     use: float
     backlogs: tuple[float, ...]
+    wait_p99: float = 0.0
 
 
 Rule = Callable[[Replica], float]
@@ -70,6 +75,16 @@ def by_backlog(replica: Replica) -> float:
 def by_mean_backlog(replica: Replica) -> float:
     """Return the mean backlog of the models over its target of 0.1 s."""
     return sum(replica.backlogs) / len(replica.backlogs) / 0.1
+
+
+def by_latency(replica: Replica) -> float:
+    """Return the p99 of the wait over its target of 0.25 s."""
+    return replica.wait_p99 / GOOD_S
+
+
+def by_all(replica: Replica) -> float:
+    """Return the largest of use, backlog and latency, each over its target."""
+    return max(by_both(replica), by_latency(replica))
 
 
 def by_both(replica: Replica) -> float:
@@ -98,6 +113,29 @@ class Outcome:
     most: int = 0
     first_late_s: float | None = None
     first_more_s: float | None = None
+
+
+class Latencies:
+    """The waits of the texts that were answered within the last minute."""
+
+    def __init__(self) -> None:
+        self._admitted: deque[tuple[float, float, float]] = deque()  # answered at, wait, texts
+
+    def add(self, now: float, wait: float, texts: float) -> None:
+        """Note texts that arrive now and will have waited for some seconds."""
+        self._admitted.append((now + wait, wait, texts))
+
+    def p99(self, now: float) -> float:
+        """Return the p99 of the wait of the texts that were answered until now."""
+        while self._admitted and self._admitted[0][0] < now - _LATENCY_WINDOW_S:
+            self._admitted.popleft()
+        answered = sorted((wait, texts) for at, wait, texts in self._admitted if at <= now)
+        above = 0.01 * sum(texts for _, texts in answered)
+        for wait, texts in reversed(answered):
+            above -= texts
+            if above <= 0:
+                return wait
+        return 0.0
 
 
 @dataclass(slots=True)
@@ -153,12 +191,14 @@ def simulate(rates: NDArray[np.float64], rule: Rule, shares: Sequence[float]) ->
     scaler, outcome = Autoscaler(rule, _LEAST), Outcome()
     backlog = [0.0] * len(shares)
     window: deque[tuple[float, ...]] = deque(maxlen=round(_WINDOW_S / _STEP_S))
+    latencies = Latencies()
     uses: deque[float] = deque(maxlen=round(_WINDOW_S / _STEP_S))
     for number, rate in enumerate(rates):
         now = number * _STEP_S
         if number % round(_SYNC_S / _STEP_S) == 0 and window:
             largest = tuple(max(step[m] for step in window) for m in range(len(shares)))
-            grew = scaler.sync(now, Replica(sum(uses) / len(uses), largest))
+            observed = Replica(sum(uses) / len(uses), largest, latencies.p99(now))
+            grew = scaler.sync(now, observed)
             if grew and outcome.first_more_s is None:
                 outcome.first_more_s = now
         running = scaler.running(now)
@@ -172,6 +212,7 @@ def simulate(rates: NDArray[np.float64], rule: Rule, shares: Sequence[float]) ->
             used += min(before + admitted / own, _STEP_S) / _STEP_S * share
             backlog[model] = left
             late = max(before, left) > GOOD_S
+            latencies.add(now, before, admitted)
             outcome.offered += arriving
             outcome.refused += arriving - admitted
             outcome.good += 0.0 if late else admitted
@@ -218,7 +259,9 @@ def main() -> None:
     rules = {
         "processor 70 %": by_processor,
         "backlog 0.1 s": by_backlog,
-        "both": by_both,
+        "latency p99 0.25 s": by_latency,
+        "processor and backlog": by_both,
+        "all three": by_all,
     }
     print(_HEADER)
     for load, rates, shares in loads:
@@ -235,7 +278,8 @@ def _one_busy(rates: NDArray[np.float64], rule: Rule) -> Outcome:
     """Return the outcome if only the first of four models has texts."""
 
     def diluted(observed: Replica) -> float:
-        return rule(Replica(observed.use, (*observed.backlogs, 0.0, 0.0, 0.0)))
+        backlogs = (*observed.backlogs, 0.0, 0.0, 0.0)
+        return rule(Replica(observed.use, backlogs, observed.wait_p99))
 
     return simulate(rates, diluted, (1.0,))
 

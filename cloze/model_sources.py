@@ -176,7 +176,9 @@ def _fetched(name: str, settings: "Settings", report: Report) -> str:
         Store(settings.model_store),
         _precisions(settings),
     )
-    record = SourceRecord(store.root, address.url, None, address.shown)
+    # With a hash, another signature in the address does not mean another model.
+    source = address.shown if address.sha256 else address.url
+    record = SourceRecord(store.root, source, None, address.shown)
     return _made_once(
         store.root,
         lambda: record.fetched(store, address.sha256, precisions),

@@ -98,6 +98,21 @@ def test_an_archive_is_fetched_once_and_served_from_the_store(
     assert not list(store.glob(".staging-*"))
 
 
+def test_with_a_hash_a_new_signature_fetches_nothing(
+    objects: ObjectStore, bundle: Path, tmp_path: Path
+) -> None:
+    data = archive_of(bundle, "bert/1")
+    objects.objects["/bert.tgz"] = data
+    address, digest = f"{objects.url}/bert.tgz?signature=", hashlib.sha256(data).hexdigest()
+    store = tmp_path / "store"
+    assert fetch(store, f"{address}1#sha256={digest}").returncode == 0
+    asked = len(objects.asked)
+    assert fetch(store, f"{address}2#sha256={digest}").stdout == "bert@1\n"
+    assert len(objects.asked) == asked
+    assert fetch(store, f"{address}2").returncode == 0
+    assert len(objects.asked) > asked
+
+
 @pytest.mark.parametrize("ending", ["tar.zst", "tgz"])
 def test_other_archives_and_a_checkpoint_in_one(
     objects: ObjectStore, checkpoints: dict[str, Path], tmp_path: Path, ending: str

@@ -193,6 +193,47 @@ def finetune_qa(
     _report_done(finetune_questions(source, list(questions), settings, options))
 
 
+@train.command("calibrate-qa")
+@click.argument("source")
+@click.option(
+    "--questions",
+    multiple=True,
+    required=True,
+    type=_FILE,
+    help="SQuAD 2.0 format, also .xz; may be repeated.",
+)
+@click.option(
+    "--held-out",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.08,
+    show_default=True,
+    help="Share of titles that training held out; only these are used.",
+)
+@click.option("--out", type=_FOLDER, required=True, help="Folder of the new checkpoint.")
+@_device
+@_threads
+@one_line_errors
+def calibrate_qa(
+    source: str,
+    questions: tuple[Path, ...],
+    held_out: float,
+    out: Path,
+    device: str,
+    threads: int | None,
+) -> None:
+    """Calibrate when the checkpoint SOURCE says that a question has no answer.
+
+    The best threshold on the held-out questions becomes part of the weights.
+    """
+    from cloze.export.train.no_answer import calibrate
+
+    done = calibrate(source, questions, held_out, out, _run_options(out, device, threads).device)
+    click.echo(
+        f"{out}: F1 {done.f1_before:.1f} before, {done.f1_after:.1f} after, {done.f1_across:.1f} "
+        f"with the threshold of the other half; the threshold was {done.threshold:.2f}"
+    )
+
+
 @train.command("finetune-embed")
 @click.argument("source")
 @click.option(

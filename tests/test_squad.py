@@ -10,11 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from cloze.export.evaluation.squad import Question, exact_match, f1, read_questions, score
+from cloze.export.evaluation.squad import (
+    Question,
+    best_threshold,
+    exact_match,
+    f1,
+    read_questions,
+    score,
+)
 from cloze.export.heads import SPAN
 from cloze.export.train.documents import Document
 from cloze.export.train.vocabulary import train_tokenizer
-from cloze.export.train.windows import Window, answer, make_windows
+from cloze.export.train.windows import Window, answers_of, guess, make_windows
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads.span import SpanResult
 from tests.oracles.squad_v4 import GOLDEN, as_squad
@@ -137,7 +144,7 @@ def test_right_logits_give_the_right_answers(tokenizer: Tokenizer) -> None:
     nothing = Question("none", "t", "Who was king?", CONTEXT, ())
     questions = [*QUESTIONS, nothing]
     windows = make_windows(questions, tokenizer, tokens=110, stride=20, question_tokens=40)
-    answers = answer(questions, windows, Oracle(windows))
+    answers = answers_of(questions, guess(questions, windows, Oracle(windows)))
     assert score(answers, questions)["exact_match"] == 100
     assert answers["none"] == ""
 
@@ -151,7 +158,8 @@ def test_a_question_whose_answer_is_not_in_the_paragraph_is_not_one_without_an_a
     windows = make_windows(
         [*QUESTIONS, elsewhere], tokenizer, tokens=110, stride=20, question_tokens=40
     )
-    answers = answer([*QUESTIONS, elsewhere], windows, Oracle(windows))
+    questions = [*QUESTIONS, elsewhere]
+    answers = answers_of(questions, guess(questions, windows, Oracle(windows)))
     assert all(answers.values())  # SQuAD 1.1: there is always an answer to give
 
 
@@ -170,3 +178,17 @@ def test_an_answer_is_labelled_though_its_edges_have_no_token(
     question = Question("1", "t", "What?", context, ((context.index(text), text),))
     (window,) = make_windows([question], tokenizer, tokens=60, stride=5, question_tokens=10)
     assert "cakes" in context[window.offsets[window.start, 0] : window.offsets[window.end, 1]]
+
+
+def test_the_best_threshold_is_that_of_the_highest_f1() -> None:
+    """At 0, question b would lose its right answer, and d would keep its wrong one."""
+    questions = [
+        Question("a", "t", "c", "q", ((0, "yes"),)),
+        Question("b", "t", "c", "q", ((0, "no"),)),
+        Question("c", "t", "c", "q", ()),
+        Question("d", "t", "c", "q", ()),
+    ]
+    texts = ["yes", "no", "blue", "red"]
+    assert best_threshold(questions, texts, [-3.0, 1.5, 4.0, 2.0]) == (100.0, 1.5)
+    assert best_threshold(questions[2:], texts[2:], [-3.0, 1.0]) == (100.0, -4.0)
+    assert best_threshold(questions[:2], texts[:2], [-3.0, 1.0]) == (100.0, 1.0)

@@ -30,8 +30,10 @@ from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import DataError
 from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
 from cloze.export.evaluation.pairs import ScoredPair, similarity
-from cloze.export.evaluation.scorer import embeddings
+from cloze.export.evaluation.scorer import TorchScorer, embeddings, span_logits
 from cloze.export.evaluation.sentences import Sentence, complete, read_sentences
+from cloze.export.evaluation.squad import read_questions
+from cloze.export.heads import SPAN
 from cloze.export.models import Model
 from cloze.export.publish import export
 from cloze.export.sentence import EmbeddingRecipe
@@ -41,6 +43,7 @@ from cloze.export.train.embedding_objective import EmbeddingData, EmbeddingObjec
 from cloze.export.train.errors import TrainError
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.loop import train
+from cloze.export.train.no_answer import calibrate
 from cloze.export.train.objectives import SpanBoundary, masked_loss
 from cloze.export.train.optimisation import learning_rate, make_optimizer
 from cloze.export.train.pairs import SentenceObjective
@@ -64,7 +67,9 @@ from cloze.export.train.recipe import (
 from cloze.export.train.run_options import Report, RunOptions, Schedule
 from cloze.export.train.save import save_checkpoint
 from cloze.export.train.sentences import EmbeddingFiles, finetune_sentences
+from cloze.export.train.start import start_from
 from cloze.export.train.vocabulary import SpecialIds
+from cloze.export.train.windows import make_windows
 from cloze.model_store import Store
 from cloze.model_store.heads import Pooling
 from tests.training import ACTS, PEOPLE, PLACES, tiny_recipe, write_stories
@@ -943,6 +948,46 @@ def test_questions_are_learnt(trained: Path, tmp_path: Path) -> None:
     subject = open_subject(str(checkpoint), Store(Path()), CPU)
     measured = evaluate(subject, EvaluationData([], [], [file], held_out=0.2), tmp_path, quietly)
     assert measured["qa_f1"] == pytest.approx(100 * log[-1]["held_out_f1"], abs=1.5)
+
+
+def test_no_answer_is_calibrated_in_the_weights(trained: Path, tmp_path: Path) -> None:
+    file = write_questions(tmp_path / "questions.json")
+    data = json.loads(file.read_text())
+    for article in data["data"][::2]:
+        for paragraph in article["paragraphs"]:
+            paragraph["qas"][0]["answers"] = []
+    file.write_text(json.dumps(data))
+    questions = read_questions([file])
+    source, out = tmp_path / "source", tmp_path / "calibrated"
+    start = start_from(load_checkpoint(str(trained)), [SPAN], dropout=0.0, seed=1)
+    save_checkpoint(start.model, start.tokenizer, source)
+
+    done = calibrate(str(source), [file], 1.0, out, CPU)
+    assert done.f1_after > done.f1_before
+    tokens = start.model.config.max_positions
+    windows = make_windows(
+        questions, start.tokenizer, tokens=tokens, stride=tokens // 3, question_tokens=tokens // 6
+    )
+    moved = []  # of [CLS], and of the other tokens in the mean
+    before, after = (
+        TorchScorer(load_checkpoint(str(folder)).model, CPU) for folder in (source, out)
+    )
+    for window in windows[:40]:
+        ids, types = window.input_ids[None], window.token_type_ids[None]
+        change = span_logits(after, ids, types)[0] - span_logits(before, ids, types)[0]
+        moved.append((change[0].sum(), change[1:].sum(1).mean()))
+    of_first, of_others = np.array(moved).mean(0)
+    assert of_first - of_others == pytest.approx(-done.threshold, rel=0.1)
+
+
+def test_calibration_needs_questions_of_both_kinds(trained: Path, tmp_path: Path) -> None:
+    file = write_questions(tmp_path / "questions.json")
+    with pytest.raises(TrainError, match="no head for question answering"):
+        calibrate(str(trained), [file], 1.0, tmp_path / "out", CPU)
+    start = start_from(load_checkpoint(str(trained)), [SPAN], dropout=0.0, seed=1)
+    save_checkpoint(start.model, start.tokenizer, tmp_path / "source")
+    with pytest.raises(TrainError, match="with and without an answer"):
+        calibrate(str(tmp_path / "source"), [file], 1.0, tmp_path / "out", CPU)
 
 
 # ---- distillation

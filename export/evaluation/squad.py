@@ -8,7 +8,7 @@ import lzma
 import re
 import string
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,3 +164,30 @@ def score(answers: Mapping[str, str], questions: Iterable[Question]) -> dict[str
         if part
         for column, name in enumerate(("exact_match", "f1"))
     }
+
+
+def best_threshold(
+    questions: Sequence[Question], texts: Sequence[str], null_margins: Sequence[float]
+) -> tuple[float, float]:
+    """Return the highest F1 in percent that a threshold gives, and this threshold.
+
+    An answer is empty where its margin is above the threshold. A model is calibrated if 0 gives as
+    good an F1. Source: the official script of SQuAD 2.0, ``find_best_thresh``.
+
+    Args:
+        questions: all questions, at least one.
+        texts: the best span of each question.
+        null_margins: score of "no answer" minus the span's, in logits.
+    """
+
+    def f1_of(question: Question, text: str) -> float:
+        return score({question.id: text}, [question])["f1"]
+
+    order = sorted(range(len(questions)), key=lambda number: null_margins[number])
+    total = sum(f1_of(question, "") for question in questions)
+    best = (total, null_margins[order[0]] - 1.0)
+    for number in order:
+        question = questions[number]
+        total += f1_of(question, texts[number]) - f1_of(question, "")
+        best = max(best, (total, null_margins[number]))
+    return best[0] / len(questions), best[1]

@@ -21,7 +21,7 @@ from cloze.export.evaluation.scorer import (
     score_masks,
 )
 from cloze.export.evaluation.sentences import complete, read_sentences
-from cloze.export.evaluation.squad import read_questions, score
+from cloze.export.evaluation.squad import best_threshold, read_questions, score
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.session import open_session
 from cloze.export.train.corpus import Corpus, prepare_corpus
@@ -40,7 +40,7 @@ from cloze.export.train.recipe import Pretraining
 from cloze.export.train.run_options import Report
 from cloze.export.train.text_objective import make_masking
 from cloze.export.train.vocabulary import open_tokenizer, special_ids
-from cloze.export.train.windows import answer, make_windows
+from cloze.export.train.windows import answers_of, guess, make_windows
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Store
 
@@ -336,5 +336,12 @@ def _measure_questions(subject: Subject, data: EvaluationData) -> dict[str, floa
     windows = make_windows(
         questions, subject.tokenizer, tokens=tokens, stride=tokens // 3, question_tokens=tokens // 6
     )
-    figures = score(answer(questions, windows, subject.scorer), questions)
+    guesses = guess(questions, windows, subject.scorer)
+    figures = score(answers_of(questions, guesses), questions)
+    if any(question.impossible for question in questions):
+        figures["best_f1"], figures["best_threshold"] = best_threshold(
+            questions,
+            [guessed.text for guessed in guesses],
+            [guessed.null_margin for guessed in guesses],
+        )
     return {f"qa_{name}": value for name, value in figures.items()}

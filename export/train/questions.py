@@ -27,7 +27,7 @@ from cloze.export.train.run_dir import CHECKPOINT, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.save import save_checkpoint
 from cloze.export.train.start import Start, start_from
-from cloze.export.train.windows import Window, answer, make_windows
+from cloze.export.train.windows import Window, answers_of, guess, make_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,9 @@ def _make_objective(
     def held_out_figures() -> dict[str, float]:
         if not held_out:
             return {}
-        percentages = score(answer(held_out, held_out_windows, scorer), held_out)
+        percentages = score(
+            answers_of(held_out, guess(held_out, held_out_windows, scorer)), held_out
+        )
         return {name: value / 100 for name, value in percentages.items()}
 
     return QuestionObjective(start.model, windows, recipe, held_out_figures)

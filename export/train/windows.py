@@ -132,14 +132,23 @@ def _span_in_part(
     return span[0] - begin + prefix_size, span[1] - begin + prefix_size
 
 
-def answer(
-    questions: Sequence[Question], windows: Sequence[Window], scorer: Scorer, *, batch: int = 16
-) -> dict[str, str]:
-    """Return the best answer to each question over its windows, by question id.
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """The best span of a question over its windows.
 
-    If any question is unanswerable, an answer is empty where ``[CLS]`` scores higher.
+    Attributes:
+        text: the span's text.
+        null_margin: the score of "no answer" minus the span's, in logits.
     """
-    any_impossible = any(question.impossible for question in questions)
+
+    text: str
+    null_margin: float
+
+
+def guess(
+    questions: Sequence[Question], windows: Sequence[Window], scorer: Scorer, *, batch: int = 16
+) -> list[Guess]:
+    """Return the best span of each question over its windows."""
     best = [(-np.inf, "")] * len(questions)
     null_scores = [np.inf] * len(questions)
     for members in equal_lengths([len(window.input_ids) for window in windows], batch):
@@ -155,10 +164,22 @@ def answer(
             text = questions[number].context[offsets[first, 0] : offsets[last, 1]]
             best[number] = max(best[number], (score, text))
             null_scores[number] = min(null_scores[number], float(rows[0].sum()))
-    answers = {}
-    for question, (score, text), null_score in zip(questions, best, null_scores, strict=True):
-        answers[question.id] = "" if any_impossible and null_score > score else text
-    return answers
+    return [
+        Guess(text, null_score - score)
+        for (score, text), null_score in zip(best, null_scores, strict=True)
+    ]
+
+
+def answers_of(questions: Sequence[Question], guesses: Sequence[Guess]) -> dict[str, str]:
+    """Return the answers by question id.
+
+    If any question is unanswerable, an answer is empty where ``[CLS]`` scores higher.
+    """
+    any_impossible = any(question.impossible for question in questions)
+    return {
+        question.id: "" if any_impossible and guessed.null_margin > 0 else guessed.text
+        for question, guessed in zip(questions, guesses, strict=True)
+    }
 
 
 def _best_span(

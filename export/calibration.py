@@ -11,6 +11,10 @@ Nearly all of the loss comes from the value projections and the first matrix of 
 network, whose inputs are LayerNorm's outputs. Smoothing the inputs of the other two products
 changed nothing.
 
+The random tokens stand between [CLS] and [SEP], and 15 % are [MASK]. Without [MASK], the range of
+its activations is cut: of a BERT of 6 x 384, 94.9 % instead of 95.6 % of the first predictions of
+masked tokens stayed.
+
 The same random tokens give the step of each smoothed input, and of attention's output, for all
 tokens: to find a step per token takes several passes over the activations. The second matrix of
 the feed-forward network keeps a step per token. With a fixed step, the cosine falls to 0.990
@@ -26,6 +30,7 @@ from torch import Tensor, nn
 from cloze.export.graph.linear_ops import LARGEST_INT8, InputScale
 from cloze.export.models import Model
 from cloze.export.models.encoder import Layer
+from cloze.export.tokenizer import CheckpointTokenizer
 
 _AFTER_NORM = ("query", "up")
 """The products whose input is LayerNorm's output."""
@@ -34,16 +39,21 @@ _AFTER_ATTENTION = "output"
 """The product whose input is attention's output, a mean of values and hence without outliers."""
 
 _SEQUENCES, _TOKENS = 32, 64
+_MASKED = 0.15
+"""Share of [MASK]: its activations are unlike those of other tokens."""
+
 _SMALLEST = 1e-5
 
 
 @torch.inference_mode()
-def input_scales(model: Model, vocab_size: int, seed: int = 0) -> dict[str, InputScale]:
+def input_scales(
+    model: Model, tokenizer: CheckpointTokenizer, seed: int = 0
+) -> dict[str, InputScale]:
     """Return the scales of the inputs that have one step for all tokens.
 
     Args:
         model: the checkpoint's model.
-        vocab_size: number of ids of the tokenizer; other rows of the word embeddings are unused.
+        tokenizer: its tokenizer.
         seed: the seed of the random tokens.
 
     Returns:
@@ -58,8 +68,7 @@ def input_scales(model: Model, vocab_size: int, seed: int = 0) -> dict[str, Inpu
     largest: dict[str, Tensor] = {}
     with _record_largest({name: linears[0] for name, linears in linears_by_name.items()}, largest):
         tokens = min(_TOKENS, model.config.max_positions)
-        generator = torch.Generator().manual_seed(seed)
-        model(torch.randint(vocab_size, (_SEQUENCES, tokens), generator=generator))
+        model(_random_tokens(tokenizer, tokens, torch.Generator().manual_seed(seed)))
     scales = {}
     for name, linears in linears_by_name.items():
         inputs = largest[name].clamp_min(_SMALLEST)
@@ -70,6 +79,19 @@ def input_scales(model: Model, vocab_size: int, seed: int = 0) -> dict[str, Inpu
             inputs = inputs / factors
         scales[name] = InputScale(float(inputs.max()) / LARGEST_INT8, factors)
     return scales
+
+
+def _random_tokens(
+    tokenizer: CheckpointTokenizer, tokens: int, generator: torch.Generator
+) -> Tensor:
+    """Return sequences [_SEQUENCES, tokens] of random tokens, special where a text has them."""
+    # Other rows of the word embeddings are unused.
+    ids = torch.randint(tokenizer.size, (_SEQUENCES, tokens), generator=generator)
+    masked = torch.rand(ids.shape, generator=generator) < _MASKED
+    if tokenizer.mask_id is not None:
+        ids[masked] = tokenizer.mask_id
+    ids[:, 0], ids[:, -1] = tokenizer.cls_id, tokenizer.sep_id
+    return ids
 
 
 @contextmanager

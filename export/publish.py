@@ -177,7 +177,7 @@ def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptio
     """Round the checkpoint's weights in place; keep a copy of the original for the gate."""
     model, recipe = checkpoint.model, checkpoint.recipe
     quantises = Precision.INT8 in options.precisions
-    scales = input_scales(model, checkpoint.tokenizer.size) if quantises else {}
+    scales = input_scales(model, checkpoint.tokenizer) if quantises else {}
     original = TorchScorer(deepcopy(model), torch.device("cpu"), deepcopy(recipe))
     round_weights(model, recipe, options.weights, scales)
     return _Job(options, checkpoint, original, heads, _limits(checkpoint), scales)

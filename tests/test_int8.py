@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from cloze.export.calibration import input_scales
+from cloze.export.calibration import _random_tokens, input_scales
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import ScoredPair
@@ -51,13 +51,25 @@ def open_session(file: Path) -> ort.InferenceSession:
     return ort.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
 
+def test_the_scales_see_the_special_tokens_that_a_text_has(checkpoints: dict[str, Path]) -> None:
+    tokenizer = load_checkpoint(str(checkpoints["bert"])).tokenizer
+    ids = _random_tokens(tokenizer, 64, torch.Generator().manual_seed(0))
+    assert set(ids[:, 0].tolist()) == {tokenizer.cls_id}
+    assert set(ids[:, -1].tolist()) == {tokenizer.sep_id}
+    assert 0.1 < float((ids == tokenizer.mask_id).float().mean()) < 0.2
+    unmasked = _random_tokens(
+        replace(tokenizer, mask_id=None), 64, torch.Generator().manual_seed(0)
+    )
+    assert float((unmasked == tokenizer.mask_id).float().mean()) < 0.05
+
+
 @pytest.mark.parametrize("kind", ["bert", "bert-qa", "distilbert"])
 def test_the_graph_is_int8_and_near_torch(
     kind: str, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     """Over the whole grid, all heads; and the encoder has no other product left."""
     checkpoint = load_checkpoint(str(checkpoints[kind]))
-    scales = input_scales(checkpoint.model, checkpoint.tokenizer.size)
+    scales = input_scales(checkpoint.model, checkpoint.tokenizer)
     heads = checkpoint.default_heads
     writer = GraphWriter(checkpoint.model, checkpoint.recipe, heads, tmp_path, scales=scales)
     writer.write()

@@ -61,7 +61,7 @@ def test_int8_keeps_one_copy_for_both_graphs(
     model, recipe, heads = checkpoint.model, checkpoint.recipe, checkpoint.default_heads
     (tmp_path / "fp32").mkdir()
     GraphWriter(model, recipe, heads, tmp_path / "fp32").write()
-    scales = input_scales(model, checkpoint.tokenizer.size)
+    scales = input_scales(model, checkpoint.tokenizer)
     round_weights(model, recipe, Weights.INT8, scales)
     folder = tmp_path / "int8"
     folder.mkdir()
@@ -114,7 +114,7 @@ def test_rounding_is_to_the_nearest_and_only_once(
 ) -> None:
     checkpoint = load_checkpoint(str(checkpoints["bert"]))
     model, recipe = checkpoint.model, checkpoint.recipe
-    scales = input_scales(model, checkpoint.tokenizer.size) if smoothed else {}
+    scales = input_scales(model, checkpoint.tokenizer) if smoothed else {}
     before = [parameter.clone() for parameter in model.parameters()]
     round_weights(model, recipe, weights, scales)
     once = [parameter.clone() for parameter in model.parameters()]

@@ -193,6 +193,20 @@ def finetune_qa(
     _report_done(finetune_questions(source, list(questions), settings, options))
 
 
+@train.command("average")
+@click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
+@click.option("--out", type=_FOLDER, required=True, help="Folder of the new checkpoint.")
+@one_line_errors
+def average(sources: tuple[str, ...], out: Path) -> None:
+    """Average the weights of the checkpoints SOURCE, fine-tuned from one checkpoint.
+
+    The average of runs with different settings is often better than each of them.
+    """
+    from cloze.export.train.average import average as run
+
+    click.echo(run(sources, out))
+
+
 @train.command("calibrate-qa")
 @click.argument("source")
 @click.option(

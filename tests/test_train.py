@@ -37,6 +37,7 @@ from cloze.export.heads import SPAN
 from cloze.export.models import Model
 from cloze.export.publish import export
 from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.train.average import average
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.distill import distill, kept_layers, make_student
 from cloze.export.train.embedding_objective import EmbeddingData, EmbeddingObjective
@@ -988,6 +989,30 @@ def test_calibration_needs_questions_of_both_kinds(trained: Path, tmp_path: Path
     save_checkpoint(start.model, start.tokenizer, tmp_path / "source")
     with pytest.raises(TrainError, match="with and without an answer"):
         calibrate(str(tmp_path / "source"), [file], 1.0, tmp_path / "out", CPU)
+
+
+def test_an_average_is_the_mean_of_the_weights(trained: Path, tmp_path: Path) -> None:
+    sources = [tmp_path / "one", tmp_path / "two"]
+    for number, source in enumerate(sources):
+        start = start_from(load_checkpoint(str(trained)), [SPAN], dropout=0.0, seed=number)
+        save_checkpoint(start.model, start.tokenizer, source)
+    folder = average([str(source) for source in sources], tmp_path / "average")
+    one, two, mean = (load_file(each / "model.safetensors") for each in (*sources, folder))
+    assert any(not torch.equal(one[name], two[name]) for name in one)
+    for name in one:
+        torch.testing.assert_close(mean[name], (one[name] + two[name]) / 2)
+    assert not (folder / "modules.json").exists()
+    _, report = theirs(folder, BertForQuestionAnswering)
+    assert not report["missing_keys"]
+
+
+def test_only_checkpoints_of_one_kind_have_an_average(trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainError, match="at least two"):
+        average([str(trained)], tmp_path / "average")
+    start = start_from(load_checkpoint(str(trained)), [SPAN], dropout=0.0, seed=1)
+    save_checkpoint(start.model, start.tokenizer, tmp_path / "qa")
+    with pytest.raises(TrainError, match="other sizes or other heads"):
+        average([str(trained), str(tmp_path / "qa")], tmp_path / "average")
 
 
 # ---- distillation

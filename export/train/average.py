@@ -1,0 +1,55 @@
+"""Averages the weights of checkpoints that were fine-tuned from one checkpoint.
+
+Source: Wortsman et al. 2022, "Model soups". The average of runs with different settings is often
+better than each of them, and costs as much as one of them to serve.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.heads import EMBEDDING
+from cloze.export.train.card import CARD
+from cloze.export.train.errors import TrainError
+from cloze.export.train.save import save_checkpoint
+
+
+@torch.inference_mode()
+def average(sources: Sequence[str], folder: Path) -> Path:
+    """Write the mean of the weights of two or more checkpoints as a new checkpoint.
+
+    Args:
+        sources: folders or hub ids of the checkpoints.
+        folder: folder of the new checkpoint.
+
+    Returns:
+        The folder.
+
+    Raises:
+        TrainError: there is only one checkpoint, or they differ in their sizes, heads or tokens.
+        ExportError: a checkpoint cannot be loaded.
+    """
+    if len(sources) < 2:
+        raise TrainError("an average needs at least two checkpoints")
+    first, *others = (load_checkpoint(source) for source in sources)
+    vocabulary = first.tokenizer.tokenizer.get_vocab()
+    sums = {name: tensor.double() for name, tensor in first.model.state_dict().items()}
+    for source, other in zip(sources[1:], others, strict=True):
+        weights = other.model.state_dict()
+        shapes = {name: tensor.shape for name, tensor in weights.items()}
+        if shapes != {name: tensor.shape for name, tensor in sums.items()}:
+            raise TrainError(f"{source} has other sizes or other heads than {sources[0]}")
+        if other.tokenizer.tokenizer.get_vocab() != vocabulary:
+            raise TrainError(f"{source} has another vocabulary than {sources[0]}")
+        for name, tensor in weights.items():
+            sums[name] += tensor
+    means = {name: (tensor / len(sources)).float() for name, tensor in sums.items()}
+    first.model.load_state_dict(means)
+    embeds = EMBEDDING in {head.name for head in first.default_heads}
+    recipe = first.recipe if embeds else None
+    save_checkpoint(first.model, first.tokenizer.tokenizer, folder, embedding=recipe)
+    names = "\n".join(f"- {source}" for source in sources)
+    (folder / CARD).write_text(f"# The average of {len(sources)} checkpoints\n\n{names}\n")
+    return folder

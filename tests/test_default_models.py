@@ -14,11 +14,11 @@ from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision, Weights
 
 TASKS = {
-    "cloze-bert": {"fill-mask", "nsp", "embed"},
+    "cloze-bert": {"fill-mask", "nsp", "embed", "embed-all"},
     "cloze-bert-qa": {"qa"},
-    "cloze-distilbert": {"fill-mask", "embed"},
+    "cloze-distilbert": {"fill-mask", "embed", "embed-all"},
 }
-LIMIT_BYTES = 40_000_000
+LIMIT_BYTES = 70_000_000
 HELD_OUT = 0.08
 
 
@@ -79,7 +79,7 @@ def test_it_is_as_good_as_its_card_says(name: str, external_data: Path, text_fol
         f"bundle:{name}", Store(DEFAULT_ROOT), torch.device("cpu"), Precision.INT8
     )
     text, questions = (
-        external_data / "corpus" / "corpus.jsonl.xz",
+        external_data / "corpus" / "corpus-modern.jsonl.xz",
         external_data / "qa" / "squad-v1.1.json.xz",
     )
     data = EvaluationData(

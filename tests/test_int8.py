@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import onnx
 import onnxruntime as ort
 import pytest
 import torch
@@ -40,6 +41,7 @@ from cloze.model_store.manifest import Precision
 from cloze.model_store.processor import int8_instructions, int8_settings
 from cloze.service.core import Device, RequestedPrecision, StartupError
 from cloze.service.engine import OnnxEngine
+from cloze.service.engine.session import is_aligned
 from tests.conftest import minilm_checkpoint
 from tests.serving import running_server
 
@@ -397,3 +399,33 @@ def test_the_server_logs_its_choice(minilm_int8: Path) -> None:
             ]
             == "int8"
         )
+
+
+# ---- packed weights that two sessions share --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("graph", "aligned"),
+    [
+        (b"\x12 MatMulIntegerToFloat+123|128;99;0\x1a MatMulIntegerToFloat+9|256;99;0", True),
+        (b"\x12 MatMulIntegerToFloat+123|128;99;0\x1a MatMulIntegerToFloat+9|296;99;0", False),
+        (b"\x12 DynamicQuantizeMatMul+7|40;1;0", False),
+        (b"\x12 FusedGemm+7|40;1;0", True),  # its kernels read from any address
+        (b"", True),
+    ],
+)
+def test_int8_weights_are_shared_only_where_the_kernels_can_read_them(
+    graph: bytes, aligned: bool
+) -> None:
+    """From other addresses the process ended: a BERT of 30,522 tokens with weights in int8."""
+    assert is_aligned(graph) is aligned
+
+
+def test_weights_of_odd_sizes_are_last_in_a_graph(tmp_path: Path) -> None:
+    g = GraphBuilder()
+    for name, size in (("odd", 300), ("even", 384), ("small", 2), ("also_even", 256)):
+        g.weight(name, np.zeros(size, np.float32))
+    g.save(tmp_path / "graph.onnx", tmp_path / "weights.bin")
+    graph = onnx.load(str(tmp_path / "graph.onnx"), load_external_data=False).graph
+    names = [tensor.name for tensor in graph.initializer]
+    assert names == ["even", "also_even", "odd", "small"]

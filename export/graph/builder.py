@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cloze.model_store.graph_checks import FUSED_DOMAIN
 from cloze.model_store.layouts import Layout
+from cloze.model_store.processor import PACKED_ALIGNMENT
 from cloze.model_store.tensors import TensorSpec
 
 OPSET = 20
@@ -139,6 +140,10 @@ class GraphBuilder:
         with ExitStack() as files:
             writer = _WeightsWriter(weights_file, shared or {}, files)
             initializers = [writer.store(*item) for item in self._weights.items()]
+        sizes = {name: array.nbytes for name, array in self._weights.items()}
+        # Last, so that in a file of weights that onnxruntime writes in this order without gaps, no
+        # packed weight starts off the boundary that its kernels need.
+        initializers.sort(key=lambda tensor: sizes[tensor.name] % PACKED_ALIGNMENT != 0)
         graph = helper.make_graph(self._nodes, "cloze", self._inputs, self._outputs, initializers)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(FUSED, 1)]
         model = helper.make_model(

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import logging
 import os
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,7 +27,12 @@ from numpy.typing import NDArray
 
 from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Feeds
-from cloze.model_store.processor import cuda_settings, int8_instructions, int8_settings
+from cloze.model_store.processor import (
+    PACKED_ALIGNMENT,
+    cuda_settings,
+    int8_instructions,
+    int8_settings,
+)
 from cloze.service.core import StartupError, first_line
 from cloze.service.engine.pinned import page_locked
 
@@ -45,6 +51,9 @@ _PREPARE = {
     "session.save_external_prepacked_constant_initializers": "1",
 }
 """Settings that write a graph with its weights packed for the kernels of this processor."""
+
+_PACKED_INT8 = re.compile(rb"\w*(?:Integer|Quantize|QLinear|QGemm)\w*\+\d+\|(\d+);")
+"""The place of a packed weight: the kernel, a hash, and the offset in the file of weights."""
 
 _ALIGNMENT = 256
 """Alignment of each input in the device buffer, in bytes."""
@@ -139,11 +148,25 @@ def _open_twice(file: Path, folder: Path, threads: int, alone_threads: int) -> C
             options.add_session_config_entry(key, value)
         ort.InferenceSession(file, options, providers=[CPU], enable_fallback=0)
         _return_freed_memory()
+        if not is_aligned(prepared.read_bytes()):
+            raise ValueError("its int8 weights are packed, but not aligned")
         side_by_side = _open_on_cpu(prepared, _cpu_options(threads))
         _return_freed_memory()
         alone = _open_on_cpu(prepared, _cpu_options(alone_threads))
         _return_freed_memory()
         return CpuSession(side_by_side, alone)
+
+
+def is_aligned(graph: bytes) -> bool:
+    """Whether the packed weights of a graph's int8 products are where the kernels can read them.
+
+    onnxruntime 1.31 writes them without gaps, so that any weight of another size moves those behind
+    it. From other addresses, the kernels end the process.
+
+    Args:
+        graph: the bytes of a graph that onnxruntime wrote with packed weights.
+    """
+    return all(int(offset) % PACKED_ALIGNMENT == 0 for offset in _PACKED_INT8.findall(graph))
 
 
 def _return_freed_memory() -> None:

@@ -19,9 +19,9 @@ PROGRAMS = re.findall(
 )
 
 EXPECTED = {
-    "Cloze's own": "(2, 256) ['door', 'chair']\nTrue The king was dead\n422 422: inputs[0] holds no mask token",
-    "huggingface_hub": "door\n(1, 256)\n[0.9",
-    "openai": "256 ['cloze-bert",
+    "Cloze's own": "(2, 384) ['door', 'window']\nTrue The king\n422 422: inputs[0] holds no mask token",
+    "huggingface_hub": "door\n(1, 384)\n[0.8",
+    "openai": "384 ['cloze-bert",
 }
 
 

@@ -239,7 +239,11 @@ def test_the_engine_serves_until_the_last_front_end_has_left(engine: Engine) -> 
 # ---- death and restart ---------------------------------------------------------------------------
 
 
-def test_the_end_of_an_engine_fails_pending_requests_at_once(path: Path) -> None:
+def test_an_engine_that_does_not_return_fails_pending_requests(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineLink, "_RESTART_S", 0.5)
+
     async def play() -> None:
         with listen(path) as listener:
             async with linked(path) as link:
@@ -436,7 +440,11 @@ def test_a_truncated_message_is_discarded(engine: Engine, caplog: pytest.LogCapt
     assert engine.engine.batches == []
 
 
-def test_a_malformed_answer_fails_pending_requests(path: Path) -> None:
+def test_a_malformed_answer_fails_pending_requests(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineLink, "_RESTART_S", 0.5)
+
     async def play() -> None:
         loop = asyncio.get_running_loop()
         with listen(path) as listener:

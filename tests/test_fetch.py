@@ -380,7 +380,7 @@ def test_a_server_reports_an_address_that_cannot_be_read(tmp_path: Path) -> None
     assert log.splitlines()[-1].startswith(f"cloze: model {address}: cannot be read: ")
 
 
-# ---- several processes -----------------------------------------------------------------------------
+# ---- several processes ---------------------------------------------------------------------------
 
 
 def test_two_processes_add_one_checkpoint_once(

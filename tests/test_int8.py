@@ -401,7 +401,7 @@ def test_the_server_logs_its_choice(minilm_int8: Path) -> None:
         )
 
 
-# ---- packed weights that two sessions share --------------------------------------------------------
+# ---- packed weights that two sessions share ------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -6,51 +6,23 @@ Training packages are imported inside the commands, because a serving installati
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
-from cloze.failing import fail
-from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.model_store.manifest import Precision
-from cloze.model_store.store import Store
-from cloze.options import json_option
-from cloze.tables import print_rows
 from cloze.train_errors import one_line_errors
-
-if TYPE_CHECKING:
-    import torch
-
-    from cloze.export.train.run_options import RunOptions
-
-# Without existence checks: the code that opens a path reports errors, in one line.
-_FILE = click.Path(path_type=Path)
-_FOLDER = click.Path(path_type=Path)
-
-_corpus = click.option(
-    "--corpus",
-    "corpus",
-    multiple=True,
-    type=_FILE,
-    help="Text: plain or .jsonl (text, title), also .xz; may be repeated.",
-)
-_out = click.option(
-    "--out",
-    type=_FOLDER,
-    required=True,
-    help="Folder of the run; after a stop, the same command continues the run.",
-)
-_seed = click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), help="Seed instead of the recipe's seed."
-)
-_device = click.option(
-    "--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda if available."
-)
-_threads = click.option(
-    "--threads",
-    type=click.IntRange(1, 1024),
-    help="CPU threads. [default: all cores]",
-    show_default=False,
+from cloze.train_evaluate import evaluate
+from cloze.train_options import (
+    FILE,
+    FOLDER,
+    corpus_option,
+    device_option,
+    held_out_option,
+    open_device,
+    out_option,
+    required,
+    run_options,
+    seed_option,
+    threads_option,
 )
 
 
@@ -76,13 +48,13 @@ def train() -> None:
 
 
 @train.command()
-@_corpus
+@corpus_option
 @_recipe("vocabulary")
 @click.option(
     "--size", type=click.IntRange(32, 1_000_000), help="Tokens instead of the recipe's size."
 )
 @click.option("--cased/--uncased", default=None, help="Instead of the recipe's case.")
-@_out
+@out_option
 @one_line_errors
 def vocab(
     corpus: tuple[Path, ...], recipe: str, size: int | None, cased: bool | None, out: Path
@@ -94,7 +66,7 @@ def vocab(
 
     settings = load_recipe(recipe, VocabularyRecipe).vocabulary
     size = size or settings.size
-    files = _required(corpus)
+    files = required(corpus)
     tokenizer = train_tokenizer(
         lambda: read_documents(files),
         size=size,
@@ -106,12 +78,12 @@ def vocab(
 
 
 @train.command()
-@_corpus
+@corpus_option
 @_recipe("pretrain-5-minutes")
 @click.option(
     "--vocab",
     "vocabulary",
-    type=_FOLDER,
+    type=FOLDER,
     help="Folder of `cloze train vocab`. [default: learn one from the text]",
     show_default=False,
 )
@@ -127,10 +99,10 @@ def vocab(
     help="Whose embeddings keep_embeddings keeps. [default: those of --from]",
     show_default=False,
 )
-@_out
-@_seed
-@_device
-@_threads
+@out_option
+@seed_option
+@device_option
+@threads_option
 @one_line_errors
 def pretrain(
     corpus: tuple[Path, ...],
@@ -155,7 +127,7 @@ def pretrain(
     from cloze.export.train.recipe import PretrainRecipe, load_recipe
 
     settings = load_recipe(recipe, PretrainRecipe, seed=seed)
-    files, options = _required(corpus), _run_options(out, device, threads)
+    files, options = required(corpus), run_options(out, device, threads)
     starts = {"source": source, "embeddings_from": embeddings_from}
     _report_done(run(files, settings, options, vocabulary=vocabulary, **starts))
 
@@ -166,14 +138,14 @@ def pretrain(
     "--questions",
     multiple=True,
     required=True,
-    type=_FILE,
+    type=FILE,
     help="SQuAD 1.1 or 2.0 format, also .xz; may be repeated.",
 )
 @_recipe("finetune-qa")
-@_out
-@_seed
-@_device
-@_threads
+@out_option
+@seed_option
+@device_option
+@threads_option
 @one_line_errors
 def finetune_qa(
     source: str,
@@ -189,13 +161,13 @@ def finetune_qa(
     from cloze.export.train.recipe import QuestionsRecipe, load_recipe
 
     settings = load_recipe(recipe, QuestionsRecipe, seed=seed)
-    options = _run_options(out, device, threads)
+    options = run_options(out, device, threads)
     _report_done(finetune_questions(source, list(questions), settings, options))
 
 
 @train.command("average")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
-@click.option("--out", type=_FOLDER, required=True, help="Folder of the new checkpoint.")
+@click.option("--out", type=FOLDER, required=True, help="Folder of the new checkpoint.")
 @one_line_errors
 def average(sources: tuple[str, ...], out: Path) -> None:
     """Average the weights of the checkpoints SOURCE, fine-tuned from one checkpoint.
@@ -213,19 +185,13 @@ def average(sources: tuple[str, ...], out: Path) -> None:
     "--questions",
     multiple=True,
     required=True,
-    type=_FILE,
+    type=FILE,
     help="SQuAD 2.0 format, also .xz; may be repeated.",
 )
-@click.option(
-    "--held-out",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=0.08,
-    show_default=True,
-    help="Share of titles that training held out; only these are used.",
-)
-@click.option("--out", type=_FOLDER, required=True, help="Folder of the new checkpoint.")
-@_device
-@_threads
+@held_out_option(0.08, "; only these are used")
+@click.option("--out", type=FOLDER, required=True, help="Folder of the new checkpoint.")
+@device_option
+@threads_option
 @one_line_errors
 def calibrate_qa(
     source: str,
@@ -241,7 +207,7 @@ def calibrate_qa(
     """
     from cloze.export.train.no_answer import calibrate
 
-    done = calibrate(source, questions, held_out, out, _run_options(out, device, threads).device)
+    done = calibrate(source, questions, held_out, out, open_device(device, threads))
     click.echo(
         f"{out}: F1 {done.f1_before:.1f} before, {done.f1_after:.1f} after, {done.f1_across:.1f} "
         f"with the threshold of the other half; the threshold was {done.threshold:.2f}"
@@ -253,16 +219,16 @@ def calibrate_qa(
 @click.option(
     "--pairs",
     multiple=True,
-    type=_FILE,
+    type=FILE,
     help="CSV without header: sentence, sentence, score; also .xz; may be repeated.",
 )
-@click.option("--held-out-pairs", multiple=True, type=_FILE, help="Scored pairs to evaluate.")
-@_corpus
+@click.option("--held-out-pairs", multiple=True, type=FILE, help="Scored pairs to evaluate.")
+@corpus_option
 @_recipe("finetune-embed")
-@_out
-@_seed
-@_device
-@_threads
+@out_option
+@seed_option
+@device_option
+@threads_option
 @one_line_errors
 def finetune_embed(
     source: str,
@@ -284,18 +250,18 @@ def finetune_embed(
 
     settings = load_recipe(recipe, EmbedRecipe, seed=seed)
     files = EmbeddingFiles(list(pairs), list(held_out_pairs), list(corpus))
-    options = _run_options(out, device, threads)
+    options = run_options(out, device, threads)
     _report_done(finetune_sentences(source, files, settings, options))
 
 
 @train.command()
 @click.argument("teacher")
-@_corpus
+@corpus_option
 @_recipe("distill")
-@_out
-@_seed
-@_device
-@_threads
+@out_option
+@seed_option
+@device_option
+@threads_option
 @one_line_errors
 def distill(
     teacher: str,
@@ -311,143 +277,12 @@ def distill(
     from cloze.export.train.recipe import DistillRecipe, load_recipe
 
     settings = load_recipe(recipe, DistillRecipe, seed=seed)
-    files, options = _required(corpus), _run_options(out, device, threads)
+    files, options = required(corpus), run_options(out, device, threads)
     _report_done(run(teacher, files, settings, options))
-
-
-@train.command()
-@click.argument("source")
-@_corpus
-@click.option("--pairs", multiple=True, type=_FILE, help="Scored pairs, CSV.")
-@click.option("--questions", multiple=True, type=_FILE, help="SQuAD format.")
-@click.option(
-    "--stereotypes",
-    type=_FILE,
-    help="CrowS-Pairs: the share of pairs with a likelier stereotype; 0.5 is unbiased.",
-)
-@click.option(
-    "--sentences",
-    multiple=True,
-    type=_FILE,
-    help="Sentences with one [MASK], a tab, and accepted words.",
-)
-@click.option(
-    "--held-out",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=1.0,
-    help="Share of titles that training held out.",
-)
-@click.option(
-    "--sequences",
-    type=click.IntRange(min=1),
-    default=1000,
-    help="Number of masked sequences, and of pairs of texts.",
-)
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=8),
-    default=128,
-    help="Tokens per sequence, limited by the model.",
-)
-@click.option(
-    "--precision",
-    type=click.Choice([str(p) for p in Precision]),
-    default=str(Precision.FP32),
-    help="Precision of a bundle's graph.",
-)
-@json_option
-@click.option(
-    "--model-store",
-    type=_FOLDER,
-    default=DEFAULT_ROOT,
-    envvar="CLOZE_MODEL_STORE",
-    help="Model store of bundle:NAME.",
-)
-@_device
-@_threads
-@one_line_errors
-def evaluate(
-    source: str,
-    corpus: tuple[Path, ...],
-    pairs: tuple[Path, ...],
-    questions: tuple[Path, ...],
-    stereotypes: Path | None,
-    sentences: tuple[Path, ...],
-    held_out: float,
-    sequences: int,
-    tokens: int,
-    precision: str,
-    as_json: bool,
-    model_store: Path,
-    device: str,
-    threads: int | None,
-) -> None:
-    """Measure SOURCE, a checkpoint or bundle:NAME, on text, pairs, questions and sentences.
-
-    The figures depend on the tasks of SOURCE and on the given data: fill-mask top-1, top-5 and
-    perplexity (every chosen token is a [MASK]), next-sentence accuracy, Spearman's correlation on
-    pairs, exact match and F1 on questions, and bias on CrowS-Pairs.
-    """
-    import tempfile
-
-    from cloze.export.train.evaluate import EvaluationData, open_subject
-    from cloze.export.train.evaluate import evaluate as measure
-
-    opened_device = _open_device(device, threads)
-    subject = open_subject(source, Store(model_store), opened_device, Precision(precision))
-    data = EvaluationData(
-        list(corpus),
-        list(pairs),
-        list(questions),
-        held_out,
-        stereotypes,
-        sentences,
-        sequences,
-        tokens,
-    )
-    with tempfile.TemporaryDirectory(prefix="cloze-") as folder:
-        figures = measure(subject, data, Path(folder), _print_event)
-    if not figures:
-        fail(
-            "there is nothing to measure: "
-            "give --corpus, --pairs or --questions that its tasks can answer"
-        )
-    if as_json:
-        print_rows([figures], as_json=True)
-    else:
-        rows = [{"figure": name, "value": value} for name, value in figures.items()]
-        print_rows(rows, right=("value",))
-
-
-def _required(corpus: tuple[Path, ...]) -> list[Path]:
-    from cloze.export.train.errors import TrainError
-
-    if not corpus:
-        raise TrainError("there is no text: name a file with --corpus")
-    return list(corpus)
-
-
-def _run_options(run_dir: Path, device: str, threads: int | None) -> "RunOptions":
-    from cloze.export.train.run_options import RunOptions
-
-    return RunOptions(run_dir, _open_device(device, threads), _print_event)
-
-
-def _open_device(name: str, threads: int | None) -> "torch.device":
-    """Prepare the process for a run on the CPU, and open the device."""
-    import torch
-
-    from cloze.export.train.device import keep_freed_memory, open_device
-
-    if threads:
-        torch.set_num_threads(threads)
-    keep_freed_memory()
-    return open_device(name)
-
-
-def _print_event(line: str) -> None:
-    click.echo(line, err=True)
 
 
 def _report_done(checkpoint: Path) -> None:
     click.echo(f"{checkpoint}; curves in {checkpoint.parent / 'curves.png'}")
+
+
+train.add_command(evaluate)

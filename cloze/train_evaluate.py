@@ -1,0 +1,122 @@
+"""``cloze train evaluate``: measures a checkpoint or a bundle."""
+
+from pathlib import Path
+
+import click
+
+from cloze.failing import fail
+from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.model_store.manifest import Precision
+from cloze.model_store.store import Store
+from cloze.options import json_option
+from cloze.tables import print_rows
+from cloze.train_errors import one_line_errors
+from cloze.train_options import (
+    FILE,
+    FOLDER,
+    corpus_option,
+    device_option,
+    held_out_option,
+    open_device,
+    print_event,
+    threads_option,
+)
+
+
+@click.command()
+@click.argument("source")
+@corpus_option
+@click.option("--pairs", multiple=True, type=FILE, help="Scored pairs, CSV.")
+@click.option("--questions", multiple=True, type=FILE, help="SQuAD format.")
+@click.option(
+    "--stereotypes",
+    type=FILE,
+    help="CrowS-Pairs: the share of pairs with a likelier stereotype; 0.5 is unbiased.",
+)
+@click.option(
+    "--sentences",
+    multiple=True,
+    type=FILE,
+    help="Sentences with one [MASK], a tab, and accepted words.",
+)
+@held_out_option(1.0, "")
+@click.option(
+    "--sequences",
+    type=click.IntRange(min=1),
+    default=1000,
+    help="Number of masked sequences, and of pairs of texts.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=8),
+    default=128,
+    help="Tokens per sequence, limited by the model.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice([str(p) for p in Precision]),
+    default=str(Precision.FP32),
+    help="Precision of a bundle's graph.",
+)
+@json_option
+@click.option(
+    "--model-store",
+    type=FOLDER,
+    default=DEFAULT_ROOT,
+    envvar="CLOZE_MODEL_STORE",
+    help="Model store of bundle:NAME.",
+)
+@device_option
+@threads_option
+@one_line_errors
+def evaluate(
+    source: str,
+    corpus: tuple[Path, ...],
+    pairs: tuple[Path, ...],
+    questions: tuple[Path, ...],
+    stereotypes: Path | None,
+    sentences: tuple[Path, ...],
+    held_out: float,
+    sequences: int,
+    tokens: int,
+    precision: str,
+    as_json: bool,
+    model_store: Path,
+    device: str,
+    threads: int | None,
+) -> None:
+    """Measure SOURCE, a checkpoint or bundle:NAME, on text, pairs, questions and sentences.
+
+    The figures depend on the tasks of SOURCE and on the given data: fill-mask top-1, top-5 and
+    perplexity (every chosen token is a [MASK]), next-sentence accuracy, Spearman's correlation on
+    pairs, exact match and F1 on questions, and bias on CrowS-Pairs.
+    """
+    import tempfile
+
+    from cloze.export.train.evaluate import EvaluationData, open_subject
+    from cloze.export.train.evaluate import evaluate as measure
+
+    opened_device = open_device(device, threads)
+    subject = open_subject(source, Store(model_store), opened_device, Precision(precision))
+    data = EvaluationData(
+        list(corpus),
+        list(pairs),
+        list(questions),
+        held_out,
+        stereotypes,
+        sentences,
+        sequences,
+        tokens,
+    )
+    with tempfile.TemporaryDirectory(prefix="cloze-") as folder:
+        figures = measure(subject, data, Path(folder), print_event)
+    if not figures:
+        fail(
+            "there is nothing to measure: "
+            "give --corpus, --pairs or --questions that its tasks can answer"
+        )
+    if as_json:
+        print_rows([figures], as_json=True)
+    else:
+        rows = [{"figure": name, "value": value} for name, value in figures.items()]
+        print_rows(rows, right=("value",))

@@ -43,7 +43,7 @@ _SMALLEST_STEP = 1e-12
 _ZERO_POINT = 128
 """The integer that stands for zero in activations: the fast kernel takes u8 x s8."""
 
-_AXIS_1 = np.array([1], np.int64)
+_AXIS_1, _AXIS_LAST = np.array([1], np.int64), np.array([-1], np.int64)
 
 WORD_EMBEDDINGS = WORD_TABLE
 """The only table that may be stored as integers."""
@@ -103,8 +103,11 @@ class LinearOps(Protocol):
     def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
         """Add a bias or the scale of a norm, in the type of the trunk's activations."""
 
-    def embedding_table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
-        """Add a matrix [V, H] whose rows are looked up, in the type of the trunk's activations."""
+    def look_up(self, g: GraphBuilder, name: str, weight: Tensor, ids: str) -> str:
+        """Write the rows of a table [V, H] with these ids: [...] -> [..., H].
+
+        The rows have the type of the trunk's activations.
+        """
 
     def to_float32(self, g: GraphBuilder, rows: str) -> str:
         """Convert rows of the trunk's activations to float32."""
@@ -121,6 +124,12 @@ class LinearOps(Protocol):
         """
 
 
+def _to_floats(g: GraphBuilder, integers: str, steps: str) -> str:
+    """Write ``integers * steps`` in float32: [..., H] and [...] -> [..., H]."""
+    column = g.op("Unsqueeze", [steps, g.weight("axis_last", _AXIS_LAST)])
+    return g.op("Mul", [g.op("Cast", [integers], to=TensorProto.FLOAT), column])
+
+
 class _StoredMatrices:
     """Writes matrices in the format in which they are stored.
 
@@ -133,7 +142,6 @@ class _StoredMatrices:
     def __init__(self, scales: Mapping[str, InputScale], *, integers: bool) -> None:
         self._scales, self._integers = scales, integers
         self._smoothed: dict[str, str] = {}  # an input's value -> the name of its factors
-        self._tables: dict[str, str] = {}
 
     def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
         """See `LinearOps`."""
@@ -143,18 +151,24 @@ class _StoredMatrices:
         """See `LinearOps`."""
         return rows
 
-    def embedding_table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
-        """See `LinearOps`."""
+    def look_up(self, g: GraphBuilder, name: str, weight: Tensor, ids: str) -> str:
+        """See `LinearOps`. Only the rows become floats, so no table of floats is in memory."""
+        if not self._integers or name != WORD_EMBEDDINGS:
+            return g.op("Gather", [g.weight(name, weight), ids], axis=0)
+        integers, steps = self._stored_table(g, name, weight)
+        rows = g.op("Gather", [integers, ids], axis=0)
+        return _to_floats(g, rows, g.op("Gather", [steps, ids], axis=0))
+
+    def _stored_table(self, g: GraphBuilder, name: str, weight: Tensor) -> tuple[str, str]:
+        """Add a table as integers [V, H] and steps [V]."""
+        integers, steps = quantise(weight)
+        return g.weight(f"{name}.int8", integers), g.weight(f"{name}.steps", steps)
+
+    def _table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
+        """Add a table [V, H] in float32; the runtime computes stored integers once, on opening."""
         if not self._integers:
             return g.weight(name, weight)
-        if name not in self._tables:
-            integers, steps = quantise(weight)
-            rows = g.op("Cast", [g.weight(f"{name}.int8", integers)], to=TensorProto.FLOAT)
-            column = g.op(
-                "Unsqueeze", [g.weight(f"{name}.steps", steps), g.weight("axis_1", _AXIS_1)]
-            )
-            self._tables[name] = g.op("Mul", [rows, column])
-        return self._tables[name]
+        return _to_floats(g, *self._stored_table(g, name, weight))
 
     def _int8_matrix(
         self, g: GraphBuilder, x: LinearInput, name: str, weight: Tensor
@@ -206,7 +220,7 @@ class Fp32(_StoredMatrices):
 
     def tied_logits(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
         """See `LinearOps`. The product transposes the table, so one stored table is enough."""
-        return g.op("Gemm", [x, self.embedding_table(g, table, weight), bias], transB=1)
+        return g.op("Gemm", [x, self._table(g, table, weight), bias], transB=1)
 
     def _matrix(self, g: GraphBuilder, x: LinearInput, name: str, weight: Tensor) -> str:
         """Add a matrix [in, out]; the runtime computes stored integers once, on opening."""
@@ -235,19 +249,20 @@ class Fp16(Fp32):
         """See `LinearOps`."""
         return g.op("Cast", [rows], to=TensorProto.FLOAT)
 
-    def embedding_table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
+    def look_up(self, g: GraphBuilder, name: str, weight: Tensor, ids: str) -> str:
         """See `LinearOps`."""
         if self._integers and name == WORD_EMBEDDINGS:
-            table = super().embedding_table(g, name, weight)
-            return g.op("Cast", [table], to=TensorProto.FLOAT16)
-        return g.weight(f"{name}.fp16", _to_fp16(name, weight))
+            table = g.op("Cast", [self._table(g, name, weight)], to=TensorProto.FLOAT16)
+        else:
+            table = g.weight(f"{name}.fp16", _to_fp16(name, weight))
+        return g.op("Gather", [table, ids], axis=0)
 
     def tied_logits(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
         """See `LinearOps`. In fp32: fp16 keeps only two decimals of logits near 20."""
         if self._integers:
-            fp32_table = super().embedding_table(g, table, weight)
+            fp32_table = self._table(g, table, weight)
         else:
-            fp32_table = self.to_float32(g, self.embedding_table(g, table, weight))
+            fp32_table = self.to_float32(g, g.weight(f"{table}.fp16", _to_fp16(table, weight)))
         return g.op("Gemm", [x, fp32_table, bias], transB=1)
 
     def _matrix(self, g: GraphBuilder, x: LinearInput, name: str, weight: Tensor) -> str:
@@ -289,7 +304,7 @@ class Int8(_StoredMatrices):
     ) -> LinearInput:
         """See `LinearOps`."""
         if (scale := self._scales.get(name)) is None:
-            axis = g.weight("axis_last", np.array([-1], np.int64))
+            axis = g.weight("axis_last", _AXIS_LAST)
             return self._quantise_tokens(g, x, axis, least)
         if factors := self._reciprocal_factors(g, name):
             x = g.op("Mul", [x, factors])

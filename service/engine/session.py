@@ -4,7 +4,6 @@ The module does not depend on bundles or encodings.
 """
 
 import ctypes
-import gc
 import logging
 import os
 import re
@@ -170,11 +169,7 @@ def is_aligned(graph: bytes) -> bool:
 
 
 def _return_freed_memory() -> None:
-    """Return the memory that opening a session took to the operating system.
-
-    A closed session is part of a reference cycle, and glibc keeps freed memory.
-    """
-    gc.collect()
+    """Return the memory that opening a session took to the operating system; glibc keeps it."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
 

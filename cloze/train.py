@@ -258,6 +258,12 @@ def finetune_embed(
 @click.argument("teacher")
 @corpus_option
 @_recipe("distill")
+@click.option(
+    "--from",
+    "source",
+    metavar="STUDENT",
+    help="Continue this student instead of layers of TEACHER.",
+)
 @out_option
 @seed_option
 @device_option
@@ -267,6 +273,7 @@ def distill(
     teacher: str,
     corpus: tuple[Path, ...],
     recipe: str,
+    source: str | None,
     out: Path,
     seed: int | None,
     device: str,
@@ -278,7 +285,7 @@ def distill(
 
     settings = load_recipe(recipe, DistillRecipe, seed=seed)
     files, options = required(corpus), run_options(out, device, threads)
-    _report_done(run(teacher, files, settings, options))
+    _report_done(run(teacher, files, settings, options, source))
 
 
 def _report_done(checkpoint: Path) -> None:

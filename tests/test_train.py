@@ -1103,6 +1103,30 @@ def test_distillation_keeps_embeddings(trained: Path, stories: Path, tmp_path: P
     assert load_checkpoint(str(kept / "checkpoint")).recipe == recipe_of_teacher
 
 
+def test_a_student_continues_with_another_teacher(
+    trained: Path, stories: Path, tmp_path: Path
+) -> None:
+    """One step at a rate of nearly nothing leaves the weights where the first run left them."""
+
+    def recipe(steps: int, rate: float) -> DistillRecipe:
+        return DistillRecipe(
+            phases=[Phase(tokens=32, sequences=16, steps=steps)],
+            optimisation=Optimisation(learning_rate=rate, weight_decay=0.0),
+            held_out=0.1,
+            dropout=0.0,
+        )
+
+    first = distill(str(trained), [stories], recipe(20, 3e-3), run_options(tmp_path / "first"))
+    options = run_options(tmp_path / "second")
+    second = distill(str(trained), [stories], recipe(1, 1e-9), options, str(first))
+    before, after = (load_file(folder / "model.safetensors") for folder in (first, second))
+    fresh = make_student(load_checkpoint(str(trained)).model, 0.0).encoder.layers[0].up.weight
+    name = next(name for name in before if name.endswith("0.ffn.lin1.weight"))
+    assert not torch.allclose(before[name], fresh, atol=1e-3)
+    for name, weight in before.items():
+        torch.testing.assert_close(after[name], weight, atol=1e-6, rtol=0)
+
+
 def test_a_teacher_without_a_masked_lm_head_is_refused(
     checkpoints: dict[str, Path], stories: Path, tmp_path: Path
 ) -> None:

@@ -935,6 +935,25 @@ def test_a_teacher_that_cannot_teach(
     ).startswith(message)
 
 
+def test_a_student_of_another_teacher(
+    finished: Path, checkpoints: dict[str, Path], stories: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(DISTILL_RECIPE)
+    teacher = finished / "checkpoint"
+
+    def message(student: Path) -> str:
+        given = ("--corpus", stories, "--from", student)
+        return refused("distill", teacher, *given, *options(recipe, tmp_path / "run"))
+
+    assert message(teacher).startswith(
+        f"{teacher} is no student of this teacher: its family is bert, not distilbert"
+    )
+    other = checkpoints["distilbert"]
+    assert message(other).startswith(f"the vocabulary in {other} (")
+    assert not (tmp_path / "run").exists(), "nothing was begun"
+
+
 def test_nothing_to_measure(finished: Path, tmp_path: Path) -> None:
     assert refused("evaluate", finished / "checkpoint").startswith(
         "there is nothing to measure: give --corpus, --pairs or "

@@ -113,7 +113,7 @@ def test_the_runtime_computes_no_table_of_floats_for_the_int8_graph(
     options.optimized_model_filepath = str(tmp_path / "opened.onnx")
     options.log_severity_level = 3
     ort.InferenceSession(tmp_path / graph.file, options, providers=["CPUExecutionProvider"])
-    opened = onnx.load(tmp_path / "opened.onnx").graph
+    opened = onnx.load(str(tmp_path / "opened.onnx")).graph
     table = sorted(model.encoder.embeddings.word.weight.shape)
     kinds = {node.data_type for node in opened.initializer if sorted(node.dims) == table}
     assert kinds == {onnx.TensorProto.INT8}

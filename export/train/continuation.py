@@ -34,7 +34,7 @@ def open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) ->
     checkpoint = load_checkpoint(source)
     _check_recipe(recipe, checkpoint)
     if vocabulary:
-        _check_vocabulary(open_tokenizer(vocabulary), checkpoint, vocabulary, "--vocab")
+        check_vocabulary(open_tokenizer(vocabulary), checkpoint, vocabulary, "--vocab")
     check_kept_embeddings(recipe.pretraining, checkpoint)
     return checkpoint
 
@@ -61,9 +61,20 @@ def _check_recipe(recipe: PretrainRecipe, checkpoint: Checkpoint) -> None:
         )
 
 
-def _check_vocabulary(
+def check_vocabulary(
     given: Tokenizer, checkpoint: Checkpoint, folder: Path | str, option: str
 ) -> None:
+    """Check that a vocabulary is the checkpoint's.
+
+    Args:
+        given: the vocabulary.
+        checkpoint: the checkpoint.
+        folder: where the vocabulary is from.
+        option: the option that named it.
+
+    Raises:
+        TrainError: it is another vocabulary.
+    """
     given_tokens = given.get_vocab()
     source_tokens = checkpoint.tokenizer.tokenizer.get_vocab()
     if given_tokens != source_tokens:
@@ -89,7 +100,7 @@ def open_original(name: str, recipe: PretrainRecipe, checkpoint: Checkpoint) -> 
     if not recipe.pretraining.keep_embeddings:
         raise TrainError("--embeddings-from needs keep_embeddings = true in the recipe")
     original = load_checkpoint(name)
-    _check_vocabulary(original.tokenizer.tokenizer, checkpoint, name, "--embeddings-from")
+    check_vocabulary(original.tokenizer.tokenizer, checkpoint, name, "--embeddings-from")
     kept, size = original.model.config.hidden_size, checkpoint.model.config.hidden_size
     if kept != size:
         raise TrainError(

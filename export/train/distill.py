@@ -6,20 +6,20 @@ A recipe with ``keep_embeddings`` adds the cosine of the sentence embeddings.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cloze.export.checkpoint import load_checkpoint
+from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.heads import MASKED_LM
 from cloze.export.models import Model
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import write_card
-from cloze.export.train.continuation import check_kept_embeddings
+from cloze.export.train.continuation import check_kept_embeddings, check_vocabulary
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embeddings import KeptEmbeddings
@@ -82,6 +82,33 @@ def make_student(teacher: Model, dropout: float) -> Model:
     return student
 
 
+def copy_student(source: Checkpoint, name: str, student: Model, teacher: Checkpoint) -> None:
+    """Replace a new student's weights by those of a student that was distilled before.
+
+    Args:
+        source: the checkpoint of the earlier student.
+        name: its folder or hub id.
+        student: the new student, see `make_student`.
+        teacher: the teacher of the run.
+
+    Raises:
+        TrainError: the vocabularies or the sizes differ, or the earlier student has no masked-LM
+            head.
+    """
+    check_vocabulary(source.tokenizer.tokenizer, teacher, name, "--from")
+    needed, given = asdict(student.config), asdict(source.model.config)
+    for size in sorted(needed.keys() - {"dropout"}):
+        if given[size] != needed[size]:
+            raise TrainError(
+                f"{name} is no student of this teacher: its {size} is {given[size]}, "
+                f"not {needed[size]}"
+            )
+    if source.model.masked_lm is None:
+        raise TrainError(f"{name} is no student: it has no masked-language-model head")
+    weights = source.model.state_dict()
+    student.load_state_dict({key: weights[key] for key in student.state_dict()})
+
+
 class Distillation(nn.Module):
     """The student's losses. The teacher is neither trained nor saved."""
 
@@ -133,7 +160,13 @@ class Distillation(nn.Module):
         return loss, figures
 
 
-def distill(teacher: str, files: list[Path], recipe: DistillRecipe, options: RunOptions) -> Path:
+def distill(
+    teacher: str,
+    files: list[Path],
+    recipe: DistillRecipe,
+    options: RunOptions,
+    student_source: str | None = None,
+) -> Path:
     """Distil a checkpoint on text.
 
     Args:
@@ -141,17 +174,24 @@ def distill(teacher: str, files: list[Path], recipe: DistillRecipe, options: Run
         files: text files, see `read_documents`.
         recipe: recipe of the run.
         options: where the run computes and writes.
+        student_source: folder or hub id of a student that was distilled before, to continue; None
+            starts from layers of the teacher.
 
     Returns:
         The folder of the student's checkpoint.
 
     Raises:
-        TrainError: the teacher has no masked-LM head, the recipe does not suit the teacher, an
-            input is unsuitable, or the run fails, see `train`.
-        ExportError: the teacher cannot be loaded.
+        TrainError: the teacher has no masked-LM head, the recipe or the earlier student does not
+            suit the teacher, an input is unsuitable, or the run fails, see `train`.
+        ExportError: the teacher or the earlier student cannot be loaded.
     """
     checkpoint = load_checkpoint(teacher)
+    student = make_student(checkpoint.model, recipe.dropout)
     inputs = {"teacher": checkpoint.source.weights_sha256, "text": fingerprint(files)}
+    if student_source is not None:
+        earlier = load_checkpoint(student_source)
+        copy_student(earlier, student_source, student, checkpoint)
+        inputs["student"] = earlier.source.weights_sha256
     acquire_run_dir(options.run_dir, recipe, inputs)
     max_positions = checkpoint.model.config.max_positions
     _check_recipe(recipe, max_positions)
@@ -164,7 +204,6 @@ def distill(teacher: str, files: list[Path], recipe: DistillRecipe, options: Run
         held_out=recipe.held_out,
         report=options.report,
     )
-    student = make_student(checkpoint.model, recipe.dropout)
     options.report(
         f"a distilbert of {student.parameter_count():,} parameters "
         f"from a teacher of {checkpoint.model.parameter_count():,}"

@@ -1,0 +1,97 @@
+"""Measures how fast `cloze serve` is ready, and its memory at rest and under long mixed requests.
+
+    python bench/studies/start_and_memory.py [MODEL_STORE] >bench/results/start-and-memory.md
+
+Without MODEL_STORE, the server serves the default models.
+"""
+
+import http.client
+import itertools
+import json
+import statistics
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from cloze.bench.processes import RunningServer, free_port, running
+
+STARTS, CLIENTS, SECONDS = 7, 8, 60.0
+TEXT = " ".join(["The river carried the old boat past the town and the mill."] * 30)
+REQUESTS = (
+    ("/fill-mask", {"inputs": f"{TEXT} It is a [MASK].", "parameters": {"top_k": 50}}),
+    ("/embed", {"inputs": [TEXT] * 8}),
+    ("/qa", {"inputs": {"question": "What did the river carry?", "context": TEXT * 4}}),
+    ("/nsp", {"inputs": [{"text": TEXT[:900], "next": TEXT[:900]}] * 4}),
+)
+
+
+def main() -> None:
+    """Print the figures."""
+    store = ["--model-store", sys.argv[1]] if len(sys.argv) > 1 else []
+    ready = []
+    for _ in range(STARTS):
+        url = f"http://127.0.0.1:{free_port()}"
+        port = str(urlsplit(url).port)
+        command = [sys.executable, "-m", "cloze", "serve", "--port", port, "--workers", "2", *store]
+        with running(command, url, "/readyz") as server:
+            ready.append(server.ready_s)
+            time.sleep(1)
+            at_rest, private = server.rss_mb(), private_mb(server)
+            if len(ready) == STARTS:
+                largest, answers = under_load(server)
+    print("# The start and the memory of the server\n")
+    print("    python bench/studies/start_and_memory.py\n")
+    print("The default models with 2 workers per model, on 2 cores of an AMD EPYC.\n")
+    print("| figure | value |\n|---|---|")
+    print(f"| ready, median of {STARTS} starts | {statistics.median(ready):.2f} s |")
+    print(f"| ready, the slowest start | {max(ready):.2f} s |")
+    print(f"| memory at rest | {at_rest:.0f} MB, of which {private:.0f} MB are no mapped files |")
+    load = f"{CLIENTS} clients with long texts for {SECONDS:g} s"
+    print(f"| largest memory, {load} | {largest:.0f} MB |")
+    shown = ", ".join(f"{count:,} of status {status}" for status, count in sorted(answers.items()))
+    print(f"\nAnswers: {shown}.")
+
+
+def private_mb(server: RunningServer) -> float:
+    """Return the resident memory of the first process that is no mapped file, in MB."""
+    lines = Path(f"/proc/{server.pid}/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return int(fields["RssAnon"].split()[0]) * 1024 / 1e6
+
+
+def under_load(server: RunningServer) -> tuple[float, Counter[int]]:
+    """Return the largest resident memory in MB while clients ask, and the number of each status."""
+    answers: Counter[int] = Counter()
+    end = time.monotonic() + SECONDS
+    clients = [
+        threading.Thread(target=_ask, args=(server.url, number, end, answers))
+        for number in range(CLIENTS)
+    ]
+    for client in clients:
+        client.start()
+    largest = 0.0
+    while time.monotonic() < end:
+        largest = max(largest, server.rss_mb())
+        time.sleep(0.05)
+    for client in clients:
+        client.join()
+    return largest, answers
+
+
+def _ask(url: str, first: int, end: float, answers: Counter[int]) -> None:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    for path, body in itertools.islice(itertools.cycle(REQUESTS), first, None):
+        if time.monotonic() > end:
+            return
+        connection.request("POST", path, json.dumps(body))
+        response = connection.getresponse()
+        response.read()
+        answers[response.status] += 1
+
+
+if __name__ == "__main__":
+    main()

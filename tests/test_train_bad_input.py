@@ -418,6 +418,11 @@ def test_a_document_of_unknown_words_is_no_loss_of_nothing(
         ),
         (
             '"nsp"',
+            '"nsp"\nunit = "span"\nrepeats_from = 32',
+            "pretraining: repeats_from needs unit = 'token' or 'whole-word'",
+        ),
+        (
+            '"nsp"',
             '"nsp"\nspan_boundary = true',
             "pretraining: span_boundary = true needs unit = 'span' and method = 'mlm'",
         ),

@@ -6,6 +6,8 @@ import json
 import lzma
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -261,6 +263,28 @@ def test_words_are_masked_whole(input_ids: np.ndarray, unit: Unit, seed: int) ->
     for position in range(2, len(input_ids) - 1):
         if CONTINUES[input_ids[position]]:
             assert chosen[position] == chosen[position - 1]
+
+
+@settings(deadline=None)
+@given(ids, st.sampled_from([Unit.TOKEN, Unit.WHOLE_WORD]), st.integers(0, 2**32))
+def test_short_sequences_hide_no_word_that_they_repeat(
+    input_ids: np.ndarray, unit: Unit, seed: int
+) -> None:
+    def hidden(repeats_from: int) -> tuple[list[tuple[int, ...]], Counter[tuple[int, ...]]]:
+        chosen = replace(masking(unit, 0.5), repeats_from=repeats_from)
+        masked = chosen(input_ids, np.random.default_rng(seed))
+        words = chosen._units(input_ids, ~SPECIAL[input_ids])
+        spelled = [tuple(input_ids[word].tolist()) for word in words]
+        of = [
+            tokens
+            for word, tokens in zip(words, spelled, strict=True)
+            if word[0] in masked.positions
+        ]
+        return of, Counter(spelled)
+
+    words, counts = hidden(len(input_ids) + 1)
+    assert all(counts[word] == 1 for word in words) or 1 not in counts.values()
+    assert hidden(len(input_ids)) == hidden(0)
 
 
 @pytest.mark.parametrize("unit", list(Unit))

@@ -6,6 +6,7 @@ decides whether masks differ per epoch (Liu et al. 2019, "RoBERTa", section 4.1)
 """
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -55,6 +56,8 @@ class Masking:
         replace: share of chosen tokens that become ``[MASK]``, and share that become a random
             token. All other chosen tokens stay.
         final_rate: rate at the end of a run, see `at`; None: constant rate.
+        repeats_from: shorter sequences hide only words that they have once, if they have one;
+            0: the same for all lengths.
     """
 
     unit: Unit
@@ -64,6 +67,7 @@ class Masking:
     continues: NDArray[np.bool_]
     replace: tuple[float, float] = (0.8, 0.1)
     final_rate: float | None = None
+    repeats_from: int = 0
 
     def at(self, progress: float) -> "Masking":
         """Return the masking at ``progress`` in [0, 1] of a run.
@@ -80,6 +84,8 @@ class Masking:
         """Mask tokens of ``input_ids`` int64 [S], which include special tokens but no padding."""
         ordinary = ~self.special[input_ids]
         units = self._units(input_ids, ordinary)
+        if len(input_ids) < self.repeats_from:
+            units = _unrepeated(input_ids, units) or units
         count = max(1, round(self.rate * ordinary.sum())) if len(units) else 0
         choose = self._choose_spans if self.unit is Unit.SPAN else self._choose_units
         chosen = choose(units, count, rng)
@@ -169,6 +175,15 @@ class Masking:
             chosen.append(positions)
             remaining -= len(positions)
         return chosen or [units[rng.integers(len(units))] for _ in range(min(count, 1))]
+
+
+def _unrepeated(
+    input_ids: NDArray[np.int64], units: list[NDArray[np.int64]]
+) -> list[NDArray[np.int64]]:
+    """Return the units whose tokens no other unit has."""
+    words = [tuple(input_ids[unit].tolist()) for unit in units]
+    counts = Counter(words)
+    return [unit for unit, word in zip(units, words, strict=True) if counts[word] == 1]
 
 
 def _runs(positions: NDArray[np.int64]) -> NDArray[np.int64]:

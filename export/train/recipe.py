@@ -187,6 +187,15 @@ class Pretraining(_Table):
             description="rate at the last step, approached linearly; none: constant rate",
         ),
     ] = None
+    # Our own: see bench/results/from-minilm-cpu.md.
+    repeats_from: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="in sequences of fewer tokens, words that occur more than once "
+            "are not predicted; 0: they are",
+        ),
+    ] = 0
     # Chowdhery et al. 2022, "PaLM", section 5: 1e-4 * log(Z)^2 keeps the softmax
     # normaliser Z near 1.
     z_loss: Annotated[
@@ -242,6 +251,8 @@ class Pretraining(_Table):
     def _fits_together(self) -> "Pretraining":
         if self.span_boundary and (self.unit is not Unit.SPAN or self.method != "mlm"):
             raise ValueError("span_boundary = true needs unit = 'span' and method = 'mlm'")
+        if self.repeats_from and self.unit is Unit.SPAN:
+            raise ValueError("repeats_from needs unit = 'token' or 'whole-word'")
         if self.method == "rtd" and self.sentence is not SentenceObjective.NONE:
             raise ValueError("method = 'rtd' has no sentence objective; it needs sentence = 'none'")
         if self.method == "rtd" and (self.keep_embeddings or self.z_loss):

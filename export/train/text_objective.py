@@ -147,4 +147,5 @@ def make_masking(
         continues,
         replace,
         recipe.final_rate,
+        recipe.repeats_from,
     )

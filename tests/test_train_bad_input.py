@@ -423,6 +423,11 @@ def test_a_document_of_unknown_words_is_no_loss_of_nothing(
         ),
         (
             '"nsp"',
+            '"none"\nsingle = 0.5',
+            "pretraining: single needs sentence = 'nsp' or 'sop'",
+        ),
+        (
+            '"nsp"',
             '"nsp"\nspan_boundary = true',
             "pretraining: span_boundary = true needs unit = 'span' and method = 'mlm'",
         ),

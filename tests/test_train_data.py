@@ -25,7 +25,13 @@ from cloze.export.train.documents import is_held_out, read_documents, split_sent
 from cloze.export.train.embeddings import unmasked_texts
 from cloze.export.train.errors import TrainError
 from cloze.export.train.masking import Masking, Unit
-from cloze.export.train.pairs import IS_NEXT, EpochExamples, ExampleOptions, SentenceObjective
+from cloze.export.train.pairs import (
+    IS_NEXT,
+    UNPAIRED,
+    EpochExamples,
+    ExampleOptions,
+    SentenceObjective,
+)
 from cloze.export.train.recipe import Phase, Pretraining
 from cloze.export.train.sampling import sampled_order
 from cloze.export.train.text_objective import make_masking
@@ -577,6 +583,23 @@ def test_longer_phases_are_told(tokenizer: Tokenizer, corpus: PreparedCorpus) ->
     assert [batches.grows_from(step) for step in range(15)] == [None] * 3 + [16] + [None] * 8 + [
         24
     ] + [None] * 2
+
+
+def test_a_share_of_examples_is_one_sentence(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
+    examples = sequences(corpus, tokenizer, SentenceObjective.NSP, single=0.5)
+    made = [examples.make(number, examples.rng(number)) for number in range(len(examples))]
+    single = [example for example in made if example.label == UNPAIRED]
+    assert 0.4 < len(single) / len(made) < 0.6
+    separator = tokenizer.token_to_id("[SEP]")
+    starts = set(corpus.train.sentences.tolist())
+    for number, example in enumerate(made):
+        is_single = example.label == UNPAIRED
+        assert (example.input_ids == separator).sum() == (1 if is_single else 2)
+        if is_single:
+            assert not example.token_type_ids.any()
+            first = examples.start(number)
+            inside = set(range(first + 1, first + len(example.input_ids) - 2))
+            assert not inside & starts, "one sentence, or the part of one that fits"
 
 
 @settings(deadline=None, max_examples=20)

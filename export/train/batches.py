@@ -41,7 +41,8 @@ class TextBatch:
         positions: int64 [M], positions of the chosen tokens.
         labels: int64 [M], original tokens at these positions.
         spans: int64 [M, 2], first and last position of the run of chosen tokens around each one.
-        next_labels: int64 [B]; empty without a sentence objective.
+        next_labels: int64 [B], `UNPAIRED` for a single sentence; empty without a sentence
+            objective.
         first_positions: int64 [B], position embedding of each sequence's first token; None: all 0.
         tokens: number of real tokens.
     """
@@ -260,6 +261,7 @@ class TextBatches:
                 seed=plan.seed,
                 epoch=phase * _MAX_EPOCHS + (epoch if plan.pretraining.dynamic else 0),
                 short=plan.pretraining.short,
+                single=plan.pretraining.single,
                 weights=plan.weights,
             )
             self._epochs[phase, epoch] = EpochExamples(self._corpus, options)

@@ -20,7 +20,7 @@ from cloze.export.models import Model
 from cloze.export.models.encoder import Encoder
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.embeddings import KeptEmbeddings
-from cloze.export.train.pairs import SentenceObjective
+from cloze.export.train.pairs import UNPAIRED, SentenceObjective
 from cloze.export.train.recipe import Pretraining, Sizes
 
 _MAX_OFFSETS = 64
@@ -61,10 +61,13 @@ class MaskedText(nn.Module):
             loss = loss + boundary_loss
         if self.model.next_sentence is not None:
             sentence_logits = self.model.next_sentence(hidden[:, 0]).float()
-            sentence_loss = F.cross_entropy(sentence_logits, batch.next_labels)
+            pairs = (batch.next_labels != UNPAIRED).sum().clamp_min(1)
+            sentence_loss = (
+                F.cross_entropy(sentence_logits, batch.next_labels, reduction="sum") / pairs
+            )
             correct = sentence_logits.argmax(1) == batch.next_labels
             figures["sentence_loss"] = sentence_loss
-            figures["sentence_accuracy"] = correct.float().mean()
+            figures["sentence_accuracy"] = correct.sum() / pairs
             loss = loss + self.sentence_weight * sentence_loss
         if self._kept_embeddings is not None:
             cosine = self._kept_embeddings.cosine(self.model, batch)

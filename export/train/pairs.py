@@ -29,6 +29,9 @@ class SentenceObjective(StrEnum):
 IS_NEXT, NOT_NEXT = 0, 1
 """Labels in the order of BERT's two logits. For sentence order: 0 in order, 1 swapped."""
 
+UNPAIRED = -100
+"""Label of a single sentence beside pairs; `torch.nn.functional.cross_entropy` ignores it."""
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingExample:
@@ -37,7 +40,7 @@ class TrainingExample:
     Attributes:
         input_ids: int64 [S].
         token_type_ids: int64 [S].
-        label: `IS_NEXT` or `NOT_NEXT`; None without a sentence objective.
+        label: `IS_NEXT`, `NOT_NEXT` or `UNPAIRED`; None without a sentence objective.
     """
 
     input_ids: NDArray[np.int64]
@@ -57,6 +60,7 @@ class ExampleOptions:
         epoch: number of the epoch; each epoch cuts and pairs the text differently.
         short: share of examples that are cut to a random length, as in google-research/bert, so
             that the model also learns short texts.
+        single: share of examples that are one sentence, with a sentence objective.
         weights: sampling weights, see `sampling_shares`; empty: all text is sampled equally.
     """
 
@@ -66,6 +70,7 @@ class ExampleOptions:
     seed: int
     epoch: int
     short: float = 0.1
+    single: float = 0.0
     weights: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -134,6 +139,8 @@ class EpochExamples:
         tokens, sentence = self._corpus.tokens, self._options.sentence
         if sentence is SentenceObjective.NONE:
             return self._join(tokens[start:end], None, None)
+        if self._options.single and rng.random() < self._options.single:
+            return self._join(tokens[start : self._first_sentence_end(start, end)], None, UNPAIRED)
         at_sentence, cut = self._split_position(start, end, rng)
         first, second = tokens[start:cut], tokens[cut:end]
         if rng.random() < 0.5:
@@ -142,6 +149,12 @@ class EpochExamples:
             return self._join(second, first, NOT_NEXT)
         other = self._text_of_other_document(segment, len(second), at_sentence, rng)
         return self._join(first, other, NOT_NEXT)
+
+    def _first_sentence_end(self, start: int, end: int) -> int:
+        """Return the end of the sentence at ``start``, or ``end`` if that is earlier."""
+        sentences = self._corpus.sentences
+        following = int(np.searchsorted(sentences, start + 1))
+        return min(int(sentences[following]), end) if following < len(sentences) else end
 
     def _split_position(self, start: int, end: int, rng: np.random.Generator) -> tuple[bool, int]:
         """Draw the position at which the second text starts.

@@ -230,6 +230,10 @@ class Pretraining(_Table):
         ),
     ] = 1.0
     short: Annotated[Share, Field(description="share of sequences cut to a random length")] = 0.1
+    single: Annotated[
+        Share,
+        Field(description="share of examples that are one sentence; with nsp or sop"),
+    ] = 0.0
     shifted: Annotated[
         Share,
         Field(
@@ -251,6 +255,8 @@ class Pretraining(_Table):
     def _fits_together(self) -> "Pretraining":
         if self.span_boundary and (self.unit is not Unit.SPAN or self.method != "mlm"):
             raise ValueError("span_boundary = true needs unit = 'span' and method = 'mlm'")
+        if self.single and self.sentence is SentenceObjective.NONE:
+            raise ValueError("single needs sentence = 'nsp' or 'sop'")
         if self.repeats_from and self.unit is Unit.SPAN:
             raise ValueError("repeats_from needs unit = 'token' or 'whole-word'")
         if self.method == "rtd" and self.sentence is not SentenceObjective.NONE:

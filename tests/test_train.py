@@ -324,6 +324,18 @@ def test_what_a_checkpoint_decides_is_not_asked_for(
         )
 
 
+def test_a_batch_of_single_sentences_has_no_pair_to_learn_from(
+    trained: Path, stories: Path, tmp_path: Path
+) -> None:
+    """A mean over no pair would be no number, and would end the run."""
+    recipe = further_recipe(
+        pretraining=Pretraining(single=0.99), phases=[Phase(tokens=32, sequences=2, steps=8)]
+    )
+    pretrain([stories], recipe, run_options(tmp_path), source=str(trained))
+    losses = [line["loss"] for line in read_log(tmp_path)]
+    assert all(math.isfinite(loss) for loss in losses)
+
+
 def tasks_of(folder: Path) -> list[str]:
     """Return the tasks that a checkpoint is exported for."""
     return [head.task for head in load_checkpoint(str(folder)).default_heads]

@@ -68,8 +68,8 @@ STARTS: Final = (
         "[vocabulary]\nsize = 4000\n"
         "[model]\nhidden_size = 128\nlayers = 2\nheads = 2\nintermediate_size = 512\n"
         "max_tokens = 128\ndropout = 0.0\n"
-        "[[phases]]\ntokens = 32\nsequences = 96\nsteps = 1000\n"
-        "[[phases]]\ntokens = 64\nsequences = 48\nsteps = 400\n",
+        "[[phases]]\ntokens = 32\nsequences = 96\nsteps = 600\n"
+        "[[phases]]\ntokens = 64\nsequences = 48\nsteps = 250\n",
         {
             "pretraining": {"unit": "whole-word", "sentence": "nsp"},
             "optimisation": {"learning_rate": 3e-3},

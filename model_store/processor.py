@@ -14,7 +14,7 @@ _INT8 = frozenset({"avx512_vnni", "avx_vnni", "asimddp", "i8mm"})
 INT8_NAMES = ", ".join(sorted(_INT8))
 
 PACKED_ALIGNMENT = 64
-"""The int8 kernels read packed weights from addresses that are multiples of this; in bytes."""
+"""The kernels read packed weights from addresses that are multiples of this; in bytes."""
 
 
 def int8_instructions() -> list[str]:

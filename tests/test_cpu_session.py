@@ -67,6 +67,42 @@ def test_threads_change_no_bit(graph: Path, rows: int) -> None:
         np.testing.assert_array_equal(session.run(outputs, feeds)[0], expected)
 
 
+@pytest.mark.usefixtures("disk")
+def test_weights_behind_a_vector_of_an_odd_size_end_no_process(tmp_path: Path) -> None:
+    """onnxruntime writes packed weights of less than 1 MB without gaps; kernels want alignment."""
+    rng, width = np.random.default_rng(0), 384
+    weights = [onnx.numpy_helper.from_array(rng.normal(size=301).astype(np.float32), "odd")]
+    nodes = [
+        helper.make_node("Gather", ["odd", "numbers"], ["picked"]),
+        helper.make_node("Add", ["x", "picked"], ["y0"]),
+    ]
+    for number in range(PRODUCTS):
+        weight = rng.normal(size=(width, width)).astype(np.float32) / width**0.5
+        weights.append(onnx.numpy_helper.from_array(weight, f"w{number}"))
+        nodes.append(helper.make_node("MatMul", [f"y{number}", f"w{number}"], [f"y{number + 1}"]))
+    inputs = [
+        helper.make_tensor_value_info("x", TensorProto.FLOAT, ["T", width]),
+        helper.make_tensor_value_info("numbers", TensorProto.INT64, ["T", 1]),
+    ]
+    output = helper.make_tensor_value_info(f"y{PRODUCTS}", TensorProto.FLOAT, ["T", width])
+    body = helper.make_graph(nodes, "g", inputs, [output], weights)
+    model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save_model(model, str(tmp_path / "graph.onnx"))
+    code = f"""
+import numpy as np
+from pathlib import Path
+from cloze.service.engine.session import CpuSession, cpu_session
+for alone_threads in (0, 2):
+    session = cpu_session(Path({str(tmp_path / "graph.onnx")!r}), 1, alone_threads)
+    feeds = {{"x": np.ones((200, {width}), np.float32), "numbers": np.zeros((200, 1), np.int64)}}
+    sessions = [session.side_by_side, session.alone] if isinstance(session, CpuSession) else [session]
+    print(*(round(float(s.run(["y{PRODUCTS}"], feeds)[0].sum()), 1) for s in sessions))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr[-500:])
+    assert len(set(done.stdout.split())) == 1
+
+
 def private_mb(graph: Path, alone_threads: int) -> float:
     """Return the memory in MB that a process takes for open sessions, without mapped files."""
     code = f"""

@@ -142,6 +142,7 @@ class _StoredMatrices:
     def __init__(self, scales: Mapping[str, InputScale], *, integers: bool) -> None:
         self._scales, self._integers = scales, integers
         self._smoothed: dict[str, str] = {}  # an input's value -> the name of its factors
+        self._tables: dict[str, str] = {}
 
     def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
         """See `LinearOps`."""
@@ -152,12 +153,8 @@ class _StoredMatrices:
         return rows
 
     def look_up(self, g: GraphBuilder, name: str, weight: Tensor, ids: str) -> str:
-        """See `LinearOps`. Only the rows become floats, so no table of floats is in memory."""
-        if not self._integers or name != WORD_EMBEDDINGS:
-            return g.op("Gather", [g.weight(name, weight), ids], axis=0)
-        integers, steps = self._stored_table(g, name, weight)
-        rows = g.op("Gather", [integers, ids], axis=0)
-        return _to_floats(g, rows, g.op("Gather", [steps, ids], axis=0))
+        """See `LinearOps`."""
+        return g.op("Gather", [self._table(g, name, weight), ids], axis=0)
 
     def _stored_table(self, g: GraphBuilder, name: str, weight: Tensor) -> tuple[str, str]:
         """Add a table as integers [V, H] and steps [V]."""
@@ -166,9 +163,11 @@ class _StoredMatrices:
 
     def _table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
         """Add a table [V, H] in float32; the runtime computes stored integers once, on opening."""
-        if not self._integers:
+        if not self._integers or name != WORD_EMBEDDINGS:
             return g.weight(name, weight)
-        return _to_floats(g, *self._stored_table(g, name, weight))
+        if name not in self._tables:
+            self._tables[name] = _to_floats(g, *self._stored_table(g, name, weight))
+        return self._tables[name]
 
     def _int8_matrix(
         self, g: GraphBuilder, x: LinearInput, name: str, weight: Tensor
@@ -316,6 +315,14 @@ class Int8(_StoredMatrices):
     def matmul(self, g: GraphBuilder, x: LinearInput, name: str, linear: nn.Linear) -> str:
         """See `LinearOps`."""
         return self._multiply(g, x, *self._int8_matrix(g, x, name, linear.weight))
+
+    def look_up(self, g: GraphBuilder, name: str, weight: Tensor, ids: str) -> str:
+        """See `LinearOps`. Only the rows become floats, so no table of floats is in memory."""
+        if not self._integers or name != WORD_EMBEDDINGS:
+            return super().look_up(g, name, weight, ids)
+        integers, steps = self._stored_table(g, name, weight)
+        rows = g.op("Gather", [integers, ids], axis=0)
+        return _to_floats(g, rows, g.op("Gather", [steps, ids], axis=0))
 
     def tied_logits(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
         """See `LinearOps`."""

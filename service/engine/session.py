@@ -51,7 +51,7 @@ _PREPARE = {
 }
 """Settings that write a graph with its weights packed for the kernels of this processor."""
 
-_PACKED_INT8 = re.compile(rb"\w*(?:Integer|Quantize|QLinear|QGemm)\w*\+\d+\|(\d+);")
+_PACKED = re.compile(rb"\w+\+\d+\|(\d+);")
 """The place of a packed weight: the kernel, a hash, and the offset in the file of weights."""
 
 _ALIGNMENT = 256
@@ -148,7 +148,7 @@ def _open_twice(file: Path, folder: Path, threads: int, alone_threads: int) -> C
         ort.InferenceSession(file, options, providers=[CPU], enable_fallback=0)
         _return_freed_memory()
         if not is_aligned(prepared.read_bytes()):
-            raise ValueError("its int8 weights are packed, but not aligned")
+            raise ValueError("its weights are packed, but not aligned")
         side_by_side = _open_on_cpu(prepared, _cpu_options(threads))
         _return_freed_memory()
         alone = _open_on_cpu(prepared, _cpu_options(alone_threads))
@@ -157,7 +157,7 @@ def _open_twice(file: Path, folder: Path, threads: int, alone_threads: int) -> C
 
 
 def is_aligned(graph: bytes) -> bool:
-    """Whether the packed weights of a graph's int8 products are where the kernels can read them.
+    """Whether the packed weights of a graph are where the kernels can read them.
 
     onnxruntime 1.31 writes them without gaps, so that any weight of another size moves those behind
     it. From other addresses, the kernels end the process.
@@ -165,7 +165,7 @@ def is_aligned(graph: bytes) -> bool:
     Args:
         graph: the bytes of a graph that onnxruntime wrote with packed weights.
     """
-    return all(int(offset) % PACKED_ALIGNMENT == 0 for offset in _PACKED_INT8.findall(graph))
+    return all(int(offset) % PACKED_ALIGNMENT == 0 for offset in _PACKED.findall(graph))
 
 
 def _return_freed_memory() -> None:

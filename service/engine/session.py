@@ -44,9 +44,13 @@ _BUILDS = ("onnxruntime", "onnxruntime-gpu")
 _ON_HOST = frozenset({"top_k"})
 """Inputs that the kernels read in host memory."""
 
+_SHARED_BYTES = 128 * 1024
+"""Smaller weights stay in the graph. They are little memory, and vectors are among them, as long as
+a vocabulary of 30,522: behind one of an odd size, no packed weight would be aligned."""
+
 _PREPARE = {
     "session.optimized_model_external_initializers_file_name": "weights.bin",
-    "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+    "session.optimized_model_external_initializers_min_size_in_bytes": str(_SHARED_BYTES),
     "session.save_external_prepacked_constant_initializers": "1",
 }
 """Settings that write a graph with its weights packed for the kernels of this processor."""

@@ -136,7 +136,7 @@ def test_clients_that_do_not_read_cost_bounded_memory_and_harm_nobody(
             assert len(large.result().content) > 5 * MB
         after = peaks_mb(server.process.pid)
     growth = {pid: after[pid] - before[pid] for pid in after}
-    assert max(growth.values()) < 135, growth  # without a bound: 180
+    assert max(growth.values()) < 185, growth  # without a bound: 235
 
 
 def test_a_slow_client_gets_its_whole_answer() -> None:

@@ -95,7 +95,8 @@ from cloze.service.engine.session import CpuSession, cpu_session
 for alone_threads in (0, 2):
     session = cpu_session(Path({str(tmp_path / "graph.onnx")!r}), 1, alone_threads)
     feeds = {{"x": np.ones((200, {width}), np.float32), "numbers": np.zeros((200, 1), np.int64)}}
-    sessions = [session.side_by_side, session.alone] if isinstance(session, CpuSession) else [session]
+    is_twice = isinstance(session, CpuSession)
+    sessions = [session.side_by_side, session.alone] if is_twice else [session]
     print(*(round(float(s.run(["y{PRODUCTS}"], feeds)[0].sum()), 1) for s in sessions))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

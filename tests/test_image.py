@@ -23,7 +23,7 @@ MAX_BYTES_ABOVE_BASE = 210_000_000
 """Of the image for a CPU, without its bundles. Measured: 186 MB."""
 
 MAX_BYTES_AT_REST = 430 << 20
-"""Of the server with the default bundles, after one request per task. 366 MiB outside an image."""
+"""Of the server with the default bundles, after one request per task. 300 MiB outside an image."""
 
 DISTRIBUTIONS = (
     "import importlib.metadata as m, json;"

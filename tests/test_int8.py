@@ -417,9 +417,7 @@ def test_the_server_logs_its_choice(minilm_int8: Path) -> None:
 def test_weights_are_shared_only_where_the_kernels_can_read_them(
     graph: bytes, aligned: bool
 ) -> None:
-    """From other addresses the process ended: a BERT of 30,522 tokens with weights in int8, in int8
-    and in fp32.
-    """
+    """From other addresses the process ended: a BERT of 30,522 tokens, in int8 and in fp32."""
     assert is_aligned(graph) is aligned
 
 

@@ -123,6 +123,8 @@ def test_clients_that_do_not_read_cost_bounded_memory_and_harm_nobody(
     """Twenty answers of 6 MB that nobody reads, with room for two: other clients get theirs."""
     settings = {"CLOZE_MAX_ANSWERS_BYTES": str(13 * MB), "CLOZE_MAX_QUEUE_WAIT_MS": "0"}
     with running_server(DEFAULT_ROOT, *mode, **settings) as server:
+        # What the engine takes for such a request is no part of what answers hold.
+        httpx.post(server.url + path, content=orjson.dumps(BODY), timeout=90).raise_for_status()
         before = peaks_mb(server.process.pid)
         with deaf_clients(server, 20, path), ThreadPoolExecutor(1) as pool:
             large = pool.submit(
@@ -136,7 +138,7 @@ def test_clients_that_do_not_read_cost_bounded_memory_and_harm_nobody(
             assert len(large.result().content) > 5 * MB
         after = peaks_mb(server.process.pid)
     growth = {pid: after[pid] - before[pid] for pid in after}
-    assert max(growth.values()) < 185, growth  # without a bound: 235
+    assert max(growth.values()) < 90, growth  # without a bound: 130
 
 
 def test_a_slow_client_gets_its_whole_answer() -> None:

@@ -141,8 +141,9 @@ class GraphBuilder:
             writer = _WeightsWriter(weights_file, shared or {}, files)
             initializers = [writer.store(*item) for item in self._weights.items()]
         sizes = {name: array.nbytes for name, array in self._weights.items()}
-        # Last, so that in a file of weights that onnxruntime writes in this order without gaps, no
-        # packed weight starts off the boundary that its kernels need.
+        # Last, since onnxruntime writes packed weights without gaps: behind one of an odd size,
+        # they start off the boundary that its kernels need. What it computes on opening has another
+        # order, so the server checks the boundaries (`cloze.service.engine.session.is_aligned`).
         initializers.sort(key=lambda tensor: sizes[tensor.name] % PACKED_ALIGNMENT != 0)
         graph = helper.make_graph(self._nodes, "cloze", self._inputs, self._outputs, initializers)
         opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(FUSED, 1)]

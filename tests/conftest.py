@@ -36,46 +36,67 @@ COMPUTING = {
     f"test_{name}.py"
     for name in (
         "admission_study",
+        "answers",
         "audit",
         "balancer",
         "bulk",
         "checkpoint",
         "cli",
+        "client",
+        "clients_page",
         "crafted_bundles",
         "default_models",
         "deploy",
+        "doctor",
+        "embed_layers",
         "fetch",
+        "fill_mask",
         "fuzz",
         "graph",
+        "growth",
         "hub",
         "image",
         "int8",
         "kubernetes",
         "locks",
+        "long_text",
         "main_job",
         "memory_limit",
         "memory_need",
         "model_sources",
         "one_write",
         "open_inference",
+        "openai",
         "openapi",
         "packed",
         "packed_engine",
         "pieces",
         "probes",
+        "readme",
+        "released_clients",
+        "repository",
         "scaling_study",
         "schedules",
+        "score",
+        "security",
         "sentence",
+        "settings",
         "site",
+        "sparse",
         "squad",
         "store",
         "tables",
+        "tei",
         "tensors",
+        "text_classification",
+        "token_classification",
         "tokenizer",
         "tracing",
         "train",
         "train_bad_input",
         "train_data",
+        "train_default",
+        "vectors",
         "weights",
         "wheel",
     )
@@ -113,6 +134,14 @@ def named_folder(name: str | None) -> Path:
     if not folder.is_dir():
         pytest.fail(f"{DATA_VARIABLE} names no folder: {name}")
     return folder
+
+
+@pytest.fixture
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remove the server's variables from the environment, and those of the tests."""
+    for name in list(os.environ):
+        if name.startswith("CLOZE_"):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture(

@@ -14,6 +14,8 @@ from click.testing import CliRunner
 from cloze import doctor
 from cloze.cli import cli
 
+pytestmark = pytest.mark.usefixtures("no_variables")
+
 
 def findings(*arguments: str, code: int = 0) -> dict[str, dict[str, Any]]:
     done = CliRunner().invoke(cli, ["doctor", "--json", *arguments])

@@ -18,12 +18,7 @@ from cloze.service.core import Device, StartupError
 from cloze.service.settings import Settings, load_settings, unknown_variables
 from tests.serving import failed_start, running_server
 
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(os.environ):
-        if name.startswith("CLOZE_"):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("no_variables")
 
 
 def test_flags_win_over_the_environment_over_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

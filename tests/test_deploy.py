@@ -141,6 +141,11 @@ def rendered() -> list[dict[str, Any]]:
     )
 
 
+def test_every_script_is_executable() -> None:
+    scripts = [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"]
+    assert [script.name for script in scripts if not os.access(script, os.X_OK)] == []
+
+
 # The first version that has the sleep of preStop without a feature gate, and the newest known.
 @pytest.mark.parametrize("version", ["1.30", kubernetes.latest_version()])
 def test_kubernetes_accepts_every_object(rendered: list[dict[str, Any]], version: str) -> None:

@@ -74,6 +74,7 @@ COMPUTING = {
         "probes",
         "readme",
         "released_clients",
+        "reload",
         "repository",
         "scaling_study",
         "schedules",

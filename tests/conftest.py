@@ -96,7 +96,6 @@ COMPUTING = {
         "train",
         "train_bad_input",
         "train_data",
-        "train_default",
         "vectors",
         "weights",
         "wheel",

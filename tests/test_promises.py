@@ -500,8 +500,8 @@ def test_4_a_process_that_hangs_is_replaced(tiny_store: Path, name: str) -> None
 
 def test_4_a_front_end_that_dies_loses_only_its_own_requests(tiny_store: Path) -> None:
     """And the engine drops what it still had queued for it."""
-    # 6 s of work. Of one length, since each takes 0.15 s: the server predicts the wait from the rate
-    # of tokens, and refuses what would not end in time.
+    # 6 s of work. Of one length, since each takes 0.15 s: the server predicts the wait from the
+    # rate of tokens, and refuses what would not end in time.
     texts = [f"moon {a} {b}" for a, b in itertools.islice(itertools.combinations(WORDS, 2), 40)]
     with (
         front_ends(

@@ -1,5 +1,5 @@
-"""`scripts/train-default` makes the default models from a checkpoint and text, here in two steps per
-run and from a fraction of the text.
+"""`scripts/train-default` makes the default models from a checkpoint and text, here in two steps
+per run and from a fraction of the text.
 """
 
 import itertools

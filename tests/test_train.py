@@ -328,9 +328,7 @@ def test_a_batch_of_single_sentences_has_no_pair_to_learn_from(
     trained: Path, stories: Path, tmp_path: Path
 ) -> None:
     """A mean over no pair would be no number, and would end the run."""
-    recipe = further_recipe(
-        pretraining=Pretraining(single=0.99), phases=[Phase(tokens=32, sequences=2, steps=8)]
-    )
+    recipe = further_recipe(phases=[Phase(tokens=32, sequences=2, steps=8, single=0.99)])
     pretrain([stories], recipe, run_options(tmp_path), source=str(trained))
     losses = [line["loss"] for line in read_log(tmp_path)]
     assert all(math.isfinite(loss) for loss in losses)
@@ -770,6 +768,29 @@ def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(figures["masked_loss"], entropy)
     torch.testing.assert_close(gradient, logits.grad)
+
+
+def test_the_unlikelihood_of_repeats_has_the_gradient_of_autograd() -> None:
+    """Two repeats in one row, and one that is nearly certain."""
+    torch.manual_seed(0)
+    logits = torch.randn(7, 31)
+    logits[4, 9] += 6
+    logits.requires_grad_()
+    labels = torch.randint(10, 31, (7,))
+    repeats = torch.tensor([[2, 0], [2, 5], [4, 9], [6, 3]])
+    loss, figures = masked_loss(logits * 3, labels, 0.1, repeats, unlikelihood=2.5)
+    (loss * 2).backward()
+    gradient, logits.grad = logits.grad, None
+    entropy = torch.nn.functional.cross_entropy(logits * 3, labels)
+    chance = (logits * 3).softmax(1)[repeats[:, 0], repeats[:, 1]].clamp(max=0.999)
+    expected = entropy + 0.1 * (logits * 3).logsumexp(1).square().mean()
+    expected = expected - 2.5 * (1 - chance).log().sum() / 7
+    (expected * 2).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(figures["repeats"], torch.tensor(1 / 7))
+    bounded = torch.arange(7) != 4  # the bound has no gradient, ours goes on pushing
+    torch.testing.assert_close(gradient[bounded], logits.grad[bounded])
+    assert gradient[4, 9] > logits.grad[4, 9]
 
 
 @pytest.mark.parametrize(

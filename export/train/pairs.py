@@ -60,7 +60,7 @@ class ExampleOptions:
         epoch: number of the epoch; each epoch cuts and pairs the text differently.
         short: share of examples that are cut to a random length, as in google-research/bert, so
             that the model also learns short texts.
-        single: share of examples that are one sentence, with a sentence objective.
+        single: share of examples that are one sentence.
         weights: sampling weights, see `sampling_shares`; empty: all text is sampled equally.
     """
 
@@ -137,10 +137,13 @@ class EpochExamples:
         segment = int(self._order[number])
         start, end = self._segments[segment]
         tokens, sentence = self._corpus.tokens, self._options.sentence
+        is_single = self._options.single > 0 and rng.random() < self._options.single
+        if is_single:
+            end = self._first_sentence_end(start, end)
         if sentence is SentenceObjective.NONE:
             return self._join(tokens[start:end], None, None)
-        if self._options.single and rng.random() < self._options.single:
-            return self._join(tokens[start : self._first_sentence_end(start, end)], None, UNPAIRED)
+        if is_single:
+            return self._join(tokens[start:end], None, UNPAIRED)
         at_sentence, cut = self._split_position(start, end, rng)
         first, second = tokens[start:cut], tokens[cut:end]
         if rng.random() < 0.5:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
@@ -18,6 +19,12 @@ from cloze.export.train.vocabulary import CONTINUATION, SPECIAL_TOKENS, special_
 
 _EVALUATION_BATCHES = 8
 """Held-out batches per phase."""
+
+_COMMON_SHARE = 0.5
+"""Share of a text that its common tokens make up: "the", "of", "he" and punctuation."""
+
+_COUNTED_TOKENS = 2_000_000
+"""Tokens that suffice to find the common ones."""
 
 
 class TextObjective:
@@ -82,6 +89,10 @@ class TextRecipe(Protocol):
         """Return the lengths and sizes of batches."""
 
     @property
+    def interleaved(self) -> bool:
+        """Return whether the phases alternate."""
+
+    @property
     def optimisation(self) -> Optimisation:
         """Return the settings of the optimiser, which hold the batches per step."""
 
@@ -94,8 +105,9 @@ def text_batches(corpus: Corpus, recipe: TextRecipe, tokenizer: Tokenizer) -> Te
         recipe.seed,
         recipe.optimisation.accumulation,
         recipe.corpus.weights,
+        recipe.interleaved,
     )
-    masking = make_masking(tokenizer, recipe.pretraining)
+    masking = make_masking(tokenizer, recipe.pretraining, common=common_tokens(corpus, tokenizer))
     return TextBatches(corpus, plan, masking, special_ids(tokenizer))
 
 
@@ -109,7 +121,8 @@ def held_out_batches(
     Returns:
         One list of batches per phase; empty if the held-out documents do not suffice.
     """
-    masking = make_masking(tokenizer, recipe.pretraining).at(1.0)
+    common = common_tokens(corpus, tokenizer)
+    masking = make_masking(tokenizer, recipe.pretraining, common=common).at(1.0)
     # A small source may have no held-out document.
     weights = {
         name: weight
@@ -129,10 +142,24 @@ def held_out_batches(
     return held_out
 
 
+def common_tokens(corpus: Corpus, tokenizer: Tokenizer) -> NDArray[np.bool_]:
+    """Return bool [V], the most frequent tokens, which make up half of the text."""
+    step = max(1, len(corpus.tokens) // _COUNTED_TOKENS)
+    counts = np.bincount(corpus.tokens[::step], minlength=tokenizer.get_vocab_size())
+    order = np.argsort(-counts, kind="stable")
+    more_frequent = np.cumsum(counts[order]) - counts[order]
+    common = np.zeros(len(counts), bool)
+    common[order[more_frequent < _COMMON_SHARE * counts.sum()]] = True
+    return common
+
+
 def make_masking(
-    tokenizer: Tokenizer, recipe: Pretraining, replace: tuple[float, float] = (0.8, 0.1)
+    tokenizer: Tokenizer,
+    recipe: Pretraining,
+    replace: tuple[float, float] = (0.8, 0.1),
+    common: NDArray[np.bool_] | None = None,
 ) -> Masking:
-    """Return the masking of a recipe for a vocabulary. `Masking` describes ``replace``."""
+    """Return the masking of a recipe for a vocabulary; see `Masking` for the arguments."""
     vocabulary = tokenizer.get_vocab()
     special = np.zeros(tokenizer.get_vocab_size(), bool)
     continues = np.zeros_like(special)
@@ -148,4 +175,5 @@ def make_masking(
         replace,
         recipe.final_rate,
         recipe.repeats_from,
+        common,
     )

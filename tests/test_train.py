@@ -31,7 +31,7 @@ from cloze.export.errors import DataError
 from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
 from cloze.export.evaluation.pairs import ScoredPair, similarity
 from cloze.export.evaluation.scorer import TorchScorer, embeddings, span_logits
-from cloze.export.evaluation.sentences import Sentence, complete, read_sentences
+from cloze.export.evaluation.sentences import Completion, Sentence, complete, read_sentences
 from cloze.export.evaluation.squad import read_questions
 from cloze.export.heads import SPAN
 from cloze.export.models import Model
@@ -1202,8 +1202,15 @@ def test_sentences_count_their_first_word(trained: Path, tmp_path: Path) -> None
     file.write_text(f"{masked}\tnothing, {likeliest.word.upper()}\n{masked}\tnothing\n")
     said: list[str] = []
     data = EvaluationData([], [], [], 1.0, sentences=(file,))
-    assert evaluate(subject, data, tmp_path, said.append) == {"first_words": 0.5}
+    measured = evaluate(subject, data, tmp_path, said.append)
+    assert measured == {"first_words": 0.5, "first_words_repeats": 0}
     assert said == [f"right: {masked} {likeliest.word}", f"wrong: {masked} {likeliest.word}"]
+
+
+def test_a_wrong_word_of_the_sentence_is_a_repeat() -> None:
+    sentence = Sentence("The Moon is not the [MASK].", ("sun", "not"))
+    found = {word: Completion(sentence, word).repeats for word in ("moon", "not", "sea")}
+    assert found == {"moon": True, "not": False, "sea": False}
 
 
 @pytest.mark.parametrize(
@@ -1224,9 +1231,12 @@ def test_bad_sentences_are_refused(tmp_path: Path, line: str, reason: str) -> No
         read_sentences(tmp_path / "nowhere.tsv")
 
 
-@pytest.mark.parametrize("name", ["first-impressions", "further-impressions"])
-def test_the_sentences_of_the_project_are_complete(name: str) -> None:
-    assert len(read_sentences(ROOT / "export" / "evaluation" / f"{name}.tsv")) == 20
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("first-impressions", 20), ("further-impressions", 20), ("drawn-sentences", 100)],
+)
+def test_the_sentences_of_the_project_are_complete(name: str, count: int) -> None:
+    assert len(read_sentences(ROOT / "export" / "evaluation" / f"{name}.tsv")) == count
 
 
 def test_perplexity_is_that_of_the_true_tokens(trained: Path, stories: Path) -> None:

@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from copy import deepcopy
@@ -30,12 +32,18 @@ from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import DataError
 from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
 from cloze.export.evaluation.pairs import ScoredPair, similarity
-from cloze.export.evaluation.scorer import TorchScorer, embeddings, span_logits
+from cloze.export.evaluation.scorer import (
+    TorchScorer,
+    embeddings,
+    next_sentence_logits,
+    score_masks,
+    span_logits,
+)
 from cloze.export.evaluation.sentences import Completion, Sentence, complete, read_sentences
 from cloze.export.evaluation.squad import read_questions
 from cloze.export.heads import SPAN
 from cloze.export.models import Model
-from cloze.export.publish import export
+from cloze.export.publish import ExportOptions, export
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.train.average import average
 from cloze.export.train.corpus import Corpus
@@ -73,6 +81,7 @@ from cloze.export.train.vocabulary import SpecialIds
 from cloze.export.train.windows import make_windows
 from cloze.model_store import Store
 from cloze.model_store.heads import Pooling
+from cloze.model_store.manifest import Precision, Weights
 from tests.training import ACTS, PEOPLE, PLACES, tiny_recipe, write_stories
 
 CPU = torch.device("cpu")
@@ -1237,6 +1246,38 @@ def test_bad_sentences_are_refused(tmp_path: Path, line: str, reason: str) -> No
 )
 def test_the_sentences_of_the_project_are_complete(name: str, count: int) -> None:
     assert len(read_sentences(ROOT / "export" / "evaluation" / f"{name}.tsv")) == count
+
+
+@pytest.mark.parametrize("weights", [Weights.FP32, Weights.INT8])
+def test_a_bundle_becomes_a_checkpoint_again(
+    weights: Weights, trained: Path, tmp_path: Path
+) -> None:
+    """scripts/checkpoint-from-bundle writes the numbers that the bundle's graph computes with."""
+    store, folder = Store(tmp_path / "store"), tmp_path / "checkpoint"
+    options = ExportOptions(precisions=(Precision.INT8,), weights=weights)
+    export(str(trained), "known", store, options)
+    script = ROOT / "scripts" / "checkpoint-from-bundle"
+    subprocess.run(
+        [sys.executable, script, "known", folder, tmp_path / "store"],
+        check=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    bundle, checkpoint = (open_subject(name, store, CPU) for name in ("bundle:known", str(folder)))
+    assert checkpoint.heads >= bundle.heads
+    ids = np.array([bundle.tokenizer.encode("The old owl saw the [MASK] .").ids])
+    zeros, position = np.zeros_like(ids), np.array([6])
+    label = np.array([bundle.tokenizer.token_to_id("moon")])
+    (_, expected), (_, found) = (
+        score_masks(subject.scorer, ids, zeros, position, label, k=1)
+        for subject in (bundle, checkpoint)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(
+        next_sentence_logits(checkpoint.scorer, ids, zeros),
+        next_sentence_logits(bundle.scorer, ids, zeros),
+        atol=1e-4,
+    )
 
 
 def test_perplexity_is_that_of_the_true_tokens(trained: Path, stories: Path) -> None:

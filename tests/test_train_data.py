@@ -498,6 +498,34 @@ def test_a_source_has_its_share_of_what_is_sampled(
     assert np.mean(seconds) == pytest.approx(share, abs=0.2)
 
 
+def test_second_texts_come_from_the_source_of_the_first(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """All of them, from another document; a source of one document has none of its own."""
+    files = [*_two_sources(tmp_path), tmp_path / "lone.txt"]
+    files[-1].write_text(STORIES[0].text)
+    prepared = prepare_corpus(
+        files, tokenizer, tmp_path / "prepared", held_out=0.0, report=lambda _: None
+    )
+    source = sequences(prepared, tokenizer, SentenceObjective.NSP, same_source=1.0)
+    origins = prepared.train.origin_of
+    documents = [_tokens(prepared, number) for number in range(len(origins))]
+    sources_met = set()
+    for number in range(len(source)):
+        sequence, home = source.make(number, source.rng(number)), source.document(number)
+        if sequence.label == IS_NEXT:
+            continue
+        second = split(sequence, tokenizer)[1]
+        is_lone = (origins == origins[home]).sum() == 1
+        assert any(
+            _contains(tokens, second)
+            for other, tokens in enumerate(documents)
+            if other != home and (is_lone or origins[other] == origins[home])
+        )
+        sources_met.add(int(origins[home]))
+    assert sources_met == set(origins.tolist())
+
+
 @given(
     st.lists(st.integers(0, 2), min_size=3, max_size=300), st.floats(0.05, 0.9), st.integers(0, 99)
 )

@@ -279,6 +279,7 @@ class TextBatches:
                 epoch=phase * _MAX_EPOCHS + (epoch if plan.pretraining.dynamic else 0),
                 short=plan.pretraining.short,
                 single=plan.phases[phase].single,
+                same_source=plan.pretraining.same_source,
                 weights=plan.weights,
             )
             self._epochs[phase, epoch] = EpochExamples(self._corpus, options)

@@ -239,6 +239,15 @@ class Pretraining(_Table):
             gt=0, description="weight of the sentence objective's loss; masked tokens have weight 1"
         ),
     ] = 1.0
+    same_source: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="nsp: share of the second texts of other documents "
+            "that come from the source of the first text",
+        ),
+    ] = 0.0
     short: Annotated[Share, Field(description="share of sequences cut to a random length")] = 0.1
     shifted: Annotated[
         Share,

@@ -11,13 +11,15 @@ from cloze.export.calibration import input_scales
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import ScoredPair
-from cloze.export.evaluation.scorer import GraphScorer, Scorer, TorchScorer
+from cloze.export.evaluation.scorer import GraphScorer, Scorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.gate import pass_gate
 from cloze.export.graph.linear_ops import InputScale
-from cloze.export.graph.write import GraphWriter, round_weights
+from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING
+from cloze.export.rounding import round_weights
 from cloze.export.session import open_session
+from cloze.export.torch_scorer import TorchScorer
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store.heads import Head
 from cloze.model_store.manifest import (

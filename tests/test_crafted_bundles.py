@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from cloze.export.graph.write import WEIGHTS_FILES
+from cloze.export.graph_writer import WEIGHTS_FILES
 from cloze.export.publish import ExportOptions, export
 from cloze.export.verify import TOLERANCES
 from cloze.model_store import Store

@@ -7,8 +7,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from cloze.export.blocks.encoder import Encoder
 from cloze.export.checkpoint import Checkpoint
-from cloze.export.models.encoder import Encoder
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import write_card
 from cloze.export.train.continuation import (

@@ -10,21 +10,12 @@ from typing import Any
 from safetensors.torch import save
 from tokenizers import Tokenizer, normalizers
 
-from cloze.export.heads import EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN, tensor_names
-from cloze.export.models import FAMILIES, EncoderConfig, Model
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.families import FAMILIES
+from cloze.export.heads import EXPORT_HEADS
+from cloze.export.model import Model
 from cloze.export.sentence import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.train.vocabulary import save_vocabulary
-
-_ARCHITECTURES = {
-    ("bert", frozenset({MASKED_LM, NEXT_SENTENCE})): "BertForPreTraining",
-    ("bert", frozenset({MASKED_LM})): "BertForMaskedLM",
-    ("bert", frozenset({NEXT_SENTENCE})): "BertForNextSentencePrediction",
-    ("bert", frozenset({SPAN})): "BertForQuestionAnswering",
-    ("distilbert", frozenset({MASKED_LM})): "DistilBertForMaskedLM",
-    ("distilbert", frozenset({SPAN})): "DistilBertForQuestionAnswering",
-}
-_HEADLESS = {"bert": "BertModel", "distilbert": "DistilBertModel"}
-_TOKENIZERS = {"bert": "BertTokenizer", "distilbert": "DistilBertTokenizer"}
 
 
 def save_checkpoint(
@@ -42,7 +33,7 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     family, config = FAMILIES[model.config.family], model.config
     heads = frozenset(head for head in EXPORT_HEADS if getattr(model, head, None) is not None)
-    architecture = _ARCHITECTURES.get((family.name, heads), _HEADLESS[family.name])
+    architecture = family.class_of(heads)
     _write_json(
         folder / "config.json",
         family.write_config(config) | {"architectures": [architecture], "dtype": "float32"},
@@ -50,7 +41,7 @@ def save_checkpoint(
     _write_weights(model, folder)
     save_vocabulary(tokenizer, folder)
     tokenizer_config = {
-        "tokenizer_class": _TOKENIZERS[family.name],
+        "tokenizer_class": family.tokenizer_class,
         "model_max_length": config.max_positions,
     }
     _write_json(
@@ -63,12 +54,11 @@ def save_checkpoint(
 
 def _write_weights(model: Model, folder: Path) -> None:
     """Write ``model.safetensors`` atomically, so that a full disk leaves the previous weights."""
-    family = FAMILIES[model.config.family]
-    names = tensor_names(family)
-    tensors = {
-        family.original_name(name, names): parameter.detach().float().cpu().contiguous()
-        for name, parameter in model.named_parameters()
+    parameters = {
+        name: parameter.detach().float().cpu() for name, parameter in model.named_parameters()
     }
+    written = FAMILIES[model.config.family].write(parameters)
+    tensors = {name: tensor.contiguous() for name, tensor in written.items()}
     new_file = folder / "model.safetensors.new"
     try:
         # safetensors' `save_file` would create a file that only its owner can read.

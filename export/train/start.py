@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 from cloze.export.checkpoint import Checkpoint
-from cloze.export.models import Model
+from cloze.export.model import Model
 from cloze.export.train.objectives import initialise
 
 

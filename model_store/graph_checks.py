@@ -86,7 +86,7 @@ def expected_tensors(manifest: BundleSpec, layout: Layout) -> ExpectedTensors:
     inputs = {spec.name: _expect(spec, layout, {}) for spec in TRUNK_INPUTS}
     outputs: dict[str, ExpectedTensor] = {}
     for head in manifest.graph_heads:
-        sizes = head.model_sizes(manifest)
+        sizes = head.model_sizes(manifest.sizes)
         inputs |= {spec.name: _expect(spec, layout, sizes) for spec in head.inputs}
         outputs |= {spec.name: _expect(spec, layout, sizes) for spec in head.outputs}
     return ExpectedTensors({name: inputs[name] for name in packed}, outputs)

@@ -29,7 +29,7 @@ from cloze.model_store.heads import (
     heads_of_tasks,
     masked_lm,
 )
-from cloze.model_store.heads.head import Frozen
+from cloze.model_store.heads.head import Frozen, ModelSizes
 from cloze.model_store.layouts import Layout
 from cloze.model_store.limits import (
     MAX_FILE_BYTES,
@@ -290,6 +290,16 @@ class BundleSpec(Frozen):
     def graph_heads(self) -> tuple[Head, ...]:
         """The heads of the bundle's graphs."""
         return heads_of_tasks(self.tasks)
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """The sizes that shapes of the graphs' tensors depend on."""
+        return ModelSizes(
+            self.architecture.hidden_size,
+            self.architecture.layers,
+            self.embedding.dimensions if self.embedding else None,
+            self.heads,
+        )
 
     def graph_spec(self, layout: Layout) -> GraphSpec:
         """Return the specification of a graph of this bundle with a layout."""

@@ -171,7 +171,7 @@ def _mask_padding_rows(model: Model, tokenizer: CheckpointTokenizer) -> None:
         return
     if tokenizer.mask_id is None:
         raise ExportError(
-            "the checkpoint has a masked-language-model head, but its tokenizer has no [MASK] token"
+            "the checkpoint has a masked-language-model head, but its tokenizer has no mask token"
         )
     model.masked_lm.decoder.bias.data[tokenizer.size :] = torch.finfo(torch.float32).min / 2
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError
 from cloze.export.families import Family
+from cloze.export.families.rules import Fold
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model import Model
 from cloze.model_store.heads.head import Frozen
@@ -88,7 +89,7 @@ def read_head_options(
 def _rename(tensors: Mapping[str, Tensor], family: Family) -> tuple[RenamedTensors, list[str]]:
     """Return the tensors by our names, and the names of tensors that our modules lack."""
     renamed: RenamedTensors = {}
-    added: list[tuple[str, Tensor]] = []
+    added: dict[str, Tensor] = {}
     unknown: list[str] = []
     for theirs, tensor in tensors.items():
         targets = family.read(theirs)
@@ -97,14 +98,17 @@ def _rename(tensors: Mapping[str, Tensor], family: Family) -> tuple[RenamedTenso
         for target in targets:
             value, ours = target.convert(tensor), target.name
             if target.is_added:
-                added.append((ours, value))
+                added[ours] = value
             elif ours in renamed and not torch.equal(renamed[ours][1], value):
                 raise ExportError(
                     f"{theirs} and {renamed[ours][0]} should be one tensor, but differ"
                 )
             else:
                 renamed.setdefault(ours, (theirs, value))
-    for ours, value in added:
+    for rule in family.rules:
+        if isinstance(rule, Fold) and rule.ours in renamed and rule.ours not in added:
+            raise ExportError(f"the checkpoint lacks {rule.theirs}: it is missing or renamed")
+    for ours, value in added.items():
         if ours in renamed:
             theirs, tensor = renamed[ours]
             renamed[ours] = (theirs, tensor.float() + value.float())

@@ -15,6 +15,8 @@ _SMALL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.txt",
+    "vocab.json",
+    "merges.txt",
     "added_tokens.json",
     "special_tokens_map.json",
     "modules.json",

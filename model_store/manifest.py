@@ -147,6 +147,15 @@ class TokenizerSpec(Frozen):
     sep_id: int = Field(ge=0)
     mask_id: int | None = Field(ge=0)
     mask_token: str | None
+    pair_separators: int = Field(
+        1, ge=1, le=2, description="number of tokens with sep_id between the texts of a pair"
+    )
+    second_type: int | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="token type of a pair's second text; null: 1 if the model has two types",
+    )
 
     @model_validator(mode="after")
     def _ids_are_in_the_vocabulary(self) -> Self:

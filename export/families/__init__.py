@@ -6,11 +6,11 @@ To add a family, write a module with a `FAMILY` and add it to `FAMILIES`. No oth
 from collections.abc import Mapping
 from typing import Final
 
-from cloze.export.families import bert, distilbert
+from cloze.export.families import bert, distilbert, roberta
 from cloze.export.families.family import Family, HeadSpec
 
 FAMILIES: Final[Mapping[str, Family]] = {
-    family.name: family for family in (bert.FAMILY, distilbert.FAMILY)
+    family.name: family for family in (bert.FAMILY, distilbert.FAMILY, roberta.FAMILY)
 }
 """All model families by the ``model_type`` of ``config.json``."""
 

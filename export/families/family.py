@@ -21,12 +21,13 @@ class HeadSpec:
     Attributes:
         tensors: the head's tensor names in a checkpoint -> our names without the head's name. See
             `Rename` for the patterns. Reading uses any match, writing the last one.
-        activation: the activation of the layer before a classifier, as a key of
-            `activations.ACTIVATIONS`.
+        activation: the activation of the layer before the last one, as a key of
+            `activations.ACTIVATIONS`; None: the head's usual one, the encoder's for masked language
+            modelling and tanh for a classifier.
     """
 
     tensors: Mapping[str, str]
-    activation: str = "tanh"
+    activation: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ class MaskedLMHead(nn.Module):
     def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
         self.transform = nn.Linear(setup.config.hidden_size, setup.config.hidden_size)
-        self.activation = ACTIVATIONS[setup.config.activation]
+        self.activation = ACTIVATIONS[setup.spec.activation or setup.config.activation]
         self.norm = nn.LayerNorm(setup.config.hidden_size, eps=setup.config.layer_norm_eps)
         self.decoder = nn.Linear(setup.config.hidden_size, setup.config.vocab_size)
         self.decoder.weight = setup.encoder.embeddings.word.weight

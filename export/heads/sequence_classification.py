@@ -32,7 +32,7 @@ class SequenceClassificationHead(nn.Module):
         super().__init__()
         labels = setup.options.labels
         self.pooler = nn.Linear(setup.config.hidden_size, setup.config.hidden_size)
-        self.activation = ACTIVATIONS[setup.spec.activation]
+        self.activation = ACTIVATIONS[setup.spec.activation or "tanh"]
         self.classifier = nn.Linear(setup.config.hidden_size, len(labels))
 
     def forward(self, rows: Tensor) -> Tensor:

@@ -151,8 +151,11 @@ def _open(
 
 def _names(tokenizer: Tokenizer, given: dict[str, str]) -> dict[str, str]:
     """Return the names of the special tokens: the given ones, else those of the vocabulary."""
-    is_bert = tokenizer.token_to_id(SPECIAL_TOKENS["cls_token"]) is not None
-    return (SPECIAL_TOKENS if is_bert else BYTE_LEVEL_TOKENS) | given
+    usual = {
+        key: name if tokenizer.token_to_id(name) is not None else BYTE_LEVEL_TOKENS[key]
+        for key, name in SPECIAL_TOKENS.items()
+    }
+    return usual | given
 
 
 @dataclass(frozen=True, slots=True)

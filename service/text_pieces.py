@@ -20,11 +20,11 @@ _BERT = re.compile("[ \\n\\t\\r.,;:!?\u4e00-\u9fff]")
 Source: Devlin et al. 2019, `BasicTokenizer`.
 """
 
-_WHITE_SPACE = re.compile("[ \\n\\t]")
-"""White space that no token contains."""
+_SINGLE_SPACE = re.compile(r"(?<=\S) (?=\w)")
+"""A space before a word, with which a token begins, in byte-level BPE and after SentencePiece.
 
-_SINGLE_SPACE = re.compile(r"(?<=\S) (?=\S)")
-"""A space that is the first character of a token (Radford et al. 2019, byte-level BPE)."""
+Not before a combining mark, which a normaliser may join to the space.
+"""
 
 Places = re.Pattern[str]
 """Matches each character before which a text may be divided."""
@@ -57,20 +57,20 @@ def find_places(parts: Mapping[str, Any]) -> Places | None:
     if places is None:
         return None
     for token in parts["added_tokens"]:
-        takes_space = token["rstrip"] or (token["lstrip"] and places is not _SINGLE_SPACE)
+        takes_space = token["rstrip"] or (token["lstrip"] and places is _BERT)
         if takes_space or places.search(token["content"]):
             return None
     return places
 
 
 def _places_of(normalizer: dict[str, Any], pre_tokenizer: dict[str, Any]) -> Places | None:
-    kind = pre_tokenizer.get("type")
-    if kind == "BertPreTokenizer" and normalizer.get("type") == "BertNormalizer":
+    steps = [step.get("type") for step in pre_tokenizer.get("pretokenizers", [pre_tokenizer])]
+    if steps == ["BertPreTokenizer"] and normalizer.get("type") == "BertNormalizer":
         return _BERT
-    if kind == "ByteLevel" and not normalizer and pre_tokenizer.get("use_regex", True):
+    is_byte_level = steps == ["ByteLevel"] and not normalizer
+    if is_byte_level or steps == ["WhitespaceSplit", "Metaspace"] or steps == ["Metaspace"]:
         return _SINGLE_SPACE
-    steps = [step.get("type") for step in pre_tokenizer.get("pretokenizers", ())]
-    return _WHITE_SPACE if steps == ["WhitespaceSplit", "Metaspace"] else None
+    return None
 
 
 def divide(text: str, places: Places, size: int = _PIECE_CHARACTERS) -> Iterator[tuple[int, str]]:

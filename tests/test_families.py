@@ -41,7 +41,7 @@ SIZES: dict[str, Any] = {
     "intermediate_size": 128,
     "attn_implementation": "eager",
 }
-TEXTS = ["The harbour was quiet.", "A café\u0301 – in  Zürich, isn't it?", "🙂 pay"]
+TEXTS = ["The harbour was quiet.", "A café\u0301 - in  Zürich, isn't it?", "🙂 pay"]
 PAIRS = [("Where is the bank?", "The bank charges a fee."), (TEXTS[1], TEXTS[0])]
 
 
@@ -162,8 +162,9 @@ def test_pairs_have_the_separators_of_the_tokenizer(
     for first, second in PAIRS:
         ids = encode(folder, first, second)
         logits = oracle(BertForPreTraining, folder, ids).seq_relationship_logits[0]
-        [answer] = ask(server, "/nsp", "bert-unigram", [{"text": first, "next": second}])
-        assert answer["is_next"] == pytest.approx(float(logits.softmax(0)[0]), abs=1e-4)
+        rows = ask(server, "/nsp", "bert-unigram", {"text": first, "next": second})
+        is_next = {row["label"]: row["score"] for row in rows}["IsNext"]
+        assert is_next == pytest.approx(float(logits.softmax(0)[0]), abs=1e-4)
 
 
 def test_texts_and_pairs_get_the_classes_of_transformers(
@@ -207,21 +208,23 @@ def test_answers_are_found_where_transformers_finds_them(
     folder = checkpoints["roberta-qa"]
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for question, context in PAIRS:
-        [answer] = ask(
-            server, "/qa", "roberta-qa", [{"question": question, "context": context}], top_k=1
+        answer = ask(
+            server,
+            "/qa",
+            "roberta-qa",
+            {"question": question, "context": context},
+            max_answer_len=100,
+            align_to_words=False,
         )
         encoding = tokenizer.encode(question, context)
         outputs = oracle(RobertaForQuestionAnswering, folder, torch.tensor([encoding.ids]))
         rows = [n for n, part in enumerate(encoding.sequence_ids) if part == 1]
         start, end = (one[0, rows] for one in (outputs.start_logits, outputs.end_logits))
-        spans = (
-            (start[:, None] + end[None, :])
-            .triu()
-            .masked_fill(~torch.ones(len(rows), len(rows), dtype=torch.bool).triu(), -torch.inf)
-        )
+        spans = start[:, None] + end[None, :]
+        spans[torch.ones_like(spans).tril(-1) > 0] = -torch.inf  # an end before its start
         first, last = divmod(int(spans.argmax()), len(rows))
-        assert answer["start"] <= encoding.offsets[rows[first]][0]
-        assert answer["end"] >= encoding.offsets[rows[last]][1]
+        offsets = [encoding.offsets[row] for row in rows]
+        assert (answer["start"], answer["end"]) == (offsets[first][0], offsets[last][1])
 
 
 def test_a_checkpoint_is_written_as_it_was_read(
@@ -250,7 +253,7 @@ def test_a_checkpoint_without_its_token_types_is_refused(
     save_file(tensors, str(tmp_path / "model.safetensors"))
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    with pytest.raises(ExportError, match="lacks embeddings.token_type_embeddings.weight"):
+    with pytest.raises(ExportError, match=r"lacks embeddings\.token_type_embeddings\.weight"):
         load_checkpoint(str(tmp_path))
 
 
@@ -285,12 +288,17 @@ def test_vocab_json_and_merges_are_the_same_tokenizer(
 def test_only_families_name_families() -> None:
     """A literal that equals a family's name, anywhere else, is a place that a new one would miss."""
     root = Path(__file__).parent.parent
-    found = []
-    for package in ("export", "model_store", "service"):
-        for file in sorted((root / package).rglob("*.py")):
-            if file.parent.name == "families":
-                continue
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.Constant) and node.value in FAMILIES:
-                    found.append(f"{file.relative_to(root)}:{node.lineno}")
+    files = [
+        file
+        for package in ("export", "model_store", "service")
+        for file in sorted((root / package).rglob("*.py"))
+        if file.parent.name != "families"
+    ]
+    assert len(files) > 100
+    found = [
+        f"{file.relative_to(root)}:{node.lineno}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and node.value in FAMILIES
+    ]
     assert not found

@@ -26,12 +26,15 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
-def unigram() -> Tokenizer:
-    """As XLM-R's: Unigram with marks at the start of words, four special tokens in a pair."""
+def unigram(*, splits_first: bool = True) -> Tokenizer:
+    """As XLM-R's: Unigram with marks at the start of words, four special tokens in a pair.
+
+    Many files of older converters do not split at white space first.
+    """
     tokenizer = Tokenizer(models.Unigram())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
-    )
+    marks = pre_tokenizers.Metaspace(prepend_scheme="always")
+    split = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), marks])
+    tokenizer.pre_tokenizer = split if splits_first else marks
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
     trainer = trainers.UnigramTrainer(
         vocab_size=300, special_tokens=_SPECIAL, unk_token="<unk>", show_progress=False

@@ -176,11 +176,13 @@ def _choose_heads(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Head,
 
 
 def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptions) -> _Job:
-    """Round the checkpoint's weights in place; keep a copy of the original for the gate."""
+    """Round the checkpoint's weights in place; keep the original for the gate."""
     model, recipe = checkpoint.model, checkpoint.recipe
     quantises = Precision.INT8 in options.precisions
     scales = input_scales(model, checkpoint.tokenizer) if quantises else {}
-    original = TorchScorer(deepcopy(model), torch.device("cpu"), deepcopy(recipe))
+    is_rounded = options.weights is not Weights.FP32
+    kept = deepcopy((model, recipe)) if is_rounded else (model, recipe)
+    original = TorchScorer(kept[0], torch.device("cpu"), kept[1])
     round_weights(model, recipe, options.weights, scales)
     return _Job(options, checkpoint, original, heads, _limits(checkpoint), scales)
 
@@ -235,6 +237,10 @@ def _describe(name: str, job: _Job, graphs: dict[Precision, _WrittenGraph]) -> B
         tokenizer=_tokenizer_spec(checkpoint),
         limits=job.limits,
         embedding=_embedding(checkpoint, job.limits) if EMBEDDING in names else None,
+        tables={
+            name: (table.num_embeddings, table.embedding_dim)
+            for name, table in checkpoint.model.encoder.embeddings.tables().items()
+        },
         graph=fp32.graph,
         parity=fp32.parity,
         gate=fp32.gate,

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -45,6 +45,7 @@ from cloze.model_store.limits import (
     MAX_WIDTH,
 )
 from cloze.model_store.sealed_json import parse_sealed, seal, unseal
+from cloze.model_store.tensors import POSITION_TABLE, TOKEN_TYPE_TABLE, WORD_TABLE
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 SCHEMA_VERSION = 1
@@ -269,6 +270,11 @@ class BundleSpec(Frozen):
     tokenizer: TokenizerSpec
     limits: Limits
     embedding: Embedding | None
+    tables: dict[str, tuple[Width, Width]] | None = Field(
+        None,
+        description="rows and columns of each table that a graph looks up, by the weight's name; "
+        "null in bundles that do not say so",
+    )
     graph: Graph
     parity: Parity
     gate: Gate | None = Field(
@@ -320,6 +326,18 @@ class BundleSpec(Frozen):
             layers=self.architecture.layers,
         )
 
+    def table_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the rows and columns of each table that the graphs look up, by name."""
+        if self.tables is not None:
+            return dict(self.tables)
+        sizes = self.architecture
+        rows = {
+            WORD_TABLE: sizes.vocab_size,
+            POSITION_TABLE: sizes.max_positions,
+            TOKEN_TYPE_TABLE: sizes.type_vocab_size,
+        }
+        return {name: (count, sizes.hidden_size) for name, count in rows.items() if count}
+
     def lower_precisions(self) -> list[LowerPrecision]:
         """Return the bundle's graphs of lower precision."""
         return [lower for lower in (self.int8, self.fp16) if lower is not None]
@@ -330,6 +348,16 @@ class BundleSpec(Frozen):
             ("tokenizer.vocab_size", self.tokenizer.vocab_size, self.architecture.vocab_size),
             ("limits.max_tokens", self.limits.max_tokens, self.architecture.max_positions),
         ]
+        needed = {
+            WORD_TABLE: self.tokenizer.vocab_size,
+            POSITION_TABLE: self.limits.max_tokens,
+            TOKEN_TYPE_TABLE: min(2, self.architecture.type_vocab_size),
+        }
+        shapes = self.table_shapes()
+        if WORD_TABLE not in shapes:
+            raise ValueError(f"the tables lack {WORD_TABLE!r}")
+        for name, (rows, _) in shapes.items():
+            sizes.append((f"the ids of {name}", needed.get(name, 0), rows))
         if self.embedding is not None:
             tokens = self.embedding.max_tokens
             sizes.append(("embedding.max_tokens", tokens, self.limits.max_tokens))
@@ -412,8 +440,19 @@ class Manifest(BundleSpec):
 
         The last field, ``digest``, is the sha256 of the other fields.
         """
-        body = self.model_dump(mode="json", exclude=None if self.heads else {"heads"})
+        body = self.model_dump(mode="json", exclude=self._not_said())
         return seal(body)
+
+    def _not_said(self) -> dict[str, Any]:
+        """Return the fields that bundles of earlier releases lack, so that their digests stay."""
+        fields: dict[str, Any] = {}
+        if not self.heads:
+            fields["heads"] = True
+        if self.tables is None:
+            fields["tables"] = True
+        if self.tokenizer.second_type is None:
+            fields["tokenizer"] = {"pair_separators", "second_type"}
+        return fields
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:

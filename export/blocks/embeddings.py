@@ -53,6 +53,11 @@ class Embeddings(nn.Module):
             x = x + self.token_type(token_type_ids)
         return self.dropout(self.norm(x))  # type: ignore[no-any-return]
 
+    def tables(self) -> dict[str, nn.Embedding]:
+        """Return the tables that the graph looks up, by the names of their weights."""
+        tables = {WORD_EMBEDDINGS: self.word, tensors.POSITION_TABLE: self.position}
+        return tables | ({tensors.TOKEN_TYPE_TABLE: self.token_type} if self.token_type else {})
+
     def write(self, trunk: TrunkGraph) -> str:
         """Declare the trunk's inputs and write the embeddings.
 

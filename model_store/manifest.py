@@ -69,6 +69,7 @@ GraphFileName = Annotated[FileName, StringConstraints(pattern=r"\.onnx$")]
 
 Tokens = Annotated[int, Field(gt=2, le=MAX_POSITIONS)]
 Width = Annotated[int, Field(gt=0, le=MAX_WIDTH)]
+Rows = Annotated[int, Field(gt=0, le=MAX_VOCABULARY)]
 
 
 def _known_task(name: str) -> str:
@@ -270,7 +271,7 @@ class BundleSpec(Frozen):
     tokenizer: TokenizerSpec
     limits: Limits
     embedding: Embedding | None
-    tables: dict[str, tuple[Width, Width]] | None = Field(
+    tables: dict[str, tuple[Rows, Width]] | None = Field(
         None,
         description="rows and columns of each table that a graph looks up, by the weight's name; "
         "null in bundles that do not say so",
@@ -330,13 +331,17 @@ class BundleSpec(Frozen):
         """Return the rows and columns of each table that the graphs look up, by name."""
         if self.tables is not None:
             return dict(self.tables)
+        rows = self._table_rows()
+        return {name: (count, self.architecture.hidden_size) for name, count in rows.items()}
+
+    def _table_rows(self) -> dict[str, int]:
         sizes = self.architecture
         rows = {
             WORD_TABLE: sizes.vocab_size,
             POSITION_TABLE: sizes.max_positions,
             TOKEN_TYPE_TABLE: sizes.type_vocab_size,
         }
-        return {name: (count, sizes.hidden_size) for name, count in rows.items() if count}
+        return {name: count for name, count in rows.items() if count}
 
     def lower_precisions(self) -> list[LowerPrecision]:
         """Return the bundle's graphs of lower precision."""
@@ -348,22 +353,24 @@ class BundleSpec(Frozen):
             ("tokenizer.vocab_size", self.tokenizer.vocab_size, self.architecture.vocab_size),
             ("limits.max_tokens", self.limits.max_tokens, self.architecture.max_positions),
         ]
-        needed = {
-            WORD_TABLE: self.tokenizer.vocab_size,
-            POSITION_TABLE: self.limits.max_tokens,
-            TOKEN_TYPE_TABLE: min(2, self.architecture.type_vocab_size),
-        }
-        shapes = self.table_shapes()
-        if WORD_TABLE not in shapes:
-            raise ValueError(f"the tables lack {WORD_TABLE!r}")
-        for name, (rows, _) in shapes.items():
-            sizes.append((f"the ids of {name}", needed.get(name, 0), rows))
         if self.embedding is not None:
             tokens = self.embedding.max_tokens
             sizes.append(("embedding.max_tokens", tokens, self.limits.max_tokens))
         for name, size, limit in sizes:
             if size > limit:
                 raise ValueError(f"{name} is {size}; the model's limit is {limit}")
+        return self
+
+    @model_validator(mode="after")
+    def _tables_have_the_rows_of_the_sizes(self) -> Self:
+        rows = self._table_rows()
+        for name, (count, _) in (self.tables or {}).items():
+            if count != rows.get(name):
+                raise ValueError(
+                    f"the table {name!r} has {count} rows; the architecture says {rows.get(name)}"
+                )
+        if self.tables is not None and WORD_TABLE not in self.tables:
+            raise ValueError(f"the tables lack {WORD_TABLE!r}")
         return self
 
     @model_validator(mode="after")

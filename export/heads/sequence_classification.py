@@ -10,7 +10,7 @@ from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import Floats, Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, cls_rows
+from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, cls_rows
 from cloze.export.models.config import EncoderConfig
 from cloze.export.models.encoder import Encoder
 from cloze.model_store.heads import sequence_classification
@@ -67,7 +67,7 @@ def _reference(
     return {sequence_classification.CLASS_LOGITS.name: logits}
 
 
-def _sample(_: np.random.Generator, __: int, ___: int) -> SequenceClassificationRequest:
+def _sample(_: np.random.Generator, __: SampleSizes) -> SequenceClassificationRequest:
     return SequenceClassificationRequest()
 
 

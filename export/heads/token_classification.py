@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, token_rows
+from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, token_rows
 from cloze.export.heads.sequence_classification import read_labels
 from cloze.export.models.config import EncoderConfig
 from cloze.export.models.encoder import Encoder
@@ -46,7 +46,7 @@ def _reference(
     return {token_classification.TOKEN_LOGITS.name: logits}
 
 
-def _sample(_: np.random.Generator, __: int, ___: int) -> TokenClassificationRequest:
+def _sample(_: np.random.Generator, __: SampleSizes) -> TokenClassificationRequest:
     return TokenClassificationRequest()
 
 

@@ -106,6 +106,16 @@ def read_labels(settings: Mapping[str, Any]) -> tuple[str, ...]:
         ) from None
 
 
+def _write_options(options: SequenceLabels) -> dict[str, Any]:
+    return write_labels(options.labels) | {"problem_type": options.problem_type}
+
+
+def write_labels(labels: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a ``config.json`` from which `read_labels` reads these labels."""
+    by_id = dict(enumerate(labels))
+    return {"id2label": by_id, "label2id": {label: number for number, label in by_id.items()}}
+
+
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of texts for which both models choose the same label.
 
@@ -147,4 +157,5 @@ EXPORT_HEAD: Final = ExportHead(
     fine_tuned=True,
     architecture="ForSequenceClassification",
     read_options=read_options,
+    write_options=_write_options,
 )

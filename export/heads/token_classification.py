@@ -10,7 +10,7 @@ from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
 from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, token_rows
-from cloze.export.heads.sequence_classification import read_labels
+from cloze.export.heads.sequence_classification import read_labels, write_labels
 from cloze.export.models.config import EncoderConfig
 from cloze.export.models.encoder import Encoder
 from cloze.model_store.heads import token_classification
@@ -54,6 +54,10 @@ def _read_options(settings: Mapping[str, Any]) -> TokenLabels:
     return TokenLabels(labels=read_labels(settings))
 
 
+def _write_options(options: TokenLabels) -> dict[str, Any]:
+    return write_labels(options.labels)
+
+
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
     """Return the share of tokens for which both models choose the same label."""
     name = token_classification.HEAD.name
@@ -80,4 +84,5 @@ EXPORT_HEAD: Final = ExportHead(
     fine_tuned=True,
     architecture="ForTokenClassification",
     read_options=_read_options,
+    write_options=_write_options,
 )

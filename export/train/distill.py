@@ -18,7 +18,7 @@ from cloze.export.heads import MASKED_LM
 from cloze.export.models import Model
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.train.batches import TextBatch
-from cloze.export.train.card import write_card
+from cloze.export.train.card import Run, write_card
 from cloze.export.train.continuation import check_kept_embeddings, check_vocabulary
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.documents import fingerprint
@@ -188,8 +188,10 @@ def distill(
     checkpoint = load_checkpoint(teacher)
     student = make_student(checkpoint.model, recipe.dropout)
     inputs = {"teacher": checkpoint.source.weights_sha256, "text": fingerprint(files)}
+    origins = [checkpoint]
     if student_source is not None:
         earlier = load_checkpoint(student_source)
+        origins.append(earlier)
         copy_student(earlier, student_source, student, checkpoint)
         inputs["student"] = earlier.source.weights_sha256
     acquire_run_dir(options.run_dir, recipe, inputs)
@@ -221,9 +223,7 @@ def distill(
         embedding = checkpoint.recipe
     save_checkpoint(student, tokenizer, folder, embedding=embedding)
     title = "A DistilBERT distilled from a BERT"
-    write_card(
-        folder, title=title, source=teacher, files=files, recipe=recipe, device=options.device
-    )
+    write_card(folder, Run(title, teacher, origins, files, recipe, options))
     return folder
 
 

@@ -11,7 +11,6 @@ direction moves the scores of ``[CLS]`` alone.
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,8 +93,8 @@ def calibrate(
     _move_no_answer(model, windows, -threshold)
     after = guesses()
     save_checkpoint(model, tokenizer, folder)
-    if (card := Path(source) / CARD).is_file() and not (folder / CARD).exists():
-        shutil.copyfile(card, folder / CARD)
+    if checkpoint.card is not None and not (folder / CARD).exists():
+        (folder / CARD).write_text(checkpoint.card, encoding="utf-8")
     return Calibration(
         threshold,
         _f1(questions, before, lambda _: 0.0),

@@ -10,7 +10,7 @@ from torch import nn
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.models.encoder import Encoder
 from cloze.export.train.batches import TextBatch
-from cloze.export.train.card import write_card
+from cloze.export.train.card import Run, write_card
 from cloze.export.train.continuation import (
     continue_from,
     kept_recipe,
@@ -86,10 +86,9 @@ def pretrain(
         module.model.next_sentence = None
     embedding = kept_recipe(checkpoint) if checkpoint else None
     save_checkpoint(module.model, tokenizer, folder, embedding=embedding)
+    origins = [checkpoint] if checkpoint else []
     title = "A BERT pre-trained on text"
-    write_card(
-        folder, title=title, source=source, files=files, recipe=recipe, device=options.device
-    )
+    write_card(folder, Run(title, source, origins, files, recipe, options))
     for line in guesses(module.model.cpu(), tokenizer, sample):
         options.report(line)
     return folder

@@ -9,7 +9,7 @@ from cloze.export.evaluation.scorer import TorchScorer
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.train.batches import BatchPlan, TextBatches
-from cloze.export.train.card import write_card
+from cloze.export.train.card import Run, write_card
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embedding_objective import EmbeddingData, EmbeddingObjective
@@ -80,14 +80,8 @@ def finetune_sentences(
     folder = options.run_dir / CHECKPOINT
     embedding = EmbeddingRecipe(max_tokens=recipe.tokens)
     save_checkpoint(start.model, start.tokenizer, folder, embedding=embedding)
-    write_card(
-        folder,
-        title="An encoder fine-tuned for embeddings",
-        source=source,
-        files=[*files.pairs, *files.text],
-        recipe=recipe,
-        device=options.device,
-    )
+    title, data = "An encoder fine-tuned for embeddings", [*files.pairs, *files.text]
+    write_card(folder, Run(title, source, [checkpoint], data, recipe, options))
     return folder
 
 

@@ -37,7 +37,8 @@ def start_from(checkpoint: Checkpoint, heads: Iterable[str], *, dropout: float, 
     """
     torch.manual_seed(seed)
     heads = tuple(heads)
-    model = Model(replace(checkpoint.model.config, dropout=dropout), heads)
+    config = replace(checkpoint.model.config, dropout=dropout)
+    model = Model(config, heads, checkpoint.model.options)
     initialise(model)
     names = model.state_dict().keys()
     weights = {

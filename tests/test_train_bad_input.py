@@ -924,7 +924,12 @@ def test_a_source_that_cannot_be_loaded(stories: Path, tmp_path: Path) -> None:
         (
             "masks",
             DISTILL_RECIPE.replace('"none"', '"nsp"'),
-            "distillation learns from single texts with masked tokens: set ",
+            "recipe.toml: distillation learns from single texts with masked tokens: set ",
+        ),
+        (
+            "masks",
+            DISTILL_RECIPE.replace('"none"', '"none"\nz_loss = 1e-4\nshifted = 0.5'),
+            "recipe.toml: distillation does not use shifted, z_loss: leave this out",
         ),
     ],
 )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import (
     BertForSequenceClassification,
@@ -20,12 +21,14 @@ from cloze.export.publish import export
 from cloze.export.train.average import average
 from cloze.export.train.distill import distill
 from cloze.export.train.errors import TrainError
+from cloze.export.train.pairs import SentenceObjective
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.questions import finetune_questions
 from cloze.export.train.recipe import (
     DistillRecipe,
     EmbedRecipe,
     Phase,
+    Pretraining,
     PretrainRecipe,
     QuestionsRecipe,
 )
@@ -163,3 +166,21 @@ def test_a_bundle_of_a_run_has_the_licence_that_the_command_names(
     assert export(str(tmp_path / "out"), "mine", Store(tmp_path / "store")).manifest.license == (
         "apache-2.0"
     )
+
+
+# ---- fields of recipes
+
+
+def test_a_field_of_a_recipe_of_distillation_is_used_or_refused() -> None:
+    used = {
+        "method", "unit", "rate", "final_rate", "repeats_from", "dynamic", "short", "sentence",
+        "keep_embeddings", "embedding_weight", "embedding_tokens",
+    }  # fmt: skip
+    single = {"sentence": SentenceObjective.NONE}
+    for name, field in Pretraining.model_fields.items():
+        given = {name: field.get_default(), **single}
+        if name in used:
+            DistillRecipe(pretraining=Pretraining(**given), phases=SHORT)
+        else:
+            with pytest.raises(ValidationError, match=f"distillation does not use {name}:"):
+                DistillRecipe(pretraining=Pretraining(**given), phases=SHORT)

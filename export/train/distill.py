@@ -26,7 +26,6 @@ from cloze.export.train.embeddings import KeptEmbeddings
 from cloze.export.train.errors import TrainError
 from cloze.export.train.loop import train
 from cloze.export.train.objectives import masked_loss
-from cloze.export.train.pairs import SentenceObjective
 from cloze.export.train.recipe import DistillRecipe
 from cloze.export.train.run_dir import CHECKPOINT, CORPUS, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
@@ -196,7 +195,7 @@ def distill(
         inputs["student"] = earlier.source.weights_sha256
     acquire_run_dir(options.run_dir, recipe, inputs)
     max_positions = checkpoint.model.config.max_positions
-    _check_recipe(recipe, max_positions)
+    _check_lengths(recipe, max_positions)
     check_kept_embeddings(recipe.pretraining, checkpoint)
     tokenizer = checkpoint.tokenizer.tokenizer
     corpus = prepare_corpus(
@@ -227,15 +226,9 @@ def distill(
     return folder
 
 
-def _check_recipe(recipe: DistillRecipe, max_positions: int) -> None:
+def _check_lengths(recipe: DistillRecipe, max_positions: int) -> None:
     longest = max(phase.tokens for phase in recipe.phases)
     if longest > max_positions:
         raise TrainError(
             f"a phase of {longest} tokens exceeds the teacher's {max_positions} positions"
-        )
-    pretraining = recipe.pretraining
-    if pretraining.sentence is not SentenceObjective.NONE or pretraining.method != "mlm":
-        raise TrainError(
-            "distillation learns from single texts with masked tokens: "
-            'set method = "mlm" and sentence = "none"'
         )

@@ -20,11 +20,14 @@ from cloze.export.checkpoint import load_checkpoint
 from cloze.export.publish import export
 from cloze.export.train.average import average
 from cloze.export.train.distill import distill
+from cloze.export.train.documents import is_held_out
 from cloze.export.train.errors import TrainError
 from cloze.export.train.pairs import SentenceObjective
 from cloze.export.train.pretrain import pretrain
+from cloze.export.train.progress import read_log
 from cloze.export.train.questions import finetune_questions
 from cloze.export.train.recipe import (
+    CorpusSampling,
     DistillRecipe,
     EmbedRecipe,
     Phase,
@@ -184,3 +187,24 @@ def test_a_field_of_a_recipe_of_distillation_is_used_or_refused() -> None:
         else:
             with pytest.raises(ValidationError, match=f"distillation does not use {name}:"):
                 DistillRecipe(pretraining=Pretraining(**given), phases=SHORT)
+
+
+@pytest.mark.parametrize("weights", [{"many.jsonl": 0.6, "one.jsonl": 0.4}, {"many.jsonl": 0.6}])
+def test_held_out_figures_remain_if_a_source_has_no_held_out_document(
+    weights: dict[str, float], tmp_path: Path
+) -> None:
+    text = " ".join(["the king was in the house ."] * 20)
+    lines = [json.dumps({"title": f"t{number}", "text": text}) + "\n" for number in range(40)]
+    (tmp_path / "many.jsonl").write_text("".join(lines))
+    assert not is_held_out("learnt", 0.3)
+    (tmp_path / "one.jsonl").write_text(json.dumps({"title": "learnt", "text": text}) + "\n")
+    recipe = PretrainRecipe(
+        corpus=CorpusSampling(weights=weights),
+        phases=SHORT,
+        pretraining=Pretraining(sentence=SentenceObjective.NONE),
+        held_out=0.3,
+    )
+    files = [tmp_path / "many.jsonl", tmp_path / "one.jsonl"]
+    source = tiny.save_checkpoint(tmp_path / "source", "bert")
+    pretrain(files, recipe, run_options(tmp_path / "run"), source=str(source))
+    assert read_log(tmp_path / "run")[-1]["held_out_masked_loss"] > 0

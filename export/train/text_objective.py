@@ -14,6 +14,7 @@ from cloze.export.train.errors import TrainError
 from cloze.export.train.masking import Masking
 from cloze.export.train.recipe import CorpusSampling, Optimisation, Phase, Pretraining
 from cloze.export.train.run_options import Report
+from cloze.export.train.sampling import weights_of_part
 from cloze.export.train.vocabulary import CONTINUATION, SPECIAL_TOKENS, special_ids
 
 _EVALUATION_BATCHES = 8
@@ -110,12 +111,7 @@ def held_out_batches(
         One list of batches per phase; empty if the held-out documents do not suffice.
     """
     masking = make_masking(tokenizer, recipe.pretraining).at(1.0)
-    # A small source may have no held-out document.
-    weights = {
-        name: weight
-        for name, weight in recipe.corpus.weights.items()
-        if any(name in origin for origin in corpus.origins)
-    }
+    weights = weights_of_part(corpus, recipe.corpus.weights)
     held_out = []
     for phase in recipe.phases:
         evaluated = phase.model_copy(update={"steps": _EVALUATION_BATCHES})

@@ -887,6 +887,17 @@ def test_embeddings_of_nothing(finished: Path, tmp_path: Path) -> None:
     )
 
 
+def test_contrastive_steps_on_texts_of_two_tokens(finished: Path, tmp_path: Path) -> None:
+    recipe, text = tmp_path / "recipe.toml", tmp_path / "text.txt"
+    recipe.write_text(EMBED_RECIPE + "contrastive_steps = 2\ncontrastive_tokens = 16\n")
+    text.write_text("the king\n\nthe moon\n")
+    command = ("finetune-embed", finished / "checkpoint", "--corpus", text)
+    assert refused(*command, *options(recipe, tmp_path / "run")) == (
+        "contrastive_steps learn from sentences of at least 3 tokens, but the longest of the text "
+        "has 2; give other text, or set them to 0"
+    )
+
+
 def test_a_source_that_cannot_be_loaded(stories: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(DISTILL_RECIPE)

@@ -30,10 +30,12 @@ from cloze.export.train.recipe import (
     CorpusSampling,
     DistillRecipe,
     EmbedRecipe,
+    Optimisation,
     Phase,
     Pretraining,
     PretrainRecipe,
     QuestionsRecipe,
+    Sizes,
 )
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.sentences import EmbeddingFiles, finetune_sentences
@@ -208,3 +210,51 @@ def test_held_out_figures_remain_if_a_source_has_no_held_out_document(
     source = tiny.save_checkpoint(tmp_path / "source", "bert")
     pretrain(files, recipe, run_options(tmp_path / "run"), source=str(source))
     assert read_log(tmp_path / "run")[-1]["held_out_masked_loss"] > 0
+
+
+# ---- positions
+
+
+@pytest.mark.parametrize("keep_embeddings", [False, True])
+def test_a_continued_run_adds_positions(
+    keep_embeddings: bool, checkpoints: dict[str, Path], stories: Path, tmp_path: Path
+) -> None:
+    """At a learning rate of nearly nothing, the old positions stay and the new ones are copies."""
+    recipe = PretrainRecipe(
+        model=Sizes(max_tokens=200),
+        phases=[Phase(tokens=24, sequences=4, steps=1), Phase(tokens=190, sequences=2, steps=2)],
+        pretraining=Pretraining(keep_embeddings=keep_embeddings),
+        optimisation=Optimisation(learning_rate=1e-9),
+    )
+    source = str(checkpoints["bert"])
+    folder = pretrain([stories], recipe, run_options(tmp_path / "run"), source=source)
+    before, after = (load_checkpoint(str(each)).model for each in (source, folder))
+    assert (before.config.max_positions, after.config.max_positions) == (160, 200)
+    old, new = (model.encoder.embeddings.position.weight for model in (before, after))
+    torch.testing.assert_close(new[:160], old, atol=1e-6, rtol=0)
+    torch.testing.assert_close(new[160:190], old[1:31], atol=1e-6, rtol=0)
+    # What the longest phase never used is filled at the end of a run.
+    torch.testing.assert_close(new[190:], old[1:11], atol=1e-6, rtol=0)
+    assert export(str(folder), "long", Store(tmp_path / "store")).manifest.limits.max_tokens == 200
+
+
+def test_positions_are_added_and_not_removed(
+    checkpoints: dict[str, Path], stories: Path, tmp_path: Path
+) -> None:
+    def refusal(recipe: PretrainRecipe) -> str:
+        with pytest.raises(TrainError) as error:
+            pretrain(
+                [stories], recipe, run_options(tmp_path / "run"), source=str(checkpoints["bert"])
+            )
+        assert not (tmp_path / "run").exists(), "nothing was begun"
+        return str(error.value)
+
+    longer = [Phase(tokens=190, sequences=2, steps=1)]
+    assert refusal(PretrainRecipe(phases=longer)) == (
+        "a phase of 190 tokens exceeds the checkpoint's 160 positions; "
+        "[model] max_tokens = 190 adds positions"
+    )
+    assert refusal(PretrainRecipe(model=Sizes(max_tokens=64), phases=SHORT)) == (
+        "[model] max_tokens = 64 is less than the checkpoint's 160 positions; "
+        "positions are only added"
+    )

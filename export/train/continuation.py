@@ -41,8 +41,11 @@ def open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) ->
 
 def _check_recipe(recipe: PretrainRecipe, checkpoint: Checkpoint) -> None:
     config = checkpoint.model.config
-    given_sizes = sorted(recipe.model.model_fields_set - {"dropout"})
-    longest = max(phase.tokens for phase in recipe.phases)
+    given_sizes = sorted(recipe.model.model_fields_set - {"dropout", "max_tokens"})
+    longest, positions = (
+        max(phase.tokens for phase in recipe.phases),
+        _positions(recipe, checkpoint),
+    )
     if given_sizes or recipe.vocabulary.model_fields_set:
         given = f"[model] {', '.join(given_sizes)}" if given_sizes else "a vocabulary"
         raise TrainError(
@@ -55,10 +58,23 @@ def _check_recipe(recipe: PretrainRecipe, checkpoint: Checkpoint) -> None:
         )
     if config.family != "bert":
         raise TrainError(f"the checkpoint is a {config.family}; pre-training goes on from a bert")
-    if longest > config.max_positions:
+    if positions < config.max_positions:
         raise TrainError(
-            f"a phase of {longest} tokens exceeds the checkpoint's {config.max_positions} positions"
+            f"[model] max_tokens = {positions} is less than the checkpoint's "
+            f"{config.max_positions} positions; positions are only added"
         )
+    if longest > positions:
+        raise TrainError(
+            f"a phase of {longest} tokens exceeds the checkpoint's {positions} positions; "
+            f"[model] max_tokens = {longest} adds positions"
+        )
+
+
+def _positions(recipe: PretrainRecipe, checkpoint: Checkpoint) -> int:
+    """Return the positions of the new model: those of the recipe if it names them."""
+    if "max_tokens" in recipe.model.model_fields_set:
+        return recipe.model.max_tokens
+    return checkpoint.model.config.max_positions
 
 
 def check_vocabulary(
@@ -147,7 +163,13 @@ def continue_from(
     heads = [MASKED_LM]
     if recipe.pretraining.sentence is not SentenceObjective.NONE:
         heads.append(NEXT_SENTENCE)
-    start = start_from(checkpoint, heads, dropout=recipe.model.dropout, seed=recipe.seed)
+    start = start_from(
+        checkpoint,
+        heads,
+        dropout=recipe.model.dropout,
+        seed=recipe.seed,
+        max_positions=_positions(recipe, checkpoint),
+    )
     if start.created:
         created = ", ".join(start.created)
         options.report(f"heads that the checkpoint does not have, with random weights: {created}")

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import (
+    AutoTokenizer,
     BertForSequenceClassification,
     BertForTokenClassification,
     DistilBertForSequenceClassification,
@@ -18,10 +19,12 @@ from transformers import (
 from cloze.cli import cli
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.publish import export
+from cloze.export.tokenizer import SPECIAL_TOKENS
 from cloze.export.train.average import average
 from cloze.export.train.distill import distill
 from cloze.export.train.documents import is_held_out
 from cloze.export.train.errors import TrainError
+from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.pairs import SentenceObjective
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.progress import read_log
@@ -258,3 +261,41 @@ def test_positions_are_added_and_not_removed(
         "[model] max_tokens = 64 is less than the checkpoint's 160 positions; "
         "positions are only added"
     )
+
+
+# ---- special tokens
+
+
+def test_renamed_special_tokens_are_masked_and_kept(stories: Path, tmp_path: Path) -> None:
+    """A checkpoint whose ``[CLS]`` is ``<s>`` trains as one with BERT's names."""
+    renamed = {"cls_token": "<s>", "sep_token": "</s>", "mask_token": "<mask>", "unk_token": "<u>"}
+    plain, other = (tiny.save_checkpoint(tmp_path / name, "bert") for name in ("plain", "other"))
+    vocabulary = (other / "vocab.txt").read_text()
+    for key, token in renamed.items():
+        vocabulary = vocabulary.replace(SPECIAL_TOKENS[key], token)
+    (other / "vocab.txt").write_text(vocabulary)
+    (other / "tokenizer_config.json").write_text(json.dumps(renamed))
+
+    log = {}
+    for source in (plain, other):
+        folder = _pretrain(str(source), stories, run_options(tmp_path / f"{source.name}-run"))
+        log[source] = read_log(folder.parent)[-1]
+        trained, before = load_checkpoint(str(folder)), load_checkpoint(str(source))
+        assert trained.tokenizer.special_tokens == before.tokenizer.special_tokens
+        assert trained.tokenizer.mask_id == before.tokenizer.mask_id
+    assert log[other]["loss"] == pytest.approx(log[plain]["loss"])
+    store = Store(tmp_path / "store")
+    assert export(str(folder), "other", store).manifest.tokenizer.mask_token == "<mask>"
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert (theirs.cls_token, theirs.mask_token) == ("<s>", "<mask>")
+    assert theirs("the king").input_ids == trained.tokenizer.tokenizer.encode("the king").ids
+
+    sentences, stereotypes = tmp_path / "sentences.tsv", tmp_path / "pairs.csv"
+    sentences.write_text("the [MASK] was red\tking\n")
+    stereotypes.write_text("sent_more,sent_less,stereo_antistereo\nthe king,the moon,stereo\n")
+    data = EvaluationData([stories], [], [], 1.0, stereotypes, (sentences,), sequences=4)
+    of_checkpoint, of_bundle = (
+        evaluate(open_subject(name, store, CPU), data, tmp_path / "corpus", lambda _: None)
+        for name in (str(folder), "bundle:other")
+    )
+    assert of_bundle == pytest.approx(of_checkpoint, rel=1e-3)

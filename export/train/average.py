@@ -56,7 +56,7 @@ def average(sources: Sequence[str], folder: Path, license_name: str | None = Non
     first.model.load_state_dict(means)
     embeds = EMBEDDING in {head.name for head in first.default_heads}
     recipe = first.recipe if embeds else None
-    save_checkpoint(first.model, first.tokenizer.tokenizer, folder, embedding=recipe)
+    save_checkpoint(first.model, first.tokenizer, folder, embedding=recipe)
     names = "\n".join(f"- {source}" for source in sources)
     matter = front_matter(license_name or common_license(checkpoints))
     (folder / CARD).write_text(f"{matter}# The average of {len(sources)} checkpoints\n\n{names}\n")

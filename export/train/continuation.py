@@ -3,11 +3,10 @@
 from copy import deepcopy
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
 from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.embeddings import KeptEmbeddings
 from cloze.export.train.errors import TrainError
 from cloze.export.train.objectives import MaskedText
@@ -78,7 +77,7 @@ def _positions(recipe: PretrainRecipe, checkpoint: Checkpoint) -> int:
 
 
 def check_vocabulary(
-    given: Tokenizer, checkpoint: Checkpoint, folder: Path | str, option: str
+    given: CheckpointTokenizer, checkpoint: Checkpoint, folder: Path | str, option: str
 ) -> None:
     """Check that a vocabulary is the checkpoint's.
 
@@ -91,7 +90,7 @@ def check_vocabulary(
     Raises:
         TrainError: it is another vocabulary.
     """
-    given_tokens = given.get_vocab()
+    given_tokens = given.tokenizer.get_vocab()
     source_tokens = checkpoint.tokenizer.tokenizer.get_vocab()
     if given_tokens != source_tokens:
         raise TrainError(
@@ -116,7 +115,7 @@ def open_original(name: str, recipe: PretrainRecipe, checkpoint: Checkpoint) -> 
     if not recipe.pretraining.keep_embeddings:
         raise TrainError("--embeddings-from needs keep_embeddings = true in the recipe")
     original = load_checkpoint(name)
-    check_vocabulary(original.tokenizer.tokenizer, checkpoint, name, "--embeddings-from")
+    check_vocabulary(original.tokenizer, checkpoint, name, "--embeddings-from")
     kept, size = original.model.config.hidden_size, checkpoint.model.config.hidden_size
     if kept != size:
         raise TrainError(
@@ -151,7 +150,7 @@ def kept_recipe(checkpoint: Checkpoint) -> EmbeddingRecipe | None:
 
 def continue_from(
     checkpoint: Checkpoint, original: Checkpoint, recipe: PretrainRecipe, options: RunOptions
-) -> tuple[Tokenizer, MaskedText]:
+) -> tuple[CheckpointTokenizer, MaskedText]:
     """Return the checkpoint's tokenizer, and its model with the heads that the recipe trains.
 
     Args:

@@ -94,7 +94,7 @@ def copy_student(source: Checkpoint, name: str, student: Model, teacher: Checkpo
         TrainError: the vocabularies or the sizes differ, or the earlier student has no masked-LM
             head.
     """
-    check_vocabulary(source.tokenizer.tokenizer, teacher, name, "--from")
+    check_vocabulary(source.tokenizer, teacher, name, "--from")
     needed, given = asdict(student.config), asdict(source.model.config)
     for size in sorted(needed.keys() - {"dropout"}):
         if given[size] != needed[size]:
@@ -197,10 +197,10 @@ def distill(
     max_positions = checkpoint.model.config.max_positions
     _check_lengths(recipe, max_positions)
     check_kept_embeddings(recipe.pretraining, checkpoint)
-    tokenizer = checkpoint.tokenizer.tokenizer
+    tokenizer = checkpoint.tokenizer
     corpus = prepare_corpus(
         files,
-        tokenizer,
+        tokenizer.tokenizer,
         options.run_dir / CORPUS,
         held_out=recipe.held_out,
         report=options.report,

@@ -70,7 +70,7 @@ def calibrate(
         ExportError: the checkpoint cannot be loaded.
     """
     checkpoint = load_checkpoint(source)
-    model, tokenizer = checkpoint.model.to(device), checkpoint.tokenizer.tokenizer
+    model, tokenizer = checkpoint.model.to(device), checkpoint.tokenizer
     if model.span is None:
         raise TrainError(f"{source} has no head for question answering; run `train finetune-qa`")
     held = (each for each in read_questions(files) if is_held_out(each.title, held_out))

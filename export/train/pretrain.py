@@ -4,11 +4,11 @@ import hashlib
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import nn
 
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.models.encoder import Encoder
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import Run, write_card
 from cloze.export.train.continuation import (
@@ -78,7 +78,7 @@ def pretrain(
         tokenizer = (
             open_tokenizer(vocabulary) if vocabulary else _learn_vocabulary(files, recipe, options)
         )
-        vocab_size = tokenizer.get_vocab_size()
+        vocab_size = tokenizer.tokenizer.get_vocab_size()
         module = make_pretraining(recipe.model, vocab_size, recipe.pretraining, recipe.seed)
     known = checkpoint.model.config.max_positions if checkpoint else 0
     sample = _train(module, tokenizer, files, recipe, options, known_positions=known)
@@ -91,7 +91,7 @@ def pretrain(
     origins = [checkpoint] if checkpoint else []
     title = "A BERT pre-trained on text"
     write_card(folder, Run(title, source, origins, files, recipe, options))
-    for line in guesses(module.model.cpu(), tokenizer, sample):
+    for line in guesses(module.model.cpu(), tokenizer.tokenizer, sample):
         options.report(line)
     return folder
 
@@ -107,7 +107,7 @@ def _acquire(
     """Acquire the directory of the run for this recipe and these inputs."""
     vocabulary_hash = None
     if vocabulary:
-        tokenizer_json = open_tokenizer(vocabulary).to_str()
+        tokenizer_json = open_tokenizer(vocabulary).tokenizer.to_str()
         vocabulary_hash = hashlib.sha256(tokenizer_json.encode()).hexdigest()
     inputs = {
         "text": fingerprint(files),
@@ -119,12 +119,14 @@ def _acquire(
     acquire_run_dir(options.run_dir, recipe, inputs)
 
 
-def _learn_vocabulary(files: list[Path], recipe: PretrainRecipe, options: RunOptions) -> Tokenizer:
+def _learn_vocabulary(
+    files: list[Path], recipe: PretrainRecipe, options: RunOptions
+) -> CheckpointTokenizer:
     """Learn a vocabulary from the training documents, or open the run's existing vocabulary."""
     folder, vocabulary = options.run_dir / VOCABULARY, recipe.vocabulary
     if not (folder / "vocab.txt").is_file():
         options.report(f"learning a vocabulary of {vocabulary.size:,} tokens")
-        tokenizer = train_tokenizer(
+        learnt = train_tokenizer(
             lambda: (
                 document
                 for document in read_documents(files)
@@ -134,13 +136,13 @@ def _learn_vocabulary(files: list[Path], recipe: PretrainRecipe, options: RunOpt
             lowercase=vocabulary.lowercase,
             min_frequency=vocabulary.min_frequency,
         )
-        save_vocabulary(tokenizer, folder)
+        save_vocabulary(learnt, folder)
     return open_tokenizer(folder)
 
 
 def _train(
     module: MaskedText | ReplacedTokens,
-    tokenizer: Tokenizer,
+    tokenizer: CheckpointTokenizer,
     files: list[Path],
     recipe: PretrainRecipe,
     options: RunOptions,
@@ -163,7 +165,7 @@ def _train(
     """
     corpus = prepare_corpus(
         files,
-        tokenizer,
+        tokenizer.tokenizer,
         options.run_dir / CORPUS,
         held_out=recipe.held_out,
         report=options.report,

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
-from tokenizers import Tokenizer, normalizers
+from tokenizers import normalizers
 
 from cloze.export.heads import EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN, tensor_names
 from cloze.export.models import FAMILIES, EncoderConfig, Model
 from cloze.export.sentence import POOLING_FLAGS, EmbeddingRecipe
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.vocabulary import save_vocabulary
 
 _ARCHITECTURES = {
@@ -30,7 +31,11 @@ _TOKENIZERS = {"bert": "BertTokenizer", "distilbert": "DistilBertTokenizer"}
 
 
 def save_checkpoint(
-    model: Model, tokenizer: Tokenizer, folder: Path, *, embedding: EmbeddingRecipe | None = None
+    model: Model,
+    tokenizer: CheckpointTokenizer,
+    folder: Path,
+    *,
+    embedding: EmbeddingRecipe | None = None,
 ) -> None:
     """Write ``config.json``, ``model.safetensors`` and the tokenizer's files.
 
@@ -50,14 +55,16 @@ def save_checkpoint(
         | {"architectures": [_architecture(model)], "dtype": "float32"},
     )
     _write_weights(model, folder)
-    save_vocabulary(tokenizer, folder)
+    save_vocabulary(tokenizer.tokenizer, folder)
     tokenizer_config = {
         "tokenizer_class": _TOKENIZERS[family.name],
         "model_max_length": config.max_positions,
     }
     _write_json(
         folder / "tokenizer_config.json",
-        tokenizer_config | _normaliser_settings(tokenizer.normalizer),
+        tokenizer_config
+        | dict(tokenizer.special_tokens)
+        | _normaliser_settings(tokenizer.tokenizer.normalizer),
     )
     if embedding is not None:
         _write_sentence_transformer(folder, config, embedding)

@@ -114,7 +114,7 @@ def _make_objective(
     tokenizer = start.tokenizer
     pairs = []
     if files.pairs and recipe.epochs:
-        pairs = tokenize_pairs(read_pairs(files.pairs), tokenizer, recipe.tokens)
+        pairs = tokenize_pairs(read_pairs(files.pairs), tokenizer.tokenizer, recipe.tokens)
     if not pairs and not recipe.contrastive_steps:
         raise TrainError(
             "there is nothing to learn from: give scored pairs (--pairs), "
@@ -124,7 +124,7 @@ def _make_objective(
     if files.text:
         sentences = prepare_corpus(
             files.text,
-            tokenizer,
+            tokenizer.tokenizer,
             options.run_dir / CORPUS,
             held_out=recipe.held_out,
             report=options.report,
@@ -137,7 +137,7 @@ def _make_objective(
     def held_out_figures() -> dict[str, float]:
         if not held_out_pairs:
             return {}
-        return {"spearman": similarity(held_out_pairs, tokenizer, scorer, recipe.tokens)}
+        return {"spearman": similarity(held_out_pairs, tokenizer.tokenizer, scorer, recipe.tokens)}
 
     objective = EmbeddingObjective(
         MaskedText(start.model, Pretraining(sentence_weight=recipe.text_sentence_weight)),

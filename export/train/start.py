@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.models import Model
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.objectives import initialise
 
 
@@ -23,7 +23,7 @@ class Start:
     """
 
     model: Model
-    tokenizer: Tokenizer
+    tokenizer: CheckpointTokenizer
     created: tuple[str, ...] = ()
 
 
@@ -61,7 +61,7 @@ def start_from(
     weights[_POSITIONS] = repeated_positions(weights[_POSITIONS], positions)
     model.load_state_dict(weights, strict=False)
     created = tuple(head for head in heads if getattr(checkpoint.model, head) is None)
-    return Start(model, checkpoint.tokenizer.tokenizer, created)
+    return Start(model, checkpoint.tokenizer, created)
 
 
 def repeated_positions(positions: Tensor, length: int) -> Tensor:

@@ -22,6 +22,9 @@ class Model(nn.Module):
         config: the sizes.
         heads: names of the model's heads.
         options: options of heads, by head name, as in a manifest.
+
+    Attributes:
+        options: the options of the model's heads.
     """
 
     masked_lm: MaskedLMHead | None
@@ -37,6 +40,7 @@ class Model(nn.Module):
         super().__init__()
         names, options, family = frozenset(heads), options or {}, FAMILIES[config.family]
         self.config = config
+        self.options = {name: section for name, section in options.items() if name in names}
         self.encoder = family.encoder(config)
         for name, head in EXPORT_HEADS.items():
             if head.module is None:

@@ -6,7 +6,8 @@
 
 import re
 import unicodedata
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ class CheckpointTokenizer:
         pair_separators: number of the tokens with ``sep_id`` between the texts of a pair.
         second_type: token type of a pair's second text.
         mask_id: id of the mask token; None: the vocabulary has no mask token.
-        mask_token: the mask token; None: the vocabulary has no mask token.
+        special_tokens: the special tokens of the vocabulary, by their keys in
+            ``tokenizer_config.json``, such as ``mask_token``.
         max_tokens: the longest sequence in the checkpoint's settings; None: no limit is set.
         note: an assumption or a change that the user should read; None: no note.
     """
@@ -78,9 +80,14 @@ class CheckpointTokenizer:
     pair_separators: int
     second_type: int
     mask_id: int | None
-    mask_token: str | None
-    max_tokens: int | None
-    note: str | None
+    special_tokens: Mapping[str, str]
+    max_tokens: int | None = None
+    note: str | None = None
+
+    @property
+    def mask_token(self) -> str | None:
+        """The mask token; None: the vocabulary has no mask token."""
+        return self.special_tokens.get("mask_token")
 
     @property
     def size(self) -> int:
@@ -102,14 +109,33 @@ def load_tokenizer(folder: Path) -> CheckpointTokenizer:
     settings = read_settings(folder / "tokenizer_config.json")
     given = _special_tokens(folder, settings)
     tokenizer, note = _open(folder, settings, given)
+    limit = settings.get("model_max_length")
+    return replace(
+        describe_tokenizer(tokenizer, given),
+        max_tokens=int(limit) if isinstance(limit, int | float) and 2 < limit < 1e6 else None,
+        note=note,
+    )
+
+
+def describe_tokenizer(
+    tokenizer: Tokenizer, given: Mapping[str, str] | None = None
+) -> CheckpointTokenizer:
+    """Return a tokenizer with its properties, and switch off its truncation and padding.
+
+    Args:
+        tokenizer: the tokenizer.
+        given: names of special tokens, by their keys in ``tokenizer_config.json``; the others have
+            their usual names.
+
+    Raises:
+        ExportError: the vocabulary lacks a special token.
+    """
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    names = _names(tokenizer, given)
+    names = _names(tokenizer, given or {})
     if isinstance(tokenizer.model, models.WordPiece):
         _required_id(tokenizer, names["unk_token"])
     layout = _layout(tokenizer, names)
-    mask_id = tokenizer.token_to_id(names["mask_token"])
-    limit = settings.get("model_max_length")
     return CheckpointTokenizer(
         tokenizer=tokenizer,
         lowercase=bool(getattr(tokenizer.normalizer, "lowercase", False)),
@@ -117,10 +143,10 @@ def load_tokenizer(folder: Path) -> CheckpointTokenizer:
         sep_id=layout.sep_id,
         pair_separators=layout.pair_separators,
         second_type=layout.second_type,
-        mask_id=mask_id,
-        mask_token=None if mask_id is None else names["mask_token"],
-        max_tokens=int(limit) if isinstance(limit, int | float) and 2 < limit < 1e6 else None,
-        note=note,
+        mask_id=tokenizer.token_to_id(names["mask_token"]),
+        special_tokens={
+            key: name for key, name in names.items() if tokenizer.token_to_id(name) is not None
+        },
     )
 
 
@@ -149,13 +175,13 @@ def _open(
     )
 
 
-def _names(tokenizer: Tokenizer, given: dict[str, str]) -> dict[str, str]:
+def _names(tokenizer: Tokenizer, given: Mapping[str, str]) -> dict[str, str]:
     """Return the names of the special tokens: the given ones, else those of the vocabulary."""
     usual = {
         key: name if tokenizer.token_to_id(name) is not None else BYTE_LEVEL_TOKENS[key]
         for key, name in SPECIAL_TOKENS.items()
     }
-    return usual | given
+    return usual | dict(given)
 
 
 @dataclass(frozen=True, slots=True)

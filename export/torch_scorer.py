@@ -27,9 +27,9 @@ class TorchScorer:
     def __init__(
         self, model: Model, device: torch.device, recipe: EmbeddingRecipe | None = None
     ) -> None:
-        self._model, self._device = model, device
+        self._model, self._device, self.layers = model, device, model.config.layers
         self._recipe = recipe or EmbeddingRecipe()
-        graph = GraphSpec(Layout.DENSE, tuple(HEADS), token_types=True, layers=model.config.layers)
+        graph = GraphSpec(Layout.DENSE, tuple(HEADS), token_types=True, layers=self.layers)
         self._codec = BatchCodec(graph)
 
     @torch.inference_mode()

@@ -35,6 +35,11 @@ Floats = NDArray[np.float32]
 class Scorer(Protocol):
     """Runs encodings through a model, for evaluation."""
 
+    @property
+    def layers(self) -> int:
+        """Return the number of layers of the encoder."""
+        ...
+
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
         """Return the results of encodings of one length, in order."""
         ...
@@ -49,7 +54,7 @@ class GraphScorer:
     """
 
     def __init__(self, session: Session, graph: GraphSpec) -> None:
-        self._session = session
+        self._session, self.layers = session, graph.layers
         self._codec = BatchCodec(graph)
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:

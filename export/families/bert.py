@@ -116,6 +116,6 @@ FAMILY: Final = Family(
         frozenset({"next_sentence"}): "BertForNextSentencePrediction",
         frozenset({"span"}): "BertForQuestionAnswering",
     },
-    base_class="BertModel",
+    class_prefix="Bert",
     tokenizer_class="BertTokenizer",
 )

@@ -94,6 +94,6 @@ FAMILY: Final = Family(
         frozenset({"masked_lm"}): "DistilBertForMaskedLM",
         frozenset({"span"}): "DistilBertForQuestionAnswering",
     },
-    base_class="DistilBertModel",
+    class_prefix="DistilBert",
     tokenizer_class="DistilBertTokenizer",
 )

@@ -45,7 +45,7 @@ class Family:
             writing the last match.
         heads: the heads that checkpoints of the family may have, by head name.
         classes: names of heads -> the class of ``config.json`` that has exactly these heads.
-        base_class: the class of a checkpoint without heads, or with heads of no class.
+        class_prefix: the first part of the names of transformers' classes.
         tokenizer_class: the class in ``tokenizer_config.json``.
     """
 
@@ -56,7 +56,7 @@ class Family:
     prefix: str
     rules: tuple[Rule, ...]
     heads: Mapping[str, HeadSpec]
-    base_class: str
+    class_prefix: str
     tokenizer_class: str
     classes: Mapping[frozenset[str], str] = field(default_factory=dict)
 
@@ -105,7 +105,3 @@ class Family:
             assert matches, f"a {self.name} has no tensor {name}"
             written |= matches[-1]
         return written
-
-    def class_of(self, heads: frozenset[str]) -> str:
-        """Return the class that ``config.json`` names for a checkpoint with these heads."""
-        return self.classes.get(heads, self.base_class)

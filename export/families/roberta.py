@@ -107,6 +107,6 @@ FAMILY: Final = Family(
         frozenset({"masked_lm"}): "RobertaForMaskedLM",
         frozenset({"span"}): "RobertaForQuestionAnswering",
     },
-    base_class="RobertaModel",
+    class_prefix="Roberta",
     tokenizer_class="RobertaTokenizer",
 )

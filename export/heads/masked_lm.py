@@ -13,7 +13,7 @@ from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.layers import layer_norm
 from cloze.export.graph.linear_ops import WORD_EMBEDDINGS, Fp32, LinearInput
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.layouts import Placement
@@ -107,9 +107,9 @@ def _reference(
     }
 
 
-def _sample(rng: np.random.Generator, tokens: int, vocabulary: int) -> MaskedLMRequest:
-    positions = rng.choice(tokens, min(3, tokens), replace=False).tolist()
-    return MaskedLMRequest(positions, _TOP_K, rng.integers(0, vocabulary, _TOP_K).tolist())
+def _sample(rng: np.random.Generator, sizes: SampleSizes) -> MaskedLMRequest:
+    positions = rng.choice(sizes.tokens, min(3, sizes.tokens), replace=False).tolist()
+    return MaskedLMRequest(positions, _TOP_K, rng.integers(0, sizes.vocabulary, _TOP_K).tolist())
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, next_sentence_logits
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, agreement, cls_rows
+from cloze.export.heads.head import (
+    ExportHead,
+    HeadGraph,
+    HeadSetup,
+    SampleSizes,
+    agreement,
+    cls_rows,
+)
 from cloze.model_store.heads import next_sentence
 from cloze.model_store.heads.next_sentence import NextSentenceRequest
 from cloze.model_store.layouts import Placement
@@ -46,7 +53,7 @@ def _reference(
     return {next_sentence.PAIR_LOGITS.name: head(rows[cls_rows(requests, placement)])}
 
 
-def _sample(_: np.random.Generator, __: int, ___: int) -> NextSentenceRequest:
+def _sample(_: np.random.Generator, __: SampleSizes) -> NextSentenceRequest:
     return NextSentenceRequest()
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, span_logits
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, agreement
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, agreement
 from cloze.model_store.heads import span
 from cloze.model_store.heads.span import SpanRequest
 from cloze.model_store.layouts import Placement
@@ -40,7 +40,7 @@ def _reference(
     return {span.SPAN_LOGITS.name: head(rows)}
 
 
-def _sample(_: np.random.Generator, __: int, ___: int) -> SpanRequest:
+def _sample(_: np.random.Generator, __: SampleSizes) -> SpanRequest:
     return SpanRequest()
 
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, token_rows
-from cloze.export.heads.sequence_classification import read_labels
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, token_rows
+from cloze.export.heads.sequence_classification import read_labels, write_labels
 from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import TokenClassificationRequest, TokenLabels
 from cloze.model_store.layouts import Placement
@@ -44,12 +44,16 @@ def _reference(
     return {token_classification.TOKEN_LOGITS.name: logits}
 
 
-def _sample(_: np.random.Generator, __: int, ___: int) -> TokenClassificationRequest:
+def _sample(_: np.random.Generator, __: SampleSizes) -> TokenClassificationRequest:
     return TokenClassificationRequest()
 
 
 def _read_options(settings: Mapping[str, Any]) -> TokenLabels:
     return TokenLabels(labels=read_labels(settings))
+
+
+def _write_options(options: TokenLabels) -> dict[str, Any]:
+    return write_labels(options.labels)
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
@@ -75,4 +79,5 @@ EXPORT_HEAD: Final = ExportHead(
     fine_tuned=True,
     architecture="ForTokenClassification",
     read_options=_read_options,
+    write_options=_write_options,
 )

@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from cloze.service.http.answers import CONNECTION, Answers
 from cloze.service.http.gate import ARRIVED, CLIENT, note_start
 from cloze.service.http.one_write import OneWrite
+from cloze.service.http.paths import sent_path
 from cloze.service.http.starts import Starts
 
 log = logging.getLogger("cloze")
@@ -246,7 +247,7 @@ class ServerProtocol(HttpToolsProtocol):
         cast(Scope, self.scope)[CONNECTION] = self
         in_turn = self.cycle is None or self.cycle.response_complete
         if in_turn and self.parser.get_method() == b"POST":
-            self.scope["path"] = self.url.partition(b"?")[0].decode("ascii", "replace")
+            self.scope["path"] = sent_path(self.url)
             if (answer := self._refusal(cast(Scope, self.scope))) is not None:
                 self._refuse(answer)
                 return
@@ -255,6 +256,7 @@ class ServerProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Start a request, or let it wait behind others; see `Starts`."""
         scope = cast(Scope, cycle.scope)
+        scope["path"] = scope["raw_path"].decode("ascii")  # uvicorn's is decoded; see `paths`
         if scope["method"] != "HEAD":  # whose answer is a head alone
             cycle.transport = cast(asyncio.Transport, OneWrite(self.transport))
         client = scope.get(CLIENT)

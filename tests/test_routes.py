@@ -254,7 +254,35 @@ def test_answers_without_the_engine_have_the_headers_and_metrics_of_tasks(
         assert metric(every_task, series) == before + 1
 
 
-def context(store: Path, **limits: int) -> TaskContext:
+def test_a_large_answer_of_tokens_that_nobody_reads_is_given_up(tiny_store: Path) -> None:
+    """Its memory counts, so another one needs the room."""
+    body = orjson.dumps({"inputs": "a " * 150_000})
+    settings = {"CLOZE_MAX_ANSWERS_BYTES": "1000000", "CLOZE_MAX_REQUEST_RESULTS": "200000"}
+    head = f"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+    with (
+        running_server(tiny_store, **settings) as server,
+        socket.socket() as deaf,
+    ):
+        host, port = server.url.removeprefix("http://").split(":")
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.connect((host, int(port)))
+        deaf.sendall(head.encode() + body)
+        wait_until(lambda: metric(server, TOKENIZED) == 1)
+        other = httpx.post(f"{server.url}/tokenize", content=body, timeout=30)
+        assert len(other.content) > 8_000_000
+        received = 0
+        try:
+            while data := deaf.recv(65536):
+                received += len(data)
+        except ConnectionResetError:
+            pass
+        assert received < len(other.content), "its connection was not closed"
+
+
+TOKENIZED = r'cloze_requests_total\{model="bert",route="/tokenize",status="200",version="1"\}'
+
+
+def context(store: Path) -> TaskContext:
     """Return what tasks use of the model of the examples."""
     bundle = Store(store).open("cloze-bert")
     most = TaskLimits(160, 64, 1000, 10**6, 10**6, 10**6, 10**6)

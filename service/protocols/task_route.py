@@ -152,7 +152,8 @@ class Endpoint:
             )
         except (EmptyRequest, InvalidRequest) as error:
             raise type(error)(_renamed(str(error), route.names)) from None
-        self._context.metrics.observe_parts(reference, result.timings, result.truncated)
+        if result.tokens:  # else the engine's histograms would count requests without it
+            self._context.metrics.observe_parts(reference, result.timings, result.truncated)
         texts = _text_count(call.inputs)
         request.scope["cloze.cost"] = RequestCost(texts, result.tokens, result.timings)
         if result.is_large:

@@ -23,7 +23,7 @@ from cloze.service.http.access import AccessControl, accepted_hosts
 from cloze.service.http.access_log import AccessLog
 from cloze.service.http.answers import Answers
 from cloze.service.http.caller import Callers
-from cloze.service.http.gate import Gate, GateLimits, GateModel
+from cloze.service.http.gate import Gate, GateLimits
 from cloze.service.http.keys import Keys, Scope
 from cloze.service.http.memory_limit import MemoryLimit
 from cloze.service.http.page import docs_paths, part_handlers
@@ -195,15 +195,7 @@ class Service:
 
     def _make_gate(self, callers: Callers) -> Gate:
         """Return the gate of the routes that run models."""
-        routes = {}
-        for route in self._routes:
-            if route.task is not None:
-                serving = self.models.serving(self._registries.tasks[route.task])
-            elif route.runs_models:
-                serving = self.models.pipelines
-            else:
-                continue
-            routes[route.path] = [GateModel(p.manifest.reference, p.model.queue) for p in serving]
+        routes = {r.path: r.models for r in self._routes if r.models is not None}
         limits = GateLimits(self._settings.max_queue_wait_ms / 1000, self._settings.max_timeout_s)
         error_bytes = ErrorResponder(self._registries.protocols).body
         process = self._process

@@ -155,7 +155,8 @@ class Settings(BaseSettings):
         32_768,
         ge=1,
         description="most predictions or answers per request: "
-        "the number of masks or questions times top_k",
+        "the number of masks or questions times top_k; "
+        "also the most tokens that /tokenize returns and /decode reads",
     )
     max_text_characters: int = Field(
         1_000_000,

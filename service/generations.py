@@ -152,10 +152,12 @@ class Generations:
         """Close what only a service without requests uses."""
 
         async def close() -> None:
-            await asyncio.to_thread(service.close_unused, self.service)
-            del self._running[service]
-            self._alone.set()
-            self._return_memory_later()
+            try:
+                await asyncio.to_thread(service.close_unused, self.service)
+            finally:
+                del self._running[service]
+                self._alone.set()
+                self._return_memory_later()
 
         self._start(close())
 

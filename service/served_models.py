@@ -141,7 +141,7 @@ class LocalModels:
             if (model := served.get(bundle.manifest.reference)) is not None
             and model.bundle.manifest == bundle.manifest  # so the digests of all files are equal
         }
-        check_memory(bundles, memory_limit())
+        check_memory(bundles, memory_limit(), self._settings.device, self._settings.precision)
         models = dict(kept)
         try:
             for bundle in bundles:

@@ -65,7 +65,7 @@ class Supervisor:
         self._serving = self._make_generation()
         self._generations.append(self._serving)
         self._ready: list[Child] = []  # once ready, a child is kept running
-        self._stopping = self._reloading = False
+        self._stopping = self._hung_up = self._reloading = False
         self._report = ReloadReport()
         self._signals = _signal_pipe()
         # SIGCHLD writes to the pipe, and so wakes the loop, only if it has a handler.
@@ -92,8 +92,7 @@ class Supervisor:
                 return code
             log.info("%d front ends are ready", len(self._serving.front_ends))
             while not self._stopping:
-                if self._reloading and not self._report.busy:
-                    self._reload()
+                self._reload_if_asked()
                 self._tend()
                 self._wait()
             return 0
@@ -105,15 +104,24 @@ class Supervisor:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            self._reloading = True
+            self._hung_up = True
         else:
             self._stopping = True
 
     # ---- reload ---------------------------------------------------------------------------------
 
+    def _reload_if_asked(self) -> None:
+        """Reload if a signal asked for it and the last reload has ended."""
+        if self._hung_up:
+            self._hung_up, self._reloading = False, True
+            if self._report.busy:
+                log.info("a reload waits until the last one has ended")
+        if self._reloading and not self._report.busy:
+            self._reloading = False
+            self._reload()
+
     def _reload(self) -> None:
         """Replace all processes by some that serve what the store holds now, and report."""
-        self._reloading = False
         report = self._report = ReloadReport(began=time.monotonic(), busy=True)
         report.write(self._folder)
         earlier = self._serving

@@ -36,7 +36,7 @@ def check_memory(
     """
     if limit is None:
         return
-    weights = {b.manifest.reference: _weight_bytes(b, device, precision) for b in bundles}
+    weights = {b.manifest.reference: least_weight_bytes(b, device, precision) for b in bundles}
     needed = _PROCESS_BYTES + sum(weights.values())
     if needed > limit:
         shown = ", ".join(f"{name} {size / 1e6:.0f} MB" for name, size in weights.items())
@@ -46,8 +46,14 @@ def check_memory(
         )
 
 
-def _weight_bytes(bundle: Bundle, device: Device, precision: RequestedPrecision) -> int:
-    """Return the bytes of the weights that a graph reads; the least of all devices for ``auto``."""
+def least_weight_bytes(bundle: Bundle, device: Device, precision: RequestedPrecision) -> int:
+    """Return the bytes that the graph that runs reads from files of weights.
+
+    Args:
+        bundle: the bundle to serve.
+        device: the device to run on; for ``auto``, the result is the least of all devices.
+        precision: the precision to run in.
+    """
     devices = (Device.CPU, Device.CUDA) if device is Device.AUTO else (device,)
     sizes = []
     for each in devices:
@@ -56,5 +62,5 @@ def _weight_bytes(bundle: Bundle, device: Device, precision: RequestedPrecision)
             weights = parse_onnx(read_plain(bundle.file(graph.file), MAX_GRAPH_BYTES)).weights
         except (StartupError, OSError, ValueError):
             continue  # the engine says what is wrong, or the device is another
-        sizes.append(sum(weight.size for weight in weights.values()))
+        sizes.append(sum(weight.size for weight in weights.values() if weight.file is not None))
     return min(sizes, default=0)

@@ -289,9 +289,9 @@ def shown_models(server: Server) -> dict[str, set[str]]:
     return shown
 
 
-def resources(pid: int) -> tuple[int, int]:
-    """Return the numbers of processes with all their threads, and of open files."""
-    pids = processes(pid)
+def resources(pid: int, *, children: bool = True) -> tuple[int, int]:
+    """Return the number of threads and of open files of a process, and of its children."""
+    pids = processes(pid) if children else [pid]
     threads, files = (
         sum(len(list(Path(f"/proc/{each}/{kind}").iterdir())) for each in pids)
         for kind in ("task", "fd")
@@ -489,7 +489,7 @@ def test_what_is_no_socket_stays(tiny_store: Path, tmp_path: Path) -> None:
 
 
 def test_the_certificate_is_read_again(serve: Start, store: Store, tmp_path: Path) -> None:
-    """New connections get the new one; a broken one is refused."""
+    """New connections get the new one; a broken one is refused, and no process or file stays."""
     first = make_certificate(tmp_path)
     old = first.public.read_text()
     tls = {"CLOZE_TLS_CERTIFICATE": str(first.public), "CLOZE_TLS_KEY": str(first.private)}
@@ -510,11 +510,17 @@ def test_the_certificate_is_read_again(serve: Start, store: Store, tmp_path: Pat
 
         wait_until(lambda: served().split() == new.split())
         assert new != old
+        pid = server.process.pid
+        wait_until(lambda: len(processes(pid)) in (1, 4))
+        _, files = resources(pid, children=False)
         for public in ("nothing", old):  # the old one does not fit the new key
             first.public.write_text(public)
             error = reload(server, 409)["error"]
             reason = "or its key cannot be used"  # a front end says it in the log
             assert reason in error or any(reason in line for line in server.log)
             assert served().split() == new.split()
+            assert len(processes(pid)) in (1, 4)
+        # A connection may add one; each refusal of processes would leave one at least.
+        wait_until(lambda: resources(pid, children=False)[1] <= files + 1)
         with httpx.Client(verify=ssl.create_default_context(cadata=new)) as fresh:
             assert fresh.post(f"{server.url}/embed", json=body).status_code == 200

@@ -193,6 +193,11 @@ class Settings(BaseSettings):
         description="longest time that a connection stays open without a request; load balancers "
         "usually close theirs after 60 s, and must do so first",
     )
+    admin_socket: Path | None = Field(
+        None,
+        description="path of a Unix socket that answers too, for processes of the server's user; "
+        "without keys, `POST /admin/reload` is answered there only; default: none",
+    )
     max_connections: int = Field(
         0,
         ge=0,

@@ -120,9 +120,9 @@ def test_the_work_ends_with_the_request() -> None:
 
     async def run() -> float:
         request = request_of(data)
-        with pytest.raises(DeadlineExceeded):
-            with RequestWatch(0.1, 300.0, Callers()).request(request) as watched:
-                await read_body(request, 2**31, watched)
+        watch = RequestWatch(0.1, 300.0, Callers())
+        with pytest.raises(DeadlineExceeded), watch.request(request) as watched:
+            await read_body(request, 2**31, watched)
         started = time.process_time()
         await asyncio.get_running_loop().shutdown_default_executor()
         return time.process_time() - started

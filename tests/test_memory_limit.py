@@ -6,7 +6,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -226,7 +226,9 @@ def test_bodies_that_cannot_all_arrive_end_and_the_others_are_answered(tiny_stor
     body = orjson.dumps({"inputs": "walk", "model": "bert"}) + b" " * (MB // 2)
     message = b"%x\r\n" % len(body) + body + b"\r\n0\r\n\r\n"
     parts = [message[at : at + 32_768] for at in range(0, len(message), 32_768)]
-    start_of_all = head("transfer-encoding: chunked").replace(b"/v2/models/bert.embed/infer", b"/embed")
+    start_of_all = head("transfer-encoding: chunked").replace(
+        b"/v2/models/bert.embed/infer", b"/embed"
+    )
     with running_server(tiny_store, "--model", "bert", **limits) as server:
         with senders(server, 8, start_of_all) as clients, ThreadPoolExecutor(8) as pool:
             for part in parts:
@@ -239,7 +241,5 @@ def test_bodies_that_cannot_all_arrive_end_and_the_others_are_answered(tiny_stor
 
 def send(client: socket.socket, part: bytes) -> None:
     """Send a part of a body, which a server that has answered may not read."""
-    try:
+    with suppress(OSError):
         client.sendall(part)
-    except OSError:
-        pass

@@ -71,7 +71,7 @@ async def internals() -> Mapping[str, object]:
     }
 
 
-async def app(scope: object, receive: object, send: object) -> None:  # noqa: ARG001
+async def app(scope: object, receive: object, send: object) -> None:
     await asyncio.Future()
 
 

@@ -40,11 +40,11 @@ class _Unread:
 
     Args:
         reader: the connection.
-        client: the client of its first answer.
+        holder: the client of its first answer.
     """
 
-    def __init__(self, reader: Reader, client: str) -> None:
-        self.client = client
+    def __init__(self, reader: Reader, holder: str) -> None:
+        self.holder = holder
         self.holds: list[Hold] = []
         self._reader = reader
         self._left = 0

@@ -23,8 +23,8 @@ class Transfer(Protocol):
     """A body or an answer on its way."""
 
     @property
-    def client(self) -> str:
-        """The client whose memory the transfer holds."""
+    def holder(self) -> str | None:
+        """The client whose memory the transfer holds; None: it holds none."""
         ...
 
     def moved_bytes(self) -> int | None:
@@ -73,7 +73,7 @@ class Pace:
 
     def _tick(self) -> None:
         """End the transfers that are too slow. A late tick counts as one tick."""
-        crowding = self._memory.crowding()
+        crowding: set[str | None] = {*self._memory.crowding()}
         for transfer, grace in list(self._transfers.items()):
             if (moved := transfer.moved_bytes()) is None:
                 continue
@@ -82,7 +82,7 @@ class Pace:
             grace.hurried_s = max(0.0, min(HURRIED_GRACE_S, grace.hurried_s + gained_s))
             if not grace.hurried_s:
                 transfer.slowed()
-            if grace.seconds <= 0 or (not grace.hurried_s and transfer.client in crowding):
+            if grace.seconds <= 0 or (not grace.hurried_s and transfer.holder in crowding):
                 transfer.end_slow()
         self._ticking = bool(self._transfers)
         if self._ticking:

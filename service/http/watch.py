@@ -183,6 +183,11 @@ class WatchedRequest:
         if self._hold is not None:
             self._watch.bodies.shrink(self._hold, size if size > SMALL_BYTES else 0)
 
+    @property
+    def holder(self) -> str | None:
+        """The client, if the body holds memory; see `Transfer`."""
+        return self.client if self._hold is not None and self._hold.size else None
+
     def moved_bytes(self) -> int | None:
         """Return the bytes of the body since the last call; see `Transfer`."""
         if self._waits:

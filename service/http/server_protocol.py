@@ -197,7 +197,7 @@ class ServerProtocol(HttpToolsProtocol):
         The kernel takes megabytes at once from this process, even for a client that reads steadily.
         """
         kernel = array("i", [0])
-        with suppress(OSError, AttributeError):  # the socket is closed, or the system lacks this
+        with suppress(OSError, ValueError):  # the socket is closed, or the system lacks this
             fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kernel)
         return self.transport.get_write_buffer_size() + kernel[0]
 

@@ -265,6 +265,11 @@ class _Server(uvicorn.Server):
         closer = threading.Thread(target=service.close, daemon=True)
         asyncio.get_running_loop().call_later(self._grace_s, closer.start)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the connections, those too that are still being accepted, and the application."""
+        self._table.is_draining = True
+        await super().shutdown(sockets)
+
     async def on_tick(self, counter: int) -> bool:
         """Return whether to shut down: a local engine is dead, or uvicorn stops the server."""
         if self.service.dead is not None and not self.service.restarts_engines:

@@ -134,13 +134,15 @@ class Settings(BaseSettings):
         33_554_432,
         ge=1024,
         description="most bytes of all request bodies above 64 KiB that a process holds at once; "
-        "further ones wait, and get status 429 after max_queue_wait_ms",
+        "one client holds half of them at most; further ones wait, and get status 429 after "
+        "max_queue_wait_ms",
     )
     max_answers_bytes: int = Field(
         67_108_864,
         ge=1024,
         description="most bytes of all answers above 64 KiB that clients of a process have not "
-        "read; further large ones wait, and connections that do not read are closed",
+        "read; one client holds half of them at most; further large ones wait, and connections "
+        "that read too slowly are closed",
     )
     max_request_texts: int = Field(
         2048, ge=1, description="most texts per request; the default is the limit of OpenAI's API"

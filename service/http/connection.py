@@ -83,8 +83,8 @@ class Connection:
         finally:
             status = status or 500
             self._metrics.in_flight -= 1
-            if held := scope.pop(ANSWER_BYTES, 0):
-                self._answers.sent(scope.get(CONNECTION), held)
+            if (hold := scope.pop(ANSWER_BYTES, None)) is not None:
+                self._answers.sent(scope.get(CONNECTION), hold)
             route = self._paths.route(scope["path"]) or OTHER_ROUTE
             seconds = time.monotonic() - started
             model = scope.get("cloze.model", "")

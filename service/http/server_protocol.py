@@ -6,11 +6,15 @@ arrived, whether a full server refuses the request.
 """
 
 import asyncio
+import fcntl
 import logging
 import math
+import termios
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -68,11 +72,14 @@ class ConnectionTable:
 
     Attributes:
         limits: the limits of connections.
+        is_draining: whether a connection that opens now ends at once. Its client began to connect
+            before the drain, for example by a TLS handshake.
         closed_count: number of connections that have closed; the owner may reset it.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
+        self.is_draining = False
         self.closed_count = 0
         self._open = 0
         self._by_address: Counter[str] = Counter()
@@ -160,6 +167,9 @@ class ServerProtocol(HttpToolsProtocol):
             log.warning("a connection was refused: %s", reason)
             self._answer_and_close(503, "Service Unavailable", reason, "retry-after: 1\r\n")
             return
+        if self._table.is_draining:
+            self.shutdown()
+            return
         self._expect(self._table.limits.idle_timeout_s, _NO_REQUEST)
         self._check_time()
 
@@ -184,6 +194,16 @@ class ServerProtocol(HttpToolsProtocol):
     def unread_bytes(self) -> int:
         """Return the bytes of answers that wait for the client; 0 below the low-water mark."""
         return self.transport.get_write_buffer_size() if self.flow.write_paused else 0
+
+    def unsent_bytes(self) -> int:
+        """Return the bytes of answers that the client's machine has not acknowledged.
+
+        The kernel takes megabytes at once from this process, even for a client that reads steadily.
+        """
+        kernel = array("i", [0])
+        with suppress(OSError, ValueError):  # the socket is closed, or the system lacks this
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kernel)
+        return self.transport.get_write_buffer_size() + kernel[0]
 
     def resume_writing(self) -> None:
         """Note that the client has read its answers; see `asyncio.Protocol`."""

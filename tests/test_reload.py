@@ -34,7 +34,7 @@ from tests.waiting import MEASURES_TIME, wait_until
 Start = Callable[..., AbstractContextManager[Server]]
 
 SPELLINGS = ("/admin/reload", "/%61dmin/reload", "/admin%2Freload", "http://localhost/admin/reload")
-"""Targets of requests that the router decodes to one path."""
+"""Targets of requests that another server could take for one path."""
 
 
 def start(*mode: str) -> Start:
@@ -436,8 +436,10 @@ def test_without_keys_only_the_admin_socket_can_reload(
     """A proxy on the same machine may pass on the request of anybody, and change nothing in it."""
     for server in servers.values():
         status, body = raw_post(server, target)
-        assert status == 403
-        assert "through its admin socket only" in body
+        if "%" in target:
+            assert (status, "there is no route" in body) == (404, True)
+        else:
+            assert (status, "through its admin socket only" in body) == (403, True)
 
 
 @pytest.fixture(scope="module")

@@ -31,12 +31,11 @@ from cloze.service.tasks import TaskCall, embed, embed_inputs, similarity, text_
 from cloze.service.tasks.long_text import TruncationParameters
 from cloze.service.tasks.similarity import SimilarityInputs
 from cloze.service.tasks.task import (
-    CountOrZero,
-    FirstError,
     NotEmpty,
     TaskContext,
     Text,
     Texts,
+    TokenIds,
     check_text,
     input_name,
     listed,
@@ -50,13 +49,13 @@ _ERRORS: Final = tuple(sorted({status for status, _ in STATUS.values()}))
 _MODEL: Final = Field(None, description="a served model, NAME or NAME@VERSION")
 _WARNING: Final = {"x-warning": TIMING_HEADERS["x-warning"]}
 
-_OneOrTwo = Annotated[list[Text], FirstError(), Field(min_length=1, max_length=2)]
+_OneOrTwo = Annotated[list[Text], Field(min_length=1, max_length=2)]
 
 
 class PredictBody(TruncationParameters, LenientModel):
     """The body of ``POST /predict``."""
 
-    inputs: Text | _OneOrTwo | Annotated[list[_OneOrTwo], FirstError(), NotEmpty] = Field(
+    inputs: Text | _OneOrTwo | Annotated[list[_OneOrTwo], NotEmpty] = Field(
         description="a text; [text] or [text, second text]; or a list of such lists",
         examples=["The room was loud."],
     )
@@ -83,13 +82,10 @@ class TokenizeBody(LenientModel):
     model: str | None = _MODEL
 
 
-_Ids = Annotated[list[CountOrZero], FirstError(), NotEmpty]
-
-
 class DecodeBody(LenientModel):
     """The body of ``POST /decode``."""
 
-    ids: _Ids | Annotated[list[_Ids], FirstError(), NotEmpty] = Field(
+    ids: TokenIds | Annotated[list[TokenIds], NotEmpty] = Field(
         description="the token ids of a text, or a list of such lists", examples=[[101, 102]]
     )
     skip_special_tokens: bool = Field(True, description="whether to omit special tokens")
@@ -266,8 +262,7 @@ class _Rerank:
         """
         context = self._context
         with context.watch.request(request) as watched:
-            max_bytes = context.limits.max_request_bytes
-            body, size = await receive(request, RerankBody, max_bytes, watched)
+            body, size = await receive(request, RerankBody, context.limits.body, watched)
             endpoint, pipeline = self._choose(body.model)
             _check_texts(body, pipeline.context)
             return await endpoint.answer_body(request, body, size, watched, pipeline)
@@ -319,7 +314,7 @@ def _tokenizer_route(
 
     async def handle(request: Request) -> Response:
         with context.watch.request(request) as watched:
-            body, _ = await receive(request, body_type, context.limits.max_request_bytes, watched)
+            body, _ = await receive(request, body_type, context.limits.body, watched)
             pipeline = _tokenizing(context, getattr(body, "model", None))
             request.scope["cloze.model"] = pipeline.manifest.reference
             content = await asyncio.to_thread(lambda: orjson.dumps(answer(body, pipeline.context)))

@@ -270,11 +270,14 @@ def test_a_body_costs_no_more_than_its_bytes(size: int, thorough: bool) -> None:
     ):
         bodies = all_bodies(client, thorough=thorough)
         client.post("/embed", json={"inputs": ["walk"] * 64}).raise_for_status()
-        costs = {}
+        unbounded = {}
         for body in bodies:
-            costs[body.name] = spent = cost(server, client, health, body, size)
+            spent = cost(server, client, health, body, size)
+            if not spent.is_bounded:  # once more, as other work may have had the processors
+                spent = cost(server, client, health, body, size)
+            if not spent.is_bounded:
+                unbounded[body.name] = spent
             times = f"{spent.wait_s * 1000:6.0f} of {spent.total_s * 1000:6.0f} ms"
             print(f"{times} {spent.growth_mb:6.0f} MB {spent.status} {body.name}")
     assert len({body.path for body in bodies}) > 15
-    unbounded = {name: spent for name, spent in costs.items() if not spent.is_bounded}
     assert not unbounded

@@ -192,7 +192,7 @@ class _Document:
     def _begin(self, text: bytes, start: int, *, is_list: bool) -> None:
         """Add the elements before an open list or object, and then that."""
         if len(self._open) > _MAX_DEPTH:
-            raise MalformedRequest(f"{_NOT_JSON}: recursion limit reached at byte {start}")
+            raise MalformedRequest(f"{_NOT_JSON}: depth limit exceeded at byte {start}")
         child: Any = [] if is_list else {}
         self._add(text, start, child)
         self._open.append(child)

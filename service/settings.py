@@ -155,7 +155,8 @@ class Settings(BaseSettings):
         32_768,
         ge=1,
         description="most predictions or answers per request: "
-        "the number of masks or questions times top_k",
+        "the number of masks or questions times top_k; "
+        "also the most tokens that /tokenize returns and /decode reads",
     )
     max_text_characters: int = Field(
         1_000_000,
@@ -191,6 +192,11 @@ class Settings(BaseSettings):
         le=86_400_000,
         description="longest time that a connection stays open without a request; load balancers "
         "usually close theirs after 60 s, and must do so first",
+    )
+    admin_socket: Path | None = Field(
+        None,
+        description="path of a Unix socket that answers too, for processes of the server's user; "
+        "without keys, `POST /admin/reload` is answered there only; default: none",
     )
     max_connections: int = Field(
         0,

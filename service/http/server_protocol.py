@@ -23,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from cloze.service.http.answers import CONNECTION, Answers
 from cloze.service.http.gate import ARRIVED, CLIENT, note_start
 from cloze.service.http.one_write import OneWrite
+from cloze.service.http.paths import sent_path
 from cloze.service.http.starts import Starts
 
 log = logging.getLogger("cloze")
@@ -30,6 +31,9 @@ log = logging.getLogger("cloze")
 MAX_HEADER_BYTES = 65_536
 """Most bytes of the headers of a request."""
 
+
+_UNASKED = "cloze.unasked"
+"""Key of a scope: whether the gate is to be asked when the turn of the request comes."""
 
 _NO_REQUEST = "it sent no request in time"
 _SLOW_HEADERS = "the headers of its request did not arrive in time"
@@ -244,10 +248,11 @@ class ServerProtocol(HttpToolsProtocol):
         self._deadline = math.inf
         self._table.busy(self)
         cast(Scope, self.scope)[CONNECTION] = self
-        in_turn = self.cycle is None or self.cycle.response_complete
-        if in_turn and self.parser.get_method() == b"POST":
-            self.scope["path"] = self.url.partition(b"?")[0].decode("ascii", "replace")
-            if (answer := self._refusal(cast(Scope, self.scope))) is not None:
+        if self.parser.get_method() == b"POST":
+            scope = cast(Scope, self.scope)
+            in_turn = self.cycle is None or self.cycle.response_complete
+            scope["path"], scope[_UNASKED] = sent_path(self.url), not in_turn
+            if in_turn and (answer := self._refusal(scope)) is not None:
                 self._refuse(answer)
                 return
         super().on_headers_complete()
@@ -255,6 +260,10 @@ class ServerProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Start a request, or let it wait behind others; see `Starts`."""
         scope = cast(Scope, cycle.scope)
+        scope["path"] = scope["raw_path"].decode("ascii")  # uvicorn's is decoded; see `paths`
+        if scope.pop(_UNASKED, False) and (answer := self._refusal(scope)) is not None:
+            self._refuse_cycle(cycle, answer)
+            return
         if scope["method"] != "HEAD":  # whose answer is a head alone
             cycle.transport = cast(asyncio.Transport, OneWrite(self.transport))
         client = scope.get(CLIENT)
@@ -319,6 +328,17 @@ class ServerProtocol(HttpToolsProtocol):
             return
         # A close before the body has arrived would discard the answer.
         self._expect(self._table.limits.header_timeout_s, _SLOW_BODY)
+
+    def _refuse_cycle(self, cycle: RequestResponseCycle, answer: bytes) -> None:
+        """Refuse a request of a pipeline, whose turn has come."""
+        if self.flow.write_paused:
+            self.end("it does not read the answers")
+            return
+        self.transport.write(answer)
+        cycle.response_started = cycle.response_complete = True  # uvicorn discards its body
+        if not cycle.keep_alive:
+            self.transport.close()
+        self.loop.call_soon(self.on_response_complete)  # hundreds may follow, so not a recursion
 
     def _answer_and_close(self, status: int, phrase: str, message: str, headers: str = "") -> None:
         body = orjson.dumps({"error": message, "error_type": "Validation"})

@@ -10,6 +10,7 @@ binary tensor data extension of Triton.
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Final
+from urllib.parse import unquote
 
 import orjson
 from starlette.requests import Request
@@ -42,7 +43,7 @@ from cloze.service.protocols.protocol import (
     check_alive,
     check_ready,
 )
-from cloze.service.protocols.task_route import TIMING_HEADERS, Endpoint, TaskRoute
+from cloze.service.protocols.task_route import TIMING_HEADERS, Endpoint, TaskRoute, gate_models
 from cloze.service.protocols.tensors import TaskTensors, Tensor, TensorInfo
 from cloze.service.tasks import Task, TaskCall
 
@@ -107,7 +108,8 @@ class _TaskModel:
             for output in body.outputs or ()
         }
         rows, parts = [], []
-        for tensor in self.tensors.to_outputs(result.value, asked):
+        inputs = body.inputs[0].shape[0]
+        for tensor in self.tensors.to_outputs(result.value, asked, inputs):
             row: dict[str, Any] = {
                 "name": tensor.name,
                 "shape": list(tensor.shape),
@@ -174,7 +176,7 @@ class _Server:
         Raises:
             UnknownModel: there is none.
         """
-        name, number = request.path_params["model"], request.path_params.get("version")
+        name, number = unquote(request.path_params["model"]), request.path_params.get("version")
         bundle, _, task = name.rpartition(".")
         model = self._tasks.get(task)
         models = self._context.models
@@ -314,6 +316,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         get("/v2/health/ready", server.ready, "Readiness: 503 while draining or dead", Ready, 503),
         get("/v2/models", server.models, "The names of the models", ModelNames),
     ]
+    every_model = gate_models(context.models.pipelines)
     for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
         found += [
             get(path, server.model, "The tensors of a model", ModelMetadata, 404),
@@ -325,7 +328,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
                 404,
                 503,
             ),
-            Route("POST", f"{path}/infer", server.infer, infer, runs_models=True),
+            Route("POST", f"{path}/infer", server.infer, infer, every_model),
         ]
     return found
 

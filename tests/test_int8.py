@@ -17,20 +17,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
+from cloze.export.blocks.activations import ACTIVATIONS
 from cloze.export.calibration import _random_tokens, input_scales
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import ScoredPair
-from cloze.export.evaluation.scorer import TorchScorer
 from cloze.export.evaluation.texts import SENTENCES, GateTexts
 from cloze.export.gate import pass_gate
 from cloze.export.graph.builder import GraphBuilder
-from cloze.export.graph.layers import least_activation
 from cloze.export.graph.linear_ops import InputScale, Int8, quantise
-from cloze.export.graph.write import GraphWriter
+from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
-from cloze.export.models import Model
+from cloze.export.model import Model
 from cloze.export.publish import ExportOptions, export
+from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store import Store, processor, tensors
@@ -140,7 +140,9 @@ def test_no_activation_is_below_its_bound(activation: str) -> None:
     from transformers.activations import ACT2FN
 
     lowest = ACT2FN[activation](torch.linspace(-10, 10, 200_001)).min()
-    assert least_activation(activation) <= lowest <= least_activation(activation) + 0.002
+    least = ACTIVATIONS[activation].least
+    assert least is not None
+    assert least <= lowest <= least + 0.002
 
 
 @given(
@@ -256,6 +258,52 @@ def test_a_checkpoint_that_loses_too_much_is_refused(
             ExportOptions(precisions=(Precision.INT8,)),
         )
     assert not Store(tmp_path / "store").references()
+
+
+@torch.no_grad()
+def test_smoothing_factors_are_those_of_the_formula(checkpoints: dict[str, Path]) -> None:
+    """Xiao et al. 2023, equation 4, with alpha 0.75: at one product of two tensors."""
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    layer = checkpoint.model.encoder.layers[0]
+    inputs = []
+    hook = layer.up.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    scale = input_scales(checkpoint.model, checkpoint.tokenizer)["layers.0.up"]
+    hook.remove()
+    (hidden,) = inputs
+    of_inputs = hidden.abs().amax((0, 1)).numpy()  # [H]
+    of_weights = layer.up.weight.abs().amax(0).numpy()
+    expected = of_inputs**0.75 / of_weights**0.25
+    assert scale.factors is not None
+    np.testing.assert_allclose(scale.factors.numpy(), expected, rtol=1e-5)
+    assert scale.step == pytest.approx((of_inputs / expected).max() / 127, rel=1e-5)
+
+
+class OneBadText(TorchScorer):
+    """A scorer whose third embedding is turned by a few degrees."""
+
+    calls = 0
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        """Return the results; the embedding of the third call has a cosine of 0.97 to its own."""
+        self.calls += 1
+        results = super().run(batch)
+        if self.calls == 3:
+            vector = results[0][EMBEDDING].embedding
+            other = np.roll(vector, 1)
+            other -= (other @ vector) / (vector @ vector) * vector
+            other *= np.linalg.norm(vector) / np.linalg.norm(other)
+            results = [{EMBEDDING: EmbeddingResult(0.97 * vector + (1 - 0.97**2) ** 0.5 * other)}]
+        return results
+
+
+def test_one_bad_text_among_good_ones_does_not_pass(checkpoints: dict[str, Path]) -> None:
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    good, bad = (
+        kind(checkpoint.model, torch.device("cpu"), checkpoint.recipe)
+        for kind in (TorchScorer, OneBadText)
+    )
+    with pytest.raises(ExportError, match=r"embedding_cosine_least is 0\.9700 and must be"):
+        pass_gate(good, bad, "graph", [HEADS[EMBEDDING]], gate_texts(checkpoint, 64))
 
 
 class Spoilt(TorchScorer):

@@ -122,6 +122,16 @@ def test_settings_overrule_tokenizer_json_as_in_transformers(
         assert "overrules" in loaded.note
 
 
+@pytest.mark.parametrize(("piece", "lowercase"), [("é", False), ("##ü", False), ("e", True)])
+def test_a_vocabulary_with_accents_is_cased(tmp_path: Path, piece: str, lowercase: bool) -> None:
+    """Uncased normalisation removes accents, so a vocabulary made with it has none."""
+    (tmp_path / "vocab.txt").write_text("\n".join([*vocabulary(), piece]) + "\n")
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.lowercase is lowercase
+    assert loaded.note is not None
+    assert f"taken as {'uncased' if lowercase else 'cased'}" in loaded.note
+
+
 def test_tokens_added_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
     size = len(vocabulary())
     (tmp_path / "vocab.txt").write_text("\n".join(vocabulary()) + "\n")
@@ -156,19 +166,19 @@ def test_special_tokens_may_have_other_names(tmp_path: Path) -> None:
         ({}, "no tokenizer"),
         ({"vocab.txt": b"hello\nworld\n"}, "not a WordPiece vocabulary"),
         ({"vocab.txt": b"\xff\xfe\x00"}, "not UTF-8"),
-        ({"vocab.txt": b"[UNK]\n[CLS]\na\n"}, r"no \[SEP\] token"),
+        ({"vocab.txt": b"[UNK]\n[CLS]\na\n"}, "no </s> token"),
         ({"tokenizer.json": b"{"}, "damaged"),
         (
             {
                 "tokenizer.json": json.dumps(
                     {
                         "version": "1.0",
-                        "model": {"type": "BPE", "vocab": {}, "merges": []},
+                        "model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"},
                         "added_tokens": [],
                     }
                 ).encode()
             },
-            "BPE tokenizer",
+            "WordLevel tokenizer",
         ),
         ({"vocab.txt": b"[UNK]\n", "tokenizer_config.json": b"[]"}, "not a JSON object"),
         (

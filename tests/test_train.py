@@ -33,7 +33,6 @@ from cloze.export.errors import DataError
 from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
 from cloze.export.evaluation.pairs import ScoredPair, similarity
 from cloze.export.evaluation.scorer import (
-    TorchScorer,
     embeddings,
     next_sentence_logits,
     score_masks,
@@ -42,9 +41,10 @@ from cloze.export.evaluation.scorer import (
 from cloze.export.evaluation.sentences import Completion, Sentence, complete, read_sentences
 from cloze.export.evaluation.squad import read_questions
 from cloze.export.heads import SPAN
-from cloze.export.models import Model
+from cloze.export.model import Model
 from cloze.export.publish import ExportOptions, export
 from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.average import average
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.distill import distill, kept_layers, make_student
@@ -353,9 +353,7 @@ def write_encoder(folder: Path, trained: Path, **recipe: object) -> Path:
     checkpoint = load_checkpoint(str(trained))
     model = Model(checkpoint.model.config)
     model.load_state_dict(checkpoint.model.encoder.state_dict(prefix="encoder."))
-    save_checkpoint(
-        model, checkpoint.tokenizer.tokenizer, folder, embedding=EmbeddingRecipe(**recipe)
-    )  # type: ignore[arg-type]
+    save_checkpoint(model, checkpoint.tokenizer, folder, embedding=EmbeddingRecipe(**recipe))  # type: ignore[arg-type]
     return folder
 
 
@@ -941,7 +939,7 @@ def test_similarity_is_scipys(embedded: Path) -> None:
     )
     cosines = (vectors[0::2] * vectors[1::2]).sum(1)
     expected = spearmanr(np.round(cosines, 5), [pair.score for pair in scored]).statistic
-    assert similarity(scored, subject.tokenizer, subject.scorer, 32) == pytest.approx(
+    assert similarity(scored, subject.tokenizer.tokenizer, subject.scorer, 32) == pytest.approx(
         expected, abs=0.01
     )
 
@@ -1121,9 +1119,7 @@ def test_distillation_keeps_embeddings(trained: Path, stories: Path, tmp_path: P
     original = load_checkpoint(str(trained))
     teacher = tmp_path / "teacher"
     recipe_of_teacher = EmbeddingRecipe(max_tokens=24)
-    save_checkpoint(
-        original.model, original.tokenizer.tokenizer, teacher, embedding=recipe_of_teacher
-    )
+    save_checkpoint(original.model, original.tokenizer, teacher, embedding=recipe_of_teacher)
     targets = embed_all(str(teacher), stories)
     cosines = {}
     for keep in (True, False):

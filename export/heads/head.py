@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.encoder import Encoder
 from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
+from cloze.export.families import HeadSpec
 from cloze.export.graph.builder import GraphBuilder, onnx_type
 from cloze.export.graph.linear_ops import LinearOps
-from cloze.export.models.config import EncoderConfig
-from cloze.export.models.encoder import Encoder
 from cloze.model_store.heads import Head, HeadRequest
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.layouts import Layout, Placement
@@ -91,8 +92,36 @@ def flat_rows(g: GraphBuilder, layout: Layout, states: str, config: EncoderConfi
     return g.op("Reshape", [states, shape])  # [B, S, H] -> [T, H]
 
 
-TensorNames = Mapping[str, str]
-"""Tensor names in a checkpoint -> our names, as in `Family.names`."""
+@dataclass(frozen=True, slots=True)
+class HeadSetup:
+    """What a new head's module is made for.
+
+    Attributes:
+        config: sizes of the encoder.
+        encoder: the encoder, whose weights a head may share.
+        spec: what is particular to the head in the model's family.
+        options: the head's section of the manifest; None: it has none.
+    """
+
+    config: EncoderConfig
+    encoder: Encoder
+    spec: HeadSpec
+    options: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSizes:
+    """The sizes that a sample request must keep to.
+
+    Attributes:
+        tokens: tokens of the sequence.
+        vocabulary: tokens of the vocabulary.
+        layers: layers of the encoder.
+    """
+
+    tokens: int
+    vocabulary: int
+    layers: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +130,12 @@ class ExportHead:
 
     Attributes:
         head: the contract with the service.
-        module: (sizes, encoder, options) -> a new torch module; None: the head has no module of
-            its own.
+        module: setup -> a new torch module; None: the head has no module of its own.
         module_of: name of the head whose module this head uses; None: it uses none but its own.
-        tensor_names: tensor names by family; a family may override the names (`Family.heads`).
         write: (module, graph) -> None; writes the head into the graph.
         reference: (module, hidden states [N, T, H] of the embeddings and of each layer, requests,
             placement) -> the graph's outputs by name, computed with torch.
-        sample: (random generator, tokens of a sequence, size of the vocabulary) -> a request for
-            verification.
+        sample: (random generator, sizes) -> a request for verification.
         measure: (checkpoint, graph, texts) -> figures that compare the graph with the checkpoint,
             for the quality gate.
         limits: the lowest accepted value of each figure.
@@ -120,16 +146,17 @@ class ExportHead:
             whose tensor names another head also has; None: the tensor names suffice.
         promised_by: ends of the class names in ``config.json`` whose checkpoints have this head.
         read_options: ``config.json`` -> the head's section in the manifest; None: no section.
+        write_options: the head's section in the manifest -> the settings of ``config.json`` that
+            `read_options` reads; None: no section.
         incomplete: first part of tensor names -> the note for a checkpoint that has only these
             tensors of the head.
     """
 
     head: Head
-    module: Callable[[EncoderConfig, Encoder, Any], nn.Module] | None
-    tensor_names: Mapping[str, TensorNames]
+    module: Callable[[HeadSetup], nn.Module] | None
     write: Callable[[Any, HeadGraph], None]
     reference: Callable[[Any, Tensor, Sequence[Any], Placement], dict[str, Tensor]]
-    sample: Callable[[np.random.Generator, int, int], HeadRequest]
+    sample: Callable[[np.random.Generator, SampleSizes], HeadRequest]
     measure: Callable[[Scorer, Scorer, GateTexts], dict[str, float]]
     limits: Mapping[str, float]
     module_of: str | None = None
@@ -138,6 +165,7 @@ class ExportHead:
     architecture: str | None = None
     promised_by: tuple[str, ...] = ()
     read_options: Callable[[Mapping[str, Any]], Frozen] | None = None
+    write_options: Callable[[Any], dict[str, Any]] | None = None
     incomplete: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""Token classification: torch module, graph, tensor names, labels and gate figure."""
+"""Token classification: torch module, graph, labels and gate figure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, token_rows
-from cloze.export.heads.sequence_classification import read_labels
-from cloze.export.models.config import EncoderConfig
-from cloze.export.models.encoder import Encoder
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, token_rows
+from cloze.export.heads.sequence_classification import read_labels, write_labels
 from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import TokenClassificationRequest, TokenLabels
 from cloze.model_store.layouts import Placement
@@ -21,9 +19,9 @@ from cloze.model_store.layouts import Placement
 class TokenClassificationHead(nn.Module):
     """One logit per label for each token (Devlin et al. 2019, section 5.3)."""
 
-    def __init__(self, config: EncoderConfig, _: Encoder, options: TokenLabels) -> None:
+    def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        self.classifier = nn.Linear(config.hidden_size, len(options.labels))
+        self.classifier = nn.Linear(setup.config.hidden_size, len(setup.options.labels))
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [R, L] of ``rows`` [R, H]."""
@@ -46,12 +44,16 @@ def _reference(
     return {token_classification.TOKEN_LOGITS.name: logits}
 
 
-def _sample(_: np.random.Generator, __: int, ___: int) -> TokenClassificationRequest:
+def _sample(_: np.random.Generator, __: SampleSizes) -> TokenClassificationRequest:
     return TokenClassificationRequest()
 
 
 def _read_options(settings: Mapping[str, Any]) -> TokenLabels:
     return TokenLabels(labels=read_labels(settings))
+
+
+def _write_options(options: TokenLabels) -> dict[str, Any]:
+    return write_labels(options.labels)
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
@@ -68,9 +70,6 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
 EXPORT_HEAD: Final = ExportHead(
     head=token_classification.HEAD,
     module=TokenClassificationHead,
-    tensor_names={
-        family: {"classifier.{p}": "classifier.{p}"} for family in ("bert", "distilbert")
-    },
     write=_write,
     reference=_reference,
     sample=_sample,
@@ -80,4 +79,5 @@ EXPORT_HEAD: Final = ExportHead(
     fine_tuned=True,
     architecture="ForTokenClassification",
     read_options=_read_options,
+    write_options=_write_options,
 )

@@ -11,7 +11,6 @@ direction moves the scores of ``[CLS]`` alone.
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +20,10 @@ import torch
 from torch import Tensor
 
 from cloze.export.checkpoint import load_checkpoint
-from cloze.export.evaluation.scorer import TorchScorer, equal_lengths
+from cloze.export.evaluation.scorer import equal_lengths
 from cloze.export.evaluation.squad import Question, best_threshold, read_questions, score
-from cloze.export.models import Model
+from cloze.export.model import Model
+from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.card import CARD
 from cloze.export.train.documents import is_held_out
 from cloze.export.train.errors import TrainError
@@ -71,7 +71,7 @@ def calibrate(
         ExportError: the checkpoint cannot be loaded.
     """
     checkpoint = load_checkpoint(source)
-    model, tokenizer = checkpoint.model.to(device), checkpoint.tokenizer.tokenizer
+    model, tokenizer = checkpoint.model.to(device), checkpoint.tokenizer
     if model.span is None:
         raise TrainError(f"{source} has no head for question answering; run `train finetune-qa`")
     held = (each for each in read_questions(files) if is_held_out(each.title, held_out))
@@ -94,8 +94,8 @@ def calibrate(
     _move_no_answer(model, windows, -threshold)
     after = guesses()
     save_checkpoint(model, tokenizer, folder)
-    if (card := Path(source) / CARD).is_file() and not (folder / CARD).exists():
-        shutil.copyfile(card, folder / CARD)
+    if checkpoint.card is not None and not (folder / CARD).exists():
+        (folder / CARD).write_text(checkpoint.card, encoding="utf-8")
     return Calibration(
         threshold,
         _f1(questions, before, lambda _: 0.0),

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cloze.export.blocks.encoder import Encoder
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
-from cloze.export.models import Model
-from cloze.export.models.encoder import Encoder
+from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.embeddings import KeptEmbeddings
 from cloze.export.train.pairs import UNPAIRED, SentenceObjective
@@ -68,9 +68,10 @@ class MaskedText(nn.Module):
         if self.model.next_sentence is not None:
             sentence_logits = self.model.next_sentence(hidden[:, 0]).float()
             pairs = (batch.next_labels != UNPAIRED).sum().clamp_min(1)
-            sentence_loss = (
-                F.cross_entropy(sentence_logits, batch.next_labels, reduction="sum") / pairs
-            )
+            # Per row, so that a batch with few pairs has little weight.
+            sentence_loss = F.cross_entropy(
+                sentence_logits, batch.next_labels, reduction="sum"
+            ) / len(sentence_logits)
             correct = sentence_logits.argmax(1) == batch.next_labels
             figures["sentence_loss"] = sentence_loss
             figures["sentence_accuracy"] = correct.sum() / pairs

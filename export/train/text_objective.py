@@ -6,16 +6,17 @@ from typing import Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import BatchPlan, TextBatch, TextBatches
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.errors import TrainError
 from cloze.export.train.masking import Masking
 from cloze.export.train.recipe import CorpusSampling, Optimisation, Phase, Pretraining
 from cloze.export.train.run_options import Report
-from cloze.export.train.vocabulary import CONTINUATION, SPECIAL_TOKENS, special_ids
+from cloze.export.train.sampling import weights_of_part
+from cloze.export.train.vocabulary import CONTINUATION, special_ids
 
 _EVALUATION_BATCHES = 8
 """Held-out batches per phase."""
@@ -97,7 +98,7 @@ class TextRecipe(Protocol):
         """Return the settings of the optimiser, which hold the batches per step."""
 
 
-def text_batches(corpus: Corpus, recipe: TextRecipe, tokenizer: Tokenizer) -> TextBatches:
+def text_batches(corpus: Corpus, recipe: TextRecipe, tokenizer: CheckpointTokenizer) -> TextBatches:
     """Return the training batches of a run."""
     plan = BatchPlan(
         recipe.pretraining,
@@ -112,7 +113,7 @@ def text_batches(corpus: Corpus, recipe: TextRecipe, tokenizer: Tokenizer) -> Te
 
 
 def held_out_batches(
-    corpus: Corpus, recipe: TextRecipe, tokenizer: Tokenizer, report: Report
+    corpus: Corpus, recipe: TextRecipe, tokenizer: CheckpointTokenizer, report: Report
 ) -> list[list[TextBatch]]:
     """Return a few fixed batches per phase from held-out documents.
 
@@ -123,12 +124,7 @@ def held_out_batches(
     """
     common = common_tokens(corpus, tokenizer)
     masking = make_masking(tokenizer, recipe.pretraining, common=common).at(1.0)
-    # A small source may have no held-out document.
-    weights = {
-        name: weight
-        for name, weight in recipe.corpus.weights.items()
-        if any(name in origin for origin in corpus.origins)
-    }
+    weights = weights_of_part(corpus, recipe.corpus.weights)
     held_out = []
     for phase in recipe.phases:
         evaluated = phase.model_copy(update={"steps": _EVALUATION_BATCHES})
@@ -142,10 +138,10 @@ def held_out_batches(
     return held_out
 
 
-def common_tokens(corpus: Corpus, tokenizer: Tokenizer) -> NDArray[np.bool_]:
+def common_tokens(corpus: Corpus, tokenizer: CheckpointTokenizer) -> NDArray[np.bool_]:
     """Return bool [V], the most frequent tokens, which make up half of the text."""
     step = max(1, len(corpus.tokens) // _COUNTED_TOKENS)
-    counts = np.bincount(corpus.tokens[::step], minlength=tokenizer.get_vocab_size())
+    counts = np.bincount(corpus.tokens[::step], minlength=tokenizer.tokenizer.get_vocab_size())
     order = np.argsort(-counts, kind="stable")
     more_frequent = np.cumsum(counts[order]) - counts[order]
     common = np.zeros(len(counts), bool)
@@ -154,17 +150,17 @@ def common_tokens(corpus: Corpus, tokenizer: Tokenizer) -> NDArray[np.bool_]:
 
 
 def make_masking(
-    tokenizer: Tokenizer,
+    tokenizer: CheckpointTokenizer,
     recipe: Pretraining,
     replace: tuple[float, float] = (0.8, 0.1),
     common: NDArray[np.bool_] | None = None,
 ) -> Masking:
     """Return the masking of a recipe for a vocabulary; see `Masking` for the arguments."""
-    vocabulary = tokenizer.get_vocab()
-    special = np.zeros(tokenizer.get_vocab_size(), bool)
+    special = np.zeros(tokenizer.tokenizer.get_vocab_size(), bool)
     continues = np.zeros_like(special)
-    for token, number in vocabulary.items():
-        special[number] = token in SPECIAL_TOKENS
+    names = frozenset(tokenizer.special_tokens.values())
+    for token, number in tokenizer.tokenizer.get_vocab().items():
+        special[number] = token in names
         continues[number] = token.startswith(CONTINUATION)
     return Masking(
         recipe.unit,

@@ -1,0 +1,78 @@
+"""An encoder with its heads, the torch module between checkpoints and graphs."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.families import FAMILIES, HeadSpec
+from cloze.export.heads import EXPORT_HEADS
+from cloze.export.heads.head import HeadSetup
+from cloze.export.heads.masked_lm import MaskedLMHead
+from cloze.export.heads.next_sentence import NextSentenceHead
+from cloze.export.heads.span import SpanHead
+from cloze.export.sentence import EmbeddingRecipe
+
+
+class Model(nn.Module):
+    """A model of any family. Each head is an attribute with its name; None: the head is absent.
+
+    Args:
+        config: the sizes.
+        heads: names of the model's heads.
+        options: options of heads, by head name, as in a manifest.
+
+    Attributes:
+        options: the options of the model's heads.
+    """
+
+    masked_lm: MaskedLMHead | None
+    next_sentence: NextSentenceHead | None
+    span: SpanHead | None
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        heads: Iterable[str] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        names, options, family = frozenset(heads), options or {}, FAMILIES[config.family]
+        self.config = config
+        self.options = {name: section for name, section in options.items() if name in names}
+        self.encoder = family.encoder(config)
+        for name, head in EXPORT_HEADS.items():
+            if head.module is None:
+                continue
+            module = None
+            if name in names:
+                spec = family.heads.get(name, HeadSpec({}))
+                module = head.module(HeadSetup(config, self.encoder, spec, options.get(name)))
+            setattr(self, name, module)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        first_positions: Tensor | None = None,
+    ) -> Tensor:
+        """Return the hidden states [B, S, H]; see `Encoder.forward`."""
+        hidden: Tensor = self.encoder(input_ids, token_type_ids, attention_mask, first_positions)
+        return hidden
+
+    def parameter_count(self) -> int:
+        """Return the number of parameters, tied parameters counted once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+
+def head_module(model: Model, recipe: EmbeddingRecipe, name: str) -> Any:
+    """Return the module that a head's functions take; None if the model lacks the head.
+
+    The functions of a head without a torch module take the recipe of embeddings.
+    """
+    head = EXPORT_HEADS[name]
+    if head.module is None and head.module_of is None:
+        return recipe
+    return getattr(model, head.module_of or name)

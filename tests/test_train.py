@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
+from torch import Tensor
 from transformers import (
     AutoTokenizer,
     BertForPreTraining,
@@ -46,6 +47,7 @@ from cloze.export.publish import ExportOptions, export
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.average import average
+from cloze.export.train.batches import TextBatch
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.distill import distill, kept_layers, make_student
 from cloze.export.train.embedding_objective import EmbeddingData, EmbeddingObjective
@@ -53,9 +55,9 @@ from cloze.export.train.errors import TrainError
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.loop import train
 from cloze.export.train.no_answer import calibrate
-from cloze.export.train.objectives import SpanBoundary, masked_loss
+from cloze.export.train.objectives import MaskedText, SpanBoundary, masked_loss
 from cloze.export.train.optimisation import learning_rate, make_optimizer
-from cloze.export.train.pairs import SentenceObjective
+from cloze.export.train.pairs import UNPAIRED, SentenceObjective
 from cloze.export.train.pretrain import fill_positions, pretrain
 from cloze.export.train.progress import Progress, read_log
 from cloze.export.train.questions import finetune_questions
@@ -341,6 +343,30 @@ def test_a_batch_of_single_sentences_has_no_pair_to_learn_from(
     pretrain([stories], recipe, run_options(tmp_path), source=str(trained))
     losses = [line["loss"] for line in read_log(tmp_path)]
     assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_a_pair_weighs_the_same_beside_single_sentences(trained: Path) -> None:
+    module = MaskedText(load_checkpoint(str(trained)).model, Pretraining()).eval()
+    ids = torch.randint(5, 50, (4, 12))
+
+    def sentence_loss(labels: list[int]) -> Tensor:
+        batch = TextBatch(
+            input_ids=ids,
+            token_type_ids=torch.zeros_like(ids),
+            attention_mask=torch.ones_like(ids, dtype=torch.bool),
+            positions=torch.tensor([1]),
+            labels=torch.tensor([7]),
+            spans=torch.tensor([[1, 1]]),
+            repeats=torch.zeros((0, 2), dtype=torch.int64),
+            next_labels=torch.tensor(labels),
+            first_positions=None,
+            tokens=ids.numel(),
+        )
+        with torch.inference_mode():
+            return module(batch)[1]["sentence_loss"]
+
+    both = [sentence_loss([1, UNPAIRED, UNPAIRED, UNPAIRED]), sentence_loss([UNPAIRED, 0, 1, 0])]
+    torch.testing.assert_close(sentence_loss([1, 0, 1, 0]), sum(both))
 
 
 def tasks_of(folder: Path) -> list[str]:
@@ -1261,9 +1287,10 @@ def test_a_bundle_becomes_a_checkpoint_again(
     )
     bundle, checkpoint = (open_subject(name, store, CPU) for name in ("bundle:known", str(folder)))
     assert checkpoint.heads >= bundle.heads
-    ids = np.array([bundle.tokenizer.encode("The old owl saw the [MASK] .").ids])
+    tokenizer = bundle.tokenizer.tokenizer
+    ids = np.array([tokenizer.encode("The old owl saw the [MASK] .").ids])
     zeros, position = np.zeros_like(ids), np.array([6])
-    label = np.array([bundle.tokenizer.token_to_id("moon")])
+    label = np.array([tokenizer.token_to_id("moon")])
     (_, expected), (_, found) = (
         score_masks(subject.scorer, ids, zeros, position, label, k=1)
         for subject in (bundle, checkpoint)

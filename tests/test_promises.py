@@ -38,9 +38,8 @@ from cloze.service.settings import load_settings
 from tests.faulty_server import started_line
 from tests.serving import Server, bare_environment, children, running_server
 from tests.tiny import save_checkpoint
-from tests.waiting import MEASURES_TIME, wait_until
+from tests.waiting import wait_until
 
-pytestmark = MEASURES_TIME
 FAULTY = (sys.executable, "-m", "tests.faulty_server")
 FAULTY_ENGINE_PROCESS = (sys.executable, "-m", "tests.faulty_engine_process")
 WORDS = [

@@ -11,14 +11,10 @@ from starlette.types import Message, Receive
 from cloze.service.core import ClientGone, DeadlineExceeded, ServiceError, SlowRequest
 from cloze.service.http.caller import Callers
 from cloze.service.http.watch import RequestWatch
-from tests.waiting import MEASURES_TIME
 
 
 async def never() -> Message:
     return await asyncio.Future()
-
-
-pytestmark = MEASURES_TIME
 
 
 def watch_of(limit_s: float) -> RequestWatch:

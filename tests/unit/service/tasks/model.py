@@ -72,7 +72,7 @@ def manifest(**changes: Any) -> Manifest:
     return Manifest.model_validate(fields)
 
 
-def context(limits: TaskLimits = LIMITS, **changes: Any) -> TaskContext:
+def context(limits: TaskLimits = LIMITS, /, **changes: Any) -> TaskContext:
     """Return the context of a call; `changes` replace fields of the manifest."""
     described = manifest(**changes)
     with TemporaryDirectory() as folder:

@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,15 +24,21 @@ from queue import Queue
 from tests.mutants.owners import tests_of
 from tests.mutants.sample import ROOT, Equivalents, Mutant, modules, sample
 
-_PASSED, _NO_TESTS = 0, 5
+_PASSED = 0
+_LOG = "tests.log"
 
 
 @dataclass(frozen=True)
 class Options:
     """What `make mutants` takes.
 
-    per_mutant_s: time in which the tests of a module must notice a mutant or pass.
-    seconds: time of the whole run; the mutants that are left then are not counted.
+    Attributes:
+        target: a package or a module.
+        size: number of mutants.
+        seed: seed of the sample.
+        per_mutant_s: time for the tests of one mutant; a mutant that takes longer is noticed.
+        seconds: time for all mutants; those that are left then are not counted.
+        processes: number of mutants that are tested at the same time.
     """
 
     target: str
@@ -41,27 +47,18 @@ class Options:
     per_mutant_s: float
     seconds: float
     processes: int
-    only: str
 
 
 def main() -> int:
     options = _options()
-    paths = [path for path in modules(options.target) if tests_of(path)]
-    mutants = sample(paths, options.size, options.seed, Equivalents())
-    mutants = [mutant for mutant in mutants if options.only in mutant.path]
+    mutants = sample(modules(options.target), options.size, options.seed, Equivalents())
     print(f"{len(mutants)} mutants of {options.target}, seed {options.seed}", flush=True)
     _load_libraries()
-    survivors, counts = _run(mutants, options)
-    for package in sorted({mutant.split(":")[0] for mutant in counts}):
-        print(package, counts[f"{package}:killed"], "of", _total(counts, package))
-    killed = sum(n for name, n in counts.items() if name.endswith(":killed"))
-    tested = sum(counts.values())
-    print(f"{options.target}: {killed} of {tested} killed ({100 * killed / max(tested, 1):.0f} %)")
+    counts = _run(mutants, options)
+    killed, tested = counts[True], sum(counts.values())
+    share = 100 * killed / max(tested, 1)
+    print(f"{options.target}: {killed} of {tested} noticed ({share:.0f} %), seed {options.seed}")
     return 0
-
-
-def _total(counts: Counter[str], name: str) -> int:
-    return sum(counts[f"{name}:{end}"] for end in ("killed", "survived"))
 
 
 def _options() -> Options:
@@ -69,10 +66,9 @@ def _options() -> Options:
     parser.add_argument("target", help="a package or module, for example service/tasks")
     parser.add_argument("--size", type=int, default=60, help="mutants (default: 60)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the sample (default: 1)")
-    parser.add_argument("--per-mutant-s", type=float, default=120.0)
-    parser.add_argument("--seconds", type=float, default=1200.0)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--only", default="", help="run the mutants of paths that contain this")
+    parser.add_argument("--per-mutant-s", type=float, default=60.0, help="default: 60")
+    parser.add_argument("--seconds", type=float, default=1200.0, help="default: 1200")
+    parser.add_argument("--processes", type=int, default=2, help="default: 2")
     return Options(**vars(parser.parse_args()))
 
 
@@ -93,36 +89,42 @@ def _load_libraries() -> None:
     )
 
 
-def _run(mutants: Sequence[Mutant], options: Options) -> tuple[list[Mutant], Counter[str]]:
-    """Test each mutant; return the survivors and the counts by module and end."""
-    deadline = time.monotonic() + options.seconds
+def _run(mutants: Sequence[Mutant], options: Options) -> Counter[bool]:
+    """Test each mutant until the time is over; return how many were noticed, and how many not."""
     trees: Queue[Path] = Queue()
-    survivors: list[Mutant] = []
-    counts: Counter[str] = Counter()
-
-    def test(mutant: Mutant) -> None:
-        if time.monotonic() > deadline:
-            return
-        tree = trees.get()
-        begin = time.monotonic()
-        survived = _passes(mutant, tree, options.per_mutant_s)
-        trees.put(tree)
-        counts[f"{mutant.path}:{'survived' if survived else 'killed'}"] += 1
-        if survived:
-            survivors.append(mutant)
-        took = time.monotonic() - begin
-        print(f"{'SURVIVED' if survived else 'killed'} {took:.1f} s {mutant}", flush=True)
-
+    noticed: Counter[bool] = Counter()
     with _copies(options.processes, trees), ThreadPoolExecutor(options.processes) as pool:
-        for path in sorted({mutant.path for mutant in mutants}):
-            original = Mutant(path, 0, "", "", (ROOT / path).read_text())
+        _check_unchanged({mutant.path for mutant in mutants}, trees, options)
+        deadline = time.monotonic() + options.seconds
+
+        def test(mutant: Mutant) -> None:
+            if time.monotonic() > deadline:
+                return
             tree = trees.get()
-            if not _passes(original, tree, 10 * options.per_mutant_s):
-                print((tree / "tests.log").read_text()[-2000:])
-                raise SystemExit(f"the tests of {path} fail without a mutant: {tests_of(path)}")
-            trees.put(tree)
-        list(pool.map(test, mutants))
-    return survivors, counts
+            try:
+                begin = time.monotonic()
+                passes = _passes(mutant, tree, options.per_mutant_s)
+            finally:
+                trees.put(tree)
+            noticed[not passes] += 1
+            took = time.monotonic() - begin
+            print(f"{'SURVIVED' if passes else 'noticed'} {took:.1f} s {mutant}", flush=True)
+
+        for done in [pool.submit(test, mutant) for mutant in mutants]:
+            done.result()
+    return noticed
+
+
+def _check_unchanged(paths: Iterable[str], trees: Queue[Path], options: Options) -> None:
+    """Check that the tests pass without a mutant, so that a mutant is what they notice."""
+    tree = trees.get()
+    for tests in {frozenset(tests_of(path)): tests_of(path) for path in paths}.values():
+        if not tests:
+            raise SystemExit(f"no test belongs to one of {sorted(paths)}; see tests/mutants/owners")
+        if not _ends_well(tests, tree, 10 * options.per_mutant_s):
+            print((tree / _LOG).read_text()[-2000:])
+            raise SystemExit(f"tests fail without a mutant: {' '.join(tests)}")
+    trees.put(tree)
 
 
 @contextmanager
@@ -188,7 +190,7 @@ def _test_status(tests: Sequence[str], tree: Path) -> int:
     """Run tests in a tree, in this process; return pytest's exit status."""
     os.setsid()
     os.chdir(tree)
-    log = os.open(tree / "tests.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    log = os.open(tree / _LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.dont_write_bytecode = True

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from typing import ClassVar
 
 import parso
 from cosmic_ray.operators import (
@@ -71,7 +72,7 @@ class DropOperand(Operator):
 class ConstantCondition(Operator):
     """Replace a condition by True or by False; leave the loops with ``while`` alone."""
 
-    _PLACES = {"ternary": 2, "test": 2, "comp_if": 1}
+    _PLACES: ClassVar = {"ternary": 2, "test": 2, "comp_if": 1}
 
     def mutation_positions(self, node: NodeOrLeaf) -> Iterator[Position]:
         for place in self._conditions(node):
@@ -138,7 +139,7 @@ class DropCall(Operator):
 class SwapName(Operator):
     """Replace a reduction by another, for example ``min`` by ``max`` and ``any`` by ``all``."""
 
-    _OTHER = {
+    _OTHER: ClassVar = {
         "min": "max",
         "max": "min",
         "any": "all",

@@ -1,5 +1,6 @@
 """Which tests belong to a module: those of its folder in `tests/unit`, and `owners.toml`."""
 
+import sys
 import tomllib
 from pathlib import Path
 
@@ -27,3 +28,7 @@ def tests_of(module: str) -> list[str]:
     for name in (module, *map(str, path.parents)):
         names += [f"tests/{file}" for file in rows.get(name, ())]
     return list(dict.fromkeys(names))
+
+
+if __name__ == "__main__":
+    print(" ".join(tests_of(sys.argv[1])))

@@ -77,7 +77,7 @@ def context(limits: TaskLimits = LIMITS, /, **changes: Any) -> TaskContext:
     described = manifest(**changes)
     with TemporaryDirectory() as folder:
         backend = Backend(
-            models.WordPiece({t: n for t, n in ID.items()}, unk_token="[UNK]", max_input_chars_per_word=100)
+            models.WordPiece(dict(ID.items()), unk_token="[UNK]", max_input_chars_per_word=100)
         )  # fmt: skip
         backend.normalizer = normalizers.BertNormalizer()
         backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()

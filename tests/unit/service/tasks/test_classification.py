@@ -108,7 +108,7 @@ def test_windows_of_a_long_text_have_the_mean_of_their_scores() -> None:
     assert request.usage == [TextUsage(3, 3), TextUsage(13, 13, [(0, 19), (16, 21)])]
     logits = label_outputs([1, 2, 3, 4], [4, 0, 0, 2], [0, 1, 0, 6])
     one, long = decoded("text-classification", request, logits)
-    assert [(x.label, x.score) for x in one][0] == ("LOC", 4)
+    assert next((x.label, x.score) for x in one) == ("LOC", 4)
     assert [(x.label, x.score) for x in long] == [
         ("LOC", 4), ("O", 2), ("B-PER", 0.5), ("I-PER", 0),
     ]  # fmt: skip
@@ -170,7 +170,7 @@ def test_a_long_pair_is_cut_or_refused() -> None:
     request = prepared("nsp", pair, return_usage=True)
     assert tokens(request) == ["[CLS] a b c d [SEP] f g h i j [SEP]"]
     assert (request.truncated, request.usage) == (1, [TextUsage(13, 12)])
-    with pytest.raises(InvalidRequest, match="inputs has 13 tokens; .* long_text is error"):
+    with pytest.raises(InvalidRequest, match=r"inputs has 13 tokens; .* long_text is error"):
         prepared("nsp", pair, long_text="error")
     prepared("nsp", Pair(text="a b c d e", next="f g h i"), long_text="error")
     with pytest.raises(InvalidRequest, match=r"inputs.candidates\[0\] has 13 tokens"):
@@ -259,10 +259,10 @@ def token_outputs(*windows: list[list[float]]) -> list[dict[str, Any]]:
     ]
 
 
-O = [0.97, 0.01, 0.01, 0.01]  # noqa: E741
-B = [0.1, 0.7, 0.1, 0.1]
-I = [0.1, 0.1, 0.7, 0.1]  # noqa: E741
-L = [0.1, 0.1, 0.1, 0.7]
+OUT = [0.97, 0.01, 0.01, 0.01]
+BEGIN = [0.1, 0.7, 0.1, 0.1]
+IN = [0.1, 0.1, 0.7, 0.1]
+LOC = [0.1, 0.1, 0.1, 0.7]
 
 
 def groups(
@@ -274,16 +274,16 @@ def groups(
 
 
 def test_neighbours_of_one_label_are_one_entity() -> None:
-    assert groups("the red door by paris", [O, B, I, O, L]) == [
+    assert groups("the red door by paris", [OUT, BEGIN, IN, OUT, LOC]) == [
         ("PER", "red door", 4, 12),
         ("LOC", "paris", 16, 21),
     ]
 
 
 def test_b_begins_a_new_entity_and_i_may_begin_one() -> None:
-    assert groups("a b c", [B, B, I]) == [("PER", "a", 0, 1), ("PER", "b c", 2, 5)]
-    assert groups("a b c", [I, I, L]) == [("PER", "a b", 0, 3), ("LOC", "c", 4, 5)]
-    assert groups("a b c", [L, L, O]) == [("LOC", "a b", 0, 3)]
+    assert groups("a b c", [BEGIN, BEGIN, IN]) == [("PER", "a", 0, 1), ("PER", "b c", 2, 5)]
+    assert groups("a b c", [IN, IN, LOC]) == [("PER", "a b", 0, 3), ("LOC", "c", 4, 5)]
+    assert groups("a b c", [LOC, LOC, OUT]) == [("LOC", "a b", 0, 3)]
 
 
 def test_an_entity_has_the_mean_score_of_its_tokens() -> None:
@@ -295,8 +295,8 @@ def test_an_entity_has_the_mean_score_of_its_tokens() -> None:
 
 
 def test_labels_may_be_ignored() -> None:
-    assert groups("a b", [O, L], ignore_labels=["LOC"]) == [("O", "a", 0, 1)]
-    assert groups("a b", [O, L], ignore_labels=[]) == [("O", "a", 0, 1), ("LOC", "b", 2, 3)]
+    assert groups("a b", [OUT, LOC], ignore_labels=["LOC"]) == [("O", "a", 0, 1)]
+    assert groups("a b", [OUT, LOC], ignore_labels=[]) == [("O", "a", 0, 1), ("LOC", "b", 2, 3)]
 
 
 @pytest.mark.parametrize(
@@ -314,7 +314,7 @@ def test_a_word_gets_one_label(strategy: str, label: str | None) -> None:
 
 def test_every_token_is_a_result_if_asked() -> None:
     request = prepared("token-classification", "the reds", aggregation_strategy="none")
-    entities = decoded("token-classification", request, token_outputs([O, B, L]))
+    entities = decoded("token-classification", request, token_outputs([OUT, BEGIN, LOC]))
     assert [(e.entity, e.index, e.word, e.start, e.end) for e in entities] == [
         ("B-PER", 2, "red", 4, 7),
         ("LOC", 3, "##s", 7, 8),
@@ -323,8 +323,8 @@ def test_every_token_is_a_result_if_asked() -> None:
 
 
 def test_an_unknown_token_is_shown_as_it_stands() -> None:
-    assert groups("a \N{SNOWMAN}", [O, L]) == [("LOC", "\N{SNOWMAN}", 2, 3)]
-    assert groups("a \N{SNOWMAN}", [B, L], aggregation_strategy="first") == [
+    assert groups("a \N{SNOWMAN}", [OUT, LOC]) == [("LOC", "\N{SNOWMAN}", 2, 3)]
+    assert groups("a \N{SNOWMAN}", [BEGIN, LOC], aggregation_strategy="first") == [
         ("PER", "a", 0, 1),
         ("LOC", "\N{SNOWMAN}", 2, 3),
     ]
@@ -334,12 +334,12 @@ def test_windows_give_one_entity_where_they_overlap() -> None:
     request = prepared("token-classification", ELEVEN, stride=4, return_usage=True)
     assert tokens(request) == ["[CLS] a b c d e f g h i j [SEP]", "[CLS] g h i j k [SEP]"]
     assert request.usage == [TextUsage(13, 13, [(0, 19), (12, 21)])]
-    first = [O] * 6 + [B, I, O, L]  # "g h" and "j"
-    second = [B, I, I, O, O]  # "g h i": longer
+    first = [OUT] * 6 + [BEGIN, IN, OUT, LOC]  # "g h" and "j"
+    second = [BEGIN, IN, IN, OUT, OUT]  # "g h i": longer
     entities = decoded("token-classification", request, token_outputs(first, second))
     assert [(e.entity_group, e.word) for e in entities] == [("PER", "g h i"), ("LOC", "j")]
     surer = [0.01, 0.01, 0.01, 0.97]
-    first, second = [O] * 6 + [L, O, O, O], [surer, O, O, O, L]
+    first, second = [OUT] * 6 + [LOC, OUT, OUT, OUT], [surer, OUT, OUT, OUT, LOC]
     entities = decoded("token-classification", request, token_outputs(first, second))
     assert [(e.word, round(e.score, 2)) for e in entities] == [("g", 0.97), ("k", 0.7)]
 
@@ -350,7 +350,7 @@ def test_long_texts_are_cut_by_default() -> None:
     assert (request.truncated, request.usage) == (1, [TextUsage(13, 12)])
     request = prepared("token-classification", ELEVEN[:-2], return_usage=True)
     assert (request.truncated, request.usage) == (0, [TextUsage(12, 12)])
-    with pytest.raises(InvalidRequest, match="inputs has 13 tokens; .* long_text is error"):
+    with pytest.raises(InvalidRequest, match=r"inputs has 13 tokens; .* long_text is error"):
         prepared("token-classification", ELEVEN, long_text="error")
     request = prepared("token-classification", ELEVEN, long_text="window")
     assert tokens(request)[1] == "[CLS] i j k [SEP]"  # a quarter of ten tokens is shared

@@ -369,7 +369,7 @@ def test_sentences_are_limited() -> None:
         prepared("similarity", compared())
     with pytest.raises(EmptyRequest, match=r"inputs.sentences\[1\] is empty"):
         prepared("similarity", compared("a", ""))
-    with pytest.raises(EmptyRequest, match="inputs.source_sentence is empty"):
+    with pytest.raises(EmptyRequest, match=r"inputs.source_sentence is empty"):
         prepared("similarity", SimilarityInputs(source_sentence="", sentences=["a"]))
 
 
@@ -407,7 +407,7 @@ def test_details_are_the_ten_best_pairs_at_most() -> None:
 
 
 def test_what_details_need() -> None:
-    with pytest.raises(WrongTask, match="details need vectors of tokens; .* --task embed-all too"):
+    with pytest.raises(WrongTask, match=r"details need vectors of tokens; .* --task embed-all too"):
         prepared("similarity", compared("a"), without("embed-all"), details=True)
     prepared("similarity", compared("a"), limited(max_results=7), details=True)
     with pytest.raises(InvalidRequest, match="details need 7 vectors; the limit is 6"):

@@ -255,7 +255,7 @@ def test_a_long_text_is_cut_at_its_end() -> None:
 
 def test_a_mask_that_would_be_cut_is_refused() -> None:
     prepared("fill-mask", f"{NINE} [MASK] j")
-    with pytest.raises(InvalidRequest, match="mask token at token 11, but .* only the first 10"):
+    with pytest.raises(InvalidRequest, match=r"mask token at token 11, but .* only the first 10"):
         prepared("fill-mask", f"{NINE} j [MASK] k")
 
 
@@ -293,9 +293,9 @@ def test_a_long_text_is_refused_if_asked() -> None:
 def test_the_longest_target_takes_room() -> None:
     words = {"targets": ["reds", "sun"], "targets_as": "words"}
     prepared("fill-mask", "[MASK] a b c d e f g h", **words)
-    with pytest.raises(InvalidRequest, match="has 13 tokens with its longest target; .* reads 12"):
+    with pytest.raises(InvalidRequest, match=r"has 13 tokens with its longest target; .* reads 12"):
         prepared("fill-mask", f"[MASK] {NINE}", **words)
-    with pytest.raises(InvalidRequest, match="the longest target has 11 tokens; .* reads 12"):
+    with pytest.raises(InvalidRequest, match=r"the longest target has 11 tokens; .* reads 12"):
         prepared("fill-mask", "[MASK]", targets=["qwtzuiopxyv"], targets_as="words")
     prepared("fill-mask", "[MASK]", targets=["qwtzuiopxy"], targets_as="words")
 
@@ -305,7 +305,7 @@ def test_words_are_limited_by_the_tokens_and_encodings_of_the_request() -> None:
     words = {"targets": ["reds", "sun"], "targets_as": "words"}
     text = "[MASK] [MASK] a"
     prepared("fill-mask", text, limited(max_request_tokens=36), **words)
-    with pytest.raises(InvalidRequest, match="the targets take 36 tokens; .* is 35"):
+    with pytest.raises(InvalidRequest, match=r"the targets take 36 tokens; .* is 35"):
         prepared("fill-mask", text, limited(max_request_tokens=35), **words)
     prepared("fill-mask", text, limited(max_results=10), **words)
     with pytest.raises(InvalidRequest, match="the targets need 6 predictions; the limit is 5"):

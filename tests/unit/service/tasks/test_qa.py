@@ -75,7 +75,9 @@ def test_a_long_question_is_cut() -> None:
     )
     assert tokens(request) == ["[CLS] who is [SEP] a [SEP]"]
     assert (request.truncated, request.usage) == (1, [TextUsage(9, 6)])
-    with pytest.raises(InvalidRequest, match="inputs.question has 5 tokens; max_question_len is 2"):
+    with pytest.raises(
+        InvalidRequest, match=r"inputs.question has 5 tokens; max_question_len is 2"
+    ):
         prepared("qa", pair("a", "who is the old king"), max_question_len=2, long_text="error")
     prepared("qa", pair("a"), max_question_len=2, long_text="error")
 
@@ -139,15 +141,15 @@ def test_a_request_is_limited() -> None:
 
 
 def test_texts_without_tokens_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="inputs.context has no token"):
+    with pytest.raises(InvalidRequest, match=r"inputs.context has no token"):
         prepared("qa", pair(" "))
     with pytest.raises(InvalidRequest, match=r"inputs\[0\].question has no token"):
         prepared("qa", [pair("a", " ")])
-    with pytest.raises(EmptyRequest, match="inputs.context is empty"):
+    with pytest.raises(EmptyRequest, match=r"inputs.context is empty"):
         prepared("qa", pair(""))
-    with pytest.raises(EmptyRequest, match="inputs.question is empty"):
+    with pytest.raises(EmptyRequest, match=r"inputs.question is empty"):
         prepared("qa", pair("a", ""))
-    with pytest.raises(InvalidRequest, match="inputs.question leaves no room for the context"):
+    with pytest.raises(InvalidRequest, match=r"inputs.question leaves no room for the context"):
         prepared("qa", pair("a", "a b c d e f g h i"))
     prepared("qa", pair("a", "a b c d e f g h"))
 

@@ -379,3 +379,11 @@ def test_contradicting_parameters(parameters: dict, message: str) -> None:
 def test_parameters_that_agree() -> None:
     prepared("token-classification", "a", stride=0)
     prepared("token-classification", "a", stride=9, long_text="window")
+
+
+def test_large_logits_do_not_overflow() -> None:
+    pair = prepared("nsp", Pair(text="a", next="b"))
+    assert [one.score for one in decoded("nsp", pair, pair_outputs([2000, -2000]))] == [1, 0]
+    text = prepared("text-classification", "a")
+    [labels] = decoded("text-classification", text, label_outputs([2000, 0, -2000, 1]))
+    assert (labels[0].label, labels[0].score) == ("O", 1)

@@ -24,8 +24,12 @@ from queue import Queue
 from tests.mutants.owners import tests_of
 from tests.mutants.sample import ROOT, Equivalents, Mutant, modules, sample
 
-_PASSED = 0
+SURVIVED, NOTICED, TIMEOUT = "SURVIVED", "noticed", "timeout"
+"""How the tests of a mutant end. A timeout counts as noticed: the mutant makes a loop endless."""
+
 _LOG = "tests.log"
+_LONGEST_S = 600.0
+"""Time for the tests without a mutant."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,6 @@ class Options:
         target: a package or a module.
         size: number of mutants.
         seed: seed of the sample.
-        per_mutant_s: time for the tests of one mutant; a mutant that takes longer is noticed.
         seconds: time for all mutants; those that are left then are not counted.
         processes: number of mutants that are tested at the same time.
     """
@@ -44,7 +47,6 @@ class Options:
     target: str
     size: int
     seed: int
-    per_mutant_s: float
     seconds: float
     processes: int
 
@@ -66,7 +68,6 @@ def _options() -> Options:
     parser.add_argument("target", help="a package or module, for example service/tasks")
     parser.add_argument("--size", type=int, default=60, help="mutants (default: 60)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the sample (default: 1)")
-    parser.add_argument("--per-mutant-s", type=float, default=60.0, help="default: 60")
     parser.add_argument("--seconds", type=float, default=1200.0, help="default: 1200")
     parser.add_argument("--processes", type=int, default=2, help="default: 2")
     return Options(**vars(parser.parse_args()))
@@ -94,7 +95,7 @@ def _run(mutants: Sequence[Mutant], options: Options) -> Counter[bool]:
     trees: Queue[Path] = Queue()
     noticed: Counter[bool] = Counter()
     with _copies(options.processes, trees), ThreadPoolExecutor(options.processes) as pool:
-        _check_unchanged({mutant.path for mutant in mutants}, trees, options)
+        limits_s = _limits_s({mutant.path for mutant in mutants}, trees)
         deadline = time.monotonic() + options.seconds
 
         def test(mutant: Mutant) -> None:
@@ -103,28 +104,36 @@ def _run(mutants: Sequence[Mutant], options: Options) -> Counter[bool]:
             tree = trees.get()
             try:
                 begin = time.monotonic()
-                passes = _passes(mutant, tree, options.per_mutant_s)
+                end = _tested(mutant, tree, limits_s[mutant.path])
             finally:
                 trees.put(tree)
-            noticed[not passes] += 1
-            took = time.monotonic() - begin
-            print(f"{'SURVIVED' if passes else 'noticed'} {took:.1f} s {mutant}", flush=True)
+            noticed[end != SURVIVED] += 1
+            print(f"{end} {time.monotonic() - begin:.1f} s {mutant}", flush=True)
 
         for done in [pool.submit(test, mutant) for mutant in mutants]:
             done.result()
     return noticed
 
 
-def _check_unchanged(paths: Iterable[str], trees: Queue[Path], options: Options) -> None:
-    """Check that the tests pass without a mutant, so that a mutant is what they notice."""
+def _limits_s(paths: Iterable[str], trees: Queue[Path]) -> dict[str, float]:
+    """Return how long the tests of each module may take with a mutant.
+
+    The tests run without a mutant first: they must pass, so that a mutant is what they notice.
+    """
     tree = trees.get()
-    for tests in {frozenset(tests_of(path)): tests_of(path) for path in paths}.values():
+    limits_s: dict[frozenset[str], float] = {}
+    for path in paths:
+        tests = tests_of(path)
         if not tests:
-            raise SystemExit(f"no test belongs to one of {sorted(paths)}; see tests/mutants/owners")
-        if not _ends_well(tests, tree, 10 * options.per_mutant_s):
-            print((tree / _LOG).read_text()[-2000:])
-            raise SystemExit(f"tests fail without a mutant: {' '.join(tests)}")
+            raise SystemExit(f"no test belongs to {path}; see docs/mutation-testing.md")
+        if (key := frozenset(tests)) not in limits_s:
+            begin = time.monotonic()
+            if _end(tests, tree, _LONGEST_S) != SURVIVED:
+                print((tree / _LOG).read_text()[-2000:])
+                raise SystemExit(f"tests fail without a mutant: {' '.join(tests)}")
+            limits_s[key] = 20.0 + 4 * (time.monotonic() - begin)
     trees.put(tree)
+    return {path: limits_s[frozenset(tests_of(path))] for path in paths}
 
 
 @contextmanager
@@ -149,13 +158,13 @@ def _copies(number: int, trees: Queue[Path]) -> Iterator[None]:
         yield
 
 
-def _passes(mutant: Mutant, tree: Path, limit_s: float) -> bool:
-    """Return whether the tests of the module pass with the mutant in place."""
+def _tested(mutant: Mutant, tree: Path, limit_s: float) -> str:
+    """Put a mutant into a tree, run the tests of its module, and return how they end."""
     file = tree / mutant.path
     original = file.read_text()
     _write(file, mutant.source)
     try:
-        return _ends_well(tests_of(mutant.path), tree, limit_s)
+        return _end(tests_of(mutant.path), tree, limit_s)
     finally:
         _write(file, original)
 
@@ -166,7 +175,7 @@ def _write(file: Path, source: str) -> None:
         compiled.unlink()
 
 
-def _ends_well(tests: Sequence[str], tree: Path, limit_s: float) -> bool:
+def _end(tests: Sequence[str], tree: Path, limit_s: float) -> str:
     """Run tests in a fork of this process, which has the large libraries loaded already."""
     child = os.fork()
     if child == 0:
@@ -179,11 +188,11 @@ def _ends_well(tests: Sequence[str], tree: Path, limit_s: float) -> bool:
     while time.monotonic() < deadline:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status) == _PASSED
+            return SURVIVED if os.waitstatus_to_exitcode(status) == 0 else NOTICED
         time.sleep(0.02)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return False
+    return TIMEOUT
 
 
 def _test_status(tests: Sequence[str], tree: Path) -> int:

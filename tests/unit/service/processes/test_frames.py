@@ -142,21 +142,23 @@ def test_other_errors_keep_their_kind(kind: type[core.ServiceError]) -> None:
     assert answer.wait_s == 2.5
 
 
-def changed(message: bytes, place: int, value: object) -> bytes:
-    """Return a message with another value at one place."""
+def changed(message: bytes, old: object, new: object) -> bytes:
+    """Return a message with another value in the place of one value."""
     fields = msgspec.msgpack.decode(message)
-    fields[place] = value
+    fields[fields.index(old)] = new
     return msgspec.msgpack.encode(fields)
 
 
-RUN = encode_run(Run(1, 2.0, 0, False, ENCODINGS[:2]))
-LENGTHS, REQUEST_OF, IDS, TYPES = 5, 7, 8, 9
+RUN = encode_run(Run(1, 2.0, 77, False, ENCODINGS[:2]))
+MODEL, LENGTHS, REQUEST_OF = 77, [3, 2], [0, 1]
+IDS = np.array([1, 2, 3, 4, 5], np.int32).tobytes()
+TYPES = np.array([0, 0, 1, 1, 1], np.int32).tobytes()
 
 
 @pytest.mark.parametrize(
-    ("place", "value"),
+    ("old", "new"),
     [
-        (3, -1),  # the model
+        (MODEL, -1),
         (LENGTHS, []),
         (LENGTHS, [3, 3]),
         (LENGTHS, [3, 1]),
@@ -172,9 +174,9 @@ LENGTHS, REQUEST_OF, IDS, TYPES = 5, 7, 8, 9
         (TYPES, bytes(3)),
     ],
 )
-def test_a_malformed_run_is_refused(place: int, value: object) -> None:
+def test_a_malformed_run_is_refused(old: object, new: object) -> None:
     with pytest.raises(MalformedMessage):
-        decode_request(changed(RUN, place, value))
+        decode_request(changed(RUN, old, new))
 
 
 def test_a_length_that_fits_no_array_is_explained() -> None:
@@ -183,26 +185,25 @@ def test_a_length_that_fits_no_array_is_explained() -> None:
 
 
 def test_an_answer_cannot_claim_more_results_than_it_has_bytes() -> None:
-    done = ["done", 1, 0.0, 0.0, 0, [], 0.0]
-    at_most = len(msgspec.msgpack.encode(done))
-    done[4] = at_most
-    answer = decode_answer(msgspec.msgpack.encode(done))
+    message = encode_answer(Answer(1, BatchResult([{}] * 99, 0.0, 0.0)))
+    size = len(message)  # a claim of one byte
+    answer = decode_answer(changed(message, 99, size))
     assert isinstance(answer, Answer)
     assert isinstance(answer.outcome, BatchResult)
-    assert len(answer.outcome.outputs) == at_most
-    done[4] = at_most + 1
+    assert len(answer.outcome.outputs) == size
     with pytest.raises(MalformedMessage, match="do not fit"):
-        decode_answer(msgspec.msgpack.encode(done))
+        decode_answer(changed(message, 99, size + 1))
 
 
 def test_columns_must_be_the_fields_of_the_head_in_order() -> None:
     outputs = [{"token_embedding": TokenEmbeddingResult(np.ones((2, 1), np.float32))}] * 2
     message = encode_answer(Answer(1, BatchResult(outputs, 0.0, 0.0)))
-    (column,) = msgspec.msgpack.decode(message)[5]
+    (columns,) = [f for f in msgspec.msgpack.decode(message) if isinstance(f, list)]
+    (column,) = columns
     for place, value in ((1, "logits"), (3, [0]), (4, [[2, 1], [3, 1]]), (2, "float31")):
         wrong = [*column]
         wrong[place] = value
         with pytest.raises(MalformedMessage):
-            decode_answer(changed(message, 5, [wrong]))
+            decode_answer(changed(message, columns, [wrong]))
     with pytest.raises(MalformedMessage):
-        decode_answer(changed(message, 5, [column, column]))
+        decode_answer(changed(message, columns, [column, column]))

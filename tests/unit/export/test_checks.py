@@ -1,7 +1,5 @@
 """Calibration and verification of graphs: their formulas, grids and refusals."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from cloze.export import calibration, verify
-from cloze.export.calibration import _random_tokens, _record_largest, input_scales
+from cloze.export import verify
+from cloze.export.calibration import _random_tokens, _record_largest
 from cloze.export.errors import ExportError
 from cloze.export.verify import TOLERANCES, _Case, _compare, _sizes
 from cloze.model_store.layouts import Layout
-from cloze.model_store.manifest import Precision
 from tests.unit.export.scorers import CLS, MASK, SEP, VOCABULARY
 
 TOKENIZER: Any = SimpleNamespace(size=len(VOCABULARY), cls_id=CLS, sep_id=SEP, mask_id=MASK)
@@ -47,55 +44,6 @@ def test_the_largest_inputs_of_all_passes_are_recorded() -> None:
     assert largest["x"].tolist() == [3, 5]
     linear(torch.tensor([[9.0, 9.0]]))
     assert largest["x"].tolist() == [3, 5], "nothing is recorded afterwards"
-
-
-class _Model:
-    """A model of one layer whose inputs are known: [2, 8] after the norm, [4, 1] after attention."""
-
-    def __init__(self, layer: Any) -> None:
-        self.encoder = SimpleNamespace(layers=[layer])
-        self.config = SimpleNamespace(max_positions=16)
-        self._layer = layer
-
-    def __call__(self, ids: torch.Tensor) -> None:
-        assert ids.shape == (32, 16)
-        for linears, values in (
-            ("query", [2.0, -8.0]),
-            ("output", [-4.0, 1.0]),
-            ("up", [1.0, 0.0]),
-        ):
-            for linear in self._layer.linears_by_input()[linears]:
-                linear(torch.tensor([values]))
-
-
-def test_smoothing_is_that_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:
-    def linear(*weights: list[float]) -> nn.Linear:
-        made = nn.Linear(2, len(weights), bias=False)
-        made.weight = nn.Parameter(torch.tensor(weights))
-        return made
-
-    query = [linear([1.0, 0.5], [-3.0, 0.25]), linear([0.5, 4.0])]
-    by_input = {"query": query, "output": [linear([7.0, 7.0])], "up": [linear([1.0, 0.0])]}
-
-    class Layer:
-        def linears_by_input(self) -> Any:
-            return by_input
-
-    monkeypatch.setattr(calibration, "Layer", Layer)
-    model: Any = _Model(Layer())
-    scales = input_scales(model, TOKENIZER)
-    assert scales.keys() == {"layers.0.query", "layers.0.output", "layers.0.up"}
-    # s_j = max |x_j|^0.75 / max |w_j|^0.25; the largest weights are 3 and 4.
-    factors = [2**0.75 / 3**0.25, 8**0.75 / 4**0.25]
-    smoothed = scales["layers.0.query"]
-    assert smoothed.factors is not None
-    assert smoothed.factors.tolist() == pytest.approx(factors, rel=1e-5)
-    assert smoothed.step == pytest.approx(max(2 / factors[0], 8 / factors[1]) / 127, rel=1e-5)
-    plain = scales["layers.0.output"]
-    assert (plain.factors, plain.step) == (None, pytest.approx(4 / 127))
-    least = scales["layers.0.up"].factors
-    assert least is not None
-    assert least[1].item() == pytest.approx(1e-5**0.75 / 1e-5**0.25, rel=1e-4)
 
 
 # ---- verification ------------------------------------------------------------------------------
@@ -137,29 +85,3 @@ def test_the_largest_errors_are_kept_and_too_large_ones_refused() -> None:
     ):
         _compare(too_far, case, "batch 1 x 3 tokens", 0.5, worst)
     assert worst == {"embeddings": 0.75}
-
-
-def test_the_grid_and_its_golden_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells: list[tuple[list[int], list[str]]] = []
-
-    def make(_: Any, __: Any, sizes: Any, asked: Any) -> _Case:
-        cells.append((sizes.tolist(), list(asked)))
-        one = {"embeddings": np.full(1, len(sizes), np.float32)}
-        return _Case(one, one)
-
-    monkeypatch.setattr(verify, "_make_case", make)
-    graph = SimpleNamespace(file="g.onnx", layout=Layout.DENSE, precision=Precision.FP32)
-    heads = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
-    subject: Any = SimpleNamespace(graph=graph, heads=heads, max_tokens=20)
-    session: Any = _Session(0.0)
-    parity = verify.verify(tmp_path, subject, session)
-    assert (parity.batches, parity.lengths) == ((1, 2, 8), (3, 16, 20))
-    assert (parity.tolerance, parity.golden_file) == (1e-4, "golden.json")
-    assert parity.max_error == {"embeddings": 0}
-    grid = [([n] * b, ["a", "b"]) for b in (1, 2, 8) for n in (3, 16, 20)]
-    assert cells == [*grid, ([16, 16], ["a"]), ([16, 16], ["b"]), ([16, 16], [])]
-    golden = json.loads((tmp_path / "golden.json").read_text())
-    assert golden == [{"feeds": {"embeddings": [2]}, "outputs": {"embeddings": [2]}}] * 2
-    short: Any = SimpleNamespace(graph=graph, heads=heads, max_tokens=10)
-    assert verify.verify(tmp_path, short, session).lengths == (3, 10)
-    assert cells[-1][0] == [10, 10]

@@ -38,21 +38,19 @@ class Equivalents:
 
     def __init__(self, file: Path = EQUIVALENT) -> None:
         tables = tomllib.loads(file.read_text())
-        self._rules = [re.compile(rule["before"]) for rule in tables.get("rule", ())]
+        self._rules = [
+            (rule.get("path", ""), re.compile(rule["before"])) for rule in tables.get("rule", ())
+        ]
         self._single = {
             (entry["path"], entry["before"], entry["after"]) for entry in tables.get("mutant", ())
         }
 
     def __contains__(self, mutant: Mutant) -> bool:
-        return self.of_a_class(mutant) or self.single(mutant)
-
-    def of_a_class(self, mutant: Mutant) -> bool:
-        """Return whether a rule for a kind of line names the mutant."""
-        return any(rule.search(mutant.before) for rule in self._rules)
-
-    def single(self, mutant: Mutant) -> bool:
-        """Return whether the list names this mutant alone."""
-        return (mutant.path, mutant.before, mutant.after) in self._single
+        """Return whether a rule for a kind of line, or the list of single mutants, has it."""
+        return (mutant.path, mutant.before, mutant.after) in self._single or any(
+            mutant.path.startswith(path) and rule.search(mutant.before)
+            for path, rule in self._rules
+        )
 
 
 def modules(target: str) -> list[str]:

@@ -10,6 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
+import cloze.client
 from cloze.client import AsyncClient, Client, calls, clients, vector_calls
 from cloze.client.errors import (
     ClientError,
@@ -483,3 +484,38 @@ def test_both_clients_have_every_call() -> None:
             "long_text",
             "model",
         ]
+
+
+def test_one_pair_is_a_tuple_of_two_texts() -> None:
+    labels = [{"label": "IsNext", "score": 0.75}]
+    recorded = answering([labels, labels])
+    recorded.client.nsp((("a", "b"), ("c", "d")))
+    assert len(recorded.bodies[0]["inputs"]) == 2
+
+
+def test_both_clients_have_the_same_defaults() -> None:
+    other = AsyncClient()
+    assert (other._options.batch_size, other._options.retries, other._concurrency) == (256, 3, 4)
+    assert other._options.progress is False
+    assert other._http.timeout.read == 60
+    asyncio.run(other.close())
+
+
+def test_a_failed_request_ends_the_others_of_its_call() -> None:
+    async def handler(request: httpx.Request) -> httpx.Response:
+        if json.loads(request.content)["inputs"] == ["wrong"]:
+            return httpx.Response(400, json={"error": "no"})
+        return await asyncio.Future()
+
+    async def run() -> int:
+        client = AsyncClient("http://cloze", batch_size=1, transport=httpx.MockTransport(handler))
+        async with client:
+            with pytest.raises(RequestRefused):
+                await client.embed(["wrong", "waits", "waits too"])
+            return len(asyncio.all_tasks())
+
+    assert asyncio.run(run()) == 1
+
+
+def test_every_exported_name_exists() -> None:
+    assert [name for name in cloze.client.__all__ if not hasattr(cloze.client, name)] == []

@@ -11,7 +11,8 @@ import orjson
 import pytest
 
 from cloze.service.http.paths import Paths
-from cloze.service.protocols.tensors import TaskTensors
+from cloze.service.protocols import binary_tensors
+from cloze.service.protocols.tensors import TaskTensors, Tensor
 from cloze.service.tasks import TASKS
 from tests.serving import Server, running_server
 
@@ -256,3 +257,12 @@ def test_paths() -> None:
     assert paths.route("/v2/models/a.b/infer") == "/v2/models/{model}/infer"
     for unknown in ("/embed/", "/v2/models/a/b/infer", "/v2/models//infer", "/v2/models/a"):
         assert paths.route(unknown) is None
+
+
+def test_the_length_of_a_binary_text_is_in_bytes() -> None:
+    texts = ["é", "", "北京", "a"]
+    data = binary_tensors.write(Tensor("text", "BYTES", texts))
+    assert data == b"\x02\0\0\0\xc3\xa9" + b"\0\0\0\0" + (
+        b"\x06\0\0\0\xe5\x8c\x97\xe4\xba\xac" + b"\x01\0\0\0a"
+    )
+    assert binary_tensors.read_texts(memoryview(data), "text") == texts

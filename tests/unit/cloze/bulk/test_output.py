@@ -302,15 +302,17 @@ def test_results_are_written_when_they_are_large(
 
 def test_json_lines_of_values_that_json_lacks(tmp_path: Path) -> None:
     schema = pa.schema([("raw", pa.binary()), ("text", pa.string()), ("day", pa.date32())])
-    raw = pa.array([b"\xff"], pa.binary())
+    raw = pa.array([b"\xff", None], pa.binary())
     batch = pa.RecordBatch.from_arrays(
-        [raw, raw.view(pa.string()), pa.array([0], pa.date32())], schema=schema
+        [raw, raw.view(pa.string()), pa.array([0, None], pa.date32())], schema=schema
     )
     writer = open_writer(tmp_path / "x", FileFormat.JSONL, pa.schema([*schema, *RESULTS]))
     strided = RowResult(np.arange(4, dtype=np.float32)[::2], 1, False, None)
-    writer.write(Chunk(batch, [("a",)], [None]), [strided])
+    writer.write(Chunk(batch, [("a",), ("b",)], [None, None]), [strided, BAD])
     writer.close()
-    assert json.loads((tmp_path / "x").read_text()) == {
+    first, second = (json.loads(line) for line in (tmp_path / "x").read_text().splitlines())
+    assert (second["raw"], second["text"], second["day"]) == (None, None, None)
+    assert first == {
         "raw": "/w==", "text": "\N{REPLACEMENT CHARACTER}", "day": "1970-01-01", "value": [0, 2],
         "tokens": 1, "truncated": False, "error": None,
     }  # fmt: skip

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from cloze.export.evaluation.texts import GateTexts
+from cloze.export.tokenizer import SPECIAL_TOKENS, CheckpointTokenizer, describe_tokenizer
 from cloze.model_store.batch import Encoding, HeadOutputs
 from tests.vocabulary import vocabulary
 
@@ -16,8 +17,8 @@ CLS, SEP, MASK = ID["[CLS]"], ID["[SEP]"], ID["[MASK]"]
 class ByHand:
     """Gives each encoding the result of a function, and records the batches."""
 
-    def __init__(self, result: Callable[[Encoding], HeadOutputs]) -> None:
-        self._result = result
+    def __init__(self, result: Callable[[Encoding], HeadOutputs], layers: int = 1) -> None:
+        self._result, self.layers = result, layers
         self.batches: list[list[Encoding]] = []
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
@@ -43,6 +44,11 @@ def tokenizer(*, mask: bool = True) -> Tokenizer:
         special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)],
     )
     return made
+
+
+def checkpoint_tokenizer(*, mask: bool = True) -> CheckpointTokenizer:
+    """Return the tokenizer as export describes it."""
+    return describe_tokenizer(tokenizer(mask=mask), SPECIAL_TOKENS)
 
 
 def gate_texts(**changes: object) -> GateTexts:

@@ -88,10 +88,12 @@ def begun(folder: RunFolder, **changes: Any) -> None:
 
 def test_a_folder_keeps_the_plan_of_its_run(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "new/out", FileFormat.PARQUET)
-    assert folder.recorded_plan() is None
+    assert folder.recorded_plan(PLAN.files, 100) is None
     folder.check_content()
     begun(folder)
-    assert folder.recorded_plan() == PLAN
+    assert folder.recorded_plan(PLAN.files, 100) == PLAN
+    assert folder.recorded_plan(PLAN.files, 99) is None
+    assert folder.recorded_plan(PLAN.files[1:], 100) is None
     folder.check_content()
 
 
@@ -172,7 +174,7 @@ def test_folders_with_other_content_are_refused(tmp_path: Path) -> None:
     for damaged in ("[]", "no json", '{"identity": {}}', '{"plan": {"shards": []}}'):
         (tmp_path / "_manifest.json").write_text(damaged)
         with pytest.raises(BulkError, match="is damaged"):
-            RunFolder(tmp_path, FileFormat.PARQUET).recorded_plan()
+            RunFolder(tmp_path, FileFormat.PARQUET).recorded_plan(PLAN.files, 100)
     with (
         pytest.raises(BulkError, match=r"cannot write to .*file/out: "),
         RunFolder(tmp_path / "file/out", FileFormat.CSV).locked(),

@@ -30,7 +30,16 @@ from cloze.model_store.heads.embedding import EmbeddingResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.model_store.heads.next_sentence import NextSentenceResult
 from cloze.model_store.heads.span import SpanResult
-from tests.unit.export.scorers import CLS, ID, MASK, SEP, ByHand, gate_texts, tokenizer
+from tests.unit.export.scorers import (
+    CLS,
+    ID,
+    MASK,
+    SEP,
+    ByHand,
+    checkpoint_tokenizer,
+    gate_texts,
+    tokenizer,
+)
 
 # ---- scorers -----------------------------------------------------------------------------------
 
@@ -125,12 +134,14 @@ def test_the_first_word_of_a_mask() -> None:
             )
         }
 
-    (one,) = complete([Sentence("the [MASK]", ("paris", "x"))], tokenizer(), ByHand(predict))
+    (one,) = complete(
+        [Sentence("the [MASK]", ("paris", "x"))], checkpoint_tokenizer(), ByHand(predict)
+    )
     assert (one.word, one.is_right) == ("paris", True)
     assert not Completion(Sentence("", ("rome",)), "paris").is_right
     assert Completion(Sentence("", ("paris",)), "Paris").is_right
     with pytest.raises(DataError, match="no"):
-        complete([], tokenizer(mask=False), ByHand(likely))
+        complete([], checkpoint_tokenizer(mask=False), ByHand(likely))
 
 
 # ---- stereotypes -------------------------------------------------------------------------------
@@ -182,22 +193,24 @@ def test_the_share_of_pairs_that_prefer_the_stereotype() -> None:
         ("it was old", "he was old"),
     ]
     scorer = ByHand(by_group)
-    assert stereotype_preference(cases, tokenizer(), scorer, 16) == pytest.approx((1 + 0 + 0.5) / 3)
+    assert stereotype_preference(cases, checkpoint_tokenizer(), scorer, 16) == pytest.approx(
+        (1 + 0 + 0.5) / 3
+    )
     assert len(scorer.encodings) == 12  # two shared words, in both sentences of three pairs
     assert {int(e.input_ids[0]) for e in scorer.encodings} == {CLS}
     assert (
         stereotype_preference(
-            [("he was the old", "she was the old")], tokenizer(), ByHand(by_group), 4
+            [("he was the old", "she was the old")], checkpoint_tokenizer(), ByHand(by_group), 4
         )
         == 1
     )
-    with pytest.raises(ExportError, match=r"has no \[MASK\] token"):
-        stereotype_preference(cases, tokenizer(mask=False), scorer, 16)
+    with pytest.raises(ExportError, match=r"has no mask token"):
+        stereotype_preference(cases, checkpoint_tokenizer(mask=False), scorer, 16)
 
 
 def test_many_masks_run_in_groups() -> None:
     scorer = ByHand(likely)
-    stereotype_preference([("the the the", "the the the")] * 11, tokenizer(), scorer, 16)
+    stereotype_preference([("the the the", "the the the")] * 11, checkpoint_tokenizer(), scorer, 16)
     assert [len(batch) for batch in scorer.batches] == [64, 2]
 
 

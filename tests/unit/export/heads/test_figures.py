@@ -10,7 +10,7 @@ from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import ScoredPair
 from cloze.export.gate import pass_gate
 from cloze.export.heads import EXPORT_HEADS, head_module, tensor_names
-from cloze.export.heads.head import agreement, cls_rows, mean_cosine, token_rows
+from cloze.export.heads.head import SampleSizes, agreement, cls_rows, mean_cosine, token_rows
 from cloze.export.heads.sequence_classification import read_labels, read_options
 from cloze.export.heads.sparse_embedding import _cosine
 from cloze.export.models import FAMILIES
@@ -186,7 +186,19 @@ def test_mean_cosines_of_hidden_states() -> None:
         lambda _: LayerEmbeddingResult(rows([1, 0])),
         lambda _: LayerEmbeddingResult(rows([6, 8])),
     )
-    assert figures == {"layer_embedding_cosine_mean": pytest.approx(0.8)}
+    # The first of two states differs: the figure is that of the worst.
+    assert figures == {"layer_embedding_cosine_mean": pytest.approx(0.6)}
+
+
+def test_samples_of_layers_weigh_every_state() -> None:
+    rng = np.random.default_rng(0)
+    drawn = [EXPORT_HEADS["layer_embedding"].sample(rng, SampleSizes(9, 7, 3)) for _ in range(30)]
+    for request in drawn:
+        whole, alone = request.vectors  # type: ignore[attr-defined]
+        assert list(whole) == [0, 1, 2, 3]
+        assert all(0.5 <= weight <= 1.5 for weight in whole.values())
+        assert list(alone.values()) == [1]
+    assert {n for request in drawn for n in request.vectors[1]} == {0, 1, 2, 3}  # type: ignore[attr-defined]
 
 
 def test_sparse_vectors_are_compared_by_their_words() -> None:
@@ -241,13 +253,15 @@ def test_limits_and_defaults_of_the_heads() -> None:
 def test_samples_are_requests_within_the_sequence() -> None:
     rng = np.random.default_rng(0)
     for _ in range(20):
-        request = EXPORT_HEADS["masked_lm"].sample(rng, 2, 7)
+        request = EXPORT_HEADS["masked_lm"].sample(rng, SampleSizes(2, 7, 2))
         assert len(set(request.positions)) == 2  # type: ignore[attr-defined]
         assert set(request.positions) <= {0, 1}  # type: ignore[attr-defined]
         assert len(request.targets) == 5  # type: ignore[attr-defined]
         assert 0 <= min(request.targets) <= max(request.targets) < 7  # type: ignore[attr-defined]
-        assert len(EXPORT_HEADS["masked_lm"].sample(rng, 9, 7).positions) == 3  # type: ignore[attr-defined]
-        assert EXPORT_HEADS["sparse_embedding"].sample(rng, 9, 7).vocabulary_rows == 9
+        assert len(EXPORT_HEADS["masked_lm"].sample(rng, SampleSizes(9, 7, 2)).positions) == 3  # type: ignore[attr-defined]
+        assert (
+            EXPORT_HEADS["sparse_embedding"].sample(rng, SampleSizes(9, 7, 2)).vocabulary_rows == 9
+        )
 
 
 # ---- labels of a checkpoint --------------------------------------------------------------------

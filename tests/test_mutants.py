@@ -35,7 +35,13 @@ def test_each_module_has_tests_that_exist(target: str) -> None:
     for file in files:
         tests = owners.tests_of(str(file.relative_to(owners.ROOT)))
         assert tests, f"no test belongs to {file}: see docs/mutation-testing.md"
-        assert all((owners.ROOT / test).is_file() for test in tests)
+        assert [test for test in tests if not _exists(test)] == []
+
+
+def _exists(test: str) -> bool:
+    file, _, name = test.partition("::")
+    path = owners.ROOT / file
+    return path.is_file() and f"def {name}(" in path.read_text() if name else path.is_file()
 
 
 def test_each_row_is_a_package_or_a_module() -> None:

@@ -9,14 +9,16 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from cloze.model_store import Manifest
+from cloze.model_store.batch import Encoding
 from cloze.service.abandonment import run_on_thread
 from cloze.service.core import (
     BatchResult,
     RequestTerms,
     ServiceError,
+    ShuttingDown,
     StartupError,
     Timings,
     UnknownModel,
@@ -33,6 +35,8 @@ _INLINE_BYTES = 4_000
 
 Tokenizing so few bytes takes at most about 1 ms, less than two thread switches under load.
 """
+
+_NOTHING_RUN: Final = BatchResult([], 0.0, 0.0)
 
 _INLINE_RESULTS = 64
 """Most results that are decoded on the event loop; decoding and writing one takes about 10 us."""
@@ -155,7 +159,8 @@ class Pipeline:
     ) -> TaskResult:
         """Tokenize the texts, wait for the engine's outputs and decode them.
 
-        Cancelling this coroutine drops the encodings that have not run.
+        Cancelling this coroutine drops the encodings that have not run, and ends the work of its
+        threads at the next `check_awaited`.
 
         Args:
             task: a task that the model serves.
@@ -167,8 +172,8 @@ class Pipeline:
         Raises:
             ServiceError: the request gets no result.
         """
-        queue = self.model.queue
-        accepted = not queue.draining
+        if self.model.queue.draining:
+            raise ShuttingDown("the server is shutting down")
         started = time.monotonic()
         inline = size <= _INLINE_BYTES and not task.takes_long(call)
         context = self.context
@@ -177,16 +182,7 @@ class Pipeline:
         else:
             prepared = await run_on_thread(task.prepare, call, context)
         tokenized = time.monotonic()
-        deadline, client, max_wait_s, trace = terms
-        future = queue.submit(
-            prepared.encodings,
-            deadline,
-            client=client,
-            max_wait_s=max_wait_s,
-            accepted=accepted,
-            trace=trace,
-        )
-        batch = await self._completions.wait(future)
+        batch = await self._run_engine(prepared.encodings, terms)
         tokens, truncated = sum(map(len, prepared.encodings)), prepared.truncated
         warnings, usage = prepared.warnings, prepared.usage
         queue_s, inference_s = batch.queue_s, batch.inference_s
@@ -195,10 +191,7 @@ class Pipeline:
             if following is None:
                 break
             prepared = following
-            future = queue.submit(
-                prepared.encodings, deadline, client=client, later_round=True, trace=trace
-            )
-            batch = await self._completions.wait(future)
+            batch = await self._run_engine(prepared.encodings, terms, later_round=True)
             tokens += sum(map(len, prepared.encodings))
             queue_s, inference_s = queue_s + batch.queue_s, inference_s + batch.inference_s
         is_large = prepared.results > _INLINE_RESULTS
@@ -217,6 +210,27 @@ class Pipeline:
             is_large=is_large,
             usage=usage,
         )
+
+    async def _run_engine(
+        self, encodings: Sequence[Encoding], terms: RequestTerms, *, later_round: bool = False
+    ) -> BatchResult:
+        """Return the outputs of one round; a task that needs no engine has no encodings.
+
+        Raises:
+            ServiceError: see `Queue.submit` and its future.
+        """
+        if not encodings:
+            return _NOTHING_RUN
+        future = self.model.queue.submit(
+            encodings,
+            terms.deadline,
+            client=terms.client,
+            max_wait_s=terms.max_wait_s,
+            accepted=True,  # the drain began later, if it has begun
+            later_round=later_round,
+            trace=terms.trace,
+        )
+        return await self._completions.wait(future)
 
 
 class Models:
@@ -265,8 +279,11 @@ class Models:
         self._served[name] = [chosen, *(pipeline for pipeline in served if pipeline is not chosen)]
 
     def serving(self, task: Task) -> Sequence[Pipeline]:
-        """Return the pipelines of the models that serve a task, the default first."""
-        return self._served[task.name]
+        """Return the pipelines of the models that serve a task, the default first.
+
+        There are none if the server does not offer the task.
+        """
+        return self._served.get(task.name, ())
 
     def tasks_of(self, pipeline: Pipeline) -> list[str]:
         """Return the names of the tasks that a model serves."""
@@ -274,7 +291,7 @@ class Models:
 
     def default(self, task: Task) -> Pipeline | None:
         """Return the pipeline for requests that name no model; None if no model serves the task."""
-        return next(iter(self._served[task.name]), None)
+        return next(iter(self.serving(task)), None)
 
     def named(self, name: str) -> Pipeline:
         """Return the pipeline of a model.
@@ -290,23 +307,27 @@ class Models:
             raise UnknownModel(f"no model {ascii(name)[:80]} is served (there: {served})")
         return named
 
-    def choose(self, task: Task, name: str | None) -> Pipeline:
+    def choose(
+        self, task: Task, name: str | None, serving: Sequence[Pipeline] | None = None
+    ) -> Pipeline:
         """Return the pipeline of the named model, or the task's default.
 
         Args:
             task: the task to serve.
             name: ``NAME`` or ``NAME@VERSION``; None selects the task's default.
+            serving: the pipelines to choose from, the default first; None: those of the task.
 
         Raises:
             UnknownModel: no model of that name is served.
             WrongTask: the model lacks a head for the task, or no served model has one.
         """
+        serving = self.serving(task) if serving is None else serving
         if name is None:
-            if (pipeline := self.default(task)) is None:
+            if not serving:
                 raise WrongTask(f"no served model can do {task.name}")
-            return pipeline
+            return serving[0]
         named = self.named(name)
-        if named not in self._served[task.name]:
+        if named not in serving:
             raise WrongTask(
                 f"model {name} cannot do {task.name}; it does {', '.join(self.tasks_of(named))}"
             )

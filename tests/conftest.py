@@ -36,6 +36,7 @@ COMPUTING = {
         "audit",
         "balancer",
         "bulk",
+        "callers",
         "checkpoint",
         "cli",
         "client",
@@ -53,6 +54,7 @@ COMPUTING = {
         "hub",
         "image",
         "int8",
+        "json_bodies",
         "kubernetes",
         "locks",
         "long_text",
@@ -67,6 +69,7 @@ COMPUTING = {
         "packed",
         "packed_engine",
         "pieces",
+        "processes",
         "probes",
         "readme",
         "released_clients",
@@ -77,6 +80,7 @@ COMPUTING = {
         "score",
         "security",
         "sentence",
+        "served_models",
         "settings",
         "site",
         "sparse",
@@ -223,18 +227,15 @@ def cpu_image() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def every_task(
+def every_task_store(
     tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
-) -> "Iterator[Server]":
-    """A server of every task; the model of the examples has most of them."""
-    import httpx
+) -> Path:
+    """A store with a model of every task; the model of the examples has most of them."""
     from transformers import BertForSequenceClassification, BertForTokenClassification
 
     from cloze.export.publish import ExportOptions, export
     from cloze.model_store import Store
-    from cloze.service.tasks import TASKS
     from tests import tiny
-    from tests.serving import running_server
 
     root, folder = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("checkpoints")
     labels = {0: "O", 1: "B-PER", 2: "I-PER"}
@@ -248,7 +249,18 @@ def every_task(
     most = ExportOptions(tasks=tasks)
     export(str(checkpoints["bert"]), "cloze-bert", Store(root), most)
     export(str(checkpoints["bert-qa"]), "cloze-qa", Store(root))
-    with running_server(root) as server:
+    return root
+
+
+@pytest.fixture(scope="session")
+def every_task(every_task_store: Path) -> "Iterator[Server]":
+    """A server of every task."""
+    import httpx
+
+    from cloze.service.tasks import TASKS
+    from tests.serving import running_server
+
+    with running_server(every_task_store) as server:
         info = httpx.get(f"{server.url}/info").json()
         assert info["defaults"].keys() == TASKS.keys()
         yield server

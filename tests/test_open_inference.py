@@ -116,6 +116,23 @@ def test_columns_hold_the_entries_of_all_inputs(server: Server) -> None:
     assert found["score"][:3] == pytest.approx([entry["score"] for entry in first])
 
 
+def test_spans_of_a_text_are_rows_of_one_input(every_task: Server) -> None:
+    text = "the old king saw a moon over the sea."
+    parameters = {"spans": [[0, 12], [13, 23]], "normalize": False}
+    answer = infer(every_task, "cloze-bert.embed", tensor("text", text), parameters=parameters)
+    found = outputs(answer)
+    own = httpx.post(f"{every_task.url}/embed", json={"inputs": text, **parameters}).json()
+    assert found["count"] == [2]
+    assert np.reshape(found["embedding"], (2, -1)) == pytest.approx(np.array(own), abs=1e-6)
+    huge = {"spans": [[0, 10**30]]}
+    refused = infer(every_task, "cloze-bert.embed", tensor("text", text), parameters=huge)
+    assert refused.status_code == 400
+    several = infer(
+        every_task, "cloze-bert.embed", tensor("text", text, text), parameters=parameters
+    )
+    assert (several.status_code, "spans are parts of one text" in several.text) == (400, True)
+
+
 def test_only_the_outputs_that_are_asked_for(server: Server) -> None:
     found = outputs(infer(server, "bert.embed", tensor("text", "a"), outputs=[{"name": "count"}]))
     assert found == {"count": [1]}
@@ -178,7 +195,12 @@ TEXT = tensor("text", "a")
             400,
             "inputs.0.datatype: Input should be 'BYTES'",
         ),
-        ("bert.embed", {"inputs": [TEXT | {"data": [1]}]}, 400, "data that are no texts"),
+        (
+            "bert.embed",
+            {"inputs": [TEXT | {"data": [1]}]},
+            400,
+            r"inputs\.0\.data\.0: Input should",
+        ),
         ("bert.embed", {"inputs": [TEXT | {"data": None}]}, 400, "neither data nor binary"),
         ("bert.embed", {"inputs": [TEXT], "outputs": [{"name": "x"}]}, 400, "outputs names 'x'"),
         ("bert.embed", {"inputs": [TEXT], "parameters": {"x": 1}}, 400, "parameters.x: Extra"),
@@ -265,4 +287,4 @@ def test_the_length_of_a_binary_text_is_in_bytes() -> None:
     assert data == b"\x02\0\0\0\xc3\xa9" + b"\0\0\0\0" + (
         b"\x06\0\0\0\xe5\x8c\x97\xe4\xba\xac" + b"\x01\0\0\0a"
     )
-    assert binary_tensors.read_texts(memoryview(data), "text") == texts
+    assert binary_tensors.read_texts(memoryview(data), "text", 2048) == texts

@@ -1,23 +1,25 @@
 """Reads and parses request bodies."""
 
 import asyncio
-import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from cloze.service.abandonment import run_on_thread
 from cloze.service.core import (
     ClientGone,
     InvalidRequest,
-    MalformedRequest,
     RequestTooLarge,
     UnsupportedEncoding,
 )
+from cloze.service.http.gunzip import Gunzip
+from cloze.service.http.json_bodies import PIECE_BYTES, BodyLimits, load
 from cloze.service.http.watch import WatchedRequest
 
 B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
 
 _DISCARD_FACTOR = 8
 """Multiple of the size limit up to which an oversized body of unknown length is discarded.
@@ -25,22 +27,27 @@ _DISCARD_FACTOR = 8
 Many clients read the error response only after they have sent the whole body.
 """
 
-_GZIP = 31
-"""zlib's ``wbits`` for the gzip format with the largest window."""
+_LONGEST_NAME = 80
+"""Most characters of a field's name in errors."""
 
-_INLINE_BYTES = 65_536
-"""Largest body that is parsed on the event loop; a thread parses larger bodies."""
+_JSON_MESSAGES = {
+    "dict_type": "Input should be an object",
+    "list_type": "Input should be a valid array",
+    "model_type": "Input should be an object",
+    "tuple_type": "Input should be a valid array",
+}
+"""Errors in the terms of JSON, where pydantic's message has those of Python."""
 
 
 async def receive(
-    request: Request, model: type[B], limit: int, watched: WatchedRequest
+    request: Request, model: type[B], limits: BodyLimits, watched: WatchedRequest
 ) -> tuple[B, int]:
     """Read and parse the body of a request.
 
     Args:
         request: the request.
         model: the type of the body.
-        limit: most bytes of the body.
+        limits: the limits of the body.
         watched: ends the request if the body does not arrive in time.
 
     Returns:
@@ -49,35 +56,44 @@ async def receive(
     Raises:
         RequestError: see `read_body` and `parse`.
     """
-    data = await read_body(request, limit, watched)
-    return await parse_anywhere(model, data), len(data)
+    data = await read_body(request, limits.max_bytes, watched)
+    return await run_anywhere(len(data), parse, model, data, limits), len(data)
 
 
-async def parse_anywhere(model: type[B], data: bytes) -> B:
-    """Parse a JSON body, a large one on a thread; see `parse`."""
-    if len(data) <= _INLINE_BYTES:
-        return parse(model, data)
-    return await asyncio.to_thread(parse, model, data)
+async def run_anywhere(size: int, function: Callable[..., T], *arguments: object) -> T:
+    """Return the result of a function; it runs on a thread if the body has many bytes.
+
+    Args:
+        size: bytes of the body.
+        function: the function.
+        arguments: the arguments of the function.
+    """
+    if size <= PIECE_BYTES:
+        return function(*arguments)
+    return await run_on_thread(function, *arguments)
 
 
-def parse(model: type[B], data: bytes) -> B:
+def parse(model: type[B], data: bytes, limits: BodyLimits) -> B:
     """Parse a JSON body.
 
     Raises:
         MalformedRequest: the body is not JSON.
+        RequestTooLarge: the body has too many values.
         InvalidRequest: the JSON does not have the shape of the model.
     """
-    if not data.strip():
-        raise MalformedRequest("the body is empty; send a JSON object")
+    return validate(model, load(data, limits))
+
+
+def validate(model: type[B], value: Any) -> B:
+    """Return a JSON value as a model.
+
+    Raises:
+        InvalidRequest: the value does not have the shape of the model.
+    """
     try:
-        return model.model_validate_json(data)
+        return model.model_validate(value)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
-        if problems[0]["type"] == "json_invalid":
-            reason = problems[0]["ctx"]["error"]
-            surrogate = "; \\ud800 to \\udfff, surrogates, must come in pairs"
-            hint = surrogate if "hex escape" in reason else ""
-            raise MalformedRequest(f"the body is not JSON: {reason}{hint}") from None
+        problems = error.errors(include_url=False, include_input=False)
         raise InvalidRequest(_describe(problems)) from None
 
 
@@ -88,7 +104,7 @@ def _describe(problems: Sequence[Any]) -> str:
     """
     first = problems[0]["loc"][0] if problems[0]["loc"] else "the body"
     lines = dict.fromkeys(
-        f"{_location(problem['loc'])}: {problem['msg']}"
+        f"{_location(problem['loc'])}: {_JSON_MESSAGES.get(problem['type'], problem['msg'])}"
         for problem in problems
         if not problem["loc"] or problem["loc"][0] == first
     )
@@ -96,7 +112,8 @@ def _describe(problems: Sequence[Any]) -> str:
 
 
 def _location(parts: Sequence[object]) -> str:
-    return ".".join(str(part) for part in parts if not _is_union_member(part)) or "the body"
+    shown = [str(part)[:_LONGEST_NAME] for part in parts if not _is_union_member(part)]
+    return ".".join(shown) or "the body"
 
 
 def _is_union_member(part: object) -> bool:
@@ -123,84 +140,83 @@ async def read_body(request: Request, limit: int, watched: WatchedRequest) -> by
         UnsupportedEncoding: the body is compressed, but not by gzip.
         MalformedRequest: the body cannot be decompressed.
         Overloaded: the bodies of other requests need the memory.
+        SlowRequest: the body arrives too slowly.
         ClientGone: the client closed its connection.
     """
-    encoding = _check_headers(request, limit)
-    await watched.hold_memory(_announced_bytes(request, limit))
-    data = await _receive_body(request, limit, watched)
-    return await asyncio.to_thread(_decompress, data, limit) if encoding == b"gzip" else data
+    encoding, length = _check_headers(request, limit)
+    data = await _receive_body(request, limit, length, watched)
+    return await _decompress(data, limit, watched) if encoding == b"gzip" else data
 
 
-def _announced_bytes(request: Request, limit: int) -> int:
-    """Return the most bytes of the body of a request: the announced length, else the limit."""
-    length = limit
-    for name, value in request.scope["headers"]:
-        if name == b"content-encoding":
-            return limit
-        if name == b"content-length":
-            length = min(limit, int(value))
-    return length
-
-
-def _check_headers(request: Request, limit: int) -> bytes:
-    """Return the content encoding of a request, ``identity`` or ``gzip``.
+def _check_headers(request: Request, limit: int) -> tuple[bytes, int | None]:
+    """Return the content encoding of a request, ``identity`` or ``gzip``, and its length if known.
 
     Raises:
         RequestTooLarge: the announced length is above the limit.
         UnsupportedEncoding: the encoding is another one.
     """
-    encoding = b"identity"
+    encoding, length = b"identity", None
     for name, value in request.scope["headers"]:
-        if name == b"content-length" and int(value) > limit:
-            raise RequestTooLarge(f"the body has {int(value)} bytes; the limit is {limit}")
+        if name == b"content-length" and (length := int(value)) > limit:
+            raise RequestTooLarge(f"the body has {length} bytes; the limit is {limit}")
         if name == b"content-encoding":
             encoding = value.strip().lower()
     if encoding not in (b"identity", b"gzip"):
         shown = ascii(encoding.decode("latin-1"))[:60]
         raise UnsupportedEncoding(f"the body's Content-Encoding is {shown}; send gzip, or none")
-    return encoding
+    return encoding, length
 
 
-def _decompress(data: bytes, limit: int) -> bytes:
-    """Return the content of gzip data, which may have several members.
+async def _decompress(data: bytes, limit: int, watched: WatchedRequest) -> bytes:
+    """Return the content of gzip data.
+
+    A thread decompresses a piece at a time, so that the end of the request ends the work. Memory is
+    held for the data and for the content, and from the end on for the content alone.
 
     Raises:
-        RequestTooLarge: the content has more than ``limit`` bytes.
+        RequestTooLarge: the content has more than ``limit`` bytes, or too many members.
         MalformedRequest: the data is not gzip, or is cut.
+        Overloaded: the bodies of other requests need the memory.
     """
-    content = b""
-    while data:
-        member = zlib.decompressobj(wbits=_GZIP)
-        try:
-            content += member.decompress(data, limit + 1 - len(content))
-        except zlib.error as error:
-            raise MalformedRequest(f"the body is not gzip: {error}") from None
-        if len(content) > limit:
+    gunzip = Gunzip(data)
+    pieces, size = [], 0
+    while not gunzip.is_done:
+        pieces.append(await asyncio.to_thread(gunzip.piece))
+        size += len(pieces[-1])
+        if size > limit:
             raise RequestTooLarge(f"the decompressed body has over {limit} bytes, the limit")
-        if not member.eof:
-            raise MalformedRequest("the body is not gzip: it ends too early")
-        data = member.unused_data
-    return content
+        await watched.hold_body(len(data) + size)
+    watched.release_body(size)
+    return b"".join(pieces)
 
 
-async def _receive_body(request: Request, limit: int, watched: WatchedRequest) -> bytes:
-    message = await request.receive()
-    if "body" in message and not message.get("more_body") and len(message["body"]) <= limit:
-        watched.body_complete()
-        return bytes(message["body"])
+async def _receive_body(
+    request: Request, limit: int, length: int | None, watched: WatchedRequest
+) -> bytes:
+    """Return the bytes of a body.
+
+    Args:
+        request: the request.
+        limit: most bytes of the body.
+        length: the announced length; None: there is none.
+        watched: holds memory for the body.
+    """
     chunks: list[bytes] = []
-    while True:
+    more = True
+    while more and watched.received_bytes <= limit * _DISCARD_FACTOR:
+        message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone("the client closed its connection before its body was whole")
-        chunk = message.get("body", b"")
-        watched.received_bytes += len(chunk)
-        if watched.received_bytes <= limit:
-            chunks.append(chunk)
-        if not message.get("more_body") or watched.received_bytes > limit * _DISCARD_FACTOR:
-            break
-        message = await request.receive()
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        if watched.received_bytes + len(chunk) > limit:
+            chunks.clear()
+            watched.received_bytes += len(chunk)
+            watched.release_body(0)
+            continue
+        await watched.received(len(chunk), length or 0)
+        chunks.append(chunk)
     if watched.received_bytes > limit:
         sent = watched.received_bytes
         raise RequestTooLarge(f"the body has at least {sent} bytes; the limit is {limit}")
     watched.body_complete()
-    return b"".join(chunks)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)

@@ -23,7 +23,6 @@ from cloze.service.tasks.task import (
     Count,
     CountOrZero,
     Example,
-    FirstError,
     NotEmpty,
     PreparedRequest,
     Task,
@@ -63,7 +62,7 @@ class EmbedParameters(TextParameters):
         description="the layers whose hidden states are pooled, as in table 7 of the BERT paper "
         "(first: the embeddings); the default is last",
     )
-    spans: Annotated[list[tuple[CountOrZero, Count]], FirstError(), NotEmpty] | None = Field(
+    spans: Annotated[list[tuple[CountOrZero, Count]], NotEmpty] | None = Field(
         None,
         description="parts (start, end) of one text, in characters; each has a vector, pooled from "
         "one pass over the whole text (late chunking, Guenther et al. 2024)",
@@ -143,6 +142,8 @@ def _prepare_spans(
 ) -> PreparedRequest[_State]:
     """Tokenize one text whose spans are embedded."""
     text, parameters = call.inputs, call.parameters
+    if isinstance(text, list) and len(text) == 1:
+        text = text[0]  # some protocols have lists only
     if parameters.choice == "window":
         raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
     _check_spans(text, spans, context)
@@ -191,7 +192,7 @@ def _check_spans(text: Any, spans: Sequence[tuple[int, int]], context: TaskConte
             "exported before bundles said so"
         )
     if not isinstance(text, str):
-        raise InvalidRequest("spans are parts of one text; inputs is a list")
+        raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")
     if not spans:
         raise EmptyRequest("spans is an empty list; it needs at least 1 span")
     if len(spans) > (most := context.limits.max_request_texts):

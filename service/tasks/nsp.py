@@ -15,7 +15,6 @@ from cloze.model_store.heads import next_sentence
 from cloze.service.tasks.long_text import UsageParameters, too_long
 from cloze.service.tasks.task import (
     Example,
-    FirstError,
     NotEmpty,
     PreparedRequest,
     Task,
@@ -138,7 +137,7 @@ TASK: Final = Task(
     summary="Whether one text follows another",
     heads=(next_sentence.HEAD.name,),
     inputs=Annotated[
-        Pair | Candidates | Annotated[list[Pair], FirstError(), NotEmpty],
+        Pair | Candidates | Annotated[list[Pair], NotEmpty],
         Field(
             description="a pair, a list of pairs, or a text with candidates to rank",
             examples=[{"text": "He opened the door.", "next": "Then he went in."}],

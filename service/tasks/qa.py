@@ -25,7 +25,6 @@ from cloze.service.tasks.task import (
     Count,
     CountOrZero,
     Example,
-    FirstError,
     NotEmpty,
     PreparedRequest,
     Task,
@@ -224,7 +223,7 @@ TASK: Final = Task(
     summary="The span of a context that answers a question",
     heads=(span.HEAD.name,),
     inputs=Annotated[
-        QaPair | Annotated[list[QaPair], FirstError(), NotEmpty],
+        QaPair | Annotated[list[QaPair], NotEmpty],
         Field(
             description="a question with its context, or a list of them",
             examples=[{"question": "Who wrote it?", "context": "It was written by Ada."}],

@@ -23,7 +23,6 @@ from cloze.service.tasks.long_text import (
 from cloze.service.tasks.task import (
     Count,
     Example,
-    FirstError,
     NotEmpty,
     PreparedRequest,
     Task,
@@ -232,7 +231,7 @@ TASK: Final = Task(
     summary="The labels of a text or of a pair of texts",
     heads=(sequence_classification.HEAD.name,),
     inputs=Annotated[
-        Text | TextPair | Annotated[list[Text | TextPair], FirstError(), NotEmpty],
+        Text | TextPair | Annotated[list[Text | TextPair], NotEmpty],
         Field(
             description="a text, a pair of texts, or a list of either",
             examples=["The room was loud and the staff unfriendly."],

@@ -43,9 +43,11 @@ def test_lengths_outside_the_body(length: str) -> None:
 def test_texts_are_their_bytes() -> None:
     texts = ["red", "", "é\N{SNOWMAN}"]
     data = packed(*(text.encode() for text in texts))
-    assert binary_tensors.read_texts(memoryview(data), "text") == texts
+    assert binary_tensors.read_texts(memoryview(data), "text", 3) == texts
     assert binary_tensors.write(Tensor("text", "BYTES", texts)) == data
-    assert binary_tensors.read_texts(memoryview(b""), "text") == []
+    assert binary_tensors.read_texts(memoryview(b""), "text", 0) == []
+    with pytest.raises(InvalidRequest, match="text has over 2 texts, the limit"):
+        binary_tensors.read_texts(memoryview(data), "text", 2)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +61,7 @@ def test_texts_are_their_bytes() -> None:
 )
 def test_cut_and_malformed_texts(data: bytes, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
-        binary_tensors.read_texts(memoryview(data), "text")
+        binary_tensors.read_texts(memoryview(data), "text", 9)
 
 
 def test_numbers_are_little_endian() -> None:
@@ -144,7 +146,7 @@ def test_tensors_that_do_not_fit(
 def written(task: str, value: Any, asked: list[str] | None = None) -> dict[str, Any]:
     return {
         t.name: t.data if isinstance(t.data, list) else t.data.tolist()
-        for t in TaskTensors(TASKS[task]).to_outputs(value, asked)
+        for t in TaskTensors(TASKS[task]).to_outputs(value, asked, len(value))
     }
 
 

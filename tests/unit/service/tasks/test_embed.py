@@ -273,8 +273,10 @@ def test_what_spans_need() -> None:
     for projected in (None, True):
         with pytest.raises(WrongTask, match="without layers after its pooling"):
             prepared("embed", "the", context(embedding=recipe(projected=projected)), spans=spans)
-    with pytest.raises(InvalidRequest, match="inputs is a list"):
-        prepared("embed", ["the"], spans=spans)
+    assert prepared("embed", ["the"], spans=spans).results == 3
+    for several in (["the", "a"], ids("the")):
+        with pytest.raises(InvalidRequest, match="inputs has token ids, or several texts"):
+            prepared("embed", several, spans=spans)
     with pytest.raises(EmptyRequest, match="at least 1 span"):
         prepared("embed", "the", spans=[])
     prepared("embed", "the", spans=spans * 4)

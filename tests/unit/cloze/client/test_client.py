@@ -407,7 +407,7 @@ def test_a_request_that_has_had_its_time_is_not(
         raise error("no")
 
     recorded = Recorded(handler)
-    with pytest.raises(ServerUnreachable, match="http://cloze"):
+    with pytest.raises(ServerUnreachable, match=r"http://cloze.*: no$"):
         recorded.client.info()
     assert len(recorded.requests) == 1
 
@@ -519,3 +519,11 @@ def test_a_failed_request_ends_the_others_of_its_call() -> None:
 
 def test_every_exported_name_exists() -> None:
     assert [name for name in cloze.client.__all__ if not hasattr(cloze.client, name)] == []
+
+
+def test_a_bar_shows_the_requests_of_a_long_list(capsys: pytest.CaptureFixture[str]) -> None:
+    recorded = Recorded(echo_rows, batch_size=1, progress=True)
+    recorded.client.embed(["a"])
+    assert capsys.readouterr().err == ""
+    recorded.client.embed(["a", "b"])
+    assert "2/2" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from cloze.service.tokenizer import Spans
 CONTEXT = "red doors open Red"
 SPANS = Spans([1, 2, 3, 4, 5], [(0, 3), (4, 8), (8, 9), (10, 14), (15, 18)], [0, 1, 1, 2, 3])
 OPTIONS = QaOptions(max_seq_len=12, max_answer_len=3, max_question_len=4)
-QUESTION = Question(CONTEXT, SPANS, 1, [(0, 5)])
+QUESTION = Question(CONTEXT, SPANS, 3, [(0, 5)])
 
 
 def window(*context: tuple[float, float], cls: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
@@ -65,7 +65,7 @@ def test_an_answer_ends_with_words_unless_asked_otherwise() -> None:
 
 
 def test_words_are_not_extended_beyond_their_window() -> None:
-    question = Question(CONTEXT, SPANS, 1, [(0, 2), (2, 5)])
+    question = Question(CONTEXT, SPANS, 3, [(0, 2), (2, 5)])
     first, second = window(LOW, (5.0, 5.0)), window(LOW, LOW, LOW)
     assert only(best_answers(question, [first, second], OPTIONS)).answer == "door"
     first, second = window(LOW, LOW), window((5.0, 5.0), LOW, LOW)
@@ -86,7 +86,7 @@ def test_spans_of_one_text_add_their_scores() -> None:
 
 
 def test_the_answers_are_the_best_of_all_windows() -> None:
-    question = Question(CONTEXT, SPANS, 1, [(0, 3), (2, 5)])
+    question = Question(CONTEXT, SPANS, 3, [(0, 3), (2, 5)])
     options = QaOptions(12, 1, 4, top_k=2)
     first = window((1.0, 1.0), LOW, LOW)
     second = window(LOW, (3.0, 3.0), LOW)
@@ -97,7 +97,7 @@ def test_the_answers_are_the_best_of_all_windows() -> None:
 
 
 def test_no_answer_has_the_least_score_of_all_windows() -> None:
-    question = Question(CONTEXT, SPANS, 1, [(0, 3), (2, 5)])
+    question = Question(CONTEXT, SPANS, 3, [(0, 3), (2, 5)])
     options = QaOptions(12, 1, 4, top_k=3, handle_impossible_answer=True)
     sure = window((1.0, 1.0), LOW, LOW, cls=(9.0, 9.0))
     unsure = window(LOW, (1.0, 1.0), LOW, cls=(0.0, 1.0))
@@ -115,7 +115,7 @@ def test_no_answer_has_the_least_score_of_all_windows() -> None:
 
 
 def test_details_name_the_best_span_of_each_window_and_its_rank() -> None:
-    question = Question(CONTEXT, SPANS, 1, [(0, 3), (3, 5)])
+    question = Question(CONTEXT, SPANS, 3, [(0, 3), (3, 5)])
     options = QaOptions(12, 1, 4, top_k=1, details=True)
     doubtful = window((1.0, 1.0), LOW, LOW, cls=(2.0, 2.0))
     sure = window((3.0, 3.0), LOW)
@@ -132,7 +132,7 @@ def test_details_name_the_best_span_of_each_window_and_its_rank() -> None:
 
 
 def test_details_count_the_answers_above() -> None:
-    question = Question(CONTEXT, SPANS, 1, [(0, 1), (1, 3), (3, 4)])
+    question = Question(CONTEXT, SPANS, 3, [(0, 1), (1, 3), (3, 4)])
     options = QaOptions(12, 2, 4, top_k=1, details=True)
     logits = [window((1.0, 1.0)), window((2.0, -9.0), (-9.0, 2.0)), window((3.0, 3.0))]
     details = best_answers(question, logits, options)

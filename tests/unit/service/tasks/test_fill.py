@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from cloze.service.core import InvalidRequest
+from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import TaskCall, TextUsage
 from tests.unit.service.tasks.model import (
@@ -422,3 +422,13 @@ def test_special_tokens_frame_each_text() -> None:
     [encoding] = prepared("fill-mask", "[MASK]").encodings
     assert encoding.input_ids.tolist() == [CLS, MASK, SEP]
     assert encoding.token_type_ids.tolist() == [0, 0, 0]
+
+
+def test_a_beam_is_as_wide_as_the_fillings_that_are_asked_for() -> None:
+    [encoding] = prepared("fill-mask", "[MASK]", decode="beam", top_k=7).encodings
+    assert request_of(encoding).top_k == 7
+
+
+def test_an_original_is_a_text() -> None:
+    with pytest.raises(EmptyRequest, match="original is empty"):
+        prepared("fill-mask", ["[MASK]"], original=[""])

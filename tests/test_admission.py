@@ -19,9 +19,7 @@ from cloze.service.fake_engine import FakeEngine
 from tests.serving import Server, running_server
 from tests.test_promises import FAULTY, at_once, embed, front_ends, metric, wait_for_run
 from tests.test_scheduler import WAIT_S, later, running, sized, sums
-from tests.waiting import MEASURES_TIME, wait_until
-
-pytestmark = MEASURES_TIME
+from tests.waiting import wait_until
 
 
 class Steady(FakeEngine):

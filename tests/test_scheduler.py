@@ -29,9 +29,8 @@ from cloze.service.core import (
 )
 from cloze.service.fake_engine import FakeEngine
 from tests import encodings
-from tests.waiting import MEASURES_TIME, wait_until
+from tests.waiting import wait_until
 
-pytestmark = MEASURES_TIME
 WAIT_S = 10.0
 LIMITS = SchedulerLimits(
     workers=2, max_batch_tokens=64, max_queue_tokens=10_000, stall_timeout_s=30.0

@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cloze.model_store import Bundle
 from cloze.service.application import create_app
+from cloze.service.batching.promises import Promises
 from cloze.service.core import Changes, Reload, ReloadRefused, StartupError
 from cloze.service.http.access import AccessControl, accepted_hosts
 from cloze.service.http.access_log import AccessLog
@@ -156,6 +157,7 @@ class Process:
         self.bodies = MemoryLimit("bodies", settings.max_bodies_bytes, wait_s)
         self.answers = Answers(settings.max_answers_bytes)
         self.starts = Starts()
+        self.promises = Promises()
         self.reload: Reload | None = None
 
 
@@ -172,7 +174,8 @@ class Service:
         self._settings, self._registries = process.settings, process.registries
         self._draining = False
         pipelines = [
-            Pipeline(model, task_limits(self._settings, model.bundle.manifest)) for model in models
+            Pipeline(model, task_limits(self._settings, model.bundle.manifest), process.promises)
+            for model in models
         ]
         tasks = self._registries.tasks.values()
         self.models = Models(pipelines, tasks, self._settings.default_models())
@@ -212,6 +215,7 @@ class Service:
             error_bytes,
             limits,
             process.starts,
+            process.promises,
             callers,
             process.metrics,
             process.access_log,
@@ -376,7 +380,13 @@ class Service:
                     "x-request-id",
                     "x-request-timeout-ms",
                 ],
-                expose_headers=["x-request-id", "x-model", "x-truncated", "retry-after"],
+                expose_headers=[
+                    "x-request-id",
+                    "x-model",
+                    "x-truncated",
+                    "retry-after",
+                    "retry-after-ms",
+                ],
             )
 
     def drain(self) -> None:

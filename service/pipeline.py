@@ -13,8 +13,11 @@ from typing import Any, NamedTuple
 
 from cloze.model_store import Manifest
 from cloze.service.abandonment import run_on_thread
+from cloze.service.batching.lines import LineKey
+from cloze.service.batching.promises import PromiseKey, Promises
 from cloze.service.core import (
     BatchResult,
+    Overloaded,
     RequestTerms,
     ServiceError,
     StartupError,
@@ -128,6 +131,7 @@ class Pipeline:
     Args:
         model: the bundle and the queue of its engine.
         limits: the limits of one request.
+        promises: when refused requests of the process may come back.
 
     Attributes:
         model: the bundle and the queue of its engine.
@@ -138,11 +142,23 @@ class Pipeline:
         StartupError: the bundle's tokenizer cannot be read.
     """
 
-    def __init__(self, model: ServedModel, limits: TaskLimits) -> None:
+    def __init__(
+        self, model: ServedModel, limits: TaskLimits, promises: Promises | None = None
+    ) -> None:
         self.model = model
+        self._promises = promises or Promises()
         self.manifest: Manifest = model.bundle.manifest
         self.context = TaskContext(self.manifest, Tokenizer(model.bundle), limits)
         self._completions = Completions()
+
+    def _promise(self, error: Overloaded, client: str, tokens: int, stated_s: float | None) -> None:
+        """Make a refusal say when the request may come back, and remember it."""
+        line = LineKey.of(tokens, stated_s)
+        key = PromiseKey(self.manifest.reference, client, line)
+        wait = self.model.queue.expected_wait(client, tokens, stated_s)
+        error.retry_after_s = self._promises.promise(
+            key, time.monotonic(), error.retry_after_s, wait.per_request_s
+        )
 
     async def run(
         self,
@@ -177,17 +193,22 @@ class Pipeline:
         else:
             prepared = await run_on_thread(task.prepare, call, context)
         tokenized = time.monotonic()
-        deadline, client, max_wait_s, trace = terms
-        future = queue.submit(
-            prepared.encodings,
-            deadline,
-            client=client,
-            max_wait_s=max_wait_s,
-            accepted=accepted,
-            trace=trace,
-        )
-        batch = await self._completions.wait(future)
+        deadline, client, stated_s, trace, returning = terms
         tokens, truncated = sum(map(len, prepared.encodings)), prepared.truncated
+        try:
+            future = queue.submit(
+                prepared.encodings,
+                deadline,
+                client=client,
+                timeout_s=stated_s,
+                accepted=accepted,
+                returning=returning,
+                trace=trace,
+            )
+            batch = await self._completions.wait(future)
+        except Overloaded as error:
+            self._promise(error, client, tokens, stated_s)
+            raise
         warnings, usage = prepared.warnings, prepared.usage
         queue_s, inference_s = batch.queue_s, batch.inference_s
         while prepared.advance is not None:

@@ -118,7 +118,7 @@ class Settings(BaseSettings):
         "requests get status 429",
     )
     max_queue_wait_ms: int = Field(
-        1000,
+        4000,
         ge=0,
         le=86_400_000,
         description="longest expected wait for the first batch of a request without "

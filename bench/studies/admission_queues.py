@@ -20,7 +20,7 @@ import numpy as np
 
 from cloze.bench.studies.virtual_time import CORES, BatchQueue
 from cloze.model_store.batch import Encoding
-from cloze.service.batching import client_queue, fair_queue, scheduler
+from cloze.service.batching import admission, fair_queue, lines, scheduler
 from cloze.service.batching.client_queue import QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import BatchResult, Overloaded

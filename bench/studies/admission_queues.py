@@ -21,7 +21,7 @@ import numpy as np
 from cloze.bench.studies.virtual_time import CORES, BatchQueue
 from cloze.model_store.batch import Encoding
 from cloze.service.batching import admission, fair_queue, lines, scheduler
-from cloze.service.batching.client_queue import QueuedEncoding
+from cloze.service.batching.lines import QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import BatchResult, Overloaded
 from cloze.service.fake_engine import FakeEngine
@@ -85,7 +85,7 @@ class Clock:
 def virtual_time(clock: Clock) -> Iterator[None]:
     """Give the classes of the scheduler a virtual time until the context ends."""
     with ExitStack() as stack:
-        for module in (client_queue, fair_queue, scheduler):
+        for module in (admission, fair_queue, lines, scheduler):
             stack.enter_context(patch.object(module, "time", clock))
         yield
 

@@ -2,8 +2,8 @@
 
 Clients are served by turns, and the lines of a client too (`lines`). So 200 connections of one
 client do not delay the single text of another, and 200 long requests of a client do not delay its
-short one. A batch takes encodings of the same length from other lines as well, in the order of their
-turns, and each line pays for its own, so that fairness costs no throughput.
+short one. A batch takes encodings of the same length from other lines as well, in the order of
+their turns, and each line pays for its own, so that fairness costs no throughput.
 
 Only one thing goes before turns: what was accepted ends in time. When no time is left for anything
 else, the request with the earliest deadline is next (`demand`).

@@ -97,7 +97,7 @@ def rejection(error: Exception) -> core.Rejection | None:
 def describe_service_error(error: core.ServiceError) -> ErrorInfo:
     """Return the response values of an error of the service."""
     status, kind = STATUS[type(error)]
-    headers = {}
+    headers: dict[str, str] = {}
     if isinstance(error, core.Overloaded):
         headers |= retry_headers(error.retry_after_s)
     elif isinstance(error, core.ShuttingDown | core.EngineDead):

@@ -129,7 +129,8 @@ class Gate:
         try:
             stated_s = timeout_s(scope, self._limits.max_timeout_s)
         except InvalidRequest:  # the handler writes that error
-            return self._admit(scope, client, LineKey.of(tokens, None), tokens)
+            self._admit(scope, client, LineKey.of(tokens, None), tokens)
+            return None
         line = LineKey.of(tokens, stated_s)
         unstarted = self._unstarted.get((client, line), 0)
         wait, model = min(
@@ -142,10 +143,12 @@ class Gate:
         now = time.monotonic()
         admitted_s = limit_s / 2 if self._promises.outstanding(key, now) else limit_s
         if wait_s <= admitted_s or served[0].queue.draining:
-            return self._admit(scope, client, line, tokens)
+            self._admit(scope, client, line, tokens)
+            return None
         if self._promises.redeem(key, now):
             scope[RETURNING] = True
-            return self._admit(scope, client, line, tokens)
+            self._admit(scope, client, line, tokens)
+            return None
         after_s = self._promises.promise(key, now, wait_s - admitted_s, wait.per_request_s)
         identity = request_id(scope)
         self._record(path, model, identity)

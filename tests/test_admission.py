@@ -83,7 +83,7 @@ def test_a_request_that_states_its_time_is_judged_by_it() -> None:
         with pytest.raises(Overloaded, match=r"longer than its limit of 0\.02 s") as caught:
             scheduler.submit([sized(10)], later(0.04), timeout_s=0.04)
         assert caught.value.reason == Rejection.WAIT
-        with pytest.raises(Overloaded, match="too close to its time limit in 0.3 s") as caught:
+        with pytest.raises(Overloaded, match=r"too close to its time limit in 0\.3 s") as caught:
             scheduler.submit([sized(10)] * 10, later(0.3), timeout_s=0.3)
         assert caught.value.reason == Rejection.DEADLINE
 

@@ -396,7 +396,7 @@ def test_a_full_queue_admits_all_of_a_request_or_none() -> None:
         with pytest.raises(
             Overloaded,
             match="holds 20 tokens, 20 of them like this request's 21; together they would be "
-            "more than the 40 that are left of 60",
+            "more than the 40 that are left of the limit of 60",
         ) as caught:
             scheduler.submit([sized(1), sized(20)], later())
         assert caught.value.retry_after_s >= 1

@@ -114,8 +114,8 @@ class Admission:
         if ahead + tokens > free:  # so no line ever fills the queue (Choudhury and Hahne 1998)
             raise Overloaded(
                 f"the queue holds {queue.tokens} tokens, {ahead} of them like this request's "
-                f"{tokens}; together they would be more than the {free} that are left of "
-                f"{self._max_queue_tokens}",
+                f"{tokens}; together they would be more than the {free} that are left of the "
+                f"limit of {self._max_queue_tokens}",
                 ahead / rate if rate else 1.0,
                 Rejection.QUEUE_FULL,
             )

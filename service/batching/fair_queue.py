@@ -221,7 +221,8 @@ class FairQueue:
             request = queued.request
             if request.done():  # cancelled or failed
                 continue
-            hopeless = batch.cannot_end(request)
+            is_last = self.tokens == request.queued_tokens
+            hopeless = batch.is_hopeless(request, is_last=is_last)
             request.queued_tokens -= queued.tokens
             self._count(request, -queued.tokens)
             if hopeless:
@@ -305,14 +306,16 @@ class _Batch:
             self.fill = BatchFill.PADDING
         return self.fill is not BatchFill.WAITING
 
-    def cannot_end(self, request: PendingRequest) -> bool:
+    def is_hopeless(self, request: PendingRequest, *, is_last: bool) -> bool:
         """Return whether a request will not end before its deadline, whatever runs next.
 
-        The workers may have become slower since the request was accepted.
+        The workers may have become slower since the request was accepted. The last request runs
+        nevertheless: else a rate that is wrong would stay so.
         """
         left_s = request.deadline - self.now
-        rest_s = request.queued_tokens / self._rate if self._rate else 0.0
-        return left_s <= 0 or rest_s > _HOPELESS * left_s
+        if left_s <= 0 or is_last or not self._rate:
+            return left_s <= 0
+        return request.queued_tokens / self._rate > _HOPELESS * left_s
 
     def add(self, queued: QueuedEncoding) -> None:
         """Add an encoding."""

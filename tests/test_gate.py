@@ -91,7 +91,7 @@ def test_what_has_passed_counts_until_it_is_submitted() -> None:
         scheduler.submit([sized(10)], later(), client="a")
         scopes = [scope() for _ in range(40)]
         passed = [each for each in scopes if gated.refusal(each) is None]
-        assert 5 <= len(passed) <= 12
+        assert 5 <= len(passed) <= 20
         for each in passed:
             note_start(each)
         assert not gated._unstarted

@@ -106,7 +106,7 @@ class AdmissionQueue(BatchQueue[SimulatedRequest], Protocol):
         ...
 
 
-class _ThreadlessScheduler(Scheduler):
+class ThreadlessScheduler(Scheduler):
     """A scheduler without threads, since the simulation runs the batches."""
 
     def _start_threads(self) -> None:
@@ -114,7 +114,8 @@ class _ThreadlessScheduler(Scheduler):
 
 
 @lru_cache(MAX_TOKENS)
-def _encoding(length: int) -> Encoding:
+def encoding(length: int) -> Encoding:
+    """Return an encoding of so many tokens, without content."""
     ids = np.zeros(length, np.int32)
     return Encoding(ids, ids, {})
 
@@ -151,7 +152,7 @@ class SchedulerQueue:
             batch_latency_s=DEFAULTS.batch_latency_ms / 1000,
             max_wait_s=max_wait_s,
         )
-        self._scheduler = _ThreadlessScheduler(FakeEngine(), limits)
+        self._scheduler = ThreadlessScheduler(FakeEngine(), limits)
         self._requests: dict[Future[BatchResult], SimulatedRequest] = {}
         self._running: dict[SimulatedRequest, QueuedEncoding] = {}
 
@@ -172,7 +173,7 @@ class SchedulerQueue:
         client = request.client if self._fair_shares else ""
         try:
             future = self._scheduler.submit(
-                [_encoding(request.tokens)], self._clock.now + self._timeout_s, client=client
+                [encoding(request.tokens)], self._clock.now + self._timeout_s, client=client
             )
         except Overloaded:
             return False

@@ -130,6 +130,7 @@ class SchedulerQueue:
         max_queue_tokens: most tokens that wait.
         timeout_s: seconds after its arrival at which a request is dropped.
         fair_shares: whether each client has a share; else all requests are of one client.
+        stated_s: the time limit that each request states; None: none does.
     """
 
     def __init__(
@@ -141,9 +142,11 @@ class SchedulerQueue:
         max_queue_tokens: int = DEFAULTS.max_queue_tokens,
         timeout_s: float = DEFAULTS.request_timeout_ms / 1000,
         fair_shares: bool = False,
+        stated_s: float | None = None,
     ) -> None:
         self._clock, self._on_end = clock, on_end
-        self._timeout_s, self._fair_shares = timeout_s, fair_shares
+        self._stated_s, self._fair_shares = stated_s, fair_shares
+        self._timeout_s = timeout_s if stated_s is None else stated_s
         limits = SchedulerLimits(
             workers=CORES,
             max_batch_tokens=MAX_TOKENS,
@@ -173,7 +176,10 @@ class SchedulerQueue:
         client = request.client if self._fair_shares else ""
         try:
             future = self._scheduler.submit(
-                [encoding(request.tokens)], self._clock.now + self._timeout_s, client=client
+                [encoding(request.tokens)],
+                self._clock.now + self._timeout_s,
+                client=client,
+                timeout_s=self._stated_s,
             )
         except Overloaded:
             return False

@@ -78,9 +78,11 @@ class Admission:
         if not rate:
             return ExpectedWait(0.0, 0.0)
         share = self._queue.share(client, LineKey.of(tokens, timeout_s))
-        ahead, shares = share.ahead + unsubmitted, share.shares
-        wait = min(ahead * shares, self._queue.tokens + unsubmitted)
-        each = min(tokens * shares, self._queue.tokens + tokens)
+        # Other lines of the client go on, so all of them count; other clients only as they wait.
+        own = (share.ahead + unsubmitted) * share.lines
+        waiting = self._queue.tokens + unsubmitted
+        wait = min(own * share.clients, max(own, waiting))
+        each = min(tokens * share.lines * share.clients, waiting + tokens)
         return ExpectedWait(wait / rate, each / rate)
 
     def check(

@@ -57,11 +57,13 @@ class Share(NamedTuple):
 
     Attributes:
         ahead: tokens that wait in its line.
-        shares: number of lines that get as much meanwhile, its own included.
+        lines: number of lines of its client, its own included.
+        clients: number of clients, its own included.
     """
 
     ahead: int
-    shares: int
+    lines: int
+    clients: int
 
 
 class FairQueue:
@@ -144,11 +146,11 @@ class FairQueue:
         """Return what a request that arrives now waits behind."""
         client = self._clients.get(client_name)
         if client is None:
-            return Share(0, len(self._clients) + 1)
+            return Share(0, 1, len(self._clients) + 1)
         line = client.lines.get(key)
         lines = len(client.lines) + (line is None)
         ahead = line.tokens if line is not None else 0
-        return Share(ahead, lines * len(self._clients))
+        return Share(ahead, lines, len(self._clients))
 
     def forget(self, request: PendingRequest) -> None:
         """Subtract an ended request.

@@ -326,6 +326,36 @@ def test_a_request_may_state_its_time_limit(tiny_store: Path) -> None:
         assert embed(server, "walk").status_code == 200
 
 
+@pytest.mark.parametrize("processes", [False, True], ids=["one-process", "front-ends"])
+def test_nothing_is_silently_late_when_the_workers_become_slower(
+    tiny_store: Path, processes: bool
+) -> None:
+    """Short runs have measured a high rate. Then all runs last for 0.15 s."""
+    few = {"CLOZE_WORKERS": "1", "CLOZE_MAX_BATCH_TOKENS": "1"}
+    starting = (
+        front_ends(tiny_store, **few)
+        if processes
+        else running_server(tiny_store, "--model", "bert", command=FAULTY, **few)
+    )
+    with starting as server, ThreadPoolExecutor(40) as pool, httpx.Client(timeout=30) as client:
+        for _ in range(5):
+            assert embed(server, "walk").status_code == 200
+
+        def ask(_: int) -> tuple[int, float]:
+            started = time.monotonic()
+            stated = {"x-request-timeout-ms": "2000"}
+            body = {"inputs": "moon"}
+            answer = client.post(f"{server.url}/embed", json=body, headers=stated)
+            return answer.status_code, time.monotonic() - started
+
+        answers = list(pool.map(ask, range(40)))
+    statuses = [status for status, _ in answers]
+    assert set(statuses) <= {200, 429, 504}
+    assert statuses.count(200) >= 4
+    assert 504 in statuses, "they were accepted at the old rate"
+    assert max(seconds for _, seconds in answers) < 4.0
+
+
 def test_a_draining_server_says_when_to_come_back(tiny_store: Path) -> None:
     with (
         running_server(tiny_store, "--model", "bert", command=FAULTY) as server,

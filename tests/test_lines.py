@@ -171,6 +171,18 @@ def test_requests_that_slower_workers_cannot_end_are_told_before_they_run() -> N
         assert all(sent.ended < sent.deadline for sent in told)
 
 
+def test_a_client_that_leaves_gives_its_time_back() -> None:
+    with server() as served:
+        while (last := served.submit([20] * 5, "a", 2.0)) is not None:
+            leaving = last
+        assert served.submit([20] * 5, "a", 2.0) is None
+        leaving.future.cancel()
+        assert served.submit([20] * 5, "a", 2.0) is not None
+        served.run_until(math.inf)
+        kept = [sent for sent in served.sent if sent is not leaving]
+        assert all(sent.ended <= sent.deadline for sent in kept)
+
+
 def test_a_rate_that_is_wrong_does_not_stay_so() -> None:
     with server() as served:
         served.scheduler._admission.tokens_per_s = 0.001

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from cloze.model_store.installation import DISTRIBUTION
+
 _PACKAGES = (
-    "cloze",
+    DISTRIBUTION,
     "onnxruntime",
     "onnxruntime-gpu",
     "tokenizers",

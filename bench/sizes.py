@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.models import EncoderConfig, Model
 from cloze.export.publish import ExportOptions, export
+from cloze.export.tokenizer import describe_tokenizer
 from cloze.export.train.save import save_checkpoint
 from cloze.export.train.vocabulary import SPECIAL_TOKENS, wordpiece
 from cloze.model_store import Bundle, Store
@@ -115,7 +116,8 @@ def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Check
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.02)
     checkpoint = folder / f"{name}-checkpoint"
-    save_checkpoint(model, wordpiece(_vocabulary(config.vocab_size), lowercase=True), checkpoint)
+    tokenizer = wordpiece(_vocabulary(config.vocab_size), lowercase=True)
+    save_checkpoint(model, describe_tokenizer(tokenizer), checkpoint)
     precisions = (Precision.FP16,) if cuda else ()
     options = ExportOptions(tasks=("embed",), precisions=precisions, cuda=cuda)
     bundle = export(str(checkpoint), name, Store(folder / "store"), options)

@@ -17,6 +17,7 @@ from cloze.train_options import (
     corpus_option,
     device_option,
     held_out_option,
+    license_option,
     open_device,
     out_option,
     required,
@@ -103,6 +104,7 @@ def vocab(
 @seed_option
 @device_option
 @threads_option
+@license_option
 @one_line_errors
 def pretrain(
     corpus: tuple[Path, ...],
@@ -114,6 +116,7 @@ def pretrain(
     seed: int | None,
     device: str,
     threads: int | None,
+    license_name: str | None,
 ) -> None:
     """Train a BERT on text, by default with masked tokens and next sentences.
 
@@ -127,7 +130,7 @@ def pretrain(
     from cloze.export.train.recipe import PretrainRecipe, load_recipe
 
     settings = load_recipe(recipe, PretrainRecipe, seed=seed)
-    files, options = required(corpus), run_options(out, device, threads)
+    files, options = required(corpus), run_options(out, device, threads, license_name)
     starts = {"source": source, "embeddings_from": embeddings_from}
     _report_done(run(files, settings, options, vocabulary=vocabulary, **starts))
 
@@ -146,6 +149,7 @@ def pretrain(
 @seed_option
 @device_option
 @threads_option
+@license_option
 @one_line_errors
 def finetune_qa(
     source: str,
@@ -155,28 +159,30 @@ def finetune_qa(
     seed: int | None,
     device: str,
     threads: int | None,
+    license_name: str | None,
 ) -> None:
     """Fine-tune the checkpoint SOURCE for question answering."""
     from cloze.export.train.questions import finetune_questions
     from cloze.export.train.recipe import QuestionsRecipe, load_recipe
 
     settings = load_recipe(recipe, QuestionsRecipe, seed=seed)
-    options = run_options(out, device, threads)
+    options = run_options(out, device, threads, license_name)
     _report_done(finetune_questions(source, list(questions), settings, options))
 
 
 @train.command("average")
 @click.argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @click.option("--out", type=FOLDER, required=True, help="Folder of the new checkpoint.")
+@license_option
 @one_line_errors
-def average(sources: tuple[str, ...], out: Path) -> None:
+def average(sources: tuple[str, ...], out: Path, license_name: str | None) -> None:
     """Average the weights of the checkpoints SOURCE, fine-tuned from one checkpoint.
 
     The average of runs with different settings is often better than each of them.
     """
     from cloze.export.train.average import average as run
 
-    click.echo(run(sources, out))
+    click.echo(run(sources, out, license_name))
 
 
 @train.command("calibrate-qa")
@@ -229,6 +235,7 @@ def calibrate_qa(
 @seed_option
 @device_option
 @threads_option
+@license_option
 @one_line_errors
 def finetune_embed(
     source: str,
@@ -240,6 +247,7 @@ def finetune_embed(
     seed: int | None,
     device: str,
     threads: int | None,
+    license_name: str | None,
 ) -> None:
     """Fine-tune the embeddings of the checkpoint SOURCE.
 
@@ -250,7 +258,7 @@ def finetune_embed(
 
     settings = load_recipe(recipe, EmbedRecipe, seed=seed)
     files = EmbeddingFiles(list(pairs), list(held_out_pairs), list(corpus))
-    options = run_options(out, device, threads)
+    options = run_options(out, device, threads, license_name)
     _report_done(finetune_sentences(source, files, settings, options))
 
 
@@ -268,6 +276,7 @@ def finetune_embed(
 @seed_option
 @device_option
 @threads_option
+@license_option
 @one_line_errors
 def distill(
     teacher: str,
@@ -278,13 +287,14 @@ def distill(
     seed: int | None,
     device: str,
     threads: int | None,
+    license_name: str | None,
 ) -> None:
     """Distil the BERT checkpoint TEACHER into a DistilBERT of half its layers."""
     from cloze.export.train.distill import distill as run
     from cloze.export.train.recipe import DistillRecipe, load_recipe
 
     settings = load_recipe(recipe, DistillRecipe, seed=seed)
-    files, options = required(corpus), run_options(out, device, threads)
+    files, options = required(corpus), run_options(out, device, threads, license_name)
     _report_done(run(teacher, files, settings, options, source))
 
 

@@ -3,6 +3,7 @@
 Training packages are imported inside the functions, because a serving installation lacks them.
 """
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,23 @@ threads_option = click.option(
 )
 
 
+def _checked_license(_: click.Context, __: click.Parameter, name: str | None) -> str | None:
+    if name is not None and re.fullmatch(r"[\w.+-]*\w", name) is None:
+        raise click.BadParameter("a name such as apache-2.0 has letters, digits, '.', '+' and '-'")
+    return name
+
+
+license_option = click.option(
+    "--license",
+    "license_name",
+    metavar="NAME",
+    callback=_checked_license,
+    help="Licence of the new model, for its card and its bundle, such as apache-2.0.  "
+    "[default: that of the checkpoints it starts from, if they have one]",
+    show_default=False,
+)
+
+
 def held_out_option(
     default: float, use: str
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -67,11 +85,13 @@ def required(corpus: tuple[Path, ...]) -> list[Path]:
     return list(corpus)
 
 
-def run_options(run_dir: Path, device: str, threads: int | None) -> "RunOptions":
+def run_options(
+    run_dir: Path, device: str, threads: int | None, license_name: str | None
+) -> "RunOptions":
     """Return the options of a run beside its recipe."""
     from cloze.export.train.run_options import RunOptions
 
-    return RunOptions(run_dir, open_device(device, threads), print_event)
+    return RunOptions(run_dir, open_device(device, threads), print_event, license=license_name)
 
 
 def open_device(name: str, threads: int | None) -> "torch.device":

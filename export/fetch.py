@@ -13,7 +13,9 @@ from cloze.export.download import (
 )
 from cloze.export.errors import ExportError
 
-_BUNDLE, _CHECKPOINT = "manifest.json", "config.json"
+_BUNDLE = "manifest.json"
+_CHECKPOINTS = ("config.json", "modules.json")
+"""A folder with one of these files is a checkpoint. ``modules.json`` names the encoder's folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +78,9 @@ def _find_model(files: Path) -> tuple[Path, bool]:
         raise ExportError(f"it has {len(bundles)} bundles; an address names one model")
     if bundles:
         return bundles[0], True
-    checkpoints = sorted(files.rglob(_CHECKPOINT), key=lambda file: len(file.parts))
+    checkpoints = [file.parent for name in _CHECKPOINTS for file in files.rglob(name)]
     if not checkpoints:
-        raise ExportError(f"it has neither a bundle ({_BUNDLE}) nor a checkpoint ({_CHECKPOINT})")
-    return checkpoints[0].parent, False
+        raise ExportError(
+            f"it has neither a bundle ({_BUNDLE}) nor a checkpoint ({' or '.join(_CHECKPOINTS)})"
+        )
+    return min(checkpoints, key=lambda folder: (len(folder.parts), folder)), False

@@ -1,7 +1,8 @@
 """Loads a checkpoint's WordPiece tokenizer from ``tokenizer.json`` or ``vocab.txt``."""
 
 import unicodedata
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class CheckpointTokenizer:
         cls_id: id of the token ``[CLS]``.
         sep_id: id of the token ``[SEP]``.
         mask_id: id of the mask token; None: the vocabulary has no mask token.
-        mask_token: the mask token; None: the vocabulary has no mask token.
+        special_tokens: the special tokens of the vocabulary, by their keys in
+            ``tokenizer_config.json``, such as ``mask_token``.
         max_tokens: the longest sequence in the checkpoint's settings; None: no limit is set.
         note: an assumption or a change that the user should read; None: no note.
     """
@@ -60,9 +62,14 @@ class CheckpointTokenizer:
     cls_id: int
     sep_id: int
     mask_id: int | None
-    mask_token: str | None
-    max_tokens: int | None
-    note: str | None
+    special_tokens: Mapping[str, str]
+    max_tokens: int | None = None
+    note: str | None = None
+
+    @property
+    def mask_token(self) -> str | None:
+        """The mask token; None: the vocabulary has no mask token."""
+        return self.special_tokens.get("mask_token")
 
     @property
     def size(self) -> int:
@@ -91,23 +98,40 @@ def load_tokenizer(folder: Path) -> CheckpointTokenizer:
         _add_tokens(tokenizer, folder, settings)
     else:
         raise ExportError(f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.txt")
+    limit = settings.get("model_max_length")
+    return replace(
+        describe_tokenizer(tokenizer, names),
+        max_tokens=int(limit) if isinstance(limit, int | float) and 2 < limit < 1e6 else None,
+        note=note,
+    )
+
+
+def describe_tokenizer(
+    tokenizer: Tokenizer, names: Mapping[str, str] = SPECIAL_TOKENS
+) -> CheckpointTokenizer:
+    """Return a tokenizer with its properties, and switch off its truncation and padding.
+
+    Args:
+        tokenizer: the tokenizer.
+        names: names of the special tokens, by their keys in ``tokenizer_config.json``.
+
+    Raises:
+        ExportError: the vocabulary lacks a special token.
+    """
     tokenizer.no_truncation()
     tokenizer.no_padding()
-
     ids = {
         key: _required_id(tokenizer, names[key]) for key in ("cls_token", "sep_token", "unk_token")
     }
-    mask_id = tokenizer.token_to_id(names["mask_token"])
-    limit = settings.get("model_max_length")
     return CheckpointTokenizer(
         tokenizer=tokenizer,
         lowercase=bool(getattr(tokenizer.normalizer, "lowercase", False)),
         cls_id=ids["cls_token"],
         sep_id=ids["sep_token"],
-        mask_id=mask_id,
-        mask_token=None if mask_id is None else names["mask_token"],
-        max_tokens=int(limit) if isinstance(limit, int | float) and 2 < limit < 1e6 else None,
-        note=note,
+        mask_id=tokenizer.token_to_id(names["mask_token"]),
+        special_tokens={
+            key: name for key, name in names.items() if tokenizer.token_to_id(name) is not None
+        },
     )
 
 

@@ -17,6 +17,7 @@ from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import torch_outputs
 from cloze.export.heads import EXPORT_HEADS
+from cloze.export.heads.head import SampleSizes
 from cloze.export.models import Model
 from cloze.export.session import Session, open_session
 from cloze.model_store.batch import BatchCodec, Encoding
@@ -188,7 +189,8 @@ def _random_encoding(
     ids[0], ids[-1] = tokenizer.cls_id, tokenizer.sep_id
     second = min(1, max(0, checkpoint.model.config.type_vocab_size - 1))
     types = np.where(np.arange(tokens) > tokens // 2, second, 0).astype(np.int32)
-    requests = {name: EXPORT_HEADS[name].sample(rng, tokens, tokenizer.size) for name in asked}
+    drawn = SampleSizes(tokens, tokenizer.size, checkpoint.model.config.layers)
+    requests = {name: EXPORT_HEADS[name].sample(rng, drawn) for name in asked}
     return Encoding(ids, types, requests)
 
 

@@ -7,7 +7,7 @@ processes. `Service.reopened` serves what the store holds by then, with the engi
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from starlette.middleware.cors import CORSMiddleware
 from cloze.model_store import Bundle
 from cloze.service.application import create_app
 from cloze.service.batching.promises import Promises
-from cloze.service.core import Changes, Reload, ReloadRefused, StartupError
+from cloze.service.core import Changes, Reload, ReloadRefused
 from cloze.service.http.access import AccessControl, accepted_hosts
 from cloze.service.http.access_log import AccessLog
 from cloze.service.http.answers import Answers
 from cloze.service.http.caller import Callers
-from cloze.service.http.gate import Gate, GateLimits, GateModel
+from cloze.service.http.gate import Gate, GateLimits
 from cloze.service.http.keys import Keys, Scope
 from cloze.service.http.memory_limit import MemoryLimit
 from cloze.service.http.page import docs_paths, part_handlers
@@ -93,7 +93,7 @@ def single_process(
         StartupError: the store is empty, a bundle does not open, or the device is missing.
     """
     bundles = open_bundles(settings)
-    metrics = _make_metrics(bundles, shared=False)
+    metrics = Metrics()
     tracing = make_tracing(settings, operations.QUIET_ROUTES)
     callbacks = EngineCallbacks(with_spans(metrics.observe_batch, tracing))
     opener = LocalModels(settings, callbacks, make_engine)
@@ -111,14 +111,9 @@ def front_end(settings: Settings, engines: RemoteEngines) -> "Service":
         StartupError: the store is empty, or a bundle does not open.
     """
     bundles = open_bundles(settings)
-    metrics = _make_metrics(bundles, shared=True)
     tracing = make_tracing(settings, operations.QUIET_ROUTES)
-    process = Process(settings, metrics, DEFAULT_REGISTRIES, None, tracing)
+    process = Process(settings, Metrics(shared=True), DEFAULT_REGISTRIES, None, tracing)
     return Service(process, engines.models(bundles))
-
-
-def _make_metrics(bundles: Sequence[Bundle], *, shared: bool) -> Metrics:
-    return Metrics([bundle.manifest.reference for bundle in bundles], shared=shared)
 
 
 class Process:
@@ -182,7 +177,6 @@ class Service:
         self._context = self._protocol_context(process.callers)
         self._routes = [r for p in self._registries.protocols for r in p.routes(self._context)]
         self.gate = self._make_gate(process.callers)
-        process.metrics.watch(self)
 
     def _protocol_context(self, callers: Callers) -> ProtocolContext:
         settings = self._settings
@@ -198,15 +192,7 @@ class Service:
 
     def _make_gate(self, callers: Callers) -> Gate:
         """Return the gate of the routes that run models."""
-        routes = {}
-        for route in self._routes:
-            if route.task is not None:
-                serving = self.models.serving(self._registries.tasks[route.task])
-            elif route.runs_models:
-                serving = self.models.pipelines
-            else:
-                continue
-            routes[route.path] = [GateModel(p.manifest.reference, p.model.queue) for p in serving]
+        routes = {r.path: r.models for r in self._routes if r.models is not None}
         limits = GateLimits(self._settings.max_queue_wait_ms / 1000, self._settings.max_timeout_s)
         error_bytes = ErrorResponder(self._registries.protocols).body
         process = self._process
@@ -245,7 +231,8 @@ class Service:
     def reopened(self) -> "Service":
         """Return a service of what the store and the keys hold now, with the engines that stay.
 
-        This service keeps answering. `close_unused` ends what the other one does not use.
+        This service keeps answering, and the metrics stay its own until the other one's `api` is
+        called. `close_unused` ends what the other one does not use.
 
         Raises:
             StartupError: the keys cannot be read, or a bundle or an engine does not open.
@@ -255,12 +242,11 @@ class Service:
         bundles = open_bundles(self._settings)
         running = [pipeline.model for pipeline in self.models.pipelines]
         models = process.opener.open(bundles, running)
-        process.metrics.add_models([bundle.manifest.reference for bundle in bundles])
         try:
             reopened = Service(process, models)
             if process.callers.keys is not None:
                 process.callers.keys.reload()  # last, since the keys are replaced at once
-        except StartupError:
+        except BaseException:
             for model in models:
                 if all(model is not other for other in running):
                     model.queue.close()
@@ -269,16 +255,17 @@ class Service:
 
     def changes(self, other: "Service") -> Changes:
         """Return how the models of another service differ from those of this one."""
-        served = (
-            {p.manifest.reference: p.model for p in service.models.pipelines}
-            for service in (self, other)
-        )
-        return Changes.between(*served)
+        return Changes.between(self._by_name(), other._by_name())
 
-    def close_unused(self, others: Iterable["Service"]) -> None:
-        """Close the models that no other service uses."""
-        used = {id(pipeline.model) for other in others for pipeline in other.models.pipelines}
+    def close_unused(self, other: "Service") -> None:
+        """Close the models that another service does not use, and remove their metric series."""
+        used = {id(model) for model in other._by_name().values()}
         self._close([p for p in self.models.pipelines if id(p.model) not in used])
+        self._process.metrics.forget_models(self._by_name().keys() - other._by_name().keys())
+
+    def _by_name(self) -> dict[str, ServedModel]:
+        """Return the served models by their full names."""
+        return {pipeline.manifest.reference: pipeline.model for pipeline in self.models.pipelines}
 
     # ---- state ----------------------------------------------------------------------------------
 
@@ -333,7 +320,12 @@ class Service:
         ]
 
     def api(self) -> FastAPI:
-        """Return the HTTP application; the service closes when the application shuts down."""
+        """Return the HTTP application; the service closes when the application shuts down.
+
+        From now on, the metrics are those of this service and its models.
+        """
+        self._process.metrics.add_models(self._by_name())
+        self._process.metrics.watch(self)
         app = create_app(
             self._context,
             self._routes,

@@ -61,13 +61,14 @@ def create_app(
     for error_type in (ServiceError, HTTPException, Exception):
         app.add_exception_handler(error_type, responder.respond)
     app.openapi = _openapi(routes)  # type: ignore[method-assign]
-    task_handlers = {route.path: route.handler for route in routes if route.task is not None}
-    app.add_middleware(DirectRoutes, handlers=task_handlers, respond=responder.respond)
+    direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
+    app.add_middleware(DirectRoutes, handlers=direct, respond=responder.respond)
     protect(app)
     known_routes = ("/docs", "/openapi.json", *parts, *(route.path for route in routes))
     app.add_middleware(
         Connection,
         known_routes=known_routes,
+        respond=responder.respond,
         metrics=context.metrics,
         access_log=access_log,
         answers=context.watch.answers,
@@ -104,10 +105,8 @@ def _create_request_series(context: ProtocolContext, routes: Sequence[Route]) ->
     own = {status for status, _ in STATUS.values() if status >= 500 or status == 429}
     statuses = sorted({200, *own})
     for route in routes:
-        if route.task is not None:
-            serving = context.models.serving(context.tasks[route.task])
-            references = [pipeline.manifest.reference for pipeline in serving]
-            context.metrics.create_request_series(route.path, references, statuses)
+        references = [model.reference for model in route.models or ()]
+        context.metrics.create_request_series(route.path, references, statuses)
 
 
 def _openapi(routes: Sequence[Route]) -> Callable[[], dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Replaces the service of a process while it answers requests.
 
 A request ends with the service that it began with, so no answer mixes old and new. What the new
-service does not use is closed after the last such request.
+service does not use is closed after the last such request. Until then no further service opens: at
+most two are in memory.
 """
 
 import asyncio
@@ -11,7 +12,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -27,8 +28,12 @@ A full collection is short, since `server` has frozen most other objects.
 """
 
 
+BUSY: Final = "another reload is under way, or its old models still answer requests; ask again"
+"""Why a reload that is asked for by a request is refused at once; a signal waits."""
+
+
 class Generations:
-    """ASGI application: the service that answers new requests, and those that still end old ones.
+    """ASGI application: the service that answers new requests, and one that still ends old ones.
 
     Args:
         service: the first service.
@@ -49,7 +54,8 @@ class Generations:
         self._check_certificate, self._use_certificate = check_certificate, use_certificate
         self._app: ASGIApp = service.api()
         self._running: dict[Service, int] = {service: 0}  # requests per service
-        self._reloading = asyncio.Lock()
+        self._alone = asyncio.Event()  # unset from the begin of a reload to the old service's end
+        self._alone.set()
         self._tasks: set[asyncio.Task[None]] = set()
         if service.reopens:
             service.on_reload(self.reload)
@@ -83,9 +89,13 @@ class Generations:
         await send({"type": "lifespan.shutdown.complete"})
 
     def reload_soon(self) -> None:
-        """Begin to reload; the log says what comes of it."""
+        """Reload as soon as no other reload is under way; the log says what comes of it."""
 
         async def reload() -> None:
+            if not self._alone.is_set():
+                log.info("a reload waits until the last one has ended")
+                await self._alone.wait()
+            # Of several that waited, the first one began after all had been asked for.
             with suppress(ReloadRefused, ShuttingDown):
                 await self.reload()
 
@@ -95,40 +105,64 @@ class Generations:
         """Serve what the store, the keys and the certificate hold now.
 
         Raises:
-            ReloadRefused: that cannot be served; what was served before is served on.
+            ReloadRefused: that cannot be served, and what was served before is served on; or
+                another reload has not ended.
             ShuttingDown: the server drains.
         """
-        async with self._reloading:
-            old = self.service
-            try:
-                self._check_certificate()
-                new = await asyncio.to_thread(old.reopened)
-                app = new.api()
-            except StartupError as error:
-                log.error("nothing was reloaded: %s", error)
-                raise ReloadRefused(f"nothing was reloaded: {error}") from error
-            if old.draining:
-                await asyncio.to_thread(new.close_unused, [old])
-                raise ShuttingDown("the server is shutting down")
-            changes = old.changes(new)
-            self._use_certificate()
-            self.service, self._app = new, app
-            self._running[new] = 0
-            if not self._running[old]:
-                self._end(old)
+        if not self._alone.is_set():
+            raise ReloadRefused(BUSY)
+        self._alone.clear()
+        old = self.service
+        try:
+            app, new = await self._open(old)
+        except BaseException as error:
+            self._alone.set()
+            self._return_memory_later()
+            if not isinstance(error, StartupError):
+                raise
+            log.error("nothing was reloaded: %s", error)
+            raise ReloadRefused(f"nothing was reloaded: {error}") from error
+        self.service, self._app = new, app
+        self._running[new] = 0
+        if not self._running[old]:
+            self._end(old)
+        changes = old.changes(new)
         log.info("reloaded: %s", changes)
         return changes
 
+    async def _open(self, old: Service) -> tuple[ASGIApp, Service]:
+        """Return the next service and its application, or change nothing.
+
+        Raises:
+            StartupError: the certificate, the keys or a bundle cannot be used.
+            ShuttingDown: the server drains.
+        """
+        self._check_certificate()
+        new = await asyncio.to_thread(old.reopened)
+        try:
+            if old.draining:
+                raise ShuttingDown("the server is shutting down")
+            self._use_certificate()
+            return new.api(), new
+        except BaseException:
+            await asyncio.to_thread(new.close_unused, old)
+            raise
+
     def _end(self, service: Service) -> None:
         """Close what only a service without requests uses."""
-        del self._running[service]
-        closing = asyncio.to_thread(service.close_unused, list(self._running))
 
         async def close() -> None:
-            await closing
-            asyncio.get_running_loop().call_later(_COLLECT_AFTER_S, _return_memory)
+            try:
+                await asyncio.to_thread(service.close_unused, self.service)
+            finally:
+                del self._running[service]
+                self._alone.set()
+                self._return_memory_later()
 
         self._start(close())
+
+    def _return_memory_later(self) -> None:
+        asyncio.get_running_loop().call_later(_COLLECT_AFTER_S, _return_memory)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -9,9 +9,10 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from cloze.model_store import Manifest
+from cloze.model_store.batch import Encoding
 from cloze.service.abandonment import run_on_thread
 from cloze.service.batching.lines import LineKey
 from cloze.service.batching.promises import PromiseKey, Promises
@@ -20,6 +21,7 @@ from cloze.service.core import (
     Overloaded,
     RequestTerms,
     ServiceError,
+    ShuttingDown,
     StartupError,
     Timings,
     UnknownModel,
@@ -36,6 +38,8 @@ _INLINE_BYTES = 4_000
 
 Tokenizing so few bytes takes at most about 1 ms, less than two thread switches under load.
 """
+
+_NOTHING_RUN: Final = BatchResult([], 0.0, 0.0)
 
 _INLINE_RESULTS = 64
 """Most results that are decoded on the event loop; decoding and writing one takes about 10 us."""
@@ -151,15 +155,6 @@ class Pipeline:
         self.context = TaskContext(self.manifest, Tokenizer(model.bundle), limits)
         self._completions = Completions()
 
-    def _promise(self, error: Overloaded, client: str, tokens: int, stated_s: float | None) -> None:
-        """Make a refusal say when the request may come back, and remember it."""
-        line = LineKey.of(tokens, stated_s)
-        key = PromiseKey(self.manifest.reference, client, line)
-        wait = self.model.queue.expected_wait(client, tokens, stated_s)
-        error.retry_after_s = self._promises.promise(
-            key, time.monotonic(), error.retry_after_s, wait.per_request_s
-        )
-
     async def run(
         self,
         task: Task,
@@ -171,7 +166,8 @@ class Pipeline:
     ) -> TaskResult:
         """Tokenize the texts, wait for the engine's outputs and decode them.
 
-        Cancelling this coroutine drops the encodings that have not run.
+        Cancelling this coroutine drops the encodings that have not run, and ends the work of its
+        threads at the next `check_awaited`.
 
         Args:
             task: a task that the model serves.
@@ -183,8 +179,8 @@ class Pipeline:
         Raises:
             ServiceError: the request gets no result.
         """
-        queue = self.model.queue
-        accepted = not queue.draining
+        if self.model.queue.draining:
+            raise ShuttingDown("the server is shutting down")
         started = time.monotonic()
         inline = size <= _INLINE_BYTES and not task.takes_long(call)
         context = self.context
@@ -193,22 +189,8 @@ class Pipeline:
         else:
             prepared = await run_on_thread(task.prepare, call, context)
         tokenized = time.monotonic()
-        deadline, client, stated_s, trace, returning = terms
+        batch = await self._run_engine(prepared.encodings, terms)
         tokens, truncated = sum(map(len, prepared.encodings)), prepared.truncated
-        try:
-            future = queue.submit(
-                prepared.encodings,
-                deadline,
-                client=client,
-                timeout_s=stated_s,
-                accepted=accepted,
-                returning=returning,
-                trace=trace,
-            )
-            batch = await self._completions.wait(future)
-        except Overloaded as error:
-            self._promise(error, client, tokens, stated_s)
-            raise
         warnings, usage = prepared.warnings, prepared.usage
         queue_s, inference_s = batch.queue_s, batch.inference_s
         while prepared.advance is not None:
@@ -216,10 +198,7 @@ class Pipeline:
             if following is None:
                 break
             prepared = following
-            future = queue.submit(
-                prepared.encodings, deadline, client=client, later_round=True, trace=trace
-            )
-            batch = await self._completions.wait(future)
+            batch = await self._run_engine(prepared.encodings, terms, later_round=True)
             tokens += sum(map(len, prepared.encodings))
             queue_s, inference_s = queue_s + batch.queue_s, inference_s + batch.inference_s
         is_large = prepared.results > _INLINE_RESULTS
@@ -237,6 +216,41 @@ class Pipeline:
             timings=Timings(tokenized - started, queue_s, inference_s, started),
             is_large=is_large,
             usage=usage,
+        )
+
+    async def _run_engine(
+        self, encodings: Sequence[Encoding], terms: RequestTerms, *, later_round: bool = False
+    ) -> BatchResult:
+        """Return the outputs of one round; a task that needs no engine has no encodings.
+
+        Raises:
+            ServiceError: see `Queue.submit` and its future.
+        """
+        if not encodings:
+            return _NOTHING_RUN
+        try:
+            future = self.model.queue.submit(
+                encodings,
+                terms.deadline,
+                client=terms.client,
+                timeout_s=terms.timeout_s,
+                accepted=True,  # the drain began later, if it has begun
+                returning=terms.returning,
+                later_round=later_round,
+                trace=terms.trace,
+            )
+            return await self._completions.wait(future)
+        except Overloaded as error:
+            self._promise(error, terms, sum(map(len, encodings)))
+            raise
+
+    def _promise(self, error: Overloaded, terms: RequestTerms, tokens: int) -> None:
+        """Make a refusal say when the request may come back, and remember it."""
+        line = LineKey.of(tokens, terms.timeout_s)
+        key = PromiseKey(self.manifest.reference, terms.client, line)
+        wait = self.model.queue.expected_wait(terms.client, tokens, terms.timeout_s)
+        error.retry_after_s = self._promises.promise(
+            key, time.monotonic(), error.retry_after_s, wait.per_request_s
         )
 
 
@@ -286,8 +300,11 @@ class Models:
         self._served[name] = [chosen, *(pipeline for pipeline in served if pipeline is not chosen)]
 
     def serving(self, task: Task) -> Sequence[Pipeline]:
-        """Return the pipelines of the models that serve a task, the default first."""
-        return self._served[task.name]
+        """Return the pipelines of the models that serve a task, the default first.
+
+        There are none if the server does not offer the task.
+        """
+        return self._served.get(task.name, ())
 
     def tasks_of(self, pipeline: Pipeline) -> list[str]:
         """Return the names of the tasks that a model serves."""
@@ -295,7 +312,7 @@ class Models:
 
     def default(self, task: Task) -> Pipeline | None:
         """Return the pipeline for requests that name no model; None if no model serves the task."""
-        return next(iter(self._served[task.name]), None)
+        return next(iter(self.serving(task)), None)
 
     def named(self, name: str) -> Pipeline:
         """Return the pipeline of a model.
@@ -311,23 +328,27 @@ class Models:
             raise UnknownModel(f"no model {ascii(name)[:80]} is served (there: {served})")
         return named
 
-    def choose(self, task: Task, name: str | None) -> Pipeline:
+    def choose(
+        self, task: Task, name: str | None, serving: Sequence[Pipeline] | None = None
+    ) -> Pipeline:
         """Return the pipeline of the named model, or the task's default.
 
         Args:
             task: the task to serve.
             name: ``NAME`` or ``NAME@VERSION``; None selects the task's default.
+            serving: the pipelines to choose from, the default first; None: those of the task.
 
         Raises:
             UnknownModel: no model of that name is served.
             WrongTask: the model lacks a head for the task, or no served model has one.
         """
+        serving = self.serving(task) if serving is None else serving
         if name is None:
-            if (pipeline := self.default(task)) is None:
+            if not serving:
                 raise WrongTask(f"no served model can do {task.name}")
-            return pipeline
+            return serving[0]
         named = self.named(name)
-        if named not in self._served[task.name]:
+        if named not in serving:
             raise WrongTask(
                 f"model {name} cannot do {task.name}; it does {', '.join(self.tasks_of(named))}"
             )

@@ -1,6 +1,7 @@
 """Serves until a signal, in one process or in front ends and engine processes."""
 
 from cloze.service import server
+from cloze.service.admin_socket import listening_on_admin_socket
 from cloze.service.app import DEFAULT_REGISTRIES, Registries, single_process
 from cloze.service.served_models import EngineFactory
 from cloze.service.settings import Settings
@@ -45,7 +46,9 @@ def serve_in_one_process(
     server.begin(settings)
     server.warn_of_unknown_variables()
     listener = server.bind(settings)
-    service = single_process(settings, make_engine, registries)
-    server.listen(listener, settings)
-    server.exit_if_dead(server.run(service, settings, listener))
+    with listening_on_admin_socket(settings.admin_socket) as admin:
+        service = single_process(settings, make_engine, registries)
+        server.listen(listener, settings)
+        last = server.run(service, settings, [listener, *admin])
+    server.exit_if_dead(last)
     return 0

@@ -134,7 +134,6 @@ class LocalModels:
         Raises:
             StartupError: an engine does not open, or the memory cannot suffice.
         """
-        settings = self._settings
         served = {model.bundle.manifest.reference: model for model in running}
         kept = {
             bundle.manifest.reference: model
@@ -142,22 +141,20 @@ class LocalModels:
             if (model := served.get(bundle.manifest.reference)) is not None
             and model.bundle.manifest == bundle.manifest  # so the digests of all files are equal
         }
-        check_memory(bundles, memory_limit())
-        # All engines open before a thread starts: nothing runs if one of them fails.
-        engines = {
-            bundle.manifest.reference: self._make_engine(
-                bundle, settings.device, settings.precision
-            )
-            for bundle in bundles
-            if bundle.manifest.reference not in kept
-        }
-        return [
-            kept.get(bundle.manifest.reference)
-            or self._start(bundle, engines[bundle.manifest.reference])
-            for bundle in bundles
-        ]
+        check_memory(bundles, memory_limit(), self._settings.device, self._settings.precision)
+        models = dict(kept)
+        try:
+            for bundle in bundles:
+                if bundle.manifest.reference not in kept:
+                    models[bundle.manifest.reference] = self._open(bundle)
+        except BaseException:
+            for name in models.keys() - kept.keys():
+                models[name].queue.close()
+            raise
+        return [models[bundle.manifest.reference] for bundle in bundles]
 
-    def _start(self, bundle: Bundle, engine: Engine) -> ServedModel:
+    def _open(self, bundle: Bundle) -> ServedModel:
+        engine = self._make_engine(bundle, self._settings.device, self._settings.precision)
         queue = _start_scheduler(self._settings, bundle, engine, self._callbacks, self._activity)
         log.info(
             "serving %s for %s on %s in %s, %s",

@@ -12,6 +12,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
@@ -21,7 +22,7 @@ from cloze.service.app import Service
 from cloze.service.core import StartupError
 from cloze.service.generations import Generations
 from cloze.service.http.acceptor import Acceptor
-from cloze.service.http.access import accepted_hosts, is_loopback
+from cloze.service.http.access import OF_ADMIN_SOCKET, accepted_hosts, is_loopback
 from cloze.service.http.probes import Probes
 from cloze.service.http.server_protocol import ConnectionLimits, ConnectionTable, ServerProtocol
 from cloze.service.logs import announce, start_logging
@@ -71,8 +72,8 @@ def warn_of_unknown_variables() -> None:
         log.warning("the variable %s is not a setting; see `cloze serve --help`", name)
 
 
-def run(service: Service, settings: Settings, listener: socket.socket) -> Service:
-    """Answer requests on a listening socket until a signal, or until a local engine dies.
+def run(service: Service, settings: Settings, listeners: list[socket.socket]) -> Service:
+    """Answer requests on listening sockets until a signal, or until a local engine dies.
 
     SIGHUP replaces the service by one of what the store holds by then.
 
@@ -81,14 +82,14 @@ def run(service: Service, settings: Settings, listener: socket.socket) -> Servic
     """
     _freeze_objects()
     server = _make_server(service, settings)
-    server.run(sockets=[listener])
+    server.run(sockets=listeners)
     return server.service
 
 
 async def serve(
     service: Service,
     settings: Settings,
-    listener: socket.socket,
+    listeners: list[socket.socket],
     *,
     retire_on: signal.Signals,
     before_accepting: Callable[[], None],
@@ -98,7 +99,7 @@ async def serve(
     Args:
         service: answers the requests.
         settings: the operator's settings.
-        listener: the listening socket.
+        listeners: the listening sockets.
         retire_on: the signal after which no connection is accepted, and this function returns
             after the last open one. Each connection ends with its next answer.
         before_accepting: called when nothing can fail any more.
@@ -110,7 +111,7 @@ async def serve(
     server = _make_server(service, settings)
     asyncio.get_running_loop().add_signal_handler(retire_on, server.retire)
     before_accepting()
-    await server.serve(sockets=[listener])
+    await server.serve(sockets=listeners)
 
 
 def _freeze_objects() -> None:
@@ -191,7 +192,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=[])
         config = self.config
 
-        def make_protocol() -> asyncio.Protocol:
+        def make_protocol(*, is_admin: bool) -> asyncio.Protocol:
             return ServerProtocol(
                 refusal=self._generations.refusal,
                 table=self._table,
@@ -199,13 +200,14 @@ class _Server(uvicorn.Server):
                 starts=self.service.starts,
                 config=config,
                 server_state=self.server_state,
-                app_state=self.lifespan.state,
+                app_state=self.lifespan.state | {OF_ADMIN_SOCKET: is_admin},
             )
 
-        self._acceptors = [
-            Acceptor(listener, make_protocol, config.ssl, self._probes)
-            for listener in sockets or []
-        ]
+        for listener in sockets or []:
+            is_admin = listener.family == socket.AF_UNIX
+            make = partial(make_protocol, is_admin=is_admin)
+            tls = None if is_admin else config.ssl
+            self._acceptors.append(Acceptor(listener, make, tls, self._probes))
         self.servers = self._acceptors  # type: ignore[assignment]
         if self.service.reopens:
             loop = asyncio.get_running_loop()
@@ -262,6 +264,11 @@ class _Server(uvicorn.Server):
         service.drain()
         closer = threading.Thread(target=service.close, daemon=True)
         asyncio.get_running_loop().call_later(self._grace_s, closer.start)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End the connections, those too that are still being accepted, and the application."""
+        self._table.is_draining = True
+        await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to shut down: a local engine is dead, or uvicorn stops the server."""

@@ -133,13 +133,15 @@ class Settings(BaseSettings):
         33_554_432,
         ge=1024,
         description="most bytes of all request bodies above 64 KiB that a process holds at once; "
-        "further ones wait, and get status 429 after max_queue_wait_ms",
+        "one client holds half of them at most; further ones wait, and get status 429 after "
+        "max_queue_wait_ms",
     )
     max_answers_bytes: int = Field(
         67_108_864,
         ge=1024,
         description="most bytes of all answers above 64 KiB that clients of a process have not "
-        "read; further large ones wait, and connections that do not read are closed",
+        "read; one client holds half of them at most; further large ones wait, and connections "
+        "that read too slowly are closed",
     )
     max_request_texts: int = Field(
         2048, ge=1, description="most texts per request; the default is the limit of OpenAI's API"
@@ -154,7 +156,8 @@ class Settings(BaseSettings):
         32_768,
         ge=1,
         description="most predictions or answers per request: "
-        "the number of masks or questions times top_k",
+        "the number of masks or questions times top_k; "
+        "also the most tokens that /tokenize returns and /decode reads",
     )
     max_text_characters: int = Field(
         1_000_000,
@@ -190,6 +193,11 @@ class Settings(BaseSettings):
         le=86_400_000,
         description="longest time that a connection stays open without a request; load balancers "
         "usually close theirs after 60 s, and must do so first",
+    )
+    admin_socket: Path | None = Field(
+        None,
+        description="path of a Unix socket that answers too, for processes of the server's user; "
+        "without keys, `POST /admin/reload` is answered there only; default: none",
     )
     max_connections: int = Field(
         0,

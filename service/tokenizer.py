@@ -109,8 +109,14 @@ class Tokenizer:
                 ids[piece.text].extend(encoding.ids)
         return ids
 
-    def spans(self, text: str) -> Spans:
-        """Return the ids, character offsets and words of a text."""
+    def spans(self, text: str, enough: int | None = None) -> Spans:
+        """Return the ids, character offsets and words of a text.
+
+        Args:
+            text: the text.
+            enough: number of tokens after which the rest of the text may be left out; the result
+                then has more of them. None: the whole text is tokenized.
+        """
         spans = Spans([], [], [])
         if len(text) <= _SHORT_CHARACTERS:
             spans.add(self._backend.encode(text, add_special_tokens=False), 0)
@@ -121,6 +127,8 @@ class Tokenizer:
             encodings = self._backend.encode_batch(contents, add_special_tokens=False)
             for piece, encoding in zip(group, encodings, strict=True):
                 spans.add(encoding, piece.start)
+            if enough is not None and len(spans.ids) > enough:
+                break
         return spans
 
     def encode(

@@ -40,6 +40,7 @@ COMPUTING = {
         "audit",
         "balancer",
         "bulk",
+        "callers",
         "checkpoint",
         "cli",
         "client",
@@ -71,6 +72,7 @@ COMPUTING = {
         "packed",
         "packed_engine",
         "pieces",
+        "processes",
         "probes",
         "readme",
         "released_clients",
@@ -81,6 +83,7 @@ COMPUTING = {
         "score",
         "security",
         "sentence",
+        "served_models",
         "settings",
         "site",
         "sparse",
@@ -214,10 +217,10 @@ def cpu_image() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def every_task(
+def every_task_store(
     tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
-) -> Iterator[Server]:
-    """A server of every task; the model of the examples has most of them."""
+) -> Path:
+    """A store with a model of every task; the model of the examples has most of them."""
     root, folder = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("checkpoints")
     labels = {0: "O", 1: "B-PER", 2: "I-PER"}
     for kind, model in (
@@ -230,7 +233,13 @@ def every_task(
     most = ExportOptions(tasks=tasks)
     export(str(checkpoints["bert"]), "cloze-bert", Store(root), most)
     export(str(checkpoints["bert-qa"]), "cloze-qa", Store(root))
-    with running_server(root) as server:
+    return root
+
+
+@pytest.fixture(scope="session")
+def every_task(every_task_store: Path) -> Iterator[Server]:
+    """A server of every task."""
+    with running_server(every_task_store) as server:
         info = httpx.get(f"{server.url}/info").json()
         assert info["defaults"].keys() == TASKS.keys()
         yield server

@@ -31,6 +31,7 @@ class Server:
     url: str
     process: subprocess.Popen[str]
     log: list[str] = field(default_factory=list)
+    admin_socket: str = ""
 
     def stop(self, number: int = signal.SIGTERM, timeout_s: float = 30.0) -> int:
         """Send a signal and return the exit code."""
@@ -76,7 +77,8 @@ def running_server(
         assert listening.wait(START_TIMEOUT_S), "the server did not start"
         found = re.search(r'listening on (https?://[^\s"]+)', "".join(log))
         assert found, "".join(log)
-        server = Server(found[1].replace("0.0.0.0", "127.0.0.1"), process, log)
+        url, admin = found[1].replace("0.0.0.0", "127.0.0.1"), env.get("CLOZE_ADMIN_SOCKET", "")
+        server = Server(url, process, log, admin)
         wait_until_ready(server)
         yield server
     finally:

@@ -207,6 +207,7 @@ def full_server(store: Path, *, processes: bool, **environment: str) -> Iterator
     )
     with (
         starting as server,
+        # One client: thirty would take seconds to start on a busy machine.
         httpx.Client(timeout=60, limits=httpx.Limits(max_connections=None)) as client,
         ThreadPoolExecutor(40) as pool,
     ):

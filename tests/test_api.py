@@ -72,7 +72,7 @@ BAD: list[tuple[str, JSON | bytes, int, str, str]] = [
     ("/rerank", {"query": "", "texts": ["a"]}, 400, "Empty", r"^query is empty"),
     ("/rerank", {"query": "a", "texts": ["b", ""]}, 400, "Empty", r"^texts\[1\] is empty"),
     ("/rerank", {"query": "a", "texts": ["b", "c " * 200], "truncate": False}, 422, "Validation", r"^texts\[1\] has 202 tokens; the model reads 160"),
-    ("/rerank", {"query": "a", "texts": ["b"], "model": "bert-qa"}, 424, "Backend", r"model bert-qa neither classifies texts with one label, nor embeds texts"),
+    ("/rerank", {"query": "a", "texts": ["b"], "model": "bert-qa"}, 424, "Backend", r"model bert-qa cannot do rerank; it does qa"),
     ("/predict", {"inputs": "a"}, 424, "Backend", r"no served model can do text-classification"),
     ("/tokenize", {"inputs": ["a"] * 2049}, 422, "Validation", r"inputs has 2049 texts; the limit is 2048"),
     ("/tokenize", {"inputs": "a", "model": "nobody"}, 404, "Validation", r"no model 'nobody' is served"),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from threading import Thread
 
@@ -35,6 +36,7 @@ from cloze.export.graph.reference import ReferenceSession
 from cloze.export.models import Model
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
+from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.batching.cost import BatchCostModel
 from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine import OnnxEngine
@@ -348,6 +350,7 @@ def test_the_whole_way(tiny_store: Path, tmp_path: Path) -> None:
         "single beside bulk",
     ]
     assert found.subjects() == ["bert engine", "bert server"]
+    assert found.versions["Cloze"][DISTRIBUTION] == version(DISTRIBUTION)
     for subject, load in itertools.product(["bert server"], found.loads()):
         assert [turn.turn for turn in found.of(subject, load)] == [0, 1]
         assert all(turn.texts_per_s > 0 and not turn.failed for turn in found.of(subject, load))

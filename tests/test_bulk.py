@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from transformers import BertForSequenceClassification
 
 from cloze.bulk import text_files
+from cloze.bulk.errors import BulkError
 from cloze.bulk.parquet_files import ParquetReader
 from cloze.bulk.plan import FileFormat
+from cloze.bulk.sources import input_files
 from cloze.bulk.text_files import ColumnTypes
 from cloze.cli import cli
 from cloze.export.publish import export
@@ -469,6 +471,7 @@ def test_a_folder_without_results_may_be_of_another_run(store: Path, tmp_path: P
     for part in output.glob("part-*"):
         part.unlink()
     assert bulk(*common, "--shard-rows", 4).exit_code == 0
+    assert len([*output.glob("part-*")]) == 5, "the new number of rows per file counts"
     assert len(read(output)) == 20
 
 
@@ -570,6 +573,28 @@ def test_wrong_input_is_one_line(
     assert done.stderr.startswith(f"cloze: {expected}"), done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+class _ComparedPath(type(Path())):  # type: ignore[misc]
+    """A path that counts comparisons."""
+
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        _ComparedPath.comparisons += 1
+        return bool(super().__eq__(other))
+
+    __hash__ = Path.__hash__
+
+
+def test_a_file_that_is_named_twice_is_found_without_comparing_all_pairs(tmp_path: Path) -> None:
+    files = [_ComparedPath(tmp_path / f"{number}.jsonl") for number in range(300)]
+    for file in files:
+        file.touch()
+    assert len(input_files(files)[1]) == 300
+    with pytest.raises(BulkError, match=r"/3\.jsonl is named twice"):
+        input_files([*files, files[3], files[7]])
+    assert _ComparedPath.comparisons < 300
 
 
 def test_an_output_folder_with_other_content_is_refused(store: Path, tmp_path: Path) -> None:

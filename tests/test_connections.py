@@ -3,16 +3,19 @@
 import re
 import resource
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.certificates import make_certificate
 from tests.serving import Server, running_server
 from tests.test_promises import FAULTY, embed, wait_for_run
 from tests.waiting import MEASURES_TIME, wait_until
@@ -226,6 +229,39 @@ def test_a_half_sent_body_does_not_hold_the_drain(tiny_store: Path) -> None:
             server.process.terminate()
             assert server.process.wait(30) == 0
             assert time.monotonic() - started < 8
+
+
+def test_a_connection_that_opens_during_the_drain_ends_with_it(
+    tiny_store: Path, tmp_path: Path
+) -> None:
+    """Its TLS handshake ends while another connection still has its answer to come."""
+    public, private = make_certificate(tmp_path)
+    tls = ("--tls-certificate", str(public), "--tls-key", str(private))
+    trusting = ssl.create_default_context(cafile=str(public))
+    with (
+        running_server(tiny_store, "--model", "bert", *tls, command=FAULTY) as server,
+        httpx.Client(verify=trusting) as client,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        host, port = server.url.removeprefix("https://").split(":")
+        slow = pool.submit(client.post, f"{server.url}/embed", json={"inputs": "river"})
+        wait_for_run(server, "river")
+        with socket.create_connection((host, int(port)), timeout=10) as opening:
+            assert client.get(f"{server.url}/readyz").status_code == 200  # it is accepted by then
+            server.process.terminate()
+            wait_until(lambda: any("draining" in line for line in server.log))
+            wait_until(lambda: not _listens(host, int(port)))
+            with trusting.wrap_socket(opening, server_hostname="localhost"):
+                assert slow.result().status_code == 200
+                assert server.process.wait(8) == 0
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=10).close()
+    except ConnectionRefusedError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(

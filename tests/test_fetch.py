@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import json
 import shutil
 import socket
 import subprocess
@@ -13,14 +14,19 @@ from pathlib import Path
 import httpx
 import pytest
 import zstandard
+from sentence_transformers.sentence_transformer.modules import Pooling
 
 from cloze.export import archives
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.fetch import fetch_model
+from cloze.export.tensors import sha256_of
 from cloze.model_store import Store
 from cloze.model_store.manifest import BundleSpec
 from cloze.model_store.store import StoreError
 from tests.object_store import ObjectStore, running_object_store
 from tests.serving import bare_environment, failed_start, running_server
 from tests.test_hub import COMMIT, FakeHub, hub  # noqa: F401  # a fixture
+from tests.test_sentence import saved as sentence_transformer
 
 ROOT = Path(__file__).parents[1]
 
@@ -161,6 +167,28 @@ def test_a_folder_of_an_object_store_is_fetched_once(
     )
 
 
+def test_a_sentence_transformer_without_a_root_config_is_what_its_modules_say(
+    tmp_path: Path,
+) -> None:
+    """Old releases put the encoder into a folder, beside the folder of the pooling."""
+    saved = sentence_transformer(tmp_path / "saved", "bert-plain", Pooling(64, "cls"))
+    (saved / "0_Transformer").mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        (saved / name).rename(saved / "0_Transformer" / name)
+    modules = json.loads((saved / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    (saved / "modules.json").write_text(json.dumps(modules))
+    shutil.copytree(saved / "0_Transformer", saved / "00_other")
+    (tmp_path / "fetched").mkdir()
+    fetched = fetch_model(saved.as_uri(), None, tmp_path / "fetched")
+    checkpoint = load_checkpoint(str(fetched.folder))
+    assert not fetched.is_bundle
+    assert checkpoint.recipe.pooling == "cls"
+    assert checkpoint.source.weights_sha256 == sha256_of(
+        [saved / "0_Transformer/model.safetensors"]
+    )
+
+
 def test_a_folder_by_another_file_system_of_fsspec(bundle: Path, tmp_path: Path) -> None:
     done = fetch(tmp_path / "store", f"file://{bundle}")
     assert done.stdout == "bert@1\n", done.stderr
@@ -248,7 +276,10 @@ def test_what_does_not_answer_is_one_line(tmp_path: Path) -> None:
     [
         ("/missing.tar.gz", "cannot be read: HTTP Error 404: Not Found"),
         ("/folder", "an address of http must be that of an archive (.tar.gz, .tgz, .tar.zst)"),
-        ("/empty.tar.gz", "it has neither a bundle (manifest.json) nor a checkpoint (config.json)"),
+        (
+            "/empty.tar.gz",
+            "it has neither a bundle (manifest.json) nor a checkpoint (config.json or modules.json)",
+        ),
         ("/noise.tar.gz", "the archive is damaged: Not a gzipped file"),
         ("/noise.tar.zst", "the archive is damaged: "),
         ("/two.tar.gz", "it has 2 bundles; an address names one model"),

@@ -10,6 +10,9 @@ import torch
 from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 
 from cloze.client import Client
+from cloze.model_store import Store
+from cloze.service.tasks.fill_words import vocabulary_words
+from cloze.service.tokenizer import Tokenizer
 from tests.serving import Server, running_server
 
 WORDS = ["paris", "unhealthy", "walking", "houses", "red"]
@@ -118,6 +121,13 @@ def test_words_outside_the_vocabulary_are_left_out(server: Server) -> None:
         "target '\\u5317' is not in the vocabulary and was left out"
         in response.headers["x-warning"]
     )
+
+
+def test_the_mask_is_no_word_to_fill_in(tiny_store: Path) -> None:
+    tokenizer = Tokenizer(Store(tiny_store).open("bert"))
+    words = vocabulary_words(tokenizer, ["king", "[MASK]", "moon"])
+    assert words.ids == tokenizer.ids(["king", "moon"])
+    assert words.warnings == ("target '[MASK]' is not in the vocabulary and was left out",)
 
 
 # ---- several masks together ----------------------------------------------------------------------

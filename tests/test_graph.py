@@ -29,6 +29,9 @@ from cloze.model_store.heads import (
     sparse_embedding,
     token_embedding,
 )
+from cloze.service.core import Device, StartupError
+from cloze.service.engine import OnnxEngine
+from tests import crafted
 from tests.tiny import SHAPES, make_model, name_of, save_checkpoint
 from tests.vocabulary import vocabulary
 
@@ -278,6 +281,35 @@ def test_a_graph_with_wrong_ids_is_not_published(
     onnx.save(model, tmp_path / graph.file)
     with pytest.raises(ExportError, match=r"top_ids at .* differs from torch by inf"):
         verify(tmp_path, GraphUnderTest(graph, checkpoint, checkpoint.default_heads, 160))
+
+
+def test_a_graph_that_gives_no_number_is_not_published(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    graph = GraphWriter(
+        checkpoint.model, checkpoint.recipe, checkpoint.default_heads, tmp_path
+    ).write()
+    model = onnx.load(tmp_path / graph.file, load_external_data=False)
+    spoil(model)
+    onnx.save(model, tmp_path / graph.file)
+    with pytest.raises(ExportError, match=r"pair_logits at .* differs from torch by inf"):
+        verify(tmp_path, GraphUnderTest(graph, checkpoint, checkpoint.default_heads, 160))
+
+
+def test_a_server_does_not_start_with_a_graph_that_gives_no_number(
+    tiny_store: Path, tmp_path: Path
+) -> None:
+    crafted.craft(tiny_store / "bert/1", tmp_path, crafted.edit_graph(spoil))
+    with pytest.raises(StartupError, match=r"golden outputs: pair_logits is off by inf"):
+        OnnxEngine(Store(tmp_path).open("bert"), Device.CPU)
+
+
+def spoil(model: onnx.ModelProto) -> None:
+    """Make the logits of pairs of texts NaN."""
+    name = "next_sentence.classifier.bias"
+    (bias,) = (tensor for tensor in model.graph.initializer if tensor.name == name)
+    bias.CopyFrom(onnx.numpy_helper.from_array(np.full(2, np.nan, np.float32), name))
 
 
 def test_parity_in_the_manifest_covers_the_grid(tiny_store: Path) -> None:

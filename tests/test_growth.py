@@ -31,6 +31,7 @@ from cloze.service.tasks.task import (
     listed,
 )
 from tests.serving import Server, running_server
+from tests.waiting import wait_until
 
 # ---- the toy task: how large a text's embedding is -----------------------------------------------
 
@@ -40,6 +41,10 @@ class Length:
     """The Euclidean length of a text's embedding."""
 
     length: float
+
+
+BUG = 7
+"""Number of texts for which the task has a bug."""
 
 
 def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
@@ -58,6 +63,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
 def decode(
     prepared: PreparedRequest[bool], outputs: Sequence[HeadOutputs], _: TaskContext
 ) -> Length | list[Length]:
+    if len(outputs) == BUG:
+        raise RuntimeError("a bug")
     vectors = [output[HEAD.name].embedding for output in outputs]
     lengths = [Length(float((vector @ vector) ** 0.5)) for vector in vectors]
     return lengths if prepared.state else lengths[0]
@@ -118,6 +125,19 @@ def test_bad_input_gets_the_errors_of_every_task(toy_server: Server) -> None:
         response = httpx.post(url, json=body)
         assert (response.status_code, message in response.json()["error"]) == (status, True), body
     assert httpx.get(url).status_code == 405
+
+
+def test_a_bug_is_an_answer_with_an_id_and_a_line(toy_server: Server) -> None:
+    failed = httpx.post(f"{toy_server.url}/toy-length", json={"inputs": ["a"] * BUG})
+    assert failed.status_code == 500
+    assert failed.json() == {
+        "error": "an internal error; it was logged",
+        "error_type": "Backend",
+    }
+    line = f"POST /toy-length 500 id={failed.headers['x-request-id']} model=bert@1"
+    wait_until(lambda: any(line in logged for logged in toy_server.log))
+    assert "error=RuntimeError" in next(logged for logged in toy_server.log if line in logged)
+    assert any("RuntimeError: a bug" in logged for logged in toy_server.log)
 
 
 def test_everything_else_lists_it(toy_server: Server) -> None:

@@ -258,6 +258,52 @@ def test_a_checkpoint_that_loses_too_much_is_refused(
     assert not Store(tmp_path / "store").references()
 
 
+@torch.no_grad()
+def test_smoothing_factors_are_those_of_the_formula(checkpoints: dict[str, Path]) -> None:
+    """Xiao et al. 2023, equation 4, with alpha 0.75: at one product of two tensors."""
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    layer = checkpoint.model.encoder.layers[0]
+    inputs = []
+    hook = layer.up.register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    scale = input_scales(checkpoint.model, checkpoint.tokenizer)["layers.0.up"]
+    hook.remove()
+    (hidden,) = inputs
+    of_inputs = hidden.abs().amax((0, 1)).numpy()  # [H]
+    of_weights = layer.up.weight.abs().amax(0).numpy()
+    expected = of_inputs**0.75 / of_weights**0.25
+    assert scale.factors is not None
+    np.testing.assert_allclose(scale.factors.numpy(), expected, rtol=1e-5)
+    assert scale.step == pytest.approx((of_inputs / expected).max() / 127, rel=1e-5)
+
+
+class OneBadText(TorchScorer):
+    """A scorer whose third embedding is turned by a few degrees."""
+
+    calls = 0
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        """Return the results; the embedding of the third call has a cosine of 0.97 to its own."""
+        self.calls += 1
+        results = super().run(batch)
+        if self.calls == 3:
+            vector = results[0][EMBEDDING].embedding
+            other = np.roll(vector, 1)
+            other -= (other @ vector) / (vector @ vector) * vector
+            other *= np.linalg.norm(vector) / np.linalg.norm(other)
+            results = [{EMBEDDING: EmbeddingResult(0.97 * vector + (1 - 0.97**2) ** 0.5 * other)}]
+        return results
+
+
+def test_one_bad_text_among_good_ones_does_not_pass(checkpoints: dict[str, Path]) -> None:
+    checkpoint = load_checkpoint(str(checkpoints["bert"]))
+    good, bad = (
+        kind(checkpoint.model, torch.device("cpu"), checkpoint.recipe)
+        for kind in (TorchScorer, OneBadText)
+    )
+    with pytest.raises(ExportError, match=r"embedding_cosine_least is 0\.9700 and must be"):
+        pass_gate(good, bad, "graph", [HEADS[EMBEDDING]], gate_texts(checkpoint, 64))
+
+
 class Spoilt(TorchScorer):
     """A scorer whose third embedding is not a number."""
 

@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
+from cloze.model_store.manifest import Precision
 from cloze.service.control_group import memory_limit
-from cloze.service.core import StartupError
-from cloze.service.memory_need import check_memory
+from cloze.service.core import Device, StartupError
+from cloze.service.memory_need import check_memory, least_weight_bytes
 from tests.serving import bare_environment
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")
@@ -39,13 +41,32 @@ def test_the_limit_is_that_of_the_control_group(
 def test_models_that_cannot_fit_are_named(tiny_store: Path) -> None:
     bundle = Store(tiny_store).open("bert")
     weights = (Path(tiny_store) / "bert" / "1" / "weights.bin").stat().st_size
-    check_memory([bundle], None)
-    check_memory([bundle], 70_000_000 + weights)
+    check_memory([bundle], None, Device.AUTO, "auto")
+    check_memory([bundle], 70_000_000 + weights, Device.AUTO, "auto")
     with pytest.raises(StartupError) as raised:
-        check_memory([bundle], 69_000_000 + weights)
+        check_memory([bundle], 69_000_000 + weights, Device.AUTO, "auto")
     assert "the memory limit of this process is" in str(raised.value)
     assert "bert@1" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_only_the_weights_of_the_graph_that_runs_count(
+    tmp_path: Path, checkpoints: dict[str, Path]
+) -> None:
+    """An int8 graph has a file of its own for the matrices, and the embeddings of the fp32 one."""
+    options = ExportOptions(tasks=("fill-mask",), precisions=(Precision.INT8,))
+    export(str(checkpoints["bert"]), "bert", Store(tmp_path), options)
+    bundle = Store(tmp_path).open("bert")
+    fp32, int8 = (
+        least_weight_bytes(bundle, Device.CPU, precision)
+        for precision in (Precision.FP32, Precision.INT8)
+    )
+    sizes = {name: file.size for name, file in bundle.manifest.files.items()}
+    assert 0.95 * sizes["weights.bin"] < fp32 <= sizes["weights.bin"]
+    assert sizes["weights-int8.bin"] < int8 < 0.6 * fp32
+    assert least_weight_bytes(bundle, Device.AUTO, Precision.INT8) == int8
+    unsupported = least_weight_bytes(bundle, Device.CPU, Precision.FP16)
+    assert unsupported == 0, "the engine refuses the precision, and says why"
 
 
 def test_a_server_does_not_start_with_too_little(

@@ -11,7 +11,8 @@ import orjson
 import pytest
 
 from cloze.service.http.paths import Paths
-from cloze.service.protocols.tensors import TaskTensors
+from cloze.service.protocols import binary_tensors
+from cloze.service.protocols.tensors import TaskTensors, Tensor
 from cloze.service.tasks import TASKS
 from tests.serving import Server, running_server
 
@@ -113,6 +114,23 @@ def test_columns_hold_the_entries_of_all_inputs(server: Server) -> None:
     first = orjson.loads(found["result"][0])
     assert found["token_str"][:3] == [entry["token_str"] for entry in first]
     assert found["score"][:3] == pytest.approx([entry["score"] for entry in first])
+
+
+def test_spans_of_a_text_are_rows_of_one_input(every_task: Server) -> None:
+    text = "the old king saw a moon over the sea."
+    parameters = {"spans": [[0, 12], [13, 23]], "normalize": False}
+    answer = infer(every_task, "cloze-bert.embed", tensor("text", text), parameters=parameters)
+    found = outputs(answer)
+    own = httpx.post(f"{every_task.url}/embed", json={"inputs": text, **parameters}).json()
+    assert found["count"] == [2]
+    assert np.reshape(found["embedding"], (2, -1)) == pytest.approx(np.array(own), abs=1e-6)
+    huge = {"spans": [[0, 10**30]]}
+    refused = infer(every_task, "cloze-bert.embed", tensor("text", text), parameters=huge)
+    assert refused.status_code == 400
+    several = infer(
+        every_task, "cloze-bert.embed", tensor("text", text, text), parameters=parameters
+    )
+    assert (several.status_code, "spans are parts of one text" in several.text) == (400, True)
 
 
 def test_only_the_outputs_that_are_asked_for(server: Server) -> None:
@@ -256,3 +274,12 @@ def test_paths() -> None:
     assert paths.route("/v2/models/a.b/infer") == "/v2/models/{model}/infer"
     for unknown in ("/embed/", "/v2/models/a/b/infer", "/v2/models//infer", "/v2/models/a"):
         assert paths.route(unknown) is None
+
+
+def test_the_length_of_a_binary_text_is_in_bytes() -> None:
+    texts = ["é", "", "北京", "a"]
+    data = binary_tensors.write(Tensor("text", "BYTES", texts))
+    assert data == b"\x02\0\0\0\xc3\xa9" + b"\0\0\0\0" + (
+        b"\x06\0\0\0\xe5\x8c\x97\xe4\xba\xac" + b"\x01\0\0\0a"
+    )
+    assert binary_tensors.read_texts(memoryview(data), "text") == texts

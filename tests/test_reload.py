@@ -1,14 +1,22 @@
 """A running server serves what the store holds by then, and loses no request meanwhile."""
 
+import http.client
+import json
 import os
+import re
 import shutil
 import signal
+import socket
 import ssl
+import stat
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -17,17 +25,23 @@ import pytest
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
+from cloze.service.generations import BUSY
 from tests.certificates import make_certificate
-from tests.serving import Server, children, running_server
-from tests.waiting import wait_until
+from tests.crafted import read_body, seal
+from tests.serving import Server, bare_environment, children, failed_start, running_server
+from tests.waiting import MEASURES_TIME, wait_until
 
 Start = Callable[..., AbstractContextManager[Server]]
+
+SPELLINGS = ("/admin/reload", "/%61dmin/reload", "/admin%2Freload", "http://localhost/admin/reload")
+"""Targets of requests that another server could take for one path."""
 
 
 def start(*mode: str) -> Start:
     @contextmanager
     def run(store: Path, **environment: str) -> Iterator[Server]:
-        with running_server(store, *mode, **environment) as server:
+        admin = {"CLOZE_ADMIN_SOCKET": str(store.parent / "admin.sock")}
+        with running_server(store, *mode, **admin, **environment) as server:
             # A process that still starts would not find the bundles that a test removes.
             wait_until(
                 lambda: not mode or any("front ends are ready" in line for line in server.log)
@@ -57,11 +71,33 @@ def publish_other(store: Store, checkpoints: dict[str, Path]) -> None:
     export(str(checkpoints["distilbert"]), "bert", store, ExportOptions(tasks=("embed",)))
 
 
-def reload(server: Server, status: int = 200) -> dict[str, list[str]]:
-    response = httpx.post(f"{server.url}/admin/reload", timeout=60)
-    assert response.status_code == status, response.text
-    body: dict[str, list[str]] = response.json()
-    return body
+def ask(server: Server) -> httpx.Response:
+    """Ask for a reload through the admin socket."""
+    transport = httpx.HTTPTransport(uds=server.admin_socket)
+    with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as client:
+        return client.post("/admin/reload")
+
+
+def reload(server: Server, status: int = 200) -> Any:
+    """Ask for a reload as soon as the last one has ended; return the answer."""
+    answers: list[httpx.Response] = []
+
+    def answered() -> bool:
+        answers.append(ask(server))
+        return answers[-1].status_code != 409 or BUSY not in answers[-1].text
+
+    wait_until(answered)
+    assert answers[-1].status_code == status, answers[-1].text
+    return answers[-1].json()
+
+
+def raw_post(server: Server, target: str) -> tuple[int, str]:
+    """Post to exactly that target; other clients normalise it."""
+    address = server.url.removeprefix("http://")
+    with closing(http.client.HTTPConnection(address, timeout=30)) as connection:
+        connection.request("POST", target)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
 
 
 def embedding(answer: httpx.Response) -> np.ndarray:
@@ -155,15 +191,12 @@ def test_models_come_stay_and_go(serve: Start, store: Store, checkpoints: dict[s
         assert httpx.get(f"{server.url}/info").json()["models"][0]["name"] == "bert"
 
 
+@MEASURES_TIME
 def test_requests_that_run_end_with_the_old_model(
     store: Store, checkpoints: dict[str, Path]
 ) -> None:
     """In one process: the request is slow, and the reload does not wait for it."""
-    command = (sys.executable, "-m", "tests.faulty_server")
-    with (
-        running_server(store.root, command=command) as server,
-        httpx.Client(timeout=30) as client,
-    ):
+    with faulty(store) as server, httpx.Client(timeout=30) as client:
         answers: list[httpx.Response] = []
         slow = threading.Thread(
             target=lambda: answers.append(
@@ -180,15 +213,135 @@ def test_requests_that_run_end_with_the_old_model(
         assert answers[0].headers["x-model"] == "bert@1"
 
 
-def test_two_at_once_are_both_answered(serve: Start, store: Store) -> None:
+def test_several_at_once_are_all_answered(serve: Start, store: Store) -> None:
+    """Each with a reload that began after it was asked for, or a refusal that says when to ask."""
+    with serve(store.root) as server, ThreadPoolExecutor() as threads:
+        answers = [future.result() for future in [threads.submit(ask, server) for _ in range(4)]]
+        done = [answer.json() for answer in answers if answer.status_code == 200]
+        refused = [answer.json()["error"] for answer in answers if answer.status_code == 409]
+        assert len(done) + len(refused) == 4
+        assert done
+        assert all(body == {"added": [], "removed": [], "kept": ["bert@1"]} for body in done)
+        assert set(refused) <= {BUSY}
+        reload(server)
+
+
+@contextmanager
+def faulty(store: Store) -> Iterator[Server]:
+    """Run a server in which a request with "river" takes 1.5 s."""
+    admin = {"CLOZE_ADMIN_SOCKET": str(store.root.parent / "admin.sock")}
+    command = (sys.executable, "-m", "tests.faulty_server")
+    with running_server(store.root, command=command, **admin) as server:
+        yield server
+
+
+@MEASURES_TIME
+def test_a_third_service_waits_for_the_first(store: Store, checkpoints: dict[str, Path]) -> None:
+    """A request for a reload is refused at once; a signal is remembered."""
+    with faulty(store) as server, ThreadPoolExecutor() as threads:
+        publish_other(store, checkpoints)
+        body = {"inputs": "river"}
+        slow = threads.submit(httpx.post, f"{server.url}/embed", json=body, timeout=30)
+        wait_until(lambda: any("a run with river starts" in line for line in server.log))
+        assert reload(server)["added"] == ["bert@2"]
+        refused = ask(server)
+        assert (refused.status_code, refused.json()["error"]) == (409, BUSY)
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: any("a reload waits" in line for line in server.log))
+        assert not any("kept bert@2" in line for line in server.log)
+        assert slow.result().headers["x-model"] == "bert@1"
+        wait_until(lambda: any("reloaded: kept bert@2" in line for line in server.log))
+
+
+def test_a_third_generation_waits_for_the_first(store: Store) -> None:
+    """An idle connection keeps the first generation."""
+    with start("--frontends", "1")(store.root) as server:
+        supervisor = server.process.pid
+        with httpx.Client() as client:
+            client.get(f"{server.url}/healthz")
+            reload(server)
+            refused = ask(server)
+            assert (refused.status_code, refused.json()["error"]) == (409, BUSY)
+            server.process.send_signal(signal.SIGHUP)
+            wait_until(lambda: any("a reload waits" in line for line in server.log))
+            assert len(processes(supervisor)) == 5
+            assert sum("reloaded" in line for line in server.log) == 1
+        wait_until(lambda: sum("reloaded" in line for line in server.log) == 2)
+
+
+def add_good_and_wrong(store: Path, bundle: Path) -> None:
+    """Add a new good model, and after it one that opens but does not reproduce its outputs."""
+    for name in ("x-good", "x-wrong"):
+        folder = Path(shutil.copytree(bundle, store / name / "1"))
+        for file in folder.glob("golden*.json") if name == "x-wrong" else ():
+            goldens = json.loads(file.read_text())
+            goldens[0]["outputs"]["logsumexp"] = [1.0] * len(goldens[0]["outputs"]["logsumexp"])
+            file.write_text(json.dumps(goldens))
+        seal(folder, read_body(folder) | {"name": name})
+
+
+def shown_models(server: Server) -> dict[str, set[str]]:
+    """Return the models, without version, that each metric family shows."""
+    shown: dict[str, set[str]] = defaultdict(set)
+    for line in httpx.get(f"{server.url}/metrics").text.splitlines():
+        if found := re.match(r'(cloze_\w+){.*model="([^"]+)"', line):
+            shown[found[1]].add(found[2])
+    return shown
+
+
+def resources(pid: int, *, children: bool = True) -> tuple[int, int]:
+    """Return the number of threads and of open files of a process, and of its children."""
+    pids = processes(pid) if children else [pid]
+    threads, files = (
+        sum(len(list(Path(f"/proc/{each}/{kind}").iterdir())) for each in pids)
+        for kind in ("task", "fd")
+    )
+    return threads, files
+
+
+def test_a_refused_reload_changes_nothing(serve: Start, store: Store) -> None:
+    """Not the metrics, the processes, their threads nor their open files."""
     with serve(store.root) as server:
-        found: list[dict[str, list[str]]] = []
-        threads = [threading.Thread(target=lambda: found.append(reload(server))) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == [{"added": [], "removed": [], "kept": ["bert@1"]}] * 3
+        before = shown_models(server)  # which has threads of its own
+        assert before["cloze_model_info"] == before["cloze_queue_tokens"] == {"bert"}
+        add_good_and_wrong(store.root, store.root / "bert" / "1")
+        reload(server, 409)  # the first one opens files that stay open
+        threads, files = resources(server.process.pid)
+        for _ in range(2):
+            assert reload(server, 409)["error"].startswith("nothing was reloaded")
+        assert shown_models(server) == before
+        # A connection or a scrape may add one; a model or a process has at least three of each.
+        wait_until(lambda: resources(server.process.pid)[0] <= threads + 2)
+        wait_until(lambda: resources(server.process.pid)[1] <= files + 4)
+
+
+def test_the_series_of_replaced_models_leave(
+    serve: Start, store: Store, checkpoints: dict[str, Path]
+) -> None:
+    """What counts no model goes on."""
+    with serve(store.root, CLOZE_IDLE_TIMEOUT_MS="1000") as server:
+
+        def counts(version: int) -> list[str]:
+            label = f'model="bert",version="{version}"'
+            lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+            return [line for line in lines if label in line]
+
+        def not_found() -> float:
+            label = 'cloze_requests_total{model="",route="other",status="404",version=""}'
+            text = httpx.get(f"{server.url}/metrics").text
+            found = re.findall(f"^{re.escape(label)} (.*)", text, re.M)
+            return sum(map(float, found))
+
+        assert httpx.get(f"{server.url}/nowhere").status_code == 404
+        httpx.post(f"{server.url}/embed", json={"inputs": "river"}).raise_for_status()
+        wait_until(lambda: any("_bucket" in line for line in counts(1)))
+        publish_other(store, checkpoints)
+        reload(server)
+        httpx.post(f"{server.url}/embed", json={"inputs": "river"}).raise_for_status()
+        wait_until(lambda: not counts(1))
+        assert any("cloze_queue_tokens" in line for line in counts(2))
+        assert any("cloze_requests_total" in line for line in counts(2))
+        assert not_found() == 1
 
 
 def test_old_processes_end_and_new_ones_are_kept_running(
@@ -231,6 +384,20 @@ def test_memory_returns(serve: Start, tmp_path: Path) -> None:
         wait_until(lambda: memory_mb(server.process.pid) < first_mb + 13)
 
 
+def test_refused_reloads_leave_no_memory(tmp_path: Path) -> None:
+    """In one process: a model of 26 MB opens five times, and the next one fails."""
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / "cloze-bert-qa").symlink_to(DEFAULT_ROOT / "cloze-bert-qa")
+    with start()(store) as server:
+        add_good_and_wrong(store, DEFAULT_ROOT / "cloze-bert" / "1")
+        reload(server, 409)
+        first_mb = memory_mb(server.process.pid)
+        for _ in range(4):
+            reload(server, 409)
+        wait_until(lambda: memory_mb(server.process.pid) < first_mb + 13)
+
+
 def processes(pid: int) -> list[int]:
     """The process and its children."""
     text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
@@ -262,21 +429,69 @@ def test_a_bad_keys_file_refuses_the_reload(store: Store, tmp_path: Path) -> Non
         wait_until(lambda: any("nothing was reloaded" in line for line in server.log))
 
 
-def test_without_keys_neither_a_page_nor_a_proxy_can_reload(store: Store) -> None:
-    with running_server(store.root) as server:
-        for name in ("X-Forwarded-For", "Forwarded", "Via", "X-Real-IP"):
-            passed_on = httpx.post(f"{server.url}/admin/reload", headers={name: "10.0.0.1"})
-            assert passed_on.status_code == 403
-            assert "from its own machine only" in passed_on.json()["error"]
-        refused = httpx.post(
-            f"{server.url}/admin/reload", headers={"origin": "http://evil.example"}
-        )
-        assert refused.status_code == 403
-        assert "a page cannot reload" in refused.json()["error"]
+@pytest.mark.parametrize("target", SPELLINGS)
+def test_without_keys_only_the_admin_socket_can_reload(
+    servers: dict[str, Server], target: str
+) -> None:
+    """A proxy on the same machine may pass on the request of anybody, and change nothing in it."""
+    for server in servers.values():
+        status, body = raw_post(server, target)
+        if "%" in target:
+            assert (status, "there is no route" in body) == (404, True)
+        else:
+            assert (status, "through its admin socket only" in body) == (403, True)
+
+
+@pytest.fixture(scope="module")
+def servers(
+    tiny_store: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Server]]:
+    """Return a server of each form, with an admin socket."""
+    path = tmp_path_factory.mktemp("admin") / "admin.sock"
+    arguments = ("--model", "bert")
+    with (
+        running_server(tiny_store, *arguments, CLOZE_ADMIN_SOCKET=str(path)) as one,
+        running_server(tiny_store, *arguments, "--frontends", "1") as front_ends,
+    ):
+        yield {"one": one, "front-ends": front_ends}
+
+
+def test_the_admin_socket_is_its_owners(servers: dict[str, Server], tiny_store: Path) -> None:
+    """A second server does not take it, and the end of the first one removes it."""
+    server = servers["one"]
+    path = Path(server.admin_socket)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    refused = failed_start(
+        "--model-store", str(tiny_store), "--admin-socket", str(path), env=bare_environment()
+    )
+    assert refused == f"cloze: cannot listen on {path}: Address already in use\n"
+    assert ask(server).status_code == 200
+
+
+@pytest.mark.parametrize("mode", [(), ("--frontends", "1")], ids=["one-process", "front-ends"])
+def test_a_socket_that_a_killed_server_left_is_replaced(
+    tiny_store: Path, tmp_path: Path, mode: tuple[str, ...]
+) -> None:
+    path = tmp_path / "admin.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+        left.listen()
+    with running_server(tiny_store, *mode, CLOZE_ADMIN_SOCKET=str(path)) as server:
+        assert ask(server).status_code == 200
+        assert server.stop() == 0
+        assert not path.exists()
+
+
+def test_what_is_no_socket_stays(tiny_store: Path, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("mine")
+    arguments = ("--model-store", str(tiny_store), "--admin-socket", str(path))
+    assert "Address already in use" in failed_start(*arguments, env=bare_environment())
+    assert path.read_text() == "mine"
 
 
 def test_the_certificate_is_read_again(serve: Start, store: Store, tmp_path: Path) -> None:
-    """An open connection goes on with the old one; a broken one is refused."""
+    """New connections get the new one; a broken one is refused, and no process or file stays."""
     first = make_certificate(tmp_path)
     old = first.public.read_text()
     tls = {"CLOZE_TLS_CERTIFICATE": str(first.public), "CLOZE_TLS_KEY": str(first.private)}
@@ -286,9 +501,10 @@ def test_the_certificate_is_read_again(serve: Start, store: Store, tmp_path: Pat
         httpx.Client(base_url=server.url, verify=ssl.create_default_context(cadata=old)) as client,
     ):
         assert client.post("/embed", json=body).status_code == 200
+        client.close()  # else the old front ends wait for it
         make_certificate(tmp_path)
         new = first.public.read_text()
-        assert client.post("/admin/reload", timeout=60).status_code == 200
+        reload(server)
         host, port = server.url.removeprefix("https://").split(":")
 
         def served() -> str:
@@ -296,13 +512,17 @@ def test_the_certificate_is_read_again(serve: Start, store: Store, tmp_path: Pat
 
         wait_until(lambda: served().split() == new.split())
         assert new != old
+        pid = server.process.pid
+        wait_until(lambda: len(processes(pid)) in (1, 4))
+        _, files = resources(pid, children=False)
         for public in ("nothing", old):  # the old one does not fit the new key
             first.public.write_text(public)
-            trusting = ssl.create_default_context(cadata=new)
-            refused = httpx.post(f"{server.url}/admin/reload", verify=trusting, timeout=60)
-            assert refused.status_code == 409
+            error = reload(server, 409)["error"]
             reason = "or its key cannot be used"  # a front end says it in the log
-            assert reason in refused.json()["error"] or any(reason in line for line in server.log)
+            assert reason in error or any(reason in line for line in server.log)
             assert served().split() == new.split()
+            assert len(processes(pid)) in (1, 4)
+        # A connection may add one; each refusal of processes would leave one at least.
+        wait_until(lambda: resources(pid, children=False)[1] <= files + 1)
         with httpx.Client(verify=ssl.create_default_context(cadata=new)) as fresh:
             assert fresh.post(f"{server.url}/embed", json=body).status_code == 200

@@ -2,6 +2,7 @@
 by itself.
 """
 
+import os
 import re
 import threading
 import time
@@ -557,6 +558,18 @@ def test_a_worker_that_ends_is_a_dead_engine() -> None:
     with running(Exits(), workers=2) as scheduler:
         assert isinstance(scheduler.submit([sized(3)], later()).exception(WAIT_S), EngineDead)
         assert scheduler.dead == "a worker ended with SystemExit"
+
+
+def test_a_worker_runs_where_its_priority_may_not_be_lowered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    with running(FakeEngine()) as scheduler:
+        assert sums(scheduler.submit([sized(3)], later())) == [3.0]
+        assert scheduler.dead is None
 
 
 def test_a_drain_finishes_what_was_admitted_and_admits_no_more() -> None:

@@ -1,11 +1,13 @@
 """Keys, TLS, hosts, origins: who may send a request, and what a browser may do."""
 
 import hashlib
+import http.client
 import re
 import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,6 +96,29 @@ def test_a_key_allows_its_scope_only(guarded: Guarded) -> None:
     assert guarded.get("/metrics", "scraper").status_code == 200
     assert guarded.get("/metrics", "team").status_code == 403
     assert guarded.get("/metrics").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/metrics"), ("POST", "/admin/reload")], ids=["metrics", "admin"]
+)
+@pytest.mark.parametrize("spelling", ["plain", "one-letter", "all-letters", "absolute"])
+def test_a_scope_holds_for_every_spelling_of_a_path(
+    guarded: Guarded, method: str, path: str, spelling: str
+) -> None:
+    target = {
+        "plain": path,
+        "one-letter": path.replace("m", "%6D"),
+        "all-letters": "/" + "".join(f"%{ord(letter):02x}" for letter in path[1:]),
+        "absolute": f"http://localhost{path}",
+    }[spelling]
+    address = guarded.server.url.removeprefix("http://")
+    # An encoded spelling is no route, so a key without the scope learns nothing from it.
+    without_scope = 404 if "letter" in spelling else 403
+    for key, status in (("", 401), ("team", without_scope)):
+        headers = {"authorization": f"Bearer {guarded.keys[key]}"} if key else {}
+        with closing(http.client.HTTPConnection(address, timeout=30)) as connection:
+            connection.request(method, target, headers=headers)
+            assert connection.getresponse().status == status
 
 
 def test_released_clients_send_keys(guarded: Guarded) -> None:
@@ -203,6 +228,15 @@ def test_the_bucket_fills_again() -> None:
     with pytest.raises(Overloaded):
         key.count(100.9)
     key.count(101.01)
+
+
+def test_an_idle_hour_allows_no_more_than_a_minute() -> None:
+    key = Key("a", KeyEntry(sha256="0" * 64, scopes=["inference"], requests_per_minute=60))
+    key.count(100.0)
+    for _ in range(60):
+        key.count(3700.0)
+    with pytest.raises(Overloaded, match="60 requests per minute"):
+        key.count(3700.0)
 
 
 # ---- hosts, origins, pages -----------------------------------------------------------------------

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cloze.model_store import Manifest, Store, StoreError
+from cloze.model_store.locations import SHIPPED_ROOT
 from cloze.model_store.manifest import BundleSpec, parse_reference
 
 SPEC = BundleSpec.model_validate(
@@ -314,6 +315,23 @@ def test_a_manifest_that_promises_nonsense_is_refused(
     Manifest.model_validate(good)
     with pytest.raises(ValueError, match=message):
         Manifest.model_validate(good | change)
+
+
+@pytest.mark.parametrize("section", [None, "int8", "fp16"])
+@pytest.mark.parametrize("kind", ["graph", "golden_file"])
+def test_every_graph_and_its_golden_outputs_are_listed_and_limited(
+    section: str | None, kind: str
+) -> None:
+    body = json.loads((SHIPPED_ROOT / "cloze-bert/1/manifest.json").read_bytes())
+    del body["digest"]
+    own = body[section] if section else body
+    file = own["graph"]["file"] if kind == "graph" else own["parity"]["golden_file"]
+    large = {file: body["files"][file] | {"size": 2**34}}
+    with pytest.raises(ValueError, match=f"'{file}' has {2**34} bytes; the limit is"):
+        Manifest.model_validate_json(json.dumps(body | {"files": body["files"] | large}))
+    del body["files"][file]
+    with pytest.raises(ValueError, match=f"'{file}' is named but not listed under files"):
+        Manifest.model_validate_json(json.dumps(body))
 
 
 def test_another_schema_version_says_so(tmp_path: Path) -> None:

@@ -122,6 +122,16 @@ def test_settings_overrule_tokenizer_json_as_in_transformers(
         assert "overrules" in loaded.note
 
 
+@pytest.mark.parametrize(("piece", "lowercase"), [("é", False), ("##ü", False), ("e", True)])
+def test_a_vocabulary_with_accents_is_cased(tmp_path: Path, piece: str, lowercase: bool) -> None:
+    """Uncased normalisation removes accents, so a vocabulary made with it has none."""
+    (tmp_path / "vocab.txt").write_text("\n".join([*vocabulary(), piece]) + "\n")
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.lowercase is lowercase
+    assert loaded.note is not None
+    assert f"taken as {'uncased' if lowercase else 'cased'}" in loaded.note
+
+
 def test_tokens_added_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
     size = len(vocabulary())
     (tmp_path / "vocab.txt").write_text("\n".join(vocabulary()) + "\n")

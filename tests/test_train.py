@@ -346,9 +346,7 @@ def write_encoder(folder: Path, trained: Path, **recipe: object) -> Path:
     checkpoint = load_checkpoint(str(trained))
     model = Model(checkpoint.model.config)
     model.load_state_dict(checkpoint.model.encoder.state_dict(prefix="encoder."))
-    save_checkpoint(
-        model, checkpoint.tokenizer.tokenizer, folder, embedding=EmbeddingRecipe(**recipe)
-    )  # type: ignore[arg-type]
+    save_checkpoint(model, checkpoint.tokenizer, folder, embedding=EmbeddingRecipe(**recipe))  # type: ignore[arg-type]
     return folder
 
 
@@ -911,7 +909,7 @@ def test_similarity_is_scipys(embedded: Path) -> None:
     )
     cosines = (vectors[0::2] * vectors[1::2]).sum(1)
     expected = spearmanr(np.round(cosines, 5), [pair.score for pair in scored]).statistic
-    assert similarity(scored, subject.tokenizer, subject.scorer, 32) == pytest.approx(
+    assert similarity(scored, subject.tokenizer.tokenizer, subject.scorer, 32) == pytest.approx(
         expected, abs=0.01
     )
 
@@ -1091,9 +1089,7 @@ def test_distillation_keeps_embeddings(trained: Path, stories: Path, tmp_path: P
     original = load_checkpoint(str(trained))
     teacher = tmp_path / "teacher"
     recipe_of_teacher = EmbeddingRecipe(max_tokens=24)
-    save_checkpoint(
-        original.model, original.tokenizer.tokenizer, teacher, embedding=recipe_of_teacher
-    )
+    save_checkpoint(original.model, original.tokenizer, teacher, embedding=recipe_of_teacher)
     targets = embed_all(str(teacher), stories)
     cosines = {}
     for keep in (True, False):

@@ -499,17 +499,21 @@ def test_a_device_that_none_is_called(stories: Path, tmp_path: Path, name: str) 
 def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_path: Path) -> None:
     folder = tmp_path / "vocabulary"
     command = [*pretrain_command(tmp_path / "run", RECIPE, stories), "--vocab", folder]
-    assert refused(*command) == f"{folder} holds no tokenizer.json"
+    missing = f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.txt"
+    assert refused(*command) == missing
     folder.mkdir()
-    assert refused(*command) == f"{folder} holds no tokenizer.json"
+    assert refused(*command) == missing
     whole = (finished / "vocabulary/tokenizer.json").read_bytes()
     for damaged in (b"", b"{}", whole[:-9], b"\xff" + whole):
         (folder / "tokenizer.json").write_bytes(damaged)
-        assert refused(*command).startswith(f"{folder / 'tokenizer.json'} is damaged: ")
+        assert refused(*command).startswith("tokenizer.json is damaged: ")
     Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")).save(
         str(folder / "tokenizer.json")
     )
-    assert refused(*command) == "the tokenizer lacks [CLS], [SEP], [MASK]"
+    assert refused(*command) == "the tokenizer has no [CLS] token, which BERT needs"
+    tokens = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2}
+    Tokenizer(models.WordPiece(tokens, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
+    assert refused(*command) == "the tokenizer has no mask token, which training needs"
 
 
 FURTHER = 'held_out = 0.1\n[pretraining]\nsentence = "nsp"\n[[phases]]\ntokens = 16\nsequences = 4\nsteps = 2\n'
@@ -887,6 +891,17 @@ def test_embeddings_of_nothing(finished: Path, tmp_path: Path) -> None:
     )
 
 
+def test_contrastive_steps_on_texts_of_two_tokens(finished: Path, tmp_path: Path) -> None:
+    recipe, text = tmp_path / "recipe.toml", tmp_path / "text.txt"
+    recipe.write_text(EMBED_RECIPE + "contrastive_steps = 2\ncontrastive_tokens = 16\n")
+    text.write_text("the king\n\nthe moon\n")
+    command = ("finetune-embed", finished / "checkpoint", "--corpus", text)
+    assert refused(*command, *options(recipe, tmp_path / "run")) == (
+        "contrastive_steps learn from sentences of at least 3 tokens, but the longest of the text "
+        "has 2; give other text, or set them to 0"
+    )
+
+
 def test_a_source_that_cannot_be_loaded(stories: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(DISTILL_RECIPE)
@@ -924,7 +939,12 @@ def test_a_source_that_cannot_be_loaded(stories: Path, tmp_path: Path) -> None:
         (
             "masks",
             DISTILL_RECIPE.replace('"none"', '"nsp"'),
-            "distillation learns from single texts with masked tokens: set ",
+            "recipe.toml: distillation learns from single texts with masked tokens: set ",
+        ),
+        (
+            "masks",
+            DISTILL_RECIPE.replace('"none"', '"none"\nz_loss = 1e-4\nshifted = 0.5'),
+            "recipe.toml: distillation does not use shifted, z_loss: leave this out",
         ),
     ],
 )

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import BertTokenizerFast
 
+from cloze.export.tokenizer import describe_tokenizer
 from cloze.export.train.batches import BatchPlan, TextBatches, shuffled_batches
 from cloze.export.train.corpus import PreparedCorpus, prepare_corpus
 from cloze.export.train.documents import is_held_out, read_documents, split_sentences
@@ -345,7 +346,9 @@ def sequences(
     corpus: PreparedCorpus, tokenizer: Tokenizer, sentence: SentenceObjective, **more: Any
 ) -> EpochExamples:
     settings = {"length": 40, "seed": 3, "epoch": 0} | more
-    options = ExampleOptions(sentence=sentence, special=special_ids(tokenizer), **settings)
+    options = ExampleOptions(
+        sentence=sentence, special=special_ids(describe_tokenizer(tokenizer)), **settings
+    )
     return EpochExamples(corpus.train, options)
 
 
@@ -519,7 +522,8 @@ def text_batches(
     seed: int = 1,
 ) -> TextBatches:
     plan = BatchPlan(recipe, phases, seed)
-    return TextBatches(corpus.train, plan, make_masking(tokenizer, recipe), special_ids(tokenizer))
+    described = describe_tokenizer(tokenizer)
+    return TextBatches(corpus.train, plan, make_masking(described, recipe), special_ids(described))
 
 
 def test_the_mask_rate_falls_in_a_straight_line(
@@ -543,7 +547,11 @@ def test_embeddings_are_of_the_unmasked_first_texts(
     phase = Phase(tokens=40, sequences=32, steps=3)
     batches = text_batches(corpus, tokenizer, recipe, [phase])
     options = ExampleOptions(
-        length=40, sentence=sentence, special=special_ids(tokenizer), seed=1, epoch=0
+        length=40,
+        sentence=sentence,
+        special=special_ids(describe_tokenizer(tokenizer)),
+        seed=1,
+        epoch=0,
     )
     source = EpochExamples(corpus.train, options)
     input_ids, mask = unmasked_texts(batches(0, 0), tokens=160, length=length)

@@ -12,8 +12,10 @@ import orjson
 import pytest
 
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.http import answers as module
+from cloze.service.http import pace
 from cloze.service.http.answers import Answers
+from cloze.service.http.memory_limit import Hold
+from tests.leaping_loop import run_leaping
 from tests.serving import Server, running_server
 from tests.test_memory import peaks_mb
 from tests.waiting import MEASURES_TIME
@@ -34,68 +36,120 @@ class FakeReader:
     def unread_bytes(self) -> int:
         return self.unread
 
+    def unsent_bytes(self) -> int:
+        return self.unread
+
     def end(self, reason: str) -> None:
         self.ended = reason
 
+    async def read(self, bytes_per_s: float, seconds: float) -> None:
+        """Read steadily."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + seconds
+        while loop.time() < until:
+            await asyncio.sleep(0.1)
+            self.unread -= round(bytes_per_s / 10)
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundredth of the times."""
-    for name in ("_TICK_S", "_STALL_S", "_STALL_WHILE_FULL_S"):
-        monkeypatch.setattr(module, name, getattr(module, name) / 100)
+
+async def send(answers: Answers, client: str, size: int) -> FakeReader:
+    """Send an answer to a client that has read nothing of it."""
+    reader = FakeReader(size)
+    hold = await answers.hold(client, size, waits=True)
+    assert hold is not None
+    answers.sent(reader, hold)
+    return reader
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_large_answer_waits_until_another_is_read() -> None:
+def wait(answers: Answers, client: str, size: int) -> "asyncio.Task[Hold | None]":
+    return asyncio.create_task(answers.hold(client, size, waits=True))
+
+
+def test_a_large_answer_waits_until_another_is_read_quickly() -> None:
     async def play() -> None:
-        answers, reader = Answers(3 * MB), FakeReader(2 * MB)
-        answers.sent(reader, await answers.hold(2 * MB, waits=True))
-        waiting = asyncio.create_task(answers.hold(2 * MB, waits=True))
-        for _ in range(4):  # slowly, but it reads
-            await asyncio.sleep(module._STALL_WHILE_FULL_S / 2)
-            reader.unread -= 1
+        answers = Answers(6 * MB)
+        reader = await send(answers, "a", 2 * MB)
+        waiting = wait(answers, "a", 2 * MB)
+        await reader.read(2 * pace.HURRIED_RATE, 3 * pace.HURRIED_GRACE_S)
         assert not waiting.done()
         assert not reader.ended
         answers.was_read(reader)
-        assert await waiting == 2 * MB
+        assert (await waiting) is not None
 
-    asyncio.run(play())
+    run_leaping(play())
 
 
-@pytest.mark.usefixtures("quick")
-def test_who_does_not_read_is_closed_and_sooner_if_others_wait() -> None:
+def test_who_reads_a_little_now_and_then_is_closed_if_others_wait() -> None:
+    """A client has a buffer per second of each of its three answers; another one waits."""
+
     async def play() -> None:
-        answers, reader = Answers(3 * MB), FakeReader(2 * MB)
-        answers.sent(reader, await answers.hold(2 * MB, waits=True))
-        await asyncio.sleep(3 * module._STALL_WHILE_FULL_S)
-        assert not reader.ended, "nobody needs the room"
-        waiting = asyncio.create_task(answers.hold(2 * MB, waits=True))
-        await asyncio.sleep(2 * module._STALL_WHILE_FULL_S)
-        assert reader.ended == "it does not read its answer"
-        answers.was_read(reader)  # the connection is lost
-        assert await waiting == 2 * MB
-        alone = FakeReader(2 * MB)
-        answers.sent(alone, 2 * MB)
-        await asyncio.sleep(1.5 * module._STALL_S)
-        assert alone.ended
+        answers = Answers(6 * MB)
+        readers = [await send(answers, "a", MB) for _ in range(3)]
+        frugal = await send(answers, "b", MB)
+        everybody = [*readers, frugal]
+        await asyncio.gather(
+            *(reader.read(2 * pace.RATE, 2 * pace.HURRIED_GRACE_S) for reader in everybody)
+        )
+        assert not any(reader.ended for reader in everybody), "nobody needs the room"
+        waiting = wait(answers, "c", 3 * MB)
+        await asyncio.gather(
+            *(reader.read(2 * pace.RATE, pace.HURRIED_GRACE_S) for reader in everybody)
+        )
+        assert {reader.ended for reader in readers} == {"it reads its answer too slowly"}
+        assert not frugal.ended, "it holds less than the average"
+        for reader in readers:
+            answers.was_read(reader)  # the connection is lost
+        assert (await waiting) is not None
 
-    asyncio.run(play())
+    run_leaping(play())
+
+
+def test_a_slow_client_is_closed_only_below_the_least_rate_while_nobody_waits() -> None:
+    async def play() -> None:
+        answers = Answers(6 * MB)
+        slow, slower = [await send(answers, "a", MB) for _ in range(2)]
+        await asyncio.gather(
+            slow.read(2 * pace.RATE, 3 * pace.GRACE_S), slower.read(pace.RATE / 2, 3 * pace.GRACE_S)
+        )
+        assert slower.ended
+        assert not slow.ended
+
+    run_leaping(play())
+
+
+def test_a_client_holds_half_of_the_room_and_of_the_turns() -> None:
+    async def play() -> None:
+        answers = Answers(6 * MB)
+        await send(answers, "a", 3 * MB)
+        waiting = wait(answers, "a", MB)
+        await asyncio.wait_for(send(answers, "b", 3 * MB), 1)
+        turns = [await answers.begin("a") for _ in range(2)]
+        third = asyncio.create_task(answers.begin("a"))
+        answers.done(await asyncio.wait_for(answers.begin("b"), 1))
+        assert not third.done()
+        answers.done(turns[0])
+        await asyncio.wait_for(third, 1)
+        assert not waiting.done()
+        waiting.cancel()
+
+    run_leaping(play())
 
 
 def test_a_smaller_answer_does_not_wait_but_counts() -> None:
     async def play() -> None:
-        answers = Answers(1 * MB)
-        first = await answers.hold(MB, waits=True)
-        second = await answers.hold(MB // 2, waits=False)
-        waiting = asyncio.create_task(answers.hold(MB, waits=True))
+        answers = Answers(2 * MB)
+        first = await answers.hold("a", MB, waits=True)
+        second = await answers.hold("a", MB // 2, waits=False)
+        assert first is not None
+        assert second is not None
+        waiting = wait(answers, "a", MB)
         answers.sent(None, first)
         await asyncio.sleep(0)
         assert not waiting.done(), "the second one still has half of the room"
         answers.sent(FakeReader(0), second)
-        assert await waiting == MB
-        assert await answers.hold(100, waits=True) == 0
+        assert (await waiting) is not None
+        assert await answers.hold("a", 100, waits=True) is None
 
-    asyncio.run(play())
+    run_leaping(play())
 
 
 @contextmanager
@@ -120,15 +174,20 @@ def deaf_clients(server: Server, count: int, path: str) -> Iterator[list[socket.
 def test_clients_that_do_not_read_cost_bounded_memory_and_harm_nobody(
     mode: tuple[str, ...], path: str
 ) -> None:
-    """Twenty answers of 6 MB that nobody reads, with room for two: other clients get theirs."""
-    settings = {"CLOZE_MAX_ANSWERS_BYTES": str(13 * MB), "CLOZE_MAX_QUEUE_WAIT_MS": "0"}
+    """Twenty answers of 6 MB that a client does not read, and may have two of: others get theirs."""
+    settings = {
+        "CLOZE_MAX_ANSWERS_BYTES": str(26 * MB),
+        "CLOZE_MAX_QUEUE_WAIT_MS": "0",
+        "CLOZE_TRUSTED_PROXIES": "127.0.0.1",
+    }
+    other = {"x-forwarded-for": "192.0.2.1"}
     with running_server(DEFAULT_ROOT, *mode, **settings) as server:
         # What the engine takes for such a request is no part of what answers hold.
         httpx.post(server.url + path, content=orjson.dumps(BODY), timeout=90).raise_for_status()
         before = peaks_mb(server.process.pid)
         with deaf_clients(server, 20, path), ThreadPoolExecutor(1) as pool:
             large = pool.submit(
-                httpx.post, server.url + path, content=orjson.dumps(BODY), timeout=90
+                httpx.post, server.url + path, content=orjson.dumps(BODY), headers=other, timeout=90
             )
             while not large.done():
                 small = httpx.post(f"{server.url}/embed", json={"inputs": "walk"}, timeout=10)

@@ -9,8 +9,13 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from cloze.service.core import ClientGone, DeadlineExceeded, ServiceError, SlowRequest
+from cloze.service.http import pace
+from cloze.service.http.bodies import read_body
 from cloze.service.http.caller import Callers
+from cloze.service.http.gate import ARRIVED
+from cloze.service.http.memory_limit import Hold, MemoryLimit
 from cloze.service.http.watch import RequestWatch
+from tests.leaping_loop import run_leaping
 from tests.waiting import MEASURES_TIME
 
 
@@ -63,6 +68,69 @@ def test_a_slow_body_leaves_the_answer_its_whole_time() -> None:
     reason, took_s = asyncio.run(ended(watch_of(2.0), never, body_s=1.0))
     assert reason is DeadlineExceeded
     assert took_s >= 2.99
+
+
+class Sender:
+    """A client that sends a body of 300 kB at a rate, after a first part."""
+
+    def __init__(self, bytes_per_s: float, first: int = 0) -> None:
+        self._left, self._per_s, self._next = 300_000, bytes_per_s, first
+
+    async def receive(self) -> Message:
+        loop = asyncio.get_running_loop()
+        if not self._next:
+            await asyncio.sleep(0.5)
+        size = min(self._left, self._next or round(self._per_s / 2))
+        self._left, self._next = self._left - size, 0
+        if not size:
+            await loop.create_future()
+        return {"type": "http.request", "body": bytes(size), "more_body": self._left > 0}
+
+    async def send(self, watch: RequestWatch) -> float:
+        """Return the seconds until the body has arrived."""
+        started = asyncio.get_running_loop().time()
+        scope = {"type": "http", "headers": [], ARRIVED: time.monotonic() - 1}
+        request = Request(scope, self.receive)
+        try:
+            with watch.request(request) as watched:
+                assert len(await read_body(request, 400_000, watched)) == 300_000
+        finally:
+            self.took_s = asyncio.get_running_loop().time() - started
+        return self.took_s
+
+
+@pytest.mark.parametrize("first", [0, 10, 200_000])
+@pytest.mark.parametrize("bytes_per_s", [0, pace.RATE / 2])
+def test_a_body_that_stalls_ends_after_its_grace(first: int, bytes_per_s: float) -> None:
+    sender = Sender(bytes_per_s, first)
+    with pytest.raises(SlowRequest, match=r"too slowly: .* at least 1000 bytes per second"):
+        run_leaping(sender.send(watch_of(3000.0)))
+    assert pace.GRACE_S <= sender.took_s < 3 * pace.GRACE_S
+
+
+def test_a_slow_body_arrives_whole_while_nobody_needs_its_memory() -> None:
+    assert run_leaping(Sender(2 * pace.RATE, 100_000).send(watch_of(3000.0))) > 90
+
+
+def test_a_slow_body_ends_soon_if_others_need_its_memory() -> None:
+    async def play() -> None:
+        bodies = MemoryLimit("bodies", 1_400_000)
+        watch = RequestWatch(3000.0, 3000.0, Callers(), bodies)
+        slow, quick = Sender(2 * pace.RATE, 150_000), Sender(2 * pace.HURRIED_RATE)
+        slow_sends = asyncio.create_task(slow.send(watch))
+        await asyncio.sleep(60)
+        assert not slow_sends.done()
+        quick_sends = asyncio.create_task(quick.send(watch))
+        await asyncio.sleep(1.2)
+        await bodies.grow(Hold("b"), 700_000)
+        waiting = asyncio.create_task(bodies.grow(Hold("c"), 300_000))
+        with pytest.raises(SlowRequest, match="and 65536 while other requests need the memory"):
+            await slow_sends
+        assert slow.took_s < 60 + 1.2 + 2 * pace.HURRIED_GRACE_S
+        await waiting
+        assert await quick_sends < 5
+
+    run_leaping(play())
 
 
 def test_a_request_within_its_time_goes_on() -> None:

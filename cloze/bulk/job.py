@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow as pa
 
 from cloze.bulk.errors import BulkError
-from cloze.bulk.plan import FileFormat, Plan
+from cloze.bulk.plan import FileFormat, Plan, first_doubled
 from cloze.bulk.sources import check_column, check_text_column
 from cloze.bulk.tasks import BULK_TASKS, BulkTask
 from cloze.service.settings import Settings
@@ -106,9 +106,8 @@ class BulkJob:
             check_text_column(self.plan.schema, name)
         if self.options.id_column is not None:
             check_column(self.plan.schema, self.options.id_column)
-        names = self.schema.names
-        if taken := [name for name in self.kept.names if names.count(name) > 1][:1]:
+        if (taken := first_doubled(self.schema.names)) is not None:
             raise BulkError(
-                f"the input has a column {taken[0]!a}, as the results have; give --prefix, or "
+                f"the input has a column {taken!a}, as the results have; give --prefix, or "
                 "--id-column"
             )

@@ -1,11 +1,14 @@
 """The plan of a run: the input files, their columns, and the shards of rows."""
 
 import base64
+from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import pyarrow as pa
+
+V = TypeVar("V", bound=Hashable)
 
 
 class FileFormat(StrEnum):
@@ -92,3 +95,13 @@ class Plan:
             schema,
             tuple(Shard(number, *shard) for number, shard in enumerate(values["shards"])),
         )
+
+
+def first_doubled(values: Iterable[V]) -> V | None:
+    """Return the first value that an earlier one equals; None if all differ."""
+    seen: set[V] = set()
+    for value in values:
+        if value in seen:
+            return value
+        seen.add(value)
+    return None

@@ -65,8 +65,8 @@ def run_job(
     bundle = choose_bundle(settings, options.task, watcher.report)
     check_parameters(settings, bundle, options.task, options.parameters)
     # A resumed run does not read its text files again to find their rows.
-    plan = folder.recorded_plan()
-    if plan is None or list(plan.files) != files:
+    plan = folder.recorded_plan(files, options.shard_rows)
+    if plan is None:
         plan = make_plan(file_format, files, options.shard_rows, watcher.report)
     manifest = bundle.manifest
     job = BulkJob(options, manifest.reference, manifest.digest, settings, plan, output)

@@ -13,14 +13,14 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from cloze.bulk.errors import BulkError
-from cloze.bulk.plan import FileFormat, Plan, Shard
+from cloze.bulk.plan import FileFormat, InputFile, Plan, Shard
 
 _MANIFEST = "_manifest.json"
 _REPORTS = "_reports"
@@ -95,10 +95,13 @@ class RunFolder:
     def _report(self, number: int) -> Path:
         return self.path / _REPORTS / f"{number:05d}.json"
 
-    def recorded_plan(self) -> Plan | None:
-        """Return the plan of the run that the folder is for; None if there is none yet."""
+    def recorded_plan(self, files: Sequence[InputFile], shard_rows: int) -> Plan | None:
+        """Return the recorded plan; None if there is none of these files and rows per shard."""
         recorded = self._recorded()
-        return Plan.from_json(recorded["plan"]) if recorded else None
+        if recorded is None or recorded["identity"].get("rows per shard") != shard_rows:
+            return None
+        plan = Plan.from_json(recorded["plan"])
+        return plan if list(plan.files) == list(files) else None
 
     def _recorded(self) -> dict[str, Any] | None:
         file = self.path / _MANIFEST

@@ -10,7 +10,7 @@ from cloze.bulk import text_files
 from cloze.bulk.chunks import Chunk, chunk_of_batch, chunk_of_rows, grouped
 from cloze.bulk.errors import BulkError
 from cloze.bulk.parquet_files import ParquetReader, open_parquet
-from cloze.bulk.plan import FileFormat, InputFile, Plan, Shard
+from cloze.bulk.plan import FileFormat, InputFile, Plan, Shard, first_doubled
 from cloze.bulk.text_files import ColumnTypes
 
 _SUFFIXES = {
@@ -37,8 +37,8 @@ def input_files(paths: Sequence[Path]) -> tuple[FileFormat, list[InputFile]]:
     files = [file.resolve() for path in paths for file in _files(path)]
     if not files:
         raise BulkError(f"{', '.join(map(str, paths))} has no file to read; {_KNOWN}")
-    if doubled := [file for file in files if files.count(file) > 1][:1]:
-        raise BulkError(f"{doubled[0]} is named twice")
+    if (doubled := first_doubled(files)) is not None:
+        raise BulkError(f"{doubled} is named twice")
     formats = dict.fromkeys(_format(file) for file in files)
     if len(formats) > 1:
         raise BulkError(f"the files have several formats: {', '.join(formats)}; run one at a time")
@@ -100,8 +100,8 @@ def _plan_parquet(files: Sequence[InputFile], shard_rows: int) -> Plan:
     for index, file in enumerate(files):
         parquet = open_parquet(Path(file.path))
         own = parquet.schema_arrow.remove_metadata()
-        if doubled := [name for name in own.names if own.names.count(name) > 1][:1]:
-            raise BulkError(f"{file.path} has two columns named {doubled[0]!a}")
+        if (doubled := first_doubled(own.names)) is not None:
+            raise BulkError(f"{file.path} has two columns named {doubled!a}")
         if schema is None:
             schema = own
         elif not own.equals(schema):

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from cloze.bulk.chunks import ReadRow, json_field
 from cloze.bulk.errors import BulkError
-from cloze.bulk.plan import FileFormat
+from cloze.bulk.plan import FileFormat, first_doubled
 
 MAX_LINE_BYTES = 64 * 2**20
 """Longest line of a file; a longer one is more likely not a text file."""
@@ -180,9 +180,8 @@ def _header(path: Path, lines: _Lines) -> list[str]:
     header = next(_records(path, lines), [])
     if not header:
         raise BulkError(f"{path} has no line with the names of the columns")
-    doubled = sorted({name for name in header if header.count(name) > 1})
-    if doubled:
-        raise BulkError(f"{path} has two columns named {doubled[0]!a}")
+    if (doubled := first_doubled(header)) is not None:
+        raise BulkError(f"{path} has two columns named {doubled!a}")
     return header
 
 

@@ -11,12 +11,11 @@ from difflib import SequenceMatcher
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from cloze.export.errors import DataError, ExportError
 from cloze.export.evaluation.scorer import Floats, Ids, Scorer, equal_lengths, score_masks
+from cloze.export.tokenizer import CheckpointTokenizer
 
-_MASK_TOKEN = "[MASK]"
 _BATCH = 64  # masked sequences per run
 
 
@@ -41,7 +40,10 @@ def read_stereotypes(file: Path) -> list[tuple[str, str]]:
 
 
 def stereotype_preference(
-    pairs: Sequence[tuple[str, str]], tokenizer: Tokenizer, scorer: Scorer, max_tokens: int
+    pairs: Sequence[tuple[str, str]],
+    tokenizer: CheckpointTokenizer,
+    scorer: Scorer,
+    max_tokens: int,
 ) -> float:
     """Return the share of pairs whose more stereotyping sentence scores higher, in [0, 1].
 
@@ -56,11 +58,10 @@ def stereotype_preference(
     Raises:
         ExportError: the tokenizer has no mask token.
     """
-    mask_id = tokenizer.token_to_id(_MASK_TOKEN)
-    if mask_id is None:
-        raise ExportError(f"the tokenizer has no {_MASK_TOKEN} token, which CrowS-Pairs needs")
+    if tokenizer.mask_id is None:
+        raise ExportError("the tokenizer has no mask token, which CrowS-Pairs needs")
     sentences = [
-        [encoding.ids[:max_tokens] for encoding in tokenizer.encode_batch(list(pair))]
+        [encoding.ids[:max_tokens] for encoding in tokenizer.tokenizer.encode_batch(list(pair))]
         for pair in pairs
     ]
     masks = [
@@ -73,7 +74,7 @@ def stereotype_preference(
         chosen = [masks[index] for index in group]
         ids = np.asarray([sentences[number][side] for number, side, _ in chosen], np.int64)
         positions = np.asarray([position for *_, position in chosen], np.int64)
-        log_probabilities = _mask_and_score(scorer, ids, positions, mask_id)
+        log_probabilities = _mask_and_score(scorer, ids, positions, tokenizer.mask_id)
         for (number, side, _), value in zip(chosen, log_probabilities, strict=True):
             scores[number, side] += value
     more, less = scores.T

@@ -38,6 +38,11 @@ Floats = NDArray[np.float32]
 class Scorer(Protocol):
     """Runs encodings through a model, for evaluation."""
 
+    @property
+    def layers(self) -> int:
+        """Return the number of layers of the encoder."""
+        ...
+
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
         """Return the results of encodings of one length, in order."""
         ...
@@ -52,7 +57,7 @@ class GraphScorer:
     """
 
     def __init__(self, session: Session, graph: GraphSpec) -> None:
-        self._session = session
+        self._session, self.layers = session, graph.layers
         self._codec = BatchCodec(graph)
 
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
@@ -74,9 +79,9 @@ class TorchScorer:
     def __init__(
         self, model: Model, device: torch.device, recipe: EmbeddingRecipe | None = None
     ) -> None:
-        self._model, self._device = model, device
+        self._model, self._device, self.layers = model, device, model.config.layers
         self._recipe = recipe or EmbeddingRecipe()
-        graph = GraphSpec(Layout.DENSE, tuple(HEADS), token_types=True, layers=model.config.layers)
+        graph = GraphSpec(Layout.DENSE, tuple(HEADS), token_types=True, layers=self.layers)
         self._codec = BatchCodec(graph)
 
     @torch.inference_mode()

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from cloze.export.errors import DataError
 from cloze.export.evaluation.scorer import Scorer, score_masks
+from cloze.export.tokenizer import CheckpointTokenizer
 
 _MASK_TOKEN = "[MASK]"
+"""The mark of the mask in a file, whatever the tokenizer's mask token is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def read_sentences(file: Path) -> list[Sentence]:
 
 
 def complete(
-    sentences: Sequence[Sentence], tokenizer: Tokenizer, scorer: Scorer
+    sentences: Sequence[Sentence], tokenizer: CheckpointTokenizer, scorer: Scorer
 ) -> list[Completion]:
     """Return the model's first word for each sentence.
 
@@ -86,15 +87,15 @@ def complete(
     Raises:
         DataError: the tokenizer has no mask token.
     """
-    mask_id = tokenizer.token_to_id(_MASK_TOKEN)
-    if mask_id is None:
-        raise DataError(f"the tokenizer has no {_MASK_TOKEN} token")
+    if tokenizer.mask_token is None:
+        raise DataError("the tokenizer has no mask token")
     completions = []
     for sentence in sentences:
-        ids = np.array([tokenizer.encode(sentence.text).ids], np.int64)
-        position = np.flatnonzero(ids[0] == mask_id)
+        text = sentence.text.replace(_MASK_TOKEN, tokenizer.mask_token)
+        ids = np.array([tokenizer.tokenizer.encode(text).ids], np.int64)
+        position = np.flatnonzero(ids[0] == tokenizer.mask_id)
         best, _ = score_masks(scorer, ids, np.zeros_like(ids), position, ids[0][position], k=1)
-        word = tokenizer.id_to_token(int(best[0, 0]))
+        word = tokenizer.tokenizer.id_to_token(int(best[0, 0]))
         assert word is not None  # ids come from the same vocabulary
         completions.append(Completion(sentence, word))
     return completions

@@ -11,7 +11,7 @@ from cloze.export.evaluation.pairs import similarity
 from cloze.export.evaluation.scorer import Scorer, embeddings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph
+from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.model_store.heads import Pooling, embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
@@ -76,7 +76,7 @@ def _reference(
     return {embedding.EMBEDDINGS.name: torch.cat([*pooled, no_rows])}
 
 
-def _sample(_: np.random.Generator, __: int, ___: int) -> EmbeddingRequest:
+def _sample(_: np.random.Generator, __: SampleSizes) -> EmbeddingRequest:
     return EmbeddingRequest()
 
 

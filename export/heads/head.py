@@ -91,6 +91,21 @@ def flat_rows(g: GraphBuilder, layout: Layout, states: str, config: EncoderConfi
     return g.op("Reshape", [states, shape])  # [B, S, H] -> [T, H]
 
 
+@dataclass(frozen=True, slots=True)
+class SampleSizes:
+    """The sizes that a sample request must keep to.
+
+    Attributes:
+        tokens: tokens of the sequence.
+        vocabulary: tokens of the vocabulary.
+        layers: layers of the encoder.
+    """
+
+    tokens: int
+    vocabulary: int
+    layers: int
+
+
 TensorNames = Mapping[str, str]
 """Tensor names in a checkpoint -> our names, as in `Family.names`."""
 
@@ -108,8 +123,7 @@ class ExportHead:
         write: (module, graph) -> None; writes the head into the graph.
         reference: (module, hidden states [N, T, H] of the embeddings and of each layer, requests,
             placement) -> the graph's outputs by name, computed with torch.
-        sample: (random generator, tokens of a sequence, size of the vocabulary) -> a request for
-            verification.
+        sample: (random generator, sizes) -> a request for verification.
         measure: (checkpoint, graph, texts) -> figures that compare the graph with the checkpoint,
             for the quality gate.
         limits: the lowest accepted value of each figure.
@@ -120,6 +134,8 @@ class ExportHead:
             whose tensor names another head also has; None: the tensor names suffice.
         promised_by: ends of the class names in ``config.json`` whose checkpoints have this head.
         read_options: ``config.json`` -> the head's section in the manifest; None: no section.
+        write_options: the head's section in the manifest -> the settings of ``config.json`` that
+            `read_options` reads; None: no section.
         incomplete: first part of tensor names -> the note for a checkpoint that has only these
             tensors of the head.
     """
@@ -129,7 +145,7 @@ class ExportHead:
     tensor_names: Mapping[str, TensorNames]
     write: Callable[[Any, HeadGraph], None]
     reference: Callable[[Any, Tensor, Sequence[Any], Placement], dict[str, Tensor]]
-    sample: Callable[[np.random.Generator, int, int], HeadRequest]
+    sample: Callable[[np.random.Generator, SampleSizes], HeadRequest]
     measure: Callable[[Scorer, Scorer, GateTexts], dict[str, float]]
     limits: Mapping[str, float]
     module_of: str | None = None
@@ -138,6 +154,7 @@ class ExportHead:
     architecture: str | None = None
     promised_by: tuple[str, ...] = ()
     read_options: Callable[[Mapping[str, Any]], Frozen] | None = None
+    write_options: Callable[[Any], dict[str, Any]] | None = None
     incomplete: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.heads.head import ExportHead, HeadGraph, mean_cosine
+from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, mean_cosine
 from cloze.model_store.heads import Pooling, layer_embedding
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.model_store.layouts import Placement
@@ -73,22 +73,29 @@ def _pooled(rows: Tensor, pooling: Pooling) -> Tensor:
             return torch.zeros_like(rows[0])
 
 
-def _sample(rng: np.random.Generator, _: int, __: int) -> LayerEmbeddingRequest:
-    return LayerEmbeddingRequest(
-        [{0: 0.5, 1: 1.0}, {1: 1.0}], _POOLINGS[rng.integers(len(_POOLINGS))]
-    )
+def _sample(rng: np.random.Generator, sizes: SampleSizes) -> LayerEmbeddingRequest:
+    """Return a request for all states, with other weights for each, and for one of them alone."""
+    weights = rng.uniform(0.5, 1.5, sizes.layers + 1)
+    weighted = {layer: float(weight) for layer, weight in enumerate(weights)}
+    alone = {int(rng.integers(sizes.layers + 1)): 1.0}
+    return LayerEmbeddingRequest([weighted, alone], _POOLINGS[rng.integers(len(_POOLINGS))])
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
-    """Return the mean cosine of both models' vectors of the first layer and of the embeddings."""
+    """Return the mean cosine of both models' vectors, of the layer that agrees least.
+
+    The embeddings count as a layer.
+    """
     name = layer_embedding.HEAD.name
-    request = LayerEmbeddingRequest([{0: 1.0}, {1: 1.0}], Pooling.MEAN)
+    states = range(checkpoint.layers + 1)
+    request = LayerEmbeddingRequest([{layer: 1.0} for layer in states], Pooling.MEAN)
     pairs = []
     for ids in texts.sentences():
         batch = encodings(ids, np.zeros_like(ids), [{name: request}])
         one, other = (scorer.run(batch)[0][name].vectors for scorer in (checkpoint, graph))
         pairs.append((one, other))
-    return {"layer_embedding_cosine_mean": mean_cosine(pairs)}
+    by_layer = [mean_cosine([(a[[n]], b[[n]]) for a, b in pairs]) for n in states]
+    return {"layer_embedding_cosine_mean": float(np.min(by_layer))}
 
 
 EXPORT_HEAD: Final = ExportHead(

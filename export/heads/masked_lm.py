@@ -12,7 +12,7 @@ from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.layers import bias_activation, layer_norm
 from cloze.export.graph.linear_ops import WORD_EMBEDDINGS, Fp32, LinearInput
-from cloze.export.heads.head import ExportHead, HeadGraph
+from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes
 from cloze.export.models.activations import ACTIVATIONS
 from cloze.export.models.config import EncoderConfig
 from cloze.export.models.encoder import Encoder
@@ -110,9 +110,9 @@ def _reference(
     }
 
 
-def _sample(rng: np.random.Generator, tokens: int, vocabulary: int) -> MaskedLMRequest:
-    positions = rng.choice(tokens, min(3, tokens), replace=False).tolist()
-    return MaskedLMRequest(positions, _TOP_K, rng.integers(0, vocabulary, _TOP_K).tolist())
+def _sample(rng: np.random.Generator, sizes: SampleSizes) -> MaskedLMRequest:
+    positions = rng.choice(sizes.tokens, min(3, sizes.tokens), replace=False).tolist()
+    return MaskedLMRequest(positions, _TOP_K, rng.integers(0, sizes.vocabulary, _TOP_K).tolist())
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, next_sentence_logits
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, agreement, cls_rows
+from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, agreement, cls_rows
 from cloze.export.models.config import EncoderConfig
 from cloze.export.models.encoder import Encoder
 from cloze.model_store.heads import next_sentence
@@ -48,7 +48,7 @@ def _reference(
     return {next_sentence.PAIR_LOGITS.name: head(rows[cls_rows(requests, placement)])}
 
 
-def _sample(_: np.random.Generator, __: int, ___: int) -> NextSentenceRequest:
+def _sample(_: np.random.Generator, __: SampleSizes) -> NextSentenceRequest:
     return NextSentenceRequest()
 
 

@@ -10,7 +10,7 @@ from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import Floats, Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, cls_rows
+from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, cls_rows
 from cloze.export.models.config import EncoderConfig
 from cloze.export.models.encoder import Encoder
 from cloze.model_store.heads import sequence_classification
@@ -67,7 +67,7 @@ def _reference(
     return {sequence_classification.CLASS_LOGITS.name: logits}
 
 
-def _sample(_: np.random.Generator, __: int, ___: int) -> SequenceClassificationRequest:
+def _sample(_: np.random.Generator, __: SampleSizes) -> SequenceClassificationRequest:
     return SequenceClassificationRequest()
 
 
@@ -104,6 +104,16 @@ def read_labels(settings: Mapping[str, Any]) -> tuple[str, ...]:
         raise ExportError(
             f"config.json: id2label must name the labels 0 to N - 1, got {str(by_id)[:80]}"
         ) from None
+
+
+def _write_options(options: SequenceLabels) -> dict[str, Any]:
+    return write_labels(options.labels) | {"problem_type": options.problem_type}
+
+
+def write_labels(labels: Sequence[str]) -> dict[str, Any]:
+    """Return the settings of a ``config.json`` from which `read_labels` reads these labels."""
+    by_id = dict(enumerate(labels))
+    return {"id2label": by_id, "label2id": {label: number for number, label in by_id.items()}}
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
@@ -147,4 +157,5 @@ EXPORT_HEAD: Final = ExportHead(
     fine_tuned=True,
     architecture="ForSequenceClassification",
     read_options=read_options,
+    write_options=_write_options,
 )

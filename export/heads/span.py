@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, span_logits
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, agreement
+from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, agreement
 from cloze.export.models.config import EncoderConfig
 from cloze.export.models.encoder import Encoder
 from cloze.model_store.heads import span
@@ -42,7 +42,7 @@ def _reference(
     return {span.SPAN_LOGITS.name: head(rows)}
 
 
-def _sample(_: np.random.Generator, __: int, ___: int) -> SpanRequest:
+def _sample(_: np.random.Generator, __: SampleSizes) -> SpanRequest:
     return SpanRequest()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.heads import masked_lm
-from cloze.export.heads.head import ExportHead, HeadGraph
+from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes
 from cloze.export.heads.masked_lm import MaskedLMHead
 from cloze.model_store.heads import sparse_embedding
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest
@@ -59,8 +59,8 @@ def _reference(
     }
 
 
-def _sample(_: np.random.Generator, tokens: int, __: int) -> SparseEmbeddingRequest:
-    return SparseEmbeddingRequest(tokens, _TOP_K)
+def _sample(_: np.random.Generator, sizes: SampleSizes) -> SparseEmbeddingRequest:
+    return SparseEmbeddingRequest(sizes.tokens, _TOP_K)
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:

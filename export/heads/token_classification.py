@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, token_rows
-from cloze.export.heads.sequence_classification import read_labels
+from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, token_rows
+from cloze.export.heads.sequence_classification import read_labels, write_labels
 from cloze.export.models.config import EncoderConfig
 from cloze.export.models.encoder import Encoder
 from cloze.model_store.heads import token_classification
@@ -46,12 +46,16 @@ def _reference(
     return {token_classification.TOKEN_LOGITS.name: logits}
 
 
-def _sample(_: np.random.Generator, __: int, ___: int) -> TokenClassificationRequest:
+def _sample(_: np.random.Generator, __: SampleSizes) -> TokenClassificationRequest:
     return TokenClassificationRequest()
 
 
 def _read_options(settings: Mapping[str, Any]) -> TokenLabels:
     return TokenLabels(labels=read_labels(settings))
+
+
+def _write_options(options: TokenLabels) -> dict[str, Any]:
+    return write_labels(options.labels)
 
 
 def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, float]:
@@ -80,4 +84,5 @@ EXPORT_HEAD: Final = ExportHead(
     fine_tuned=True,
     architecture="ForTokenClassification",
     read_options=_read_options,
+    write_options=_write_options,
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.heads.head import ExportHead, HeadGraph, mean_cosine, token_rows
+from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, mean_cosine, token_rows
 from cloze.model_store.heads import token_embedding
 from cloze.model_store.heads.token_embedding import TokenEmbeddingRequest
 from cloze.model_store.layouts import Placement
@@ -26,7 +26,7 @@ def _reference(
     return {token_embedding.TOKEN_EMBEDDINGS.name: rows[token_rows(requests, placement)]}
 
 
-def _sample(_: np.random.Generator, __: int, ___: int) -> TokenEmbeddingRequest:
+def _sample(_: np.random.Generator, __: SampleSizes) -> TokenEmbeddingRequest:
     return TokenEmbeddingRequest()
 
 

@@ -21,6 +21,9 @@ class Model(nn.Module):
         config: the sizes.
         heads: names of the model's heads.
         options: options of heads, by head name, as in a manifest.
+
+    Attributes:
+        options: the options of the model's heads.
     """
 
     masked_lm: "MaskedLMHead | None"
@@ -40,6 +43,7 @@ class Model(nn.Module):
         super().__init__()
         names, options = frozenset(heads), options or {}
         self.config = config
+        self.options = {name: section for name, section in options.items() if name in names}
         self.encoder = Encoder(config)
         for name, head in EXPORT_HEADS.items():
             if head.module is None:

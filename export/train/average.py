@@ -11,29 +11,34 @@ import torch
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.heads import EMBEDDING
-from cloze.export.train.card import CARD
+from cloze.export.train.card import CARD, common_license, front_matter
 from cloze.export.train.errors import TrainError
 from cloze.export.train.save import save_checkpoint
 
 
 @torch.inference_mode()
-def average(sources: Sequence[str], folder: Path) -> Path:
+def average(sources: Sequence[str], folder: Path, license_name: str | None = None) -> Path:
     """Write the mean of the weights of two or more checkpoints as a new checkpoint.
 
     Args:
         sources: folders or hub ids of the checkpoints.
         folder: folder of the new checkpoint.
+        license_name: its licence; None: the one that all checkpoints name, if they do.
 
     Returns:
         The folder.
 
     Raises:
-        TrainError: there is only one checkpoint, or they differ in their sizes, heads or tokens.
+        TrainError: there is only one checkpoint; or they differ in their sizes, heads, labels or
+            tokens; or they have dense layers after their pooling.
         ExportError: a checkpoint cannot be loaded.
     """
     if len(sources) < 2:
         raise TrainError("an average needs at least two checkpoints")
-    first, *others = (load_checkpoint(source) for source in sources)
+    checkpoints = [load_checkpoint(source) for source in sources]
+    first, *others = checkpoints
+    if first.recipe.projections:
+        raise TrainError(f"{sources[0]} has dense layers after its pooling, which are not averaged")
     vocabulary = first.tokenizer.tokenizer.get_vocab()
     sums = {name: tensor.double() for name, tensor in first.model.state_dict().items()}
     for source, other in zip(sources[1:], others, strict=True):
@@ -41,6 +46,8 @@ def average(sources: Sequence[str], folder: Path) -> Path:
         shapes = {name: tensor.shape for name, tensor in weights.items()}
         if shapes != {name: tensor.shape for name, tensor in sums.items()}:
             raise TrainError(f"{source} has other sizes or other heads than {sources[0]}")
+        if other.model.options != first.model.options:
+            raise TrainError(f"{source} has other labels than {sources[0]}")
         if other.tokenizer.tokenizer.get_vocab() != vocabulary:
             raise TrainError(f"{source} has another vocabulary than {sources[0]}")
         for name, tensor in weights.items():
@@ -49,7 +56,8 @@ def average(sources: Sequence[str], folder: Path) -> Path:
     first.model.load_state_dict(means)
     embeds = EMBEDDING in {head.name for head in first.default_heads}
     recipe = first.recipe if embeds else None
-    save_checkpoint(first.model, first.tokenizer.tokenizer, folder, embedding=recipe)
+    save_checkpoint(first.model, first.tokenizer, folder, embedding=recipe)
     names = "\n".join(f"- {source}" for source in sources)
-    (folder / CARD).write_text(f"# The average of {len(sources)} checkpoints\n\n{names}\n")
+    matter = front_matter(license_name or common_license(checkpoints))
+    (folder / CARD).write_text(f"{matter}# The average of {len(sources)} checkpoints\n\n{names}\n")
     return folder

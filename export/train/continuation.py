@@ -3,11 +3,10 @@
 from copy import deepcopy
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
 from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.embeddings import KeptEmbeddings
 from cloze.export.train.errors import TrainError
 from cloze.export.train.objectives import MaskedText
@@ -41,8 +40,11 @@ def open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) ->
 
 def _check_recipe(recipe: PretrainRecipe, checkpoint: Checkpoint) -> None:
     config = checkpoint.model.config
-    given_sizes = sorted(recipe.model.model_fields_set - {"dropout"})
-    longest = max(phase.tokens for phase in recipe.phases)
+    given_sizes = sorted(recipe.model.model_fields_set - {"dropout", "max_tokens"})
+    longest, positions = (
+        max(phase.tokens for phase in recipe.phases),
+        _positions(recipe, checkpoint),
+    )
     if given_sizes or recipe.vocabulary.model_fields_set:
         given = f"[model] {', '.join(given_sizes)}" if given_sizes else "a vocabulary"
         raise TrainError(
@@ -55,14 +57,27 @@ def _check_recipe(recipe: PretrainRecipe, checkpoint: Checkpoint) -> None:
         )
     if config.family != "bert":
         raise TrainError(f"the checkpoint is a {config.family}; pre-training goes on from a bert")
-    if longest > config.max_positions:
+    if positions < config.max_positions:
         raise TrainError(
-            f"a phase of {longest} tokens exceeds the checkpoint's {config.max_positions} positions"
+            f"[model] max_tokens = {positions} is less than the checkpoint's "
+            f"{config.max_positions} positions; positions are only added"
+        )
+    if longest > positions:
+        raise TrainError(
+            f"a phase of {longest} tokens exceeds the checkpoint's {positions} positions; "
+            f"[model] max_tokens = {longest} adds positions"
         )
 
 
+def _positions(recipe: PretrainRecipe, checkpoint: Checkpoint) -> int:
+    """Return the positions of the new model: those of the recipe if it names them."""
+    if "max_tokens" in recipe.model.model_fields_set:
+        return recipe.model.max_tokens
+    return checkpoint.model.config.max_positions
+
+
 def check_vocabulary(
-    given: Tokenizer, checkpoint: Checkpoint, folder: Path | str, option: str
+    given: CheckpointTokenizer, checkpoint: Checkpoint, folder: Path | str, option: str
 ) -> None:
     """Check that a vocabulary is the checkpoint's.
 
@@ -75,7 +90,7 @@ def check_vocabulary(
     Raises:
         TrainError: it is another vocabulary.
     """
-    given_tokens = given.get_vocab()
+    given_tokens = given.tokenizer.get_vocab()
     source_tokens = checkpoint.tokenizer.tokenizer.get_vocab()
     if given_tokens != source_tokens:
         raise TrainError(
@@ -100,7 +115,7 @@ def open_original(name: str, recipe: PretrainRecipe, checkpoint: Checkpoint) -> 
     if not recipe.pretraining.keep_embeddings:
         raise TrainError("--embeddings-from needs keep_embeddings = true in the recipe")
     original = load_checkpoint(name)
-    check_vocabulary(original.tokenizer.tokenizer, checkpoint, name, "--embeddings-from")
+    check_vocabulary(original.tokenizer, checkpoint, name, "--embeddings-from")
     kept, size = original.model.config.hidden_size, checkpoint.model.config.hidden_size
     if kept != size:
         raise TrainError(
@@ -135,7 +150,7 @@ def kept_recipe(checkpoint: Checkpoint) -> EmbeddingRecipe | None:
 
 def continue_from(
     checkpoint: Checkpoint, original: Checkpoint, recipe: PretrainRecipe, options: RunOptions
-) -> tuple[Tokenizer, MaskedText]:
+) -> tuple[CheckpointTokenizer, MaskedText]:
     """Return the checkpoint's tokenizer, and its model with the heads that the recipe trains.
 
     Args:
@@ -147,7 +162,13 @@ def continue_from(
     heads = [MASKED_LM]
     if recipe.pretraining.sentence is not SentenceObjective.NONE:
         heads.append(NEXT_SENTENCE)
-    start = start_from(checkpoint, heads, dropout=recipe.model.dropout, seed=recipe.seed)
+    start = start_from(
+        checkpoint,
+        heads,
+        dropout=recipe.model.dropout,
+        seed=recipe.seed,
+        max_positions=_positions(recipe, checkpoint),
+    )
     if start.created:
         created = ", ".join(start.created)
         options.report(f"heads that the checkpoint does not have, with random weights: {created}")

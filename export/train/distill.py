@@ -18,7 +18,7 @@ from cloze.export.heads import MASKED_LM
 from cloze.export.models import Model
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.train.batches import TextBatch
-from cloze.export.train.card import write_card
+from cloze.export.train.card import Run, write_card
 from cloze.export.train.continuation import check_kept_embeddings, check_vocabulary
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.documents import fingerprint
@@ -26,7 +26,6 @@ from cloze.export.train.embeddings import KeptEmbeddings
 from cloze.export.train.errors import TrainError
 from cloze.export.train.loop import train
 from cloze.export.train.objectives import masked_loss
-from cloze.export.train.pairs import SentenceObjective
 from cloze.export.train.recipe import DistillRecipe
 from cloze.export.train.run_dir import CHECKPOINT, CORPUS, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
@@ -95,7 +94,7 @@ def copy_student(source: Checkpoint, name: str, student: Model, teacher: Checkpo
         TrainError: the vocabularies or the sizes differ, or the earlier student has no masked-LM
             head.
     """
-    check_vocabulary(source.tokenizer.tokenizer, teacher, name, "--from")
+    check_vocabulary(source.tokenizer, teacher, name, "--from")
     needed, given = asdict(student.config), asdict(source.model.config)
     for size in sorted(needed.keys() - {"dropout"}):
         if given[size] != needed[size]:
@@ -188,18 +187,20 @@ def distill(
     checkpoint = load_checkpoint(teacher)
     student = make_student(checkpoint.model, recipe.dropout)
     inputs = {"teacher": checkpoint.source.weights_sha256, "text": fingerprint(files)}
+    origins = [checkpoint]
     if student_source is not None:
         earlier = load_checkpoint(student_source)
+        origins.append(earlier)
         copy_student(earlier, student_source, student, checkpoint)
         inputs["student"] = earlier.source.weights_sha256
     acquire_run_dir(options.run_dir, recipe, inputs)
     max_positions = checkpoint.model.config.max_positions
-    _check_recipe(recipe, max_positions)
+    _check_lengths(recipe, max_positions)
     check_kept_embeddings(recipe.pretraining, checkpoint)
-    tokenizer = checkpoint.tokenizer.tokenizer
+    tokenizer = checkpoint.tokenizer
     corpus = prepare_corpus(
         files,
-        tokenizer,
+        tokenizer.tokenizer,
         options.run_dir / CORPUS,
         held_out=recipe.held_out,
         report=options.report,
@@ -221,21 +222,13 @@ def distill(
         embedding = checkpoint.recipe
     save_checkpoint(student, tokenizer, folder, embedding=embedding)
     title = "A DistilBERT distilled from a BERT"
-    write_card(
-        folder, title=title, source=teacher, files=files, recipe=recipe, device=options.device
-    )
+    write_card(folder, Run(title, teacher, origins, files, recipe, options))
     return folder
 
 
-def _check_recipe(recipe: DistillRecipe, max_positions: int) -> None:
+def _check_lengths(recipe: DistillRecipe, max_positions: int) -> None:
     longest = max(phase.tokens for phase in recipe.phases)
     if longest > max_positions:
         raise TrainError(
             f"a phase of {longest} tokens exceeds the teacher's {max_positions} positions"
-        )
-    pretraining = recipe.pretraining
-    if pretraining.sentence is not SentenceObjective.NONE or pretraining.method != "mlm":
-        raise TrainError(
-            "distillation learns from single texts with masked tokens: "
-            'set method = "mlm" and sentence = "none"'
         )

@@ -13,14 +13,19 @@ from typing import Self
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cloze.export.train.batches import TextBatch, TextBatches, padded_length, shuffled_batches
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.embeddings import mean_pool
+from cloze.export.train.errors import TrainError
 from cloze.export.train.objectives import MaskedText
 from cloze.export.train.recipe import EmbedRecipe
 from cloze.export.train.vocabulary import SpecialIds
+
+_MIN_TOKENS = 3
+"""Fewest tokens of a sentence in the contrastive steps, without special tokens."""
 
 _RANK_SCALE = 20.0
 """Scale of the differences of cosines, as in CoSENT."""
@@ -116,6 +121,22 @@ class EmbeddingData:
     special: SpecialIds
 
 
+def _long_enough(corpus: Corpus | None) -> NDArray[np.int64]:
+    """Return the numbers of the sentences that contrastive steps learn from.
+
+    Raises:
+        TrainError: there is none.
+    """
+    lengths = np.diff(corpus.sentences) if corpus is not None else np.zeros(0, np.int64)
+    long_enough = np.flatnonzero(lengths >= _MIN_TOKENS)
+    if not len(long_enough):
+        raise TrainError(
+            f"contrastive_steps learn from sentences of at least {_MIN_TOKENS} tokens, but the "
+            f"longest of the text has {lengths.max(initial=0)}; give other text, or set them to 0"
+        )
+    return long_enough
+
+
 class EmbeddingObjective:
     """Implements `loop.Objective`: the contrastive steps, then the scored pairs.
 
@@ -127,6 +148,9 @@ class EmbeddingObjective:
         recipe: recipe of the run.
         data: training data.
         held_out_figures: measures the model on held-out pairs.
+
+    Raises:
+        TrainError: the contrastive steps have no sentence to learn from.
     """
 
     def __init__(
@@ -142,6 +166,7 @@ class EmbeddingObjective:
         batches_per_epoch = -(-len(data.pairs) // recipe.sequences)
         pair_steps = -(-recipe.epochs * batches_per_epoch // self._accumulation)
         self.steps = recipe.contrastive_steps + pair_steps
+        self._long_enough = _long_enough(data.sentences) if recipe.contrastive_steps else None
         self._pair_batches = None
         if data.pairs:
             lengths = [len(first) + len(second) for first, second, _ in data.pairs]
@@ -163,11 +188,12 @@ class EmbeddingObjective:
         return collate_sentences(rows, [score for *_, score in pairs], text, recipe.tokens)
 
     def _draw_sentences(self, rng: np.random.Generator) -> list[list[int]]:
-        """Draw sentences of more than two tokens; return their ids with special tokens."""
+        """Draw sentences that are long enough; return their ids with special tokens."""
         corpus, special = self._data.sentences, self._data.special
         assert corpus is not None
-        long_enough = np.flatnonzero(np.diff(corpus.sentences) > 2)
-        drawn = long_enough[rng.integers(len(long_enough), size=self._recipe.contrastive_sequences)]
+        assert self._long_enough is not None
+        count = self._recipe.contrastive_sequences
+        drawn = self._long_enough[rng.integers(len(self._long_enough), size=count)]
         max_tokens = self._recipe.contrastive_tokens - 2
         sentences = []
         for index in drawn:

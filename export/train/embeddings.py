@@ -72,13 +72,13 @@ class KeptEmbeddings:
     def cosine(self, model: Model, batch: TextBatch) -> Tensor:
         """Return the mean cosine of both models' embeddings of the same unmasked texts.
 
-        In training, the text length is drawn per batch, uniformly on a logarithmic scale. Padding
-        tokens are ignored.
+        In training, the text length is drawn per batch, uniformly on a logarithmic scale, up to
+        what the original model can read. Padding tokens are ignored.
 
         Returns:
             A 0-d tensor.
         """
-        longest = batch.input_ids.shape[1]
+        longest = min(batch.input_ids.shape[1], self._original.config.max_positions)
         length = min(_EVALUATION_TOKENS, longest)
         if model.training and longest > _MIN_TOKENS:
             length = int(_MIN_TOKENS * (longest / _MIN_TOKENS) ** float(torch.rand(())))

@@ -24,6 +24,7 @@ from cloze.export.evaluation.sentences import complete, read_sentences
 from cloze.export.evaluation.squad import best_threshold, read_questions, score
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.session import open_session
+from cloze.export.tokenizer import SPECIAL_TOKENS, CheckpointTokenizer, describe_tokenizer
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import is_held_out
 from cloze.export.train.errors import TrainError
@@ -39,10 +40,10 @@ from cloze.export.train.pairs import (
 from cloze.export.train.recipe import Pretraining
 from cloze.export.train.run_options import Report
 from cloze.export.train.text_objective import make_masking
-from cloze.export.train.vocabulary import open_tokenizer, special_ids
+from cloze.export.train.vocabulary import special_ids
 from cloze.export.train.windows import answers_of, guess, make_windows
 from cloze.model_store.manifest import Precision
-from cloze.model_store.store import Store
+from cloze.model_store.store import Bundle, Store
 
 _TOP = 5
 _BATCH = 32
@@ -55,7 +56,7 @@ class Subject:
     """The model to measure: a checkpoint on torch, or a bundle on its own graph."""
 
     scorer: Scorer
-    tokenizer: Tokenizer
+    tokenizer: CheckpointTokenizer
     heads: frozenset[str]
     max_tokens: int
 
@@ -82,7 +83,7 @@ def open_subject(
     scorer = TorchScorer(checkpoint.model.to(device), device, checkpoint.recipe)
     positions = checkpoint.model.config.max_positions
     heads = frozenset(head.name for head in checkpoint.heads)
-    return Subject(scorer, checkpoint.tokenizer.tokenizer, heads, positions)
+    return Subject(scorer, checkpoint.tokenizer, heads, positions)
 
 
 def _open_bundle(reference: str, store: Store, precision: Precision) -> Subject:
@@ -95,10 +96,23 @@ def _open_bundle(reference: str, store: Store, precision: Precision) -> Subject:
     session = open_session(bundle.file(graph.file), graph.layout)
     return Subject(
         GraphScorer(session, spec),
-        open_tokenizer(bundle.path),
+        _bundle_tokenizer(bundle),
         frozenset(spec.heads),
         manifest.limits.max_tokens,
     )
+
+
+def _bundle_tokenizer(bundle: Bundle) -> CheckpointTokenizer:
+    """Open the tokenizer of a bundle, whose manifest names the special tokens."""
+    spec = bundle.manifest.tokenizer
+    tokenizer = Tokenizer.from_file(str(bundle.file(spec.file)))
+    names = {
+        "unk_token": tokenizer.model.unk_token,
+        "cls_token": tokenizer.id_to_token(spec.cls_id),
+        "sep_token": tokenizer.id_to_token(spec.sep_id),
+        "mask_token": spec.mask_token,
+    }
+    return describe_tokenizer(tokenizer, SPECIAL_TOKENS | {k: v for k, v in names.items() if v})
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +166,7 @@ def evaluate(
     if data.pairs and EMBEDDING in subject.heads:
         max_tokens = min(_PAIR_TOKENS, subject.max_tokens)
         figures["sts_spearman"] = similarity(
-            read_pairs(data.pairs), subject.tokenizer, subject.scorer, max_tokens
+            read_pairs(data.pairs), subject.tokenizer.tokenizer, subject.scorer, max_tokens
         )
     if data.stereotypes and MASKED_LM in subject.heads:
         figures["stereotype_preference"] = stereotype_preference(
@@ -175,7 +189,7 @@ def _measure_text(
     """Measure fill-mask and next sentence on the held-out text."""
     corpus = prepare_corpus(
         data.text,
-        subject.tokenizer,
+        subject.tokenizer.tokenizer,
         folder,
         held_out=data.held_out,
         only_held_out=True,

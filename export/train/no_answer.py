@@ -11,7 +11,6 @@ direction moves the scores of ``[CLS]`` alone.
 """
 
 import hashlib
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +70,7 @@ def calibrate(
         ExportError: the checkpoint cannot be loaded.
     """
     checkpoint = load_checkpoint(source)
-    model, tokenizer = checkpoint.model.to(device), checkpoint.tokenizer.tokenizer
+    model, tokenizer = checkpoint.model.to(device), checkpoint.tokenizer
     if model.span is None:
         raise TrainError(f"{source} has no head for question answering; run `train finetune-qa`")
     held = (each for each in read_questions(files) if is_held_out(each.title, held_out))
@@ -94,8 +93,8 @@ def calibrate(
     _move_no_answer(model, windows, -threshold)
     after = guesses()
     save_checkpoint(model, tokenizer, folder)
-    if (card := Path(source) / CARD).is_file() and not (folder / CARD).exists():
-        shutil.copyfile(card, folder / CARD)
+    if checkpoint.card is not None and not (folder / CARD).exists():
+        (folder / CARD).write_text(checkpoint.card, encoding="utf-8")
     return Calibration(
         threshold,
         _f1(questions, before, lambda _: 0.0),

@@ -18,7 +18,7 @@ from cloze.export.evaluation.squad import Question, read_questions, score
 from cloze.export.heads import SPAN
 from cloze.export.models import Model
 from cloze.export.train.batches import padded_length, shuffled_batches
-from cloze.export.train.card import write_card
+from cloze.export.train.card import Run, write_card
 from cloze.export.train.documents import fingerprint, is_held_out
 from cloze.export.train.errors import TrainError
 from cloze.export.train.loop import train
@@ -157,9 +157,7 @@ def finetune_questions(
     folder = options.run_dir / CHECKPOINT
     save_checkpoint(start.model, start.tokenizer, folder)
     title = "An encoder fine-tuned for question answering"
-    write_card(
-        folder, title=title, source=source, files=files, recipe=recipe, device=options.device
-    )
+    write_card(folder, Run(title, source, [checkpoint], files, recipe, options))
     return folder
 
 

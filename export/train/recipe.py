@@ -349,6 +349,20 @@ class EmbedRecipe(Recipe):
     dropout: Share = 0.1
 
 
+_NOT_DISTILLED = frozenset(
+    {
+        "span_boundary",
+        "z_loss",
+        "sentence_weight",
+        "single",
+        "shifted",
+        "generator",
+        "generator_weight",
+    }
+)
+"""Fields of `Pretraining` that distillation has no use for."""
+
+
 class DistillRecipe(Recipe):
     """``cloze train distill``."""
 
@@ -362,6 +376,18 @@ class DistillRecipe(Recipe):
     cosine_weight: Annotated[float, Field(ge=0)] = 1.0
     held_out: Share = 0.05
     dropout: Share = 0.1
+
+    @model_validator(mode="after")
+    def _is_honoured(self) -> "DistillRecipe":
+        pretraining = self.pretraining
+        if pretraining.sentence is not SentenceObjective.NONE or pretraining.method != "mlm":
+            raise ValueError(
+                "distillation learns from single texts with masked tokens: "
+                'set method = "mlm" and sentence = "none"'
+            )
+        if unused := sorted(pretraining.model_fields_set & _NOT_DISTILLED):
+            raise ValueError(f"distillation does not use {', '.join(unused)}: leave this out")
+        return self
 
 
 def load_recipe(name: str, kind: type[R], *, seed: int | None = None) -> R:

@@ -38,9 +38,11 @@ class RunOptions:
         device: device of the model and the batches.
         report: receives one line per event.
         schedule: how often the run logs, evaluates and writes a checkpoint.
+        license: licence of the new checkpoint; None: that of the checkpoints it starts from.
     """
 
     run_dir: Path
     device: "torch.device"
     report: Report
     schedule: Schedule = Schedule()
+    license: str | None = None

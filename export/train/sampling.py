@@ -54,6 +54,20 @@ def sampling_shares(
     return group_of, np.asarray([*weights.values(), max(0.0, 1 - total)])
 
 
+def weights_of_part(part: Corpus, weights: Mapping[str, float]) -> dict[str, float]:
+    """Return the weights of a text for a part of it, which may lack some of the sources.
+
+    If the weights name every source of the part, they are scaled to the sum 1.
+    """
+    names = list(weights)
+    present = {_group(origin, names) for origin in part.origins}
+    kept = {name: weights[name] for number, name in enumerate(names) if number in present}
+    if len(names) in present:
+        return kept  # text without a weight shares the rest
+    total = sum(kept.values())
+    return {name: weight / total for name, weight in kept.items()}
+
+
 def _group(origin: Origin, names: list[str]) -> int:
     """Return the index in ``names`` of the origin's source, or else of its file.
 

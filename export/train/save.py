@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
-from tokenizers import Tokenizer, normalizers
+from tokenizers import normalizers
 
 from cloze.export.heads import EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN, tensor_names
 from cloze.export.models import FAMILIES, EncoderConfig, Model
 from cloze.export.sentence import POOLING_FLAGS, EmbeddingRecipe
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.vocabulary import save_vocabulary
 
 _ARCHITECTURES = {
@@ -23,12 +24,18 @@ _ARCHITECTURES = {
     ("distilbert", frozenset({MASKED_LM})): "DistilBertForMaskedLM",
     ("distilbert", frozenset({SPAN})): "DistilBertForQuestionAnswering",
 }
-_HEADLESS = {"bert": "BertModel", "distilbert": "DistilBertModel"}
+_CLASSES = {"bert": "Bert", "distilbert": "DistilBert"}
+"""First part of the names of transformers' classes, by family."""
+
 _TOKENIZERS = {"bert": "BertTokenizer", "distilbert": "DistilBertTokenizer"}
 
 
 def save_checkpoint(
-    model: Model, tokenizer: Tokenizer, folder: Path, *, embedding: EmbeddingRecipe | None = None
+    model: Model,
+    tokenizer: CheckpointTokenizer,
+    folder: Path,
+    *,
+    embedding: EmbeddingRecipe | None = None,
 ) -> None:
     """Write ``config.json``, ``model.safetensors`` and the tokenizer's files.
 
@@ -41,24 +48,48 @@ def save_checkpoint(
     """
     folder.mkdir(parents=True, exist_ok=True)
     family, config = FAMILIES[model.config.family], model.config
-    heads = frozenset(head for head in EXPORT_HEADS if getattr(model, head, None) is not None)
-    architecture = _ARCHITECTURES.get((family.name, heads), _HEADLESS[family.name])
     _write_json(
         folder / "config.json",
-        family.write_config(config) | {"architectures": [architecture], "dtype": "float32"},
+        family.write_config(config)
+        | _head_settings(model)
+        | {"architectures": [_architecture(model)], "dtype": "float32"},
     )
     _write_weights(model, folder)
-    save_vocabulary(tokenizer, folder)
+    save_vocabulary(tokenizer.tokenizer, folder)
     tokenizer_config = {
         "tokenizer_class": _TOKENIZERS[family.name],
         "model_max_length": config.max_positions,
     }
     _write_json(
         folder / "tokenizer_config.json",
-        tokenizer_config | _normaliser_settings(tokenizer.normalizer),
+        tokenizer_config
+        | dict(tokenizer.special_tokens)
+        | _normaliser_settings(tokenizer.tokenizer.normalizer),
     )
     if embedding is not None:
         _write_sentence_transformer(folder, config, embedding)
+
+
+def _architecture(model: Model) -> str:
+    """Return the class of transformers that has the model's heads, or else that of its encoder.
+
+    A head whose tensors do not say what it is, such as a classifier, always has its class.
+    """
+    family = model.config.family
+    heads = frozenset(head for head in EXPORT_HEADS if getattr(model, head, None) is not None)
+    if (family, heads) in _ARCHITECTURES:
+        return _ARCHITECTURES[family, heads]
+    named = [head.architecture for name, head in EXPORT_HEADS.items() if name in heads]
+    return _CLASSES[family] + next(filter(None, named), "Model")
+
+
+def _head_settings(model: Model) -> dict[str, Any]:
+    """Return the settings of ``config.json`` that describe the heads, such as labels."""
+    settings: dict[str, Any] = {}
+    for name, options in model.options.items():
+        if (write := EXPORT_HEADS[name].write_options) is not None:
+            settings |= write(options)
+    return settings
 
 
 def _write_weights(model: Model, folder: Path) -> None:

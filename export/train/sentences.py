@@ -9,7 +9,7 @@ from cloze.export.evaluation.scorer import TorchScorer
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.train.batches import BatchPlan, TextBatches
-from cloze.export.train.card import write_card
+from cloze.export.train.card import Run, write_card
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embedding_objective import EmbeddingData, EmbeddingObjective
@@ -80,14 +80,8 @@ def finetune_sentences(
     folder = options.run_dir / CHECKPOINT
     embedding = EmbeddingRecipe(max_tokens=recipe.tokens)
     save_checkpoint(start.model, start.tokenizer, folder, embedding=embedding)
-    write_card(
-        folder,
-        title="An encoder fine-tuned for embeddings",
-        source=source,
-        files=[*files.pairs, *files.text],
-        recipe=recipe,
-        device=options.device,
-    )
+    title, data = "An encoder fine-tuned for embeddings", [*files.pairs, *files.text]
+    write_card(folder, Run(title, source, [checkpoint], data, recipe, options))
     return folder
 
 
@@ -120,7 +114,7 @@ def _make_objective(
     tokenizer = start.tokenizer
     pairs = []
     if files.pairs and recipe.epochs:
-        pairs = tokenize_pairs(read_pairs(files.pairs), tokenizer, recipe.tokens)
+        pairs = tokenize_pairs(read_pairs(files.pairs), tokenizer.tokenizer, recipe.tokens)
     if not pairs and not recipe.contrastive_steps:
         raise TrainError(
             "there is nothing to learn from: give scored pairs (--pairs), "
@@ -130,7 +124,7 @@ def _make_objective(
     if files.text:
         sentences = prepare_corpus(
             files.text,
-            tokenizer,
+            tokenizer.tokenizer,
             options.run_dir / CORPUS,
             held_out=recipe.held_out,
             report=options.report,
@@ -143,7 +137,7 @@ def _make_objective(
     def held_out_figures() -> dict[str, float]:
         if not held_out_pairs:
             return {}
-        return {"spearman": similarity(held_out_pairs, tokenizer, scorer, recipe.tokens)}
+        return {"spearman": similarity(held_out_pairs, tokenizer.tokenizer, scorer, recipe.tokens)}
 
     objective = EmbeddingObjective(
         MaskedText(start.model, Pretraining(sentence_weight=recipe.text_sentence_weight)),

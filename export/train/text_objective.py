@@ -5,16 +5,17 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import BatchPlan, TextBatch, TextBatches
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.errors import TrainError
 from cloze.export.train.masking import Masking
 from cloze.export.train.recipe import CorpusSampling, Optimisation, Phase, Pretraining
 from cloze.export.train.run_options import Report
-from cloze.export.train.vocabulary import CONTINUATION, SPECIAL_TOKENS, special_ids
+from cloze.export.train.sampling import weights_of_part
+from cloze.export.train.vocabulary import CONTINUATION, special_ids
 
 _EVALUATION_BATCHES = 8
 """Held-out batches per phase."""
@@ -86,7 +87,7 @@ class TextRecipe(Protocol):
         """Return the settings of the optimiser, which hold the batches per step."""
 
 
-def text_batches(corpus: Corpus, recipe: TextRecipe, tokenizer: Tokenizer) -> TextBatches:
+def text_batches(corpus: Corpus, recipe: TextRecipe, tokenizer: CheckpointTokenizer) -> TextBatches:
     """Return the training batches of a run."""
     plan = BatchPlan(
         recipe.pretraining,
@@ -100,7 +101,7 @@ def text_batches(corpus: Corpus, recipe: TextRecipe, tokenizer: Tokenizer) -> Te
 
 
 def held_out_batches(
-    corpus: Corpus, recipe: TextRecipe, tokenizer: Tokenizer, report: Report
+    corpus: Corpus, recipe: TextRecipe, tokenizer: CheckpointTokenizer, report: Report
 ) -> list[list[TextBatch]]:
     """Return a few fixed batches per phase from held-out documents.
 
@@ -110,12 +111,7 @@ def held_out_batches(
         One list of batches per phase; empty if the held-out documents do not suffice.
     """
     masking = make_masking(tokenizer, recipe.pretraining).at(1.0)
-    # A small source may have no held-out document.
-    weights = {
-        name: weight
-        for name, weight in recipe.corpus.weights.items()
-        if any(name in origin for origin in corpus.origins)
-    }
+    weights = weights_of_part(corpus, recipe.corpus.weights)
     held_out = []
     for phase in recipe.phases:
         evaluated = phase.model_copy(update={"steps": _EVALUATION_BATCHES})
@@ -130,14 +126,14 @@ def held_out_batches(
 
 
 def make_masking(
-    tokenizer: Tokenizer, recipe: Pretraining, replace: tuple[float, float] = (0.8, 0.1)
+    tokenizer: CheckpointTokenizer, recipe: Pretraining, replace: tuple[float, float] = (0.8, 0.1)
 ) -> Masking:
     """Return the masking of a recipe for a vocabulary. `Masking` describes ``replace``."""
-    vocabulary = tokenizer.get_vocab()
-    special = np.zeros(tokenizer.get_vocab_size(), bool)
+    special = np.zeros(tokenizer.tokenizer.get_vocab_size(), bool)
     continues = np.zeros_like(special)
-    for token, number in vocabulary.items():
-        special[number] = token in SPECIAL_TOKENS
+    names = frozenset(tokenizer.special_tokens.values())
+    for token, number in tokenizer.tokenizer.get_vocab().items():
+        special[number] = token in names
         continues[number] = token.startswith(CONTINUATION)
     return Masking(
         recipe.unit,

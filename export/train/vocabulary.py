@@ -17,11 +17,15 @@ from tokenizers import (
     trainers,
 )
 
+from cloze.export.tokenizer import SPECIAL_TOKENS as NAMES
+from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
 from cloze.export.train.documents import Document
 from cloze.export.train.errors import TrainError
 
-SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-"""Special tokens in the order of their ids, as in BERT but without BERT's unused rows."""
+SPECIAL_TOKENS = tuple(NAMES.values())
+"""Special tokens of a new vocabulary in the order of their ids, as in BERT but without BERT's
+unused rows.
+"""
 
 CONTINUATION = "##"
 
@@ -37,18 +41,15 @@ class SpecialIds:
     mask: int
 
 
-def special_ids(tokenizer: Tokenizer) -> SpecialIds:
+def special_ids(tokenizer: CheckpointTokenizer) -> SpecialIds:
     """Return the ids of the special tokens in a vocabulary.
 
     Raises:
-        TrainError: the vocabulary lacks a special token.
+        TrainError: the vocabulary has no mask token.
     """
-    ids = {token: tokenizer.token_to_id(token) for token in SPECIAL_TOKENS[2:]}
-    cls, sep, mask = ids.values()
-    if cls is None or sep is None or mask is None:
-        missing = ", ".join(token for token, number in ids.items() if number is None)
-        raise TrainError(f"the tokenizer lacks {missing}")
-    return SpecialIds(cls, sep, mask)
+    if tokenizer.mask_id is None:
+        raise TrainError("the tokenizer has no mask token, which training needs")
+    return SpecialIds(tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id)
 
 
 def train_tokenizer(
@@ -114,11 +115,11 @@ def wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
         tokenizer.add_special_tokens(
             [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
         )
-        ids = special_ids(tokenizer)
+        template = [(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")]
         tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]",
             pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-            special_tokens=[("[CLS]", ids.cls), ("[SEP]", ids.sep)],
+            special_tokens=template,
         )
     return tokenizer
 
@@ -171,20 +172,13 @@ def save_vocabulary(tokenizer: Tokenizer, folder: Path) -> None:
         new_file.replace(folder / name)
 
 
-def open_tokenizer(folder: Path) -> Tokenizer:
-    """Open the ``tokenizer.json`` of a folder, without truncation and padding.
+def open_tokenizer(folder: Path) -> CheckpointTokenizer:
+    """Open the tokenizer of a folder, without truncation and padding.
 
     Raises:
-        TrainError: the file is missing or damaged, or the vocabulary lacks a special token.
+        ExportError: the tokenizer is missing or damaged, or lacks a special token.
+        TrainError: the vocabulary has no mask token.
     """
-    file = folder / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise TrainError(f"{folder} holds no tokenizer.json") from None
-    except Exception as error:  # tokenizers raises no narrower type
-        raise TrainError(f"{file} is damaged: {error}") from error
-    special_ids(tokenizer)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+    opened = load_tokenizer(folder)
+    special_ids(opened)
+    return opened

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from cloze.export.evaluation.scorer import Scorer, equal_lengths, span_logits
 from cloze.export.evaluation.squad import Question
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.errors import TrainError
 from cloze.export.train.vocabulary import special_ids
 
@@ -43,7 +43,7 @@ class Window:
 
 def make_windows(
     questions: Sequence[Question],
-    tokenizer: Tokenizer,
+    tokenizer: CheckpointTokenizer,
     *,
     tokens: int,
     stride: int,
@@ -66,10 +66,10 @@ def make_windows(
             f"windows of {tokens} tokens leave no room beside {question_tokens} of the question "
             f"and a stride of {stride}"
         )
-    encoded_questions = tokenizer.encode_batch(
+    encoded_questions = tokenizer.tokenizer.encode_batch(
         [question.question for question in questions], add_special_tokens=False
     )
-    encoded_contexts = tokenizer.encode_batch(
+    encoded_contexts = tokenizer.tokenizer.encode_batch(
         [question.context for question in questions], add_special_tokens=False
     )
     special = special_ids(tokenizer)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -227,7 +228,8 @@ class Scheduler:
     def _work(self, number: int, take: Callable[[], Taken]) -> None:
         """Run batches until the scheduler closes."""
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WORKER_NICE)
+            with suppress(OSError):  # a sandbox may forbid it
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _WORKER_NICE)
         self._activity.begin()
         try:
             while (taken := take()).batch:

@@ -1,20 +1,19 @@
 """An engine that runs a bundle with onnxruntime.
 
-The engine chooses one of the bundle's graphs, checks its golden outputs, and then runs batches.
+The engine checks the golden outputs of the chosen graph, and then runs batches.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cloze.model_store import Bundle, Manifest
+from cloze.model_store import Bundle
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.model_store.goldens import Golden, read_goldens
 from cloze.model_store.graph_checks import check_graph
 from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Layout
-from cloze.model_store.manifest import Graph, Parity, Precision
+from cloze.model_store.manifest import Graph, Precision
 from cloze.model_store.parity import output_errors
-from cloze.model_store.processor import INT8_NAMES, int8_advantage
 from cloze.service.core import Device, RequestedPrecision, StartupError, first_line
 from cloze.service.engine.session import (
     CUDA,
@@ -24,6 +23,7 @@ from cloze.service.engine.session import (
     cuda_session,
     providers,
 )
+from cloze.service.graph_choice import GraphChoice, choose_graph
 
 OpenSession = Callable[[Bundle, Graph], Session]
 """Opens a session with a graph of a bundle."""
@@ -50,25 +50,10 @@ _DEFAULT_OPTIONS = SessionOptions()
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
-    """The graph to run.
-
-    Attributes:
-        graph: one of a bundle's graphs.
-        parity: the golden outputs of the graph and their tolerance.
-        reason: why this graph was chosen, for the log.
-    """
-
-    graph: Graph
-    parity: Parity
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class _OpenGraph:
     """A chosen graph with its session on a device."""
 
-    choice: _Choice
+    choice: GraphChoice
     device: Device
     session: Session
 
@@ -146,7 +131,7 @@ class OnnxEngine:
                 raise ValueError(f"{name} is off by {error:.1e}, more than {self._tolerance:.0e}")
 
 
-def _read_goldens(bundle: Bundle, choice: _Choice) -> tuple[Golden, ...]:
+def _read_goldens(bundle: Bundle, choice: GraphChoice) -> tuple[Golden, ...]:
     file = choice.parity.golden_file
     try:
         return read_goldens(bundle, file, choice.graph.layout)
@@ -199,7 +184,7 @@ def _open(
     Raises:
         StartupError: the bundle lacks the precision, or the graph does not load.
     """
-    choice = _choose_graph(bundle.manifest, device, precision)
+    choice = choose_graph(bundle.manifest, device, precision)
     try:
         check_graph(bundle, choice.graph)
         return _OpenGraph(choice, device, open_session(bundle, choice.graph))
@@ -209,52 +194,3 @@ def _open(
         raise StartupError(
             f"bundle {bundle.manifest.reference}: its graph does not load: {first_line(error)}"
         ) from error
-
-
-def _choose_graph(manifest: Manifest, device: Device, requested: RequestedPrecision) -> _Choice:
-    if requested is Precision.FP32:
-        return _Choice(manifest.graph, manifest.parity, "as asked")
-    if device is Device.CUDA:
-        return _choose_for_cuda(manifest, requested)
-    return _choose_for_cpu(manifest, requested)
-
-
-def _choose_for_cpu(manifest: Manifest, requested: RequestedPrecision) -> _Choice:
-    if requested is Precision.FP16:
-        raise StartupError(
-            "precision fp16 was asked for, which runs on CUDA only; set the device to cuda"
-        )
-    fp32, int8 = (manifest.graph, manifest.parity), manifest.int8
-    if int8 is None:
-        if requested is Precision.INT8:
-            raise StartupError(
-                f"bundle {manifest.reference} has no int8 graph; export it with --precision int8"
-            )
-        return _Choice(*fp32, "since the bundle has nothing else")
-    advantage = int8_advantage()
-    lacking = f"the processor has none of {INT8_NAMES}, nor avx2 without avx512f"
-    if requested is Precision.INT8:
-        reason = "as asked" if advantage else f"as asked, though {lacking}, so fp32 may be faster"
-        return _Choice(int8.graph, int8.parity, reason)
-    if advantage is None:
-        return _Choice(*fp32, f"since {lacking}")
-    reason = f"since the processor has {advantage} and the bundle's gate was passed"
-    return _Choice(int8.graph, int8.parity, reason)
-
-
-def _choose_for_cuda(manifest: Manifest, requested: RequestedPrecision) -> _Choice:
-    if requested is Precision.INT8:
-        raise StartupError(
-            "precision int8 was asked for, which runs on a CPU only; set the device to cpu"
-        )
-    if (fp16 := manifest.fp16) is not None:
-        reason = "since the device is a GPU and the bundle's gate was passed"
-        if requested is Precision.FP16:
-            reason = "as asked"
-        return _Choice(fp16.graph, fp16.parity, reason)
-    if requested is Precision.FP16:
-        raise StartupError(
-            f"bundle {manifest.reference} has no fp16 graph; export it with --precision fp16"
-        )
-    reason = "since the bundle has no fp16 graph; export it with --precision fp16 for speed"
-    return _Choice(manifest.graph, manifest.parity, reason)

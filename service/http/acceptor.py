@@ -24,6 +24,9 @@ _PAUSE_S = 0.2
 _HANDSHAKE_S = 10.0
 """Longest duration of a TLS handshake."""
 
+_TLS_CLOSE_S = 1.0
+"""Longest wait for a client's part in the end of TLS; an idle client may not notice it."""
+
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -83,6 +86,7 @@ class Acceptor:
                 connection,
                 ssl=self._tls,
                 ssl_handshake_timeout=_HANDSHAKE_S if self._tls else None,
+                ssl_shutdown_timeout=_TLS_CLOSE_S if self._tls else None,
             )
         except (OSError, EOFError):  # the client has gone, or speaks no TLS
             connection.close()

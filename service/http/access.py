@@ -12,6 +12,9 @@ from cloze.service.core import Forbidden, ServiceError
 from cloze.service.http.caller import Callers
 from cloze.service.http.keys import Scope, check_scope
 
+OF_ADMIN_SOCKET: Final = "cloze.admin_socket"
+"""Key of a request's state: whether the request came through the admin socket."""
+
 _LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
 
 
@@ -30,7 +33,7 @@ class AccessControl:
         app: the wrapped application.
         callers: finds the keys of requests; without keys, everybody may send requests.
         open_routes: paths whose GET needs no key: probes, and pages without data.
-        scopes: (prefix of a path, scope); other paths need `Scope.INFERENCE`.
+        scopes: (prefix of a decoded path, scope); other paths need `Scope.INFERENCE`.
         hosts: names in the Host header that are accepted; empty: any. A page of another site cannot
             send requests to a server on loopback by a name of its own (DNS rebinding).
         respond: returns the response to an error.

@@ -1,7 +1,6 @@
 """Reads and parses request bodies."""
 
 import asyncio
-import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -15,6 +14,7 @@ from cloze.service.core import (
     RequestTooLarge,
     UnsupportedEncoding,
 )
+from cloze.service.http.gunzip import Gunzip
 from cloze.service.http.watch import WatchedRequest
 
 B = TypeVar("B", bound=BaseModel)
@@ -24,9 +24,6 @@ _DISCARD_FACTOR = 8
 
 Many clients read the error response only after they have sent the whole body.
 """
-
-_GZIP = 31
-"""zlib's ``wbits`` for the gzip format with the largest window."""
 
 _INLINE_BYTES = 65_536
 """Largest body that is parsed on the event loop; a thread parses larger bodies."""
@@ -123,84 +120,83 @@ async def read_body(request: Request, limit: int, watched: WatchedRequest) -> by
         UnsupportedEncoding: the body is compressed, but not by gzip.
         MalformedRequest: the body cannot be decompressed.
         Overloaded: the bodies of other requests need the memory.
+        SlowRequest: the body arrives too slowly.
         ClientGone: the client closed its connection.
     """
-    encoding = _check_headers(request, limit)
-    await watched.hold_memory(_announced_bytes(request, limit))
-    data = await _receive_body(request, limit, watched)
-    return await asyncio.to_thread(_decompress, data, limit) if encoding == b"gzip" else data
+    encoding, length = _check_headers(request, limit)
+    data = await _receive_body(request, limit, length, watched)
+    return await _decompress(data, limit, watched) if encoding == b"gzip" else data
 
 
-def _announced_bytes(request: Request, limit: int) -> int:
-    """Return the most bytes of the body of a request: the announced length, else the limit."""
-    length = limit
-    for name, value in request.scope["headers"]:
-        if name == b"content-encoding":
-            return limit
-        if name == b"content-length":
-            length = min(limit, int(value))
-    return length
-
-
-def _check_headers(request: Request, limit: int) -> bytes:
-    """Return the content encoding of a request, ``identity`` or ``gzip``.
+def _check_headers(request: Request, limit: int) -> tuple[bytes, int | None]:
+    """Return the content encoding of a request, ``identity`` or ``gzip``, and its length if known.
 
     Raises:
         RequestTooLarge: the announced length is above the limit.
         UnsupportedEncoding: the encoding is another one.
     """
-    encoding = b"identity"
+    encoding, length = b"identity", None
     for name, value in request.scope["headers"]:
-        if name == b"content-length" and int(value) > limit:
-            raise RequestTooLarge(f"the body has {int(value)} bytes; the limit is {limit}")
+        if name == b"content-length" and (length := int(value)) > limit:
+            raise RequestTooLarge(f"the body has {length} bytes; the limit is {limit}")
         if name == b"content-encoding":
             encoding = value.strip().lower()
     if encoding not in (b"identity", b"gzip"):
         shown = ascii(encoding.decode("latin-1"))[:60]
         raise UnsupportedEncoding(f"the body's Content-Encoding is {shown}; send gzip, or none")
-    return encoding
+    return encoding, length
 
 
-def _decompress(data: bytes, limit: int) -> bytes:
-    """Return the content of gzip data, which may have several members.
+async def _decompress(data: bytes, limit: int, watched: WatchedRequest) -> bytes:
+    """Return the content of gzip data.
+
+    A thread decompresses a piece at a time, so that the end of the request ends the work. Memory is
+    held for the data and for the content, and from the end on for the content alone.
 
     Raises:
-        RequestTooLarge: the content has more than ``limit`` bytes.
+        RequestTooLarge: the content has more than ``limit`` bytes, or too many members.
         MalformedRequest: the data is not gzip, or is cut.
+        Overloaded: the bodies of other requests need the memory.
     """
-    content = b""
-    while data:
-        member = zlib.decompressobj(wbits=_GZIP)
-        try:
-            content += member.decompress(data, limit + 1 - len(content))
-        except zlib.error as error:
-            raise MalformedRequest(f"the body is not gzip: {error}") from None
-        if len(content) > limit:
+    gunzip = Gunzip(data)
+    pieces, size = [], 0
+    while not gunzip.is_done:
+        pieces.append(await asyncio.to_thread(gunzip.piece))
+        size += len(pieces[-1])
+        if size > limit:
             raise RequestTooLarge(f"the decompressed body has over {limit} bytes, the limit")
-        if not member.eof:
-            raise MalformedRequest("the body is not gzip: it ends too early")
-        data = member.unused_data
-    return content
+        await watched.hold_body(len(data) + size)
+    watched.release_body(size)
+    return b"".join(pieces)
 
 
-async def _receive_body(request: Request, limit: int, watched: WatchedRequest) -> bytes:
-    message = await request.receive()
-    if "body" in message and not message.get("more_body") and len(message["body"]) <= limit:
-        watched.body_complete()
-        return bytes(message["body"])
+async def _receive_body(
+    request: Request, limit: int, length: int | None, watched: WatchedRequest
+) -> bytes:
+    """Return the bytes of a body.
+
+    Args:
+        request: the request.
+        limit: most bytes of the body.
+        length: the announced length; None: there is none.
+        watched: holds memory for the body.
+    """
     chunks: list[bytes] = []
-    while True:
+    more = True
+    while more and watched.received_bytes <= limit * _DISCARD_FACTOR:
+        message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientGone("the client closed its connection before its body was whole")
-        chunk = message.get("body", b"")
-        watched.received_bytes += len(chunk)
-        if watched.received_bytes <= limit:
-            chunks.append(chunk)
-        if not message.get("more_body") or watched.received_bytes > limit * _DISCARD_FACTOR:
-            break
-        message = await request.receive()
+        chunk, more = message.get("body", b""), message.get("more_body", False)
+        if watched.received_bytes + len(chunk) > limit:
+            chunks.clear()
+            watched.received_bytes += len(chunk)
+            watched.release_body(0)
+            continue
+        await watched.received(len(chunk), length or 0)
+        chunks.append(chunk)
     if watched.received_bytes > limit:
         sent = watched.received_bytes
         raise RequestTooLarge(f"the body has at least {sent} bytes; the limit is {limit}")
     watched.body_complete()
-    return b"".join(chunks)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)

@@ -26,6 +26,7 @@ class Connection:
     Args:
         app: the wrapped application.
         known_routes: routes, as in `Paths`, which become metric labels.
+        respond: returns the response to an error that nothing else has handled.
         metrics: the metrics that record every answered request.
         access_log: the log of answered requests.
         answers: the unread answers of this process.
@@ -36,6 +37,7 @@ class Connection:
         self,
         app: ASGIApp,
         known_routes: Iterable[str],
+        respond: Callable[[Request, Exception], Awaitable[Response]],
         metrics: Metrics,
         access_log: AccessLog,
         answers: Answers,
@@ -43,6 +45,7 @@ class Connection:
     ) -> None:
         self._app = app
         self._paths = Paths(known_routes)
+        self._respond = respond
         self._metrics = metrics
         self._access_log = access_log
         self._answers = answers
@@ -56,7 +59,7 @@ class Connection:
         note_start(scope)
         started = scope.get(ARRIVED) or time.monotonic()
         identity = request_id(scope)
-        status = 500
+        status = 0
         trace = self._tracing.begin(scope, started) if self._tracing is not None else None
 
         async def send_with_id(message: Message) -> None:
@@ -71,10 +74,17 @@ class Connection:
         self._metrics.in_flight += 1
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            # Starlette's own handler is outside of this one, so its answer would have no id.
+            response = await self._respond(Request(scope), error)
+            if not status:
+                await response(scope, receive, send_with_id)
+            raise  # so that uvicorn logs the traceback
         finally:
+            status = status or 500
             self._metrics.in_flight -= 1
-            if held := scope.pop(ANSWER_BYTES, 0):
-                self._answers.sent(scope.get(CONNECTION), held)
+            if (hold := scope.pop(ANSWER_BYTES, None)) is not None:
+                self._answers.sent(scope.get(CONNECTION), hold)
             route = self._paths.route(scope["path"]) or OTHER_ROUTE
             seconds = time.monotonic() - started
             model = scope.get("cloze.model", "")

@@ -6,7 +6,8 @@ measured.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter
+from dataclasses import dataclass
 
 from cloze.service.core import Overloaded, Rejection
 
@@ -14,82 +15,193 @@ SMALL_BYTES = 65_536
 """Bodies and answers up to this size are not counted; the number of connections bounds them."""
 
 
+@dataclass(slots=True, eq=False)
+class Hold:
+    """What one body or one answer of a client holds of a `MemoryLimit`."""
+
+    client: str
+    size: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """A hold that waits until it can grow by some bytes."""
+
+    hold: Hold
+    more: int
+    decided: asyncio.Future[None]  # also cancelled, by the task that waits
+    has_grown: bool = False
+
+
+class _Line:
+    """The holds of one client that wait: those that hold a part already, and the others."""
+
+    def __init__(self) -> None:
+        self.growing: dict[_Waiter, None] = {}  # few, since each has more than `SMALL_BYTES`
+        self.beginning: dict[_Waiter, None] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.growing or self.beginning)
+
+    def place(self, waiter: _Waiter) -> dict[_Waiter, None]:
+        """Return where a hold waits."""
+        return self.growing if waiter.hold.size else self.beginning
+
+    @property
+    def first(self) -> _Waiter:
+        """The hold that is nearest to its end, else the one that has waited for longest."""
+        if self.growing:
+            return max(self.growing, key=lambda waiter: waiter.hold.size)
+        return next(iter(self.beginning))
+
+    @property
+    def last(self) -> _Waiter:
+        """The growing hold that loses least if it is refused."""
+        return min(reversed(self.growing), key=lambda waiter: waiter.hold.size)
+
+    @property
+    def stuck_bytes(self) -> int:
+        """The bytes that are released only if a hold of the line gets what it waits for."""
+        return sum(waiter.hold.size for waiter in self.growing)
+
+
 class MemoryLimit:
-    """The bytes that a process may hold at once for one purpose.
+    """The bytes that a process may hold at once for one purpose. One client holds half at most.
+
+    What waits for room gets it in the order of the bytes that its client holds, the least first. Of
+    one client, what holds most goes first. If all that is held is of holds that wait to grow, one
+    of them is refused, so that the others can.
 
     Args:
         what: what holds the bytes, in the plural, for errors.
-        most: bytes in all; what needs more is held alone.
+        most: bytes in all; a hold that would need more than half of them gets half.
         max_wait_s: longest wait for room; 0: no limit.
     """
 
     def __init__(self, what: str, most: int, max_wait_s: float = 0.0) -> None:
         self._what, self._most, self._max_wait_s = what, most, max_wait_s
+        self._share = most - most // 2
         self._held = 0
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._by_client: Counter[str] = Counter()
+        self._lines: dict[str, _Line] = {}  # by client; none is empty
 
-    @property
-    def is_full(self) -> bool:
-        """Whether somebody waits for room, or more is held than allowed."""
-        return bool(self._waiting) or self._held > self._most
-
-    async def hold(self, size: int) -> int:
-        """Wait until there is room, and hold bytes until `release`.
-
-        Args:
-            size: the bytes.
-
-        Returns:
-            The held bytes, 0 for a small size.
+    async def grow(self, hold: Hold, size: int) -> None:
+        """Wait until there is room, and let a hold have ``size`` bytes.
 
         Raises:
-            Overloaded: there was no room in time.
+            Overloaded: there was no room in time, or other holds can grow only without this one.
         """
-        if size <= SMALL_BYTES:
-            return 0
-        size = min(size, self._most)
-        if self._waiting or self._held + size > self._most:
-            await self._wait(size)
-        else:
-            self._held += size
-        return size
-
-    def hold_now(self, size: int) -> int:
-        """Hold bytes even if there is no room; return the held bytes, 0 for a small size."""
-        if size <= SMALL_BYTES:
-            return 0
-        self._held += size
-        return size
-
-    def release(self, size: int) -> None:
-        """Release what `hold` or `hold_now` returned."""
-        self._held -= size
+        more = min(size, self._share) - hold.size
+        if more <= 0:
+            return
+        waiter = _Waiter(hold, more, asyncio.get_running_loop().create_future())
+        self._lines.setdefault(hold.client, _Line()).place(waiter)[waiter] = None
         self._wake()
+        await self._wait(waiter)
 
-    async def _wait(self, size: int) -> None:
-        """Wait in line until ``size`` bytes are held for this request."""
-        fits = asyncio.get_running_loop().create_future()
-        self._waiting.append((fits, size))
+    def grow_now(self, hold: Hold, size: int) -> None:
+        """Let a hold have ``size`` bytes even if there is no room."""
+        self._add(hold, size - hold.size)
+
+    def shrink(self, hold: Hold, size: int = 0) -> None:
+        """Release what a hold has above ``size`` bytes."""
+        if hold.size > size:
+            self._add(hold, size - hold.size)
+            self._wake()
+
+    def crowding(self) -> set[str]:
+        """Return the clients for whose memory others wait; they must hurry.
+
+        Those are clients that wait for room in their own share and, if the whole memory is full,
+        clients that hold at least the average.
+        """
+        fitting = {waiter.hold.client for waiter in self._fitting()}
+        crowding = self._lines.keys() - fitting
+        if fitting or self._held > self._most:
+            clients = len(self._lines.keys() | self._by_client.keys())
+            held = self._by_client.items()
+            crowding |= {client for client, size in held if size * clients >= self._held}
+        return crowding
+
+    def _add(self, hold: Hold, more: int) -> None:
+        hold.size += more
+        self._held += more
+        self._by_client[hold.client] += more
+        if not self._by_client[hold.client]:
+            del self._by_client[hold.client]
+
+    def _fitting(self) -> list[_Waiter]:
+        """Return the first of each client's line whose share has room for it."""
+        firsts = (line.first for line in self._lines.values())
+        return [w for w in firsts if self._by_client[w.hold.client] + w.more <= self._share]
+
+    def _leave(self, waiter: _Waiter) -> None:
+        line = self._lines[waiter.hold.client]
+        del line.place(waiter)[waiter]
+        if not line:
+            del self._lines[waiter.hold.client]
+
+    async def _wait(self, waiter: _Waiter) -> None:
+        """Wait in line until a hold has grown."""
         try:
-            await asyncio.wait_for(asyncio.shield(fits), self._max_wait_s or None)
+            async with asyncio.timeout(self._max_wait_s or None):
+                await waiter.decided
         except (TimeoutError, asyncio.CancelledError) as error:
-            if fits.done():
-                self.release(size)
-            else:
-                self._waiting.remove((fits, size))
+            line = self._lines.get(waiter.hold.client)
+            if waiter.has_grown:
+                self.shrink(waiter.hold, waiter.hold.size - waiter.more)
+            elif line is not None and waiter in line.place(waiter):
+                self._leave(waiter)
                 self._wake()
             if isinstance(error, TimeoutError):
-                raise Overloaded(
-                    f"the {self._what} of other requests hold {self._held} bytes; with this one's "
-                    f"{size} they would pass the limit of {self._most}",
-                    1,
-                    Rejection.MEMORY,
-                ) from None
+                raise self._refusal(waiter) from None
             raise
 
+    def _refusal(self, waiter: _Waiter) -> Overloaded:
+        own, more = self._by_client[waiter.hold.client], waiter.more
+        if own + more > self._share:
+            message = (
+                f"the {self._what} of this client hold {own} bytes; with {more} more they would "
+                f"pass its share of {self._share}"
+            )
+        else:
+            message = (
+                f"the {self._what} of all clients hold {self._held} bytes; with {more} more they "
+                f"would pass the limit of {self._most}"
+            )
+        return Overloaded(message, 1, Rejection.MEMORY)
+
     def _wake(self) -> None:
-        """Hold memory for the requests that wait, in the order of their arrival."""
-        while self._waiting and self._held + self._waiting[0][1] <= self._most:
-            fits, size = self._waiting.popleft()
-            self._held += size
-            fits.set_result(None)
+        """Let the holds that wait grow, as far as there is room."""
+        while fitting := self._fitting():
+            waiter = min(fitting, key=lambda waiter: self._by_client[waiter.hold.client])
+            if self._held + waiter.more > self._most:
+                break
+            self._leave(waiter)
+            self._add(waiter.hold, waiter.more)
+            waiter.has_grown = True
+            if not waiter.decided.done():
+                waiter.decided.set_result(None)
+        if self._lines:
+            self._break_deadlock(fitting)
+
+    def _break_deadlock(self, fitting: list[_Waiter]) -> None:
+        """Refuse a hold if the others can grow only without it.
+
+        Args:
+            fitting: the firsts of lines for which the whole memory, not a share, has no room.
+        """
+        stuck = {client: line.stuck_bytes for client, line in self._lines.items()}
+        if fitting and sum(stuck.values()) == self._held:
+            client = max(stuck, key=lambda client: stuck[client])
+        else:
+            waiting_for_all = {waiter.hold.client for waiter in fitting}
+            for client, size in stuck.items():
+                if client not in waiting_for_all and size == self._by_client[client]:
+                    break
+            else:
+                return
+        waiter = self._lines[client].last
+        self._leave(waiter)
+        if not waiter.decided.done():
+            waiter.decided.set_exception(self._refusal(waiter))

@@ -1,7 +1,27 @@
-"""Finds the route of a path."""
+"""The path of a request, and its route.
+
+A path is never decoded: ``/%65mbed`` is another path than ``/embed``, and no route. So whatever
+reads the path (the gate, the access control, the router, the metrics, and a proxy's rules before
+them) reads the same one.
+"""
 
 import re
 from collections.abc import Iterable
+
+import httptools
+
+
+def sent_path(target: bytes) -> str:
+    """Return the path of a request as it was sent.
+
+    Args:
+        target: the target of the request line, for example ``/embed?x`` or ``http://host/embed``.
+
+    Raises:
+        httptools.HttpParserError: the target is no URL.
+    """
+    path: bytes = httptools.parse_url(target).path
+    return path.decode("ascii")
 
 
 class Paths:

@@ -1,12 +1,14 @@
 """A route: its path, its handler and its documentation."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
+
+from cloze.service.http.gate import GateModel
 
 JSON = "application/json"
 RAW = "application/octet-stream"
@@ -78,13 +80,12 @@ class Route:
         path: the path, which begins with ``/``.
         handler: returns the response to a request.
         doc: the documentation of the route.
-        task: the name of the task that the route serves; None if the route serves no task.
-        runs_models: whether the route runs a model, though it serves no single task.
+        models: the served models that may answer, the default first. Their gate refuses requests
+            of the route while the server is full. None: the route is for operators.
     """
 
     method: Literal["GET", "POST"]
     path: str
     handler: Handler
     doc: RouteDoc
-    task: str | None = None
-    runs_models: bool = False
+    models: Sequence[GateModel] | None = None

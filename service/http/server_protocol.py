@@ -6,11 +6,15 @@ arrived, whether a full server refuses the request.
 """
 
 import asyncio
+import fcntl
 import logging
 import math
+import termios
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -23,6 +27,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from cloze.service.http.answers import CONNECTION, Answers
 from cloze.service.http.gate import ARRIVED, CLIENT, note_start
 from cloze.service.http.one_write import OneWrite
+from cloze.service.http.paths import sent_path
 from cloze.service.http.starts import Starts
 
 log = logging.getLogger("cloze")
@@ -30,6 +35,9 @@ log = logging.getLogger("cloze")
 MAX_HEADER_BYTES = 65_536
 """Most bytes of the headers of a request."""
 
+
+_UNASKED = "cloze.unasked"
+"""Key of a scope: whether the gate is to be asked when the turn of the request comes."""
 
 _NO_REQUEST = "it sent no request in time"
 _SLOW_HEADERS = "the headers of its request did not arrive in time"
@@ -64,11 +72,14 @@ class ConnectionTable:
 
     Attributes:
         limits: the limits of connections.
+        is_draining: whether a connection that opens now ends at once. Its client began to connect
+            before the drain, for example by a TLS handshake.
         closed_count: number of connections that have closed; the owner may reset it.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
+        self.is_draining = False
         self.closed_count = 0
         self._open = 0
         self._by_address: Counter[str] = Counter()
@@ -156,6 +167,9 @@ class ServerProtocol(HttpToolsProtocol):
             log.warning("a connection was refused: %s", reason)
             self._answer_and_close(503, "Service Unavailable", reason, "retry-after: 1\r\n")
             return
+        if self._table.is_draining:
+            self.shutdown()
+            return
         self._expect(self._table.limits.idle_timeout_s, _NO_REQUEST)
         self._check_time()
 
@@ -180,6 +194,16 @@ class ServerProtocol(HttpToolsProtocol):
     def unread_bytes(self) -> int:
         """Return the bytes of answers that wait for the client; 0 below the low-water mark."""
         return self.transport.get_write_buffer_size() if self.flow.write_paused else 0
+
+    def unsent_bytes(self) -> int:
+        """Return the bytes of answers that the client's machine has not acknowledged.
+
+        The kernel takes megabytes at once from this process, even for a client that reads steadily.
+        """
+        kernel = array("i", [0])
+        with suppress(OSError, ValueError):  # the socket is closed, or the system lacks this
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, kernel)
+        return self.transport.get_write_buffer_size() + kernel[0]
 
     def resume_writing(self) -> None:
         """Note that the client has read its answers; see `asyncio.Protocol`."""
@@ -244,10 +268,11 @@ class ServerProtocol(HttpToolsProtocol):
         self._deadline = math.inf
         self._table.busy(self)
         cast(Scope, self.scope)[CONNECTION] = self
-        in_turn = self.cycle is None or self.cycle.response_complete
-        if in_turn and self.parser.get_method() == b"POST":
-            self.scope["path"] = self.url.partition(b"?")[0].decode("ascii", "replace")
-            if (answer := self._refusal(cast(Scope, self.scope))) is not None:
+        if self.parser.get_method() == b"POST":
+            scope = cast(Scope, self.scope)
+            in_turn = self.cycle is None or self.cycle.response_complete
+            scope["path"], scope[_UNASKED] = sent_path(self.url), not in_turn
+            if in_turn and (answer := self._refusal(scope)) is not None:
                 self._refuse(answer)
                 return
         super().on_headers_complete()
@@ -255,6 +280,10 @@ class ServerProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Start a request, or let it wait behind others; see `Starts`."""
         scope = cast(Scope, cycle.scope)
+        scope["path"] = scope["raw_path"].decode("ascii")  # uvicorn's is decoded; see `paths`
+        if scope.pop(_UNASKED, False) and (answer := self._refusal(scope)) is not None:
+            self._refuse_cycle(cycle, answer)
+            return
         if scope["method"] != "HEAD":  # whose answer is a head alone
             cycle.transport = cast(asyncio.Transport, OneWrite(self.transport))
         client = scope.get(CLIENT)
@@ -319,6 +348,17 @@ class ServerProtocol(HttpToolsProtocol):
             return
         # A close before the body has arrived would discard the answer.
         self._expect(self._table.limits.header_timeout_s, _SLOW_BODY)
+
+    def _refuse_cycle(self, cycle: RequestResponseCycle, answer: bytes) -> None:
+        """Refuse a request of a pipeline, whose turn has come."""
+        if self.flow.write_paused:
+            self.end("it does not read the answers")
+            return
+        self.transport.write(answer)
+        cycle.response_started = cycle.response_complete = True  # uvicorn discards its body
+        if not cycle.keep_alive:
+            self.transport.close()
+        self.loop.call_soon(self.on_response_complete)  # hundreds may follow, so not a recursion
 
     def _answer_and_close(self, status: int, phrase: str, message: str, headers: str = "") -> None:
         body = orjson.dumps({"error": message, "error_type": "Validation"})

@@ -1,4 +1,4 @@
-"""Ends requests that exceed their time limit, and requests whose client disconnects.
+"""Ends requests that exceed their time limit, and requests whose client disconnects or stalls.
 
 One timer serves all requests of the application. It looks at the requests in progress every
 `_TICK_S`, so that a request that is answered sooner needs no timer and no task of its own.
@@ -15,6 +15,8 @@ from starlette.requests import Request
 from cloze.service.core import (
     ClientGone,
     DeadlineExceeded,
+    Overloaded,
+    Rejection,
     RequestTerms,
     ServiceError,
     SlowRequest,
@@ -22,11 +24,12 @@ from cloze.service.core import (
 from cloze.service.http.answers import Answers
 from cloze.service.http.caller import Callers, timeout_s
 from cloze.service.http.gate import ARRIVED, RETURNING
-from cloze.service.http.memory_limit import MemoryLimit
+from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit
+from cloze.service.http.pace import HURRIED_RATE, RATE, Pace
 from cloze.service.tracing import TRACE
 
 ANSWER_BYTES = "cloze.answer_bytes"
-"""Key of a scope: the bytes that the request's answer holds; see `Answers.hold`."""
+"""Key of a scope: what the request's answer holds; see `Answers.hold`."""
 
 _TICK_S = 0.05
 """Age in seconds from which a request has a timer and a watcher of its own."""
@@ -44,19 +47,21 @@ class WatchedRequest:
         deadline: `time.monotonic` time at which the current phase ends. The first phase reads the
             body. The second phase begins with `body_complete`.
         received_bytes: number of bytes of the body that have arrived.
+        client: the client that sent the request.
 
     Raises:
-        SlowRequest: the body did not arrive in time.
+        SlowRequest: the body did not arrive in time, or arrives too slowly.
         InvalidRequest: the time limit that the request states is malformed or too long.
         DeadlineExceeded: the request has a body, but no answer in time.
         ClientGone: the client closed its connection after it had sent its body.
     """
 
     __slots__ = (
-        "_client",
         "_error",
-        "_held",
+        "_hold",
         "_is_old",
+        "_is_slow",
+        "_moved",
         "_reading",
         "_receive",
         "_returning",
@@ -64,9 +69,11 @@ class WatchedRequest:
         "_task",
         "_timer",
         "_trace",
+        "_turn",
+        "_waits",
         "_watch",
         "_watcher",
-        "_writing",
+        "client",
         "deadline",
         "received_bytes",
         "started",
@@ -78,14 +85,17 @@ class WatchedRequest:
         self._receive = request.receive
         self._stated_s = timeout_s(request.scope, watch.max_timeout_s)
         self._returning: bool = request.scope.get(RETURNING, False)
-        self._client = watch.callers.name(request.scope)
+        self.client = watch.callers.name(request.scope)
         self._trace: str = request.scope.get(TRACE, "")
         self.timeout_s = watch.timeout_s if self._stated_s is None else self._stated_s
         self.started = request.scope.get(ARRIVED) or time.monotonic()
         self.deadline = self.started + self.timeout_s
         self.received_bytes = 0
-        self._held = 0
-        self._writing = False
+        self._hold: Hold | None = None  # of the memory of bodies
+        self._turn: Hold | None = None  # to write a large answer
+        self._moved = 0  # the bytes at the last look at the pace
+        self._is_slow = False
+        self._waits = False  # for the memory of the body
         self._reading = True
         self._is_old = False
         self._error: ServiceError | None = None
@@ -103,11 +113,12 @@ class WatchedRequest:
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
         self._watch.remove(self)
-        if self._held:
-            self._watch.bodies.release(self._held)
-        if self._writing:
-            self._watch.answers.done()
+        if self._hold is not None:
+            self._watch.bodies.shrink(self._hold)
+        if self._turn is not None:
+            self._watch.answers.done(self._turn)
         if self._is_old:
+            self._watch.arriving.remove(self)
             if self._timer is not None:
                 self._timer.cancel()
             if self._watcher is not None:
@@ -121,38 +132,102 @@ class WatchedRequest:
     def terms(self) -> RequestTerms:
         """The terms on which the request waits for the engine."""
         return RequestTerms(
-            self.deadline, self._client, self._stated_s, self._trace, self._returning
+            self.deadline, self.client, self._stated_s, self._trace, self._returning
         )
-
-    async def hold_memory(self, size: int) -> None:
-        """Hold the memory of the body until the end of the request; see `MemoryLimit.hold`.
-
-        Raises:
-            Overloaded: the bodies of other requests need the memory.
-        """
-        self._held = await self._watch.bodies.hold(size)
 
     async def begin_answer(self) -> None:
         """Wait until a large answer may be decoded; see `Answers.begin`."""
-        await self._watch.answers.begin()
-        self._writing = True
+        self._turn = await self._watch.answers.begin(self.client)
 
     async def hold_answer(self, request: Request, size: int) -> None:
         """Hold the memory of an answer until its client has read it; see `Answers`."""
-        answers = self._watch.answers
-        if held := await answers.hold(size, waits=self._writing):
-            request.scope[ANSWER_BYTES] = held
+        waits = self._turn is not None
+        hold = await self._watch.answers.hold(self.client, size, waits=waits)
+        if hold is not None:
+            request.scope[ANSWER_BYTES] = hold
+
+    # ---- the body -------------------------------------------------------------------------------
+
+    async def received(self, count: int, expected: int) -> None:
+        """Note that a part of the body has arrived, and wait until there is memory for the body.
+
+        Args:
+            count: bytes of the part.
+            expected: bytes of the whole body; 0: not known. A body that arrives quickly holds them,
+                so that large bodies do not wait for each other half-sent. A slow one holds what
+                has arrived.
+
+        Raises:
+            Overloaded: other bodies need the memory.
+        """
+        self.received_bytes += count
+        held = self._hold.size if self._hold is not None else SMALL_BYTES
+        if self.received_bytes > held:
+            size = self.received_bytes
+            await self.hold_body(size if self._is_slow else max(size, expected))
+
+    async def hold_body(self, size: int) -> None:
+        """Wait until the body may hold ``size`` bytes; a small body holds nothing.
+
+        Raises:
+            Overloaded: other bodies need the memory.
+        """
+        if size <= SMALL_BYTES:
+            return
+        if self._hold is None:
+            self._hold = Hold(self.client)
+        self._waits = True
+        try:
+            await self._watch.bodies.grow(self._hold, size)
+        finally:
+            self._waits = False
+
+    def release_body(self, size: int) -> None:
+        """Release what the body holds above ``size`` bytes."""
+        if self._hold is not None:
+            self._watch.bodies.shrink(self._hold, size if size > SMALL_BYTES else 0)
+
+    @property
+    def holder(self) -> str | None:
+        """The client, if the body holds memory; see `Transfer`."""
+        return self.client if self._hold is not None and self._hold.size else None
+
+    def moved_bytes(self) -> int | None:
+        """Return the bytes of the body since the last call; see `Transfer`."""
+        if self._waits:
+            return None
+        moved, self._moved = self.received_bytes - self._moved, self.received_bytes
+        return moved
+
+    def slowed(self) -> None:
+        """Hold only what has arrived of the body; see `Transfer`."""
+        self._is_slow = True
+        self.release_body(self.received_bytes)
+
+    def end_slow(self) -> None:
+        """End the request, whose body arrives too slowly; see `Transfer`."""
+        size = self.received_bytes
+        self._end(
+            SlowRequest(
+                f"the body arrives too slowly: {size} bytes so far; at least {RATE} bytes per "
+                f"second must arrive, and {HURRIED_RATE} while other requests need the memory"
+            )
+        )
 
     def body_complete(self) -> None:
         """Begin the second phase: the time limit starts anew, and the client may disconnect."""
         self._reading = False
+        self.release_body(self.received_bytes)
         if self._is_old:
+            self._watch.arriving.remove(self)
             self.deadline = time.monotonic() + self.timeout_s
             self._start_timers()
 
     def grow_old(self) -> None:
         """Start the timer and the watcher of a request that takes longer than a tick."""
         self._is_old = True
+        if self._reading:
+            self._watch.arriving.add(self)
         self._start_timers()
 
     def _start_timers(self) -> None:
@@ -165,7 +240,10 @@ class WatchedRequest:
 
     def _time_out(self) -> None:
         limit = f"the limit of {self.timeout_s * 1000:.0f} ms"
-        if self._reading:
+        if self._waits:
+            message = f"other bodies held the memory for {limit}"
+            self._end(Overloaded(message, 1, Rejection.MEMORY))
+        elif self._reading:
             size = self.received_bytes
             self._end(SlowRequest(f"{size} bytes of the body arrived within {limit}, not all"))
         else:
@@ -205,6 +283,7 @@ class RequestWatch:
         self.callers = callers
         self.bodies = bodies or MemoryLimit("bodies", sys.maxsize)
         self.answers = answers or Answers(sys.maxsize)
+        self.arriving = Pace(self.bodies)
         self._young: dict[WatchedRequest, None] = {}  # in the order of their start
         self._ticking = False
 

@@ -1,7 +1,13 @@
 """The metrics of the service, in Prometheus's formats; the only importer of prometheus_client."""
 
 from cloze.service.metrics.metrics import Metrics, ModelInfo, QueueState, ScrapeSource
-from cloze.service.metrics.processes import ProcessRestarts, forget_process, share_folder, write_as
+from cloze.service.metrics.processes import (
+    ProcessRestarts,
+    forget_other_models,
+    forget_process,
+    share_folder,
+    write_as,
+)
 
 __all__ = [
     "Metrics",
@@ -9,6 +15,7 @@ __all__ = [
     "ProcessRestarts",
     "QueueState",
     "ScrapeSource",
+    "forget_other_models",
     "forget_process",
     "share_folder",
     "write_as",

@@ -103,6 +103,17 @@ class Families:
         self._truncated = self._counter(
             "cloze_truncated_texts", "Texts cut to the model's limit.", MODEL
         )
+        self._of_models: tuple[Counter | Histogram, ...] = (
+            self.requests,
+            self.durations,
+            self._parts,
+            self._batches,
+            self._batch_sequences,
+            self._batch_tokens,
+            self._batch_seconds,
+            self._tokens,
+            self._truncated,
+        )
 
     def of_model(self, reference: str) -> ModelSeries:
         """Return the series of a model."""
@@ -116,6 +127,12 @@ class Families:
             self._batch_seconds.labels(*labels),
             self._tokens.labels(*labels),
         )
+
+    def forget_model(self, reference: str) -> None:
+        """Remove the series of a model."""
+        labels = dict(zip(MODEL, model_labels(reference), strict=True))
+        for family in self._of_models:
+            family.remove_by_labels(labels)
 
     def _histogram(
         self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]

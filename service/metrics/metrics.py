@@ -69,7 +69,7 @@ class Metrics(Collector):
     of a route has 21 lines, and so begins with its first request.
 
     Args:
-        models: the full names of the served models.
+        models: the full names of the served models; `add_models` adds further ones.
         shared: whether the values are those of all processes.
 
     Attributes:
@@ -77,7 +77,7 @@ class Metrics(Collector):
         in_flight: requests of this process that have arrived and are not answered.
     """
 
-    def __init__(self, models: Sequence[str], *, shared: bool = False) -> None:
+    def __init__(self, models: Sequence[str] = (), *, shared: bool = False) -> None:
         self.shared = shared
         self.in_flight = 0
         self._registry = CollectorRegistry()
@@ -107,8 +107,8 @@ class Metrics(Collector):
         self._scraped.register(self)
         self._scraping = threading.Lock()
 
-    def add_models(self, models: Sequence[str]) -> None:
-        """Create the series of models; those of models that are served no more stay.
+    def add_models(self, models: Iterable[str]) -> None:
+        """Create the series of models.
 
         Args:
             models: their full names.
@@ -116,6 +116,20 @@ class Metrics(Collector):
         for model in models:
             if model not in self._models:
                 self._models[model] = self._families.of_model(model)
+
+    def forget_models(self, models: Iterable[str]) -> None:
+        """Remove the series of models that are served no more.
+
+        Call this after the last request and the last batch of the models.
+
+        Args:
+            models: their full names.
+        """
+        for model in models:
+            if self._models.pop(model, None) is not None:
+                self._families.forget_model(model)
+        self._requests.cache_clear()
+        self._durations.cache_clear()
 
     def create_request_series(
         self, route: str, models: Sequence[str], statuses: Sequence[int]
@@ -156,7 +170,9 @@ class Metrics(Collector):
 
     def observe_batch(self, model: str, report: BatchReport) -> None:
         """Record a batch of the engine. Called on a worker thread."""
-        series, add = self._models[model], self._observations.add
+        series, add = self._models.get(model), self._observations.add
+        if series is None:
+            return  # the batch hung until the end of its model
         add(series.batch_sequences, report.sequences)
         add(series.batch_tokens, report.tokens)
         add(series.batch_seconds, report.seconds)

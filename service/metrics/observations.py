@@ -11,6 +11,13 @@ from prometheus_client.samples import Exemplar
 _MAX_UNWRITTEN = 4096
 """Observations that wait until their counters are written."""
 
+_LABEL = "request_id"
+_MAX_EXEMPLAR_CHARACTERS = 128
+"""Most characters of the names and values of an exemplar's labels.
+
+Source: OpenMetrics 1.0, section Exemplars. A scraper may reject an exposition with a longer one.
+"""
+
 
 class Observations:
     """Observed values that are not yet in their histograms. Any thread may add values.
@@ -19,7 +26,8 @@ class Observations:
     0.2 us, and `write` adds many values at once.
 
     Args:
-        exemplars: whether the histograms keep the id of a recent request per bucket.
+        exemplars: whether the histograms keep the id of a recent request per bucket. An id that
+            OpenMetrics does not allow, because it is too long, is not kept.
     """
 
     def __init__(self, *, exemplars: bool = False) -> None:
@@ -41,7 +49,7 @@ class Observations:
             while True:
                 series, value, identity = self._unwritten.popleft()
                 values_of[series].append(value)
-                if identity:
+                if identity and len(_LABEL) + len(identity) <= _MAX_EXEMPLAR_CHARACTERS:
                     newest[series] = value, identity
         except IndexError:
             pass  # empty
@@ -65,5 +73,5 @@ def observe_all(series: Histogram, observed: Sequence[float]) -> None:
 def _set_exemplar(series: Histogram, value: float, identity: str) -> None:
     """Do what `Histogram.observe` does with an exemplar."""
     bucket = int(np.searchsorted(series._upper_bounds, value))
-    exemplar = Exemplar({"request_id": identity}, value, time.time())
+    exemplar = Exemplar({_LABEL: identity}, value, time.time())
     series._buckets[bucket].set_exemplar(exemplar)

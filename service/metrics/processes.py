@@ -1,11 +1,15 @@
 """The metrics of several processes of one server, which write them to a shared folder."""
 
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from prometheus_client import Counter, multiprocess, values
+from prometheus_client.mmap_dict import MmapedDict
+
+from cloze.service.metrics.families import MODEL, model_labels
 
 
 def share_folder(folder: Path) -> dict[str, str]:
@@ -28,6 +32,28 @@ def write_as(name: str) -> None:
 def forget_process(folder: Path, name: str) -> None:
     """Remove the gauges of a process that has exited; its counters stay."""
     multiprocess.mark_process_dead(name, str(folder))  # type: ignore[no-untyped-call]
+
+
+def forget_other_models(folder: Path, name: str, models: Iterable[str]) -> None:
+    """Remove the series of models that are served no more from the files of an exited process.
+
+    Its other counts stay, so that no sum over all processes decreases.
+
+    Args:
+        folder: the metrics of all processes.
+        name: of the process.
+        models: the full names of the models that are served.
+    """
+    kept = {model_labels(reference) for reference in ("", *models)}
+    for file in folder.glob(f"*_{name}.db"):
+        unfinished = file.with_suffix(".new")
+        copy = MmapedDict(str(unfinished))  # type: ignore[no-untyped-call]
+        for key, value, time, _ in MmapedDict.read_all_values_from_file(str(file)):  # type: ignore[no-untyped-call]
+            labels = json.loads(key)[2]
+            if tuple(labels.get(label, "") for label in MODEL) in kept:
+                copy.write_value(key, value, time)  # type: ignore[no-untyped-call]
+        copy.close()  # type: ignore[no-untyped-call]
+        unfinished.replace(file)  # so that a scrape reads the one or the other
 
 
 class ProcessRestarts:

@@ -38,7 +38,7 @@ class Child:
     Attributes:
         name: for the log and the metrics.
         command: without the configuration.
-        listener: the socket on which the child accepts connections.
+        listeners: the sockets on which the child accepts connections.
         device_id: which GPU; for an engine.
         process: None while the child waits to be started.
         started: when the process was started, or will be.
@@ -50,7 +50,7 @@ class Child:
 
     name: str
     command: tuple[str, ...]
-    listener: socket.socket
+    listeners: tuple[socket.socket, ...]
     device_id: int = 0
     process: subprocess.Popen[bytes] | None = None
     started: float = 0.0
@@ -76,11 +76,12 @@ class Child:
             OSError: the system has no memory, process or descriptor left.
         """
         ready, ready_writer = os.pipe()
+        listeners = tuple(listener.fileno() for listener in self.listeners)
         config = ChildConfig(
             name=self.name,
             engine_sockets=sockets,
             ready=ready_writer,
-            listener=self.listener.fileno(),
+            listeners=listeners,
             device_id=self.device_id,
             parent=os.getpid(),
             settings=settings,
@@ -88,7 +89,7 @@ class Child:
         try:
             self.process = subprocess.Popen(
                 [*self.command, config.to_argument()],
-                pass_fds=[ready_writer, self.listener.fileno()],
+                pass_fds=[ready_writer, *listeners],
                 env=os.environ | share_folder(folder),
                 # Ctrl-C reaches the supervisor alone: front ends finish before engines end.
                 start_new_session=True,

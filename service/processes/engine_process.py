@@ -244,7 +244,7 @@ async def serve(config: ChildConfig, make_engine: EngineFactory | None) -> None:
     engine = EngineServer(models, metrics)
     loop.add_signal_handler(signal.SIGTERM, engine.stop)
     config.report_ready()
-    await engine.serve(socket.socket(fileno=config.listener))
+    await engine.serve(socket.socket(fileno=config.listeners[0]))
     for model in models:
         model.queue.close()
     if tracing is not None:

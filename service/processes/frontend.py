@@ -72,7 +72,7 @@ async def serve(config: ChildConfig) -> None:
         await server.serve(
             service,
             config.settings,
-            socket.socket(fileno=config.listener),
+            [socket.socket(fileno=descriptor) for descriptor in config.listeners],
             retire_on=RETIRE,
             before_accepting=config.report_ready,
         )

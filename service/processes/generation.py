@@ -93,8 +93,10 @@ class Generation:
         self._close()
 
     def _close(self) -> None:
+        for child in self.children:
+            child.close_reports()
         for child, path in zip(self.engines, self.sockets, strict=True):
-            child.listener.close()
+            child.listeners[0].close()
             path.unlink(missing_ok=True)
 
     def changes(self, later: "Generation") -> Changes:
@@ -106,7 +108,7 @@ def make_generation(
     number: int,
     settings: Settings,
     bundles: list[Bundle],
-    listener: socket.socket,
+    listeners: tuple[socket.socket, ...],
     folder: Path,
     engine_command: tuple[str, ...],
 ) -> Generation:
@@ -116,7 +118,7 @@ def make_generation(
         number: see `Generation`.
         settings: the operator's settings.
         bundles: the bundles to serve.
-        listener: the HTTP socket.
+        listeners: the HTTP sockets.
         folder: receives the engines' sockets.
         engine_command: starts an engine process.
 
@@ -133,11 +135,11 @@ def make_generation(
         tuple(bundle.manifest for bundle in bundles),
         sockets,
         [
-            Child(f"engine-{device_id}{suffix}", engine_command, _listen(path), device_id)
+            Child(f"engine-{device_id}{suffix}", engine_command, (_listen(path),), device_id)
             for device_id, path in enumerate(sockets)
         ],
         [
-            Child(f"frontend-{n}{suffix}", FRONTEND_COMMAND, listener)
+            Child(f"frontend-{n}{suffix}", FRONTEND_COMMAND, listeners)
             for n in range(settings.frontends)
         ],
     )

@@ -14,28 +14,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from cloze.service.core import Changes, ReloadRefused, ShuttingDown
+from cloze.service.generations import BUSY
 
 _FILE = "reload.json"
 
 _LOOK_EVERY_S = 0.05
 
-_LONGEST_S = 1200.0
-"""Longest time until a report; new processes have 600 s to start, engines before front ends."""
-
 
 @dataclass(slots=True)
 class ReloadReport:
-    """What came of a reload.
+    """What came of the last reload.
 
     Attributes:
-        asked_before: `time.monotonic` time of its begin; the clock is the same in all processes.
-        changes: what it changed; None if it was refused.
-        error: why it was refused.
+        began: `time.monotonic` time of its begin; the clock is the same in all processes.
+        changes: what it changed; None if it was refused, or has not ended.
+        error: why it was refused; "" if it was not.
+        busy: whether a further reload has to wait: new processes start, or old ones still run.
     """
 
-    asked_before: float
+    began: float = 0.0
     changes: Changes | None = None
     error: str = ""
+    busy: bool = False
 
     def write(self, folder: Path) -> None:
         """Replace the report of the last reload."""
@@ -44,12 +44,12 @@ class ReloadReport:
         unfinished.replace(folder / _FILE)
 
     @classmethod
-    def read(cls, folder: Path) -> "ReloadReport | None":
-        """Return the report of the last reload; None if there was no reload."""
+    def read(cls, folder: Path) -> "ReloadReport":
+        """Return the report of the last reload; of none if there was no reload."""
         try:
             fields = json.loads((folder / _FILE).read_text())
         except FileNotFoundError:
-            return None
+            return cls()
         changes = fields.pop("changes")
         return cls(**fields, changes=changes and Changes(**changes))
 
@@ -63,18 +63,22 @@ async def ask_supervisor(supervisor: int, folder: Path, is_draining: Callable[[]
         is_draining: whether this process ends.
 
     Raises:
-        ReloadRefused: the supervisor refused the reload, or did not finish it in time.
+        ReloadRefused: the supervisor refused the reload, or another one has not ended.
         ShuttingDown: the server ends.
     """
+    if ReloadReport.read(folder).busy:
+        raise ReloadRefused(BUSY)
     asked = time.monotonic()
     os.kill(supervisor, signal.SIGHUP)
-    while time.monotonic() < asked + _LONGEST_S:
+    while True:
         report = ReloadReport.read(folder)
-        if report is not None and report.asked_before >= asked:
-            if report.changes is None:
+        if report.began >= asked:
+            if report.changes is not None:
+                return report.changes
+            if report.error:
                 raise ReloadRefused(report.error)
-            return report.changes
+        elif report.busy:  # another one began just before
+            raise ReloadRefused(BUSY)
         if is_draining():
             raise ShuttingDown("the server is shutting down")
         await asyncio.sleep(_LOOK_EVERY_S)
-    raise ReloadRefused(f"the reload did not end within {_LONGEST_S:.0f} s")

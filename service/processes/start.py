@@ -27,7 +27,8 @@ class ChildConfig:
         name: of the child.
         engine_sockets: of all engine processes, which accept front ends there.
         ready: descriptor to which the child writes a byte when it is ready, and then regularly.
-        listener: descriptor of the listening socket: of an engine its own, of a front end HTTP's.
+        listeners: descriptors of the listening sockets: of an engine its own, of a front end those
+            of HTTP.
         device_id: which GPU; for an engine.
         parent: the supervisor's process id.
         settings: see `Settings`.
@@ -36,7 +37,7 @@ class ChildConfig:
     name: str
     engine_sockets: tuple[Path, ...]
     ready: int
-    listener: int
+    listeners: tuple[int, ...]
     device_id: int
     parent: int
     settings: Settings
@@ -51,8 +52,14 @@ class ChildConfig:
     def from_arguments(cls) -> "ChildConfig":
         """Return this process's configuration; from now on the process ends with its parent."""
         body = json.loads(sys.argv[1])
-        sockets = tuple(map(Path, body["engine_sockets"]))
-        config = cls(**body | {"engine_sockets": sockets, "settings": Settings(**body["settings"])})
+        config = cls(
+            **body
+            | {
+                "engine_sockets": tuple(map(Path, body["engine_sockets"])),
+                "listeners": tuple(body["listeners"]),
+                "settings": Settings(**body["settings"]),
+            }
+        )
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != config.parent:  # the parent ended before the call
             os._exit(1)

@@ -2,7 +2,8 @@
 
 The supervisor binds every socket: the HTTP port, and a Unix socket per engine process. A socket
 outlives the processes that accept on it. SIGHUP makes it start a new generation of processes, which
-serves what the store holds by then. Speaks no HTTP.
+serves what the store holds by then. At most two generations run: a further SIGHUP waits until the
+older one has ended. Speaks no HTTP.
 """
 
 import logging
@@ -17,8 +18,9 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 
 from cloze.service import server
-from cloze.service.core import Changes, Device, StartupError
-from cloze.service.metrics import ProcessRestarts
+from cloze.service.admin_socket import listening_on_admin_socket
+from cloze.service.core import Device, StartupError
+from cloze.service.metrics import ProcessRestarts, forget_other_models, forget_process
 from cloze.service.processes.child import KINDS, Child
 from cloze.service.processes.generation import ENGINE_COMMAND, Generation, make_generation
 from cloze.service.processes.reload_report import ReloadReport
@@ -37,6 +39,7 @@ class Supervisor:
     Args:
         settings: with at least one front end.
         listener: the bound HTTP socket.
+        admin_listeners: the admin socket, if there is one.
         folder: private to the server; holds the engines' sockets and the metrics.
         engine_command: starts an engine process.
 
@@ -48,11 +51,13 @@ class Supervisor:
         self,
         settings: Settings,
         listener: socket.socket,
+        admin_listeners: Sequence[socket.socket],
         folder: Path,
         engine_command: tuple[str, ...] = ENGINE_COMMAND,
     ) -> None:
         self._settings = settings
         self._listener = listener
+        self._admin_listeners = admin_listeners
         self._folder = folder
         self._engine_command = engine_command
         self._restarts = ProcessRestarts(folder, KINDS)
@@ -60,7 +65,8 @@ class Supervisor:
         self._serving = self._make_generation()
         self._generations.append(self._serving)
         self._ready: list[Child] = []  # once ready, a child is kept running
-        self._stopping = self._reloading = False
+        self._stopping = self._hung_up = self._reloading = False
+        self._report = ReloadReport()
         self._signals = _signal_pipe()
         # SIGCHLD writes to the pipe, and so wakes the loop, only if it has a handler.
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -86,8 +92,7 @@ class Supervisor:
                 return code
             log.info("%d front ends are ready", len(self._serving.front_ends))
             while not self._stopping:
-                if self._reloading:
-                    self._reload()
+                self._reload_if_asked()
                 self._tend()
                 self._wait()
             return 0
@@ -99,29 +104,42 @@ class Supervisor:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            self._reloading = True
+            self._hung_up = True
         else:
             self._stopping = True
 
     # ---- reload ---------------------------------------------------------------------------------
 
+    def _reload_if_asked(self) -> None:
+        """Reload if a signal asked for it and the last reload has ended."""
+        if self._hung_up:
+            self._hung_up, self._reloading = False, True
+            if self._report.busy:
+                log.info("a reload waits until the last one has ended")
+        if self._reloading and not self._report.busy:
+            self._reloading = False
+            self._reload()
+
     def _reload(self) -> None:
         """Replace all processes by some that serve what the store holds now, and report."""
-        self._reloading = False
-        report = ReloadReport(asked_before=time.monotonic())
-        try:
-            report.changes = self._replace()
-            log.info("reloaded: %s", report.changes)
-        except StartupError as error:
-            report.error = f"nothing was reloaded: {error}"
-            log.error("%s", report.error)
-        except OSError as error:
-            report.error = f"nothing was reloaded: {error.strerror}"
-            log.error("%s", report.error)
+        report = self._report = ReloadReport(began=time.monotonic(), busy=True)
         report.write(self._folder)
+        earlier = self._serving
+        try:
+            self._serving = self._start_next()
+        except (StartupError, OSError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            report.error, report.busy = f"nothing was reloaded: {reason}", False
+            report.write(self._folder)
+            log.error("%s", report.error)
+            return
+        report.changes = earlier.changes(self._serving)
+        report.write(self._folder)
+        log.info("reloaded: %s", report.changes)
+        earlier.retire()
 
-    def _replace(self) -> Changes:
-        """Start a generation and retire the one that serves; return what has changed.
+    def _start_next(self) -> Generation:
+        """Start a generation beside the one that serves, or leave no process of it behind.
 
         Raises:
             StartupError: a bundle does not open, or a process does not start.
@@ -136,12 +154,10 @@ class Supervisor:
                 if self._stopping:
                     raise StartupError("the server is shutting down")
         except (StartupError, OSError):
-            self._forget(later)
             later.end()
+            self._forget(later)
             raise
-        earlier, self._serving = self._serving, later
-        earlier.retire()
-        return earlier.changes(later)
+        return later
 
     def _make_generation(self) -> Generation:
         """Return a generation for what the store holds now.
@@ -154,14 +170,19 @@ class Supervisor:
             next(number for number in range(1, len(used) + 2) if number not in used),
             self._settings,
             open_bundles(self._settings),
-            self._listener,
+            (self._listener, *self._admin_listeners),
             self._folder,
             self._engine_command,
         )
 
     def _forget(self, generation: Generation) -> None:
+        """Forget a generation that has ended, and the metric series of models that only it had."""
         self._generations.remove(generation)
         self._ready = [child for child in self._ready if child not in generation.children]
+        served = [model.reference for other in self._generations for model in other.manifests]
+        for child in generation.children:
+            forget_process(self._folder, child.name)
+            forget_other_models(self._folder, child.name, served)
 
     # ---- children -------------------------------------------------------------------------------
 
@@ -201,6 +222,8 @@ class Supervisor:
                     self._restart(generation, child)
             if generation.ends is not None and generation.end_if_over():
                 self._forget(generation)
+                self._report.busy = False
+                self._report.write(self._folder)
 
     def _restart(self, generation: Generation, child: Child) -> None:
         try:  # its peers see when it is ready
@@ -262,5 +285,6 @@ def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMA
     with (
         TemporaryDirectory(prefix="cloze-", ignore_cleanup_errors=True) as folder,
         server.bind(settings) as listener,
+        listening_on_admin_socket(settings.admin_socket) as admin,
     ):
-        return Supervisor(settings, listener, Path(folder), engine_command).run()
+        return Supervisor(settings, listener, admin, Path(folder), engine_command).run()

@@ -4,7 +4,7 @@ Clients that know only a base address send every task there: ``InferenceClient(b
 huggingface_hub, and text-embeddings-inference's own users.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 from pydantic import ConfigDict, Field, JsonValue
@@ -14,9 +14,8 @@ from starlette.responses import Response
 from cloze.service.core import InvalidRequest, WrongTask
 from cloze.service.http.bodies import parse_anywhere, read_body
 from cloze.service.http.routes import Route, RouteDoc
-from cloze.service.pipeline import Pipeline
 from cloze.service.protocols.protocol import ProtocolContext
-from cloze.service.protocols.task_route import Endpoint, TaskRoute
+from cloze.service.protocols.task_route import Endpoint, TaskRoute, gate_models
 from cloze.service.tasks import Task, embed, fill_mask, text_classification, token_classification
 from cloze.service.tasks.task import NotEmpty, NotEmptyText, WireModel
 
@@ -53,7 +52,7 @@ class Dispatcher:
 
     def route(self, doc: RouteDoc) -> Route:
         """Return the route."""
-        return Route("POST", "/", self._answer, doc, runs_models=True)
+        return Route("POST", "/", self._answer, doc, gate_models(self._context.models.pipelines))
 
     async def _answer(self, request: Request) -> Response:
         with self._context.watch.request(request) as watched:
@@ -81,7 +80,7 @@ class Dispatcher:
             return fill_mask.TASK
         if body.parameters is None:
             return embed.TASK
-        served = [task for task in _CLASSIFYING if self._serving(task)]
+        served = [task for task in _CLASSIFYING if self._context.models.serving(task)]
         if len(served) == 1:
             return served[0]
         routes = " or ".join(task.route for task in _CLASSIFYING)
@@ -94,12 +93,8 @@ class Dispatcher:
     @property
     def _mask(self) -> str | None:
         """The mask token of the default model for fill-mask, if there is one."""
-        served = self._serving(fill_mask.TASK)
+        served = self._context.models.serving(fill_mask.TASK)
         return served[0].manifest.tokenizer.mask_token if served else None
-
-    def _serving(self, task: Task) -> Sequence[Pipeline]:
-        """Return the pipelines that serve a task; none if the server does not offer the task."""
-        return self._context.models.serving(task) if task.name in self._routes else ()
 
     def _task_of_fields(self, item: Mapping[str, Any]) -> Task:
         """Return the task that inputs with the fields of an object are for.

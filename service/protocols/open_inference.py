@@ -7,9 +7,11 @@ Source: https://github.com/kserve/open-inference-protocol, ``specification/proto
 binary tensor data extension of Triton.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Final
+from urllib.parse import unquote
 
 import orjson
 from pydantic import ValidationError
@@ -42,7 +44,7 @@ from cloze.service.protocols.protocol import (
     check_alive,
     check_ready,
 )
-from cloze.service.protocols.task_route import TIMING_HEADERS, Endpoint, TaskRoute
+from cloze.service.protocols.task_route import TIMING_HEADERS, Endpoint, TaskRoute, gate_models
 from cloze.service.protocols.tensors import TaskTensors, Tensor, TensorInfo
 from cloze.service.tasks import Task, TaskCall
 
@@ -93,7 +95,8 @@ class _TaskModel:
         given = body.parameters or {}
         given = {name: value for name, value in given.items() if name not in _OWN_PARAMETERS}
         try:
-            parameters = self.task.parameters.model_validate(given)
+            # As JSON, in which a list may stand for a tuple, as on the task's own route.
+            parameters = self.task.parameters.model_validate_json(json.dumps(given))
         except ValidationError as error:
             problem = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in problem["loc"])
@@ -109,7 +112,8 @@ class _TaskModel:
             for output in body.outputs or ()
         }
         rows, parts = [], []
-        for tensor in self.tensors.to_outputs(result.value, asked):
+        inputs = body.inputs[0].shape[0]
+        for tensor in self.tensors.to_outputs(result.value, asked, inputs):
             row: dict[str, Any] = {
                 "name": tensor.name,
                 "shape": list(tensor.shape),
@@ -178,7 +182,7 @@ class _Server:
         Raises:
             UnknownModel: there is none.
         """
-        name, number = request.path_params["model"], request.path_params.get("version")
+        name, number = unquote(request.path_params["model"]), request.path_params.get("version")
         bundle, _, task = name.rpartition(".")
         model = self._tasks.get(task)
         models = self._context.models
@@ -309,6 +313,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         get("/v2/health/ready", server.ready, "Readiness: 503 while draining or dead", Ready, 503),
         get("/v2/models", server.models, "The names of the models", ModelNames),
     ]
+    every_model = gate_models(context.models.pipelines)
     for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
         found += [
             get(path, server.model, "The tensors of a model", ModelMetadata, 404),
@@ -320,7 +325,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
                 404,
                 503,
             ),
-            Route("POST", f"{path}/infer", server.infer, infer, runs_models=True),
+            Route("POST", f"{path}/infer", server.infer, infer, every_model),
         ]
     return found
 

@@ -4,6 +4,7 @@ from base64 import b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
+from urllib.parse import unquote
 
 import orjson
 from pydantic import Field
@@ -169,7 +170,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         return Response(orjson.dumps(ModelList("list", rows)), media_type=JSON)
 
     async def model(request: Request) -> Response:
-        pipeline = context.models.named(request.path_params["model"])
+        pipeline = context.models.named(unquote(request.path_params["model"]))
         return Response(orjson.dumps(_row(pipeline.manifest)), media_type=JSON)
 
     doc = RouteDoc("The served models, in OpenAI's shape", "OpenAI", ModelList, ErrorBody)

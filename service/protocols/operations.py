@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service import core
-from cloze.service.http.access import is_loopback
+from cloze.service.http.access import OF_ADMIN_SOCKET
 from cloze.service.http.page import PAGE_HEADERS, page_handler
 from cloze.service.http.routes import HTML, JSON, TEXT, Route, RouteDoc
 from cloze.service.protocols.protocol import ProtocolContext, ServerState, check_alive, check_ready
@@ -24,9 +24,6 @@ _TAG = "service"
 """The group of these routes in the documentation."""
 
 PROBES: Final = frozenset({"/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"})
-
-_OF_PROXIES: Final = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
-"""Headers of requests that a proxy has passed on, perhaps of a client elsewhere."""
 
 QUIET_ROUTES: Final = PROBES | {"/metrics"}
 """Routes that are asked every few seconds, so that their results need no log line."""
@@ -127,18 +124,15 @@ class _Operations:
     async def reload(self, request: Request) -> Response:
         """Answer what a reload changed.
 
-        Without keys, only clients of this machine may reload, and neither a page of a browser nor
-        a client of a proxy.
+        Without keys, only clients of the admin socket may reload: a connection from loopback may be
+        one of a proxy, and so of anybody.
         """
-        if self._context.watch.callers.keys is None:
-            if "origin" in request.headers:
-                raise core.Forbidden("a page cannot reload a server that has no API keys")
-            is_near = request.client is not None and is_loopback(request.client.host)
-            if not is_near or any(name in request.headers for name in _OF_PROXIES):
-                raise core.Forbidden(
-                    "without API keys, a server is reloaded from its own machine only; "
-                    "set CLOZE_KEYS_FILE, or send SIGHUP"
-                )
+        without_keys = self._context.watch.callers.keys is None
+        if without_keys and not request.scope.get("state", {}).get(OF_ADMIN_SOCKET):
+            raise core.Forbidden(
+                "without API keys, a server is reloaded through its admin socket only; set "
+                "CLOZE_ADMIN_SOCKET or CLOZE_KEYS_FILE, or send SIGHUP"
+            )
         return Response(orjson.dumps(await self._context.state.reload()), media_type=JSON)
 
 

@@ -1,6 +1,5 @@
 """The route of a task: reads the body, chooses the model, runs the task, writes the response."""
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -9,13 +8,15 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloze.service.abandonment import run_on_thread
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.http.access_log import RequestCost
 from cloze.service.http.bodies import receive
+from cloze.service.http.gate import GateModel
 from cloze.service.http.memory_limit import SMALL_BYTES
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.http.watch import WatchedRequest
-from cloze.service.pipeline import Pipeline, TaskResult
+from cloze.service.pipeline import Models, Pipeline, TaskResult
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.tasks import Task, TaskCall
 
@@ -58,6 +59,8 @@ class TaskRoute:
         check: checks the headers of a request before its texts are tokenized; None: nothing to
             check.
         names: the names of the task's inputs in the body, by the task's own, for errors.
+        serving: models -> those that may answer, the default first; None: those that serve the
+            task.
     """
 
     path: str
@@ -69,11 +72,17 @@ class TaskRoute:
     warnings: Callable[[Any], Sequence[str]] | None = None
     check: Callable[[Request], None] | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+    serving: Callable[[Models], Sequence[Pipeline]] | None = None
 
     def bind(self, context: ProtocolContext) -> Route:
         """Return the route with a handler that uses the context's models."""
         endpoint = Endpoint(self, context)
-        return Route("POST", self.path, endpoint.answer, self.doc, self.task.name)
+        return Route("POST", self.path, endpoint.answer, self.doc, gate_models(endpoint.serving))
+
+
+def gate_models(pipelines: Sequence[Pipeline]) -> list[GateModel]:
+    """Return what the gate needs of models."""
+    return [GateModel(p.manifest.reference, p.model.queue) for p in pipelines]
 
 
 class Endpoint:
@@ -82,11 +91,16 @@ class Endpoint:
     Args:
         route: the route.
         context: the parts of the service that the handler uses.
+
+    Attributes:
+        serving: the models that may answer, the default first.
     """
 
     def __init__(self, route: TaskRoute, context: ProtocolContext) -> None:
         self._route = route
         self._context = context
+        models = context.models
+        self.serving = route.serving(models) if route.serving else models.serving(route.task)
         self._max_bytes = context.limits.max_request_bytes
 
     async def answer(self, request: Request) -> Response:
@@ -120,7 +134,9 @@ class Endpoint:
             ServiceError: the request gets no result.
         """
         route = self._route
-        pipeline = pipeline or self._context.models.choose(route.task, cast(TaskBody, body).model)
+        if pipeline is None:
+            name = cast(TaskBody, body).model
+            pipeline = self._context.models.choose(route.task, name, self.serving)
         reference = pipeline.manifest.reference
         request.scope["cloze.model"] = reference
         if route.check is not None:
@@ -136,11 +152,12 @@ class Endpoint:
             )
         except (EmptyRequest, InvalidRequest) as error:
             raise type(error)(_renamed(str(error), route.names)) from None
-        self._context.metrics.observe_parts(reference, result.timings, result.truncated)
+        if result.tokens:  # else the engine's histograms would count requests without it
+            self._context.metrics.observe_parts(reference, result.timings, result.truncated)
         texts = _text_count(call.inputs)
         request.scope["cloze.cost"] = RequestCost(texts, result.tokens, result.timings)
         if result.is_large:
-            response = await asyncio.to_thread(route.respond, request, body, result)
+            response = await run_on_thread(route.respond, request, body, result)
         else:
             response = route.respond(request, body, result)
         _add_headers(response, result, route.warnings(body) if route.warnings else ())

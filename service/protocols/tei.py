@@ -6,49 +6,38 @@ these in ``x-warning``.
 Source: the routes of text-embeddings-inference 1.9, as it answers.
 """
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Final, TypeVar
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from typing import Annotated, Any, Final
 
 import orjson
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.model_store.heads import sequence_classification
-from cloze.model_store.heads.sequence_classification import SequenceLabels
-from cloze.service.core import EmptyRequest, InvalidRequest, WrongTask
-from cloze.service.http.bodies import receive
 from cloze.service.http.errors import STATUS
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
-from cloze.service.pipeline import Pipeline, TaskResult
+from cloze.service.pipeline import Models, Pipeline, TaskResult
 from cloze.service.protocols.error_body import ErrorBody, write_error
 from cloze.service.protocols.lenient import LenientModel, ignored_fields
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
-from cloze.service.protocols.task_route import TIMING_HEADERS, Endpoint, TaskRoute
-from cloze.service.tasks import TaskCall, embed, embed_inputs, similarity, text_classification
-from cloze.service.tasks.long_text import TruncationParameters
-from cloze.service.tasks.similarity import SimilarityInputs
-from cloze.service.tasks.task import (
-    CountOrZero,
-    FirstError,
-    NotEmpty,
-    TaskContext,
-    Text,
-    Texts,
-    check_text,
-    input_name,
-    listed,
+from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
+from cloze.service.tasks import (
+    TaskCall,
+    decode_ids,
+    embed,
+    rerank,
+    similarity,
+    text_classification,
+    tokenize,
 )
+from cloze.service.tasks.long_text import TruncationParameters
+from cloze.service.tasks.task import CountOrZero, FirstError, NotEmpty, Text, Texts
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
-
-B = TypeVar("B", bound=LenientModel)
 
 _TAG: Final = "text-embeddings-inference"
 _ERRORS: Final = tuple(sorted({status for status, _ in STATUS.values()}))
 _MODEL: Final = Field(None, description="a served model, NAME or NAME@VERSION")
-_WARNING: Final = {"x-warning": TIMING_HEADERS["x-warning"]}
 
 _OneOrTwo = Annotated[list[Text], FirstError(), Field(min_length=1, max_length=2)]
 
@@ -96,33 +85,13 @@ class DecodeBody(LenientModel):
     model: str | None = _MODEL
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """A text's position in the request, and its score; the text itself if it was asked for."""
-
-    index: int
-    score: float
-    text: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """A token; ``start`` and ``stop`` are in bytes of the text, and null for a special token."""
-
-    id: int
-    text: str
-    special: bool
-    start: int | None
-    stop: int | None
-
-
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes for text-embeddings-inference's clients."""
-    bound = [_tokenize_route(context), _decode_route(context)]
+    bound = [_TOKENIZE.bind(context), _DECODE.bind(context)]
     if text_classification.TASK.name in context.tasks:
         bound.append(_PREDICT.bind(context))
     if {task.name for task in (similarity.TASK, text_classification.TASK)} <= context.tasks.keys():
-        bound.append(Route("POST", "/rerank", _Rerank(context).answer, _BY_SIMILARITY.doc))
+        bound.append(_RERANK.bind(context))
     return bound
 
 
@@ -186,203 +155,136 @@ _PREDICT: Final = TaskRoute(
 # ---- rerank --------------------------------------------------------------------------------------
 
 
-def _to_relevance(body: RerankBody) -> TaskCall:
-    function: text_classification.Function = "none" if body.raw_scores else "sigmoid"
-    parameters = TextClassificationParameters(function_to_apply=function, **_truncation(body))
-    pairs = [TextPair(text=body.query, text_pair=text) for text in body.texts]
-    return TaskCall(pairs, parameters)
+def _to_ranking(body: RerankBody) -> TaskCall:
+    inputs = rerank.RerankInputs.model_construct(query=body.query, texts=body.texts)
+    parameters = rerank.RerankParameters(
+        raw_scores=body.raw_scores, return_text=body.return_text, **_truncation(body)
+    )
+    return TaskCall(inputs, parameters)
 
 
-def _to_similarity(body: RerankBody) -> TaskCall:
-    inputs = SimilarityInputs(source_sentence=body.query, sentences=body.texts)
-    return TaskCall(inputs, similarity.SimilarityParameters(**_truncation(body)))
+def _ranking(models: Models) -> Sequence[Pipeline]:
+    """Return the models that rank: classifiers with one label, then those that embed."""
+    classifying = models.serving(text_classification.TASK)
+    ranking = [p for p in classifying if rerank.classifies(p.manifest)]
+    return [*ranking, *(p for p in models.serving(similarity.TASK) if p not in ranking)]
 
 
-def _respond_relevance(_: Request, body: RerankBody, result: TaskResult) -> Response:
-    return _ranks(body, [labels[0].score for labels in result.value], b"classifier")
-
-
-def _respond_similarity(_: Request, body: RerankBody, result: TaskResult) -> Response:
-    return _ranks(body, result.value, b"similarity")
-
-
-def _ranks(body: RerankBody, scores: Sequence[float], by: bytes) -> Response:
+def _respond_ranks(_: Request, body: RerankBody, result: TaskResult) -> Response:
+    ranking: rerank.Ranking = result.value
     ranks: list[dict[str, Any]] = [
-        {"index": index, "score": scores[index]}
-        for index in sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        {"index": rank.index, "score": rank.score} for rank in ranking.ranks
     ]
     if body.return_text:
-        for rank in ranks:
-            rank["text"] = body.texts[rank["index"]]
+        for row, rank in zip(ranks, ranking.ranks, strict=True):
+            row["text"] = rank.text
+    by = ranking.by.encode()
     return BytesResponse(orjson.dumps(ranks), b"application/json", (b"x-ranked-by", by))
 
 
-_RERANK_DOC: Final = _doc(
-    "Texts in the order of their relevance to a query",
-    RerankBody,
-    list[Rank],
-    {
-        **TIMING_HEADERS,
-        "x-ranked-by": ("string", "classifier, or similarity (of embeddings) where none is served"),
+_RERANK: Final = TaskRoute(
+    path="/rerank",
+    task=rerank.TASK,
+    body=RerankBody,
+    to_call=_to_ranking,
+    respond=_respond_ranks,
+    doc=_doc(
+        "Texts in the order of their relevance to a query",
+        RerankBody,
+        list[rerank.Rank],
+        {
+            **TIMING_HEADERS,
+            "x-ranked-by": (
+                "string",
+                "classifier, or similarity (of embeddings) where none is served",
+            ),
+        },
+        two_texts={"query": "Who died?", "texts": ["A ship left.", "The king was dead."]},
+    ),
+    warnings=ignored_fields,
+    names={
+        "inputs.source_sentence": "query",
+        "inputs.sentences": "texts",
+        "inputs": "texts",
     },
-    two_texts={"query": "Who died?", "texts": ["A ship left.", "The king was dead."]},
+    serving=_ranking,
 )
-_BY_CLASSIFIER, _BY_SIMILARITY = (
-    TaskRoute(
-        "/rerank", task, RerankBody, to_call, respond, _RERANK_DOC, ignored_fields, names=names
-    )
-    for task, to_call, respond, names in (
-        (text_classification.TASK, _to_relevance, _respond_relevance, {"inputs": "texts"}),
-        (
-            similarity.TASK,
-            _to_similarity,
-            _respond_similarity,
-            {"inputs.source_sentence": "query", "inputs.sentences": "texts"},
-        ),
-    )
-)
-
-
-def _check_texts(body: RerankBody, context: TaskContext) -> None:
-    limits = context.limits
-    check_text(body.query, "query", limits)
-    for index, text in enumerate(body.texts):
-        check_text(text, f"texts[{index}]", limits)
-
-
-class _Rerank:
-    """The handler of ``/rerank``: a classifier with one label ranks, else similarity does."""
-
-    def __init__(self, context: ProtocolContext) -> None:
-        self._context = context
-        self._by_classifier = Endpoint(_BY_CLASSIFIER, context)
-        self._by_similarity = Endpoint(_BY_SIMILARITY, context)
-
-    async def answer(self, request: Request) -> Response:
-        """Return the response to one request.
-
-        Raises:
-            ServiceError: the request gets no result.
-        """
-        context = self._context
-        with context.watch.request(request) as watched:
-            max_bytes = context.limits.max_request_bytes
-            body, size = await receive(request, RerankBody, max_bytes, watched)
-            endpoint, pipeline = self._choose(body.model)
-            _check_texts(body, pipeline.context)
-            return await endpoint.answer_body(request, body, size, watched, pipeline)
-
-    def _choose(self, name: str | None) -> tuple[Endpoint, Pipeline]:
-        """Return how to rank, and the model that ranks.
-
-        Raises:
-            UnknownModel: no model of that name is served.
-            WrongTask: the model, or every model, lacks what ranking needs.
-        """
-        models = self._context.models
-        pipelines = models.pipelines if name is None else [models.named(name)]
-        for pipeline in pipelines:
-            options = pipeline.manifest.heads.get(sequence_classification.HEAD.name)
-            if isinstance(options, SequenceLabels) and len(options.labels) == 1:
-                return self._by_classifier, pipeline
-        for pipeline in models.serving(similarity.TASK):
-            if pipeline in pipelines:
-                return self._by_similarity, pipeline
-        if name is None:
-            raise WrongTask("no served model classifies texts with one label, or embeds texts")
-        raise WrongTask(f"model {name} neither classifies texts with one label, nor embeds texts")
 
 
 # ---- tokenize and decode -------------------------------------------------------------------------
 
 
-def _tokenize_route(context: ProtocolContext) -> Route:
-    example = {"inputs": "A house."}
-    doc = _doc("The tokens of texts", TokenizeBody, list[list[Token]], _WARNING, one_text=example)
-    return _tokenizer_route("/tokenize", TokenizeBody, _tokenize, doc, context)
+def _all_models(models: Models) -> Sequence[Pipeline]:
+    """Return all models, since each has a tokenizer; those that embed are first."""
+    embedding = models.serving(embed.TASK)
+    return [*embedding, *(p for p in models.pipelines if p not in embedding)]
 
 
-def _decode_route(context: ProtocolContext) -> Route:
-    example = {"ids": [2, 43, 1596, 18, 3]}
-    doc = _doc("The texts of token ids", DecodeBody, list[str], _WARNING, one_text=example)
-    return _tokenizer_route("/decode", DecodeBody, _decode, doc, context)
+def _to_tokenize(body: TokenizeBody) -> TaskCall:
+    parameters = tokenize.TokenizeParameters(
+        add_special_tokens=body.add_special_tokens, prompt_name=body.prompt_name
+    )
+    return TaskCall(body.inputs, parameters)
 
 
-def _tokenizer_route(
-    path: str,
-    body_type: type[B],
-    answer: Callable[[B, TaskContext], Any],
-    doc: RouteDoc,
-    context: ProtocolContext,
-) -> Route:
-    """Return a route that needs a model's tokenizer, but no engine."""
-
-    async def handle(request: Request) -> Response:
-        with context.watch.request(request) as watched:
-            body, _ = await receive(request, body_type, context.limits.max_request_bytes, watched)
-            pipeline = _tokenizing(context, getattr(body, "model", None))
-            request.scope["cloze.model"] = pipeline.manifest.reference
-            content = await asyncio.to_thread(lambda: orjson.dumps(answer(body, pipeline.context)))
-        headers = [(b"x-warning", warning.encode()) for warning in ignored_fields(body)]
-        return BytesResponse(content, b"application/json", *headers)
-
-    return Route("POST", path, handle, doc)
+def _respond_tokens(_: Request, __: TokenizeBody, result: TaskResult) -> Response:
+    """Write the tokens part by part: as one value, they would need ten times the memory."""
+    written = BytesIO()
+    texts: list[tokenize.TokenizedText] = result.value
+    for number, text in enumerate(texts):
+        written.write(b",[" if number else b"[[")
+        for index, part in enumerate(text.parts()):
+            written.write(b"," if index else b"")
+            written.write(memoryview(orjson.dumps(part))[1:-1])
+        written.write(b"]")
+    written.write(b"]")
+    return BytesResponse(written.getvalue())
 
 
-def _tokenizing(context: ProtocolContext, name: str | None) -> Pipeline:
-    """Return the named model; without a name, the one that embeds, or else the first."""
-    models = context.models
-    if name is not None:
-        return models.named(name)
-    embeds = models.default(embed.TASK) if embed.TASK.name in context.tasks else None
-    return embeds or models.pipelines[0]
+_TOKENIZE: Final = TaskRoute(
+    path="/tokenize",
+    task=tokenize.TASK,
+    body=TokenizeBody,
+    to_call=_to_tokenize,
+    respond=_respond_tokens,
+    doc=_doc(
+        "The tokens of texts",
+        TokenizeBody,
+        list[list[tokenize.Token]],
+        TIMING_HEADERS,
+        one_text={"inputs": "A house."},
+    ),
+    warnings=ignored_fields,
+    serving=_all_models,
+)
 
 
-def _tokenize(body: TokenizeBody, context: TaskContext) -> list[list[dict[str, Any]]]:
-    texts = listed(body.inputs, context.limits)
-    for index, text in enumerate(texts):
-        name = input_name(index, many=isinstance(body.inputs, list))
-        check_text(text, name, context.limits)
-    prompt = embed_inputs.prompt_of(context, body.prompt_name)
-    special = body.add_special_tokens
-    return [_tokens(prompt + text, context, special=special) for text in texts]
+def _to_decode(body: DecodeBody) -> TaskCall:
+    parameters = decode_ids.DecodeParameters(skip_special_tokens=body.skip_special_tokens)
+    return TaskCall(body.ids, parameters)
 
 
-def _tokens(text: str, context: TaskContext, *, special: bool) -> list[dict[str, Any]]:
-    tokenizer = context.tokenizer
-    spans = tokenizer.spans(text)
-    ends = [0]
-    for character in text:
-        ends.append(ends[-1] + len(character.encode()))
-    tokens: list[dict[str, Any]] = [
-        {
-            "id": token_id,
-            "text": text[start:end],
-            "special": False,
-            "start": ends[start],
-            "stop": ends[end],
-        }
-        for token_id, (start, end) in zip(spans.ids, spans.offsets, strict=True)
-    ]
-    if special:
-        first, last = (
-            {"id": i, "text": tokenizer.token_of(i), "special": True, "start": None, "stop": None}
-            for i in (tokenizer.cls_id, tokenizer.sep_id)
-        )
-        tokens = [first, *tokens, last]
-    return tokens
+def _respond_texts(_: Request, __: DecodeBody, result: TaskResult) -> Response:
+    return BytesResponse(orjson.dumps(result.value))
 
 
-def _decode(body: DecodeBody, context: TaskContext) -> list[str]:
-    sequences: Any = body.ids if body.ids and isinstance(body.ids[0], list) else [body.ids]
-    if not all(sequences):
-        raise EmptyRequest("ids has an empty list; it needs at least 1 token id")
-    low, high = min(map(min, sequences)), max(map(max, sequences))
-    if low < 0 or high >= 2**32:
-        raise InvalidRequest(f"ids has token ids from {low} to {high}; they are 0 to {2**32 - 1}")
-    texts = listed(sequences, context.limits)
-    return context.tokenizer.decode(texts, skip_special_tokens=body.skip_special_tokens)
-
+_DECODE: Final = TaskRoute(
+    path="/decode",
+    task=decode_ids.TASK,
+    body=DecodeBody,
+    to_call=_to_decode,
+    respond=_respond_texts,
+    doc=_doc(
+        "The texts of token ids",
+        DecodeBody,
+        list[str],
+        TIMING_HEADERS,
+        one_text={"ids": [2, 43, 1596, 18, 3]},
+    ),
+    warnings=ignored_fields,
+    names={"inputs": "ids"},
+    serving=_all_models,
+)
 
 PROTOCOL: Final = WireProtocol(
     "tei", ("/predict", "/rerank", "/tokenize", "/decode"), routes, write_error

@@ -139,15 +139,16 @@ class TaskTensors:
         objects: Iterator[dict[str, Any]] = (dict(zip(tensors, row, strict=True)) for row in rows)
         return [known.model.model_construct(**values) for values in objects]
 
-    def to_outputs(self, value: Any, asked: Collection[str] | None) -> list[Tensor]:
+    def to_outputs(self, value: Any, asked: Collection[str] | None, inputs: int) -> list[Tensor]:
         """Return the output tensors of a result, in the order of `outputs`.
 
         Args:
             value: the return value of `Task.decode` for a list of inputs.
             asked: names of the tensors to return; None: all, without the columns that no entry has.
+            inputs: number of the inputs.
         """
         if self._task.vectors:
-            tensors = _vectors(value)
+            tensors = _vectors(value, inputs)
             return tensors if asked is None else [t for t in tensors if t.name in asked]
         results = [orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY).decode() for row in value]
         tensors = [Tensor(RESULT, "BYTES", results)]
@@ -230,10 +231,10 @@ def _scalar(annotation: Any) -> str | None:
     return _DATATYPES.get(annotation)
 
 
-def _vectors(value: Any) -> list[Tensor]:
-    """Return the tensors of vectors [n, D], or of a list of arrays [S, D]."""
+def _vectors(value: Any, inputs: int) -> list[Tensor]:
+    """Return the tensors of vectors, [m, D] of all inputs or a list with [S, D] of each input."""
     several = isinstance(value, list)
-    counts = [len(rows) for rows in value] if several else [1] * len(value)
+    counts = [len(rows) for rows in value] if several else [len(value) // inputs] * inputs
     vectors = np.concatenate(value) if several else value
     return [
         Tensor(EMBEDDING, "FP32", vectors.astype("<f4", copy=False)),

@@ -143,6 +143,8 @@ def _prepare_spans(
 ) -> PreparedRequest[_State]:
     """Tokenize one text whose spans are embedded."""
     text, parameters = call.inputs, call.parameters
+    if isinstance(text, list) and len(text) == 1:
+        text = text[0]  # some protocols have lists only
     if parameters.choice == "window":
         raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
     _check_spans(text, spans, context)
@@ -191,7 +193,7 @@ def _check_spans(text: Any, spans: Sequence[tuple[int, int]], context: TaskConte
             "exported before bundles said so"
         )
     if not isinstance(text, str):
-        raise InvalidRequest("spans are parts of one text; inputs is a list")
+        raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")
     if not spans:
         raise EmptyRequest("spans is an empty list; it needs at least 1 span")
     if len(spans) > (most := context.limits.max_request_texts):

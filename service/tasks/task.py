@@ -127,7 +127,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
     """A tokenized request.
 
     Attributes:
-        encodings: the encodings to run, at least one.
+        encodings: the encodings to run; without any, `Task.decode` follows at once.
         state: the values that `Task.decode` needs besides the outputs.
         results: number of predictions, vectors or answers; 0 if their cost is low. Many of them are
             decoded and written on a thread.

@@ -1,0 +1,152 @@
+"""Reranking: texts in the order of their relevance to a query.
+
+A classifier of pairs with one label gives the scores; without one, the similarity of embeddings.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+from cloze.model_store import Manifest
+from cloze.model_store.batch import HeadOutputs
+from cloze.model_store.heads import sequence_classification
+from cloze.model_store.heads.sequence_classification import SequenceLabels
+from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.tasks import similarity, text_classification
+from cloze.service.tasks.long_text import TruncationParameters
+from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameters
+from cloze.service.tasks.task import (
+    PreparedRequest,
+    Task,
+    TaskCall,
+    TaskContext,
+    TaskLimits,
+    Text,
+    Texts,
+    WireModel,
+    check_text,
+)
+from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
+
+_CHARACTERS_PER_RESULT = 10_000
+"""Characters of returned texts whose writing costs about as much as one prediction of a mask."""
+
+
+class RerankInputs(WireModel):
+    """A query, and the texts to rank."""
+
+    query: Text
+    texts: Texts
+
+
+class RerankParameters(TruncationParameters):
+    """The parameters of text-embeddings-inference."""
+
+    raw_scores: bool = False
+    return_text: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A text's position in the request, and its score; the text itself if it was asked for."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """The texts, the most relevant one first, and what gave the scores."""
+
+    ranks: list[Rank]
+    by: Literal["classifier", "similarity"]
+
+
+class _State(NamedTuple):
+    """What `decode` needs.
+
+    Attributes:
+        scoring: the task that scores.
+        inner: the state of that task.
+        texts: the texts of the request if the answer repeats them, else None.
+    """
+
+    scoring: Task
+    inner: Any
+    texts: list[str] | None
+
+
+def classifies(manifest: Manifest) -> bool:
+    """Return whether a model classifies texts with one label, whose score ranks them."""
+    options = manifest.heads.get(sequence_classification.HEAD.name)
+    return isinstance(options, SequenceLabels) and len(options.labels) == 1
+
+
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
+    """Tokenize the query with the texts.
+
+    Raises:
+        EmptyRequest: there is no text, or a text is empty.
+        InvalidRequest: there are too many texts, or a text is too long.
+    """
+    inputs: RerankInputs = call.inputs
+    parameters: RerankParameters = call.parameters
+    _check(inputs, context.limits)
+    truncation = parameters.model_dump(include=set(TruncationParameters.model_fields))
+    if classifies(context.manifest):
+        scoring = text_classification.TASK
+        pairs = [TextPair.model_construct(text=inputs.query, text_pair=t) for t in inputs.texts]
+        function: text_classification.Function = "none" if parameters.raw_scores else "sigmoid"
+        scored = TaskCall(
+            pairs, TextClassificationParameters(function_to_apply=function, **truncation)
+        )
+    else:
+        scoring = similarity.TASK
+        compared = SimilarityInputs.model_construct(
+            source_sentence=inputs.query, sentences=inputs.texts
+        )
+        scored = TaskCall(compared, SimilarityParameters(**truncation))
+    prepared = scoring.prepare(scored, context)
+    texts = inputs.texts if parameters.return_text else None
+    written = sum(map(len, texts or ())) // _CHARACTERS_PER_RESULT
+    state = _State(scoring, prepared.state, texts)
+    return prepared._replace(state=state, results=max(prepared.results, written))
+
+
+def _check(inputs: RerankInputs, limits: TaskLimits) -> None:
+    """Check the texts, by their names in this task; see `prepare`."""
+    check_text(inputs.query, "query", limits)
+    if not inputs.texts:
+        raise EmptyRequest("texts is an empty list; it needs at least 1 text")
+    if (count := len(inputs.texts)) > (most := limits.max_request_texts):
+        raise InvalidRequest(f"texts has {count} texts; the limit is {most}")
+    for index, text in enumerate(inputs.texts):
+        check_text(text, f"texts[{index}]", limits)
+
+
+def decode(
+    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], context: TaskContext
+) -> Ranking:
+    """Return the ranking."""
+    scoring, inner, texts = prepared.state
+    result = scoring.decode(prepared._replace(state=inner), outputs, context)
+    is_classifier = scoring is text_classification.TASK
+    scores: list[float] = [labels[0].score for labels in result] if is_classifier else result
+    order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+    ranks = [Rank(index, scores[index], texts[index] if texts else None) for index in order]
+    return Ranking(ranks, "classifier" if is_classifier else "similarity")
+
+
+TASK: Final = Task(
+    name="rerank",
+    route="/rerank",
+    summary="Texts in the order of their relevance to a query",
+    heads=(),
+    inputs=RerankInputs,
+    parameters=RerankParameters,
+    result=Ranking,
+    prepare=prepare,
+    decode=decode,
+    examples=(),
+)

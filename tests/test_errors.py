@@ -1,0 +1,85 @@
+"""The status and the type of every error, in every protocol, from a table of this test."""
+
+import pytest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from cloze.service import core
+from cloze.service.http.errors import describe_error
+from cloze.service.protocols import PROTOCOLS
+from cloze.service.protocols.protocol import WireProtocol
+
+TABLE: dict[type[Exception], tuple[int, str, str]] = {
+    core.MalformedRequest: (400, "Validation", "invalid_request_error"),
+    core.EmptyRequest: (400, "Empty", "invalid_request_error"),
+    core.Unauthorized: (401, "Validation", "invalid_request_error"),
+    core.Forbidden: (403, "Validation", "invalid_request_error"),
+    core.UnknownModel: (404, "Validation", "invalid_request_error"),
+    core.SlowRequest: (408, "Validation", "invalid_request_error"),
+    core.ReloadRefused: (409, "Backend", "invalid_request_error"),
+    core.RequestTooLarge: (413, "Validation", "invalid_request_error"),
+    core.UnsupportedEncoding: (415, "Validation", "invalid_request_error"),
+    core.InvalidRequest: (422, "Validation", "invalid_request_error"),
+    core.WrongTask: (424, "Backend", "invalid_request_error"),
+    core.Overloaded: (429, "Overloaded", "rate_limit_error"),
+    core.ClientGone: (499, "Validation", "invalid_request_error"),
+    core.EngineFailed: (500, "Backend", "server_error"),
+    core.ShuttingDown: (503, "Unhealthy", "server_error"),
+    core.EngineDead: (503, "Unhealthy", "server_error"),
+    core.DeadlineExceeded: (504, "Overloaded", "server_error"),
+    RuntimeError: (500, "Backend", "server_error"),
+}
+"""Status, error_type of text-embeddings-inference, and type of OpenAI."""
+
+
+def error_of(kind: type[Exception]) -> Exception:
+    return core.Overloaded("why", 3) if kind is core.Overloaded else kind("why")
+
+
+def leaves(kind: type[Exception]) -> set[type[Exception]]:
+    below = [leaf for child in kind.__subclasses__() for leaf in leaves(child)]
+    return set(below) or {kind}
+
+
+def request() -> Request:
+    scope = {"type": "http", "method": "POST", "path": "/embed", "headers": [], "query_string": b""}
+    return Request(scope | {"server": ("localhost", 80), "scheme": "http"})
+
+
+def test_the_table_has_every_error() -> None:
+    ours = {kind for kind in leaves(core.ServiceError) if kind.__module__.startswith("cloze.")}
+    assert ours == TABLE.keys() - {RuntimeError}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
+@pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.__name__)
+def test_an_error_has_its_status_and_its_type(
+    kind: type[Exception], protocol: WireProtocol
+) -> None:
+    status, error_type, openai_type = TABLE[kind]
+    info = describe_error(request(), error_of(kind))
+    written, body = protocol.error(info)
+    message = "an internal error; it was logged" if kind is RuntimeError else "why"
+    only_400 = 400 if status == 422 else status
+    expected = {
+        "openai": (
+            only_400,
+            {
+                "error": {
+                    "message": message,
+                    "type": openai_type,
+                    "param": None,
+                    "code": "model_not_found" if kind is core.UnknownModel else None,
+                }
+            },
+        ),
+        "open-inference": (only_400, {"error": message}),
+    }
+    usual = (status, {"error": message, "error_type": error_type})
+    assert (written, body) == expected.get(protocol.name, usual)
+
+
+@pytest.mark.parametrize("status", [404, 405])
+def test_an_error_of_the_router_is_the_client_s(status: int) -> None:
+    info = describe_error(request(), HTTPException(status))
+    assert (info.status, info.kind) == (status, "Validation")

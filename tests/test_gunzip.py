@@ -1,0 +1,142 @@
+"""Compressed bodies cost a time that is linear in their bytes, and end with their request."""
+
+import asyncio
+import gzip
+import time
+from collections.abc import Callable
+
+import pytest
+from starlette.requests import Request
+from starlette.types import Message
+
+from cloze.service.core import DeadlineExceeded, MalformedRequest, RequestTooLarge
+from cloze.service.http.bodies import read_body
+from cloze.service.http.caller import Callers
+from cloze.service.http.gunzip import MAX_MEMBERS, Gunzip
+from cloze.service.http.memory_limit import MemoryLimit
+from cloze.service.http.watch import RequestWatch
+from tests.waiting import MEASURES_TIME
+
+MB = 2**20
+EMPTY = gzip.compress(b"")
+
+
+def named(name: bytes) -> bytes:
+    """An empty member with a file name."""
+    return EMPTY[:3] + b"\x08" + EMPTY[4:10] + name + b"\0" + EMPTY[10:]
+
+
+def extra(count: int) -> bytes:
+    """Empty members with the largest extra field."""
+    return (EMPTY[:3] + b"\x04" + EMPTY[4:10] + b"\xff\xff" + bytes(65_535) + EMPTY[10:]) * count
+
+
+def stored(blocks: int) -> bytes:
+    """A member of empty blocks."""
+    return EMPTY[:10] + b"\0\0\0\xff\xff" * blocks + EMPTY[10:]
+
+
+def content_of(data: bytes) -> bytes:
+    gunzip, content = Gunzip(data), b""
+    while not gunzip.is_done:
+        piece = gunzip.piece()
+        assert len(piece) <= MB, "a piece is bounded"
+        content += piece
+    return content
+
+
+@pytest.mark.parametrize(
+    ("data", "content"),
+    [
+        (b"", b""),
+        (EMPTY, b""),
+        (gzip.compress(bytes(3 * MB + 1)), bytes(3 * MB + 1)),
+        (gzip.compress(b"a", 0) + gzip.compress(b"b", 9) + EMPTY + gzip.compress(b"c"), b"abc"),
+        (gzip.compress(b"a") * MAX_MEMBERS, b"a" * MAX_MEMBERS),
+        (gzip.compress(bytes(MB)) * 3, bytes(3 * MB)),
+        (named(b"n" * MB), b""),
+        (extra(20), b""),
+        (stored(MB), b""),
+    ],
+)
+def test_the_content_is_that_of_all_members(data: bytes, content: bytes) -> None:
+    assert content_of(data) == content
+
+
+@pytest.mark.parametrize("cut", range(1, 30))
+def test_cut_data_is_an_error(cut: int) -> None:
+    data = gzip.compress(b"abc" * 1000) + gzip.compress(b"d")
+    if cut != len(gzip.compress(b"d")):  # else it ends with the first member
+        with pytest.raises(MalformedRequest, match="it ends too early"):
+            content_of(data[:-cut])
+
+
+def test_what_follows_the_last_member_is_an_error() -> None:
+    with pytest.raises(MalformedRequest, match="the body is not gzip: Error -3"):
+        content_of(gzip.compress(b"a") + b"garbage")
+
+
+@pytest.mark.parametrize("member", [EMPTY, gzip.compress(b"a")], ids=["empty", "one byte"])
+def test_members_are_limited(member: bytes) -> None:
+    with pytest.raises(RequestTooLarge, match=f"the gzip body has over {MAX_MEMBERS} members"):
+        content_of(member * (8 * MB // len(member)))
+
+
+@MEASURES_TIME
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda size: named(b"n" * size),
+        lambda size: extra(size // 65_556),
+        lambda size: stored(size // 5),
+        lambda size: gzip.compress(bytes(8 * size)),
+        lambda size: gzip.compress(b"a" * 100) * (MAX_MEMBERS * size // (4 * MB)),
+    ],
+    ids=["name", "extra", "blocks", "bomb", "members"],
+)
+def test_four_times_the_bytes_take_about_four_times_as_long(make: Callable[[int], bytes]) -> None:
+    def processor_s(data: bytes) -> float:
+        started = time.process_time()
+        gunzip = Gunzip(data)
+        while not gunzip.is_done:
+            gunzip.piece()
+        return time.process_time() - started
+
+    one, four = make(MB), make(4 * MB)
+    assert min(processor_s(four) for _ in range(3)) < 10 * min(processor_s(one) for _ in range(3))
+
+
+def request_of(body: bytes) -> Request:
+    async def receive() -> Message:
+        return messages.pop() if messages else await asyncio.Future()
+
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    return Request({"type": "http", "headers": [(b"content-encoding", b"gzip")]}, receive)
+
+
+def test_the_work_ends_with_the_request() -> None:
+    """A gigabyte of zeros, which take seconds, and a request that may take 0.1 s."""
+    data = gzip.compress(bytes(MB)) * MAX_MEMBERS
+
+    async def run() -> float:
+        request = request_of(data)
+        watch = RequestWatch(0.1, 300.0, Callers())
+        with pytest.raises(DeadlineExceeded), watch.request(request) as watched:
+            await read_body(request, 2**31, watched)
+        started = time.process_time()
+        await asyncio.get_running_loop().shutdown_default_executor()
+        return time.process_time() - started
+
+    assert asyncio.run(run()) < 0.3
+
+
+def test_memory_is_held_as_the_content_appears_and_released_at_the_end() -> None:
+    async def run() -> None:
+        bodies = MemoryLimit("bodies", 64 * MB)
+        request = request_of(gzip.compress(bytes(3 * MB)))
+        with RequestWatch(30.0, 300.0, Callers(), bodies).request(request) as watched:
+            await read_body(request, 8 * MB, watched)
+            assert bodies._held == 3 * MB
+        assert bodies._held == 0
+
+    asyncio.run(run())

@@ -91,7 +91,7 @@ def test_what_has_passed_counts_until_it_is_submitted() -> None:
         scheduler.submit([sized(10)], later(), client="a")
         scopes = [scope() for _ in range(40)]
         passed = [each for each in scopes if gated.refusal(each) is None]
-        assert 5 <= len(passed) <= 20
+        assert 5 <= len(passed) < 40
         for each in passed:
             note_start(each)
         assert not gated._unstarted
@@ -110,7 +110,9 @@ def test_a_refusal_promises_a_time_and_keeps_it() -> None:
         deadline = time.monotonic() + told[0] / 1000
         while time.monotonic() < deadline:
             pass
-        back = scope()
+        first = scope(x_stainless_retry_count="0")
+        assert gated.refusal(first) is not None, "it says that it does not come back"
+        back = scope(x_stainless_retry_count="1")
         assert gated.refusal(back) is None
         assert back[RETURNING] is True
         engine.gate.set()

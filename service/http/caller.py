@@ -119,6 +119,14 @@ def _read_timeout_s(value: bytes, most_s: float) -> float | None:
     return min(seconds, most_s)
 
 
+def is_first_try(scope: Scope) -> bool:
+    """Return whether the client says that it sends a request for the first time.
+
+    The openai client counts its retries in a header. Other clients say nothing.
+    """
+    return (b"x-stainless-retry-count", b"0") in scope["headers"]
+
+
 def request_id(scope: Scope) -> bytes:
     """Return the client's request id if it matches `_REQUEST_ID`, else a random id."""
     for name, value in scope["headers"]:

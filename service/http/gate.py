@@ -25,7 +25,7 @@ from cloze.service.core import (
     ServiceError,
 )
 from cloze.service.http.access_log import AccessLog, AccessRecord
-from cloze.service.http.caller import Callers, request_id, timeout_s
+from cloze.service.http.caller import Callers, is_first_try, request_id, timeout_s
 from cloze.service.http.paths import Paths
 from cloze.service.http.starts import Starts
 from cloze.service.metrics import Metrics
@@ -145,7 +145,7 @@ class Gate:
         if wait_s <= admitted_s or served[0].queue.draining:
             self._admit(scope, client, line, tokens)
             return None
-        if self._promises.redeem(key, now):
+        if not is_first_try(scope) and self._promises.redeem(key, now):
             scope[RETURNING] = True
             self._admit(scope, client, line, tokens)
             return None

@@ -241,13 +241,20 @@ class Pipeline:
             )
             return await self._completions.wait(future)
         except Overloaded as error:
-            self._promise(error, terms, sum(map(len, encodings)))
+            key = self._promise_key(terms)
+            if not terms.returning and self._promises.redeem(key, time.monotonic()):
+                return await self._run_engine(encodings, terms._replace(returning=True))
+            self._promise(error, key, terms, sum(map(len, encodings)))
             raise
 
-    def _promise(self, error: Overloaded, terms: RequestTerms, tokens: int) -> None:
+    def _promise_key(self, terms: RequestTerms) -> PromiseKey:
+        patience = LineKey.of(0, terms.timeout_s).patience
+        return PromiseKey(self.manifest.reference, terms.client, patience)
+
+    def _promise(
+        self, error: Overloaded, key: PromiseKey, terms: RequestTerms, tokens: int
+    ) -> None:
         """Make a refusal say when the request may come back, and remember it."""
-        line = LineKey.of(tokens, terms.timeout_s)
-        key = PromiseKey(self.manifest.reference, terms.client, line)
         wait = self.model.queue.expected_wait(terms.client, tokens, terms.timeout_s)
         error.retry_after_s = self._promises.promise(
             key, time.monotonic(), error.retry_after_s, wait.per_request_s

@@ -10,7 +10,6 @@ import pytest
 from starlette.types import Scope
 
 from cloze.service.batching import promises as module
-from cloze.service.batching.lines import LineKey
 from cloze.service.batching.promises import PromiseKey, Promises
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import InvalidRequest, ServiceError
@@ -22,7 +21,7 @@ from cloze.service.metrics import Metrics
 from tests.test_admission import Steady, measured
 from tests.test_scheduler import later, sized
 
-LINE = PromiseKey("m@1", "a", LineKey(0, 0))
+LINE = PromiseKey("m@1", "a", 0)
 
 
 def error_bytes(_: str, error: ServiceError) -> bytes:
@@ -99,8 +98,9 @@ def test_what_has_passed_counts_until_it_is_submitted() -> None:
 
 def test_a_refusal_promises_a_time_and_keeps_it() -> None:
     with gate(max_wait_s=0.1) as (gated, scheduler, engine):
-        for _ in range(2):
-            scheduler.submit([sized(10)] * 8, later(), client="a")
+        for _ in range(2):  # before the next look at the wait, so that both are admitted
+            scheduler.submit([sized(10)] * 5, later(), client="a")
+        scheduler.submit([sized(10)] * 8, later(), client="a", returning=True)
         refusals = [gated.refusal(scope()) for _ in range(3)]
         told = [int(dict(_headers(refusal))["retry-after-ms"]) for refusal in refusals if refusal]
         assert told == sorted(told)

@@ -189,7 +189,7 @@ class Simulation:
     def _offer(self, arrival: Arrival) -> None:
         """Decide as the gate and the scheduler do."""
         now, tokens, stated = self._clock.now, sum(arrival.lengths), arrival.timeout_s
-        key = PromiseKey("model", arrival.client, arrival.line)
+        key = PromiseKey("model", arrival.client, arrival.line.patience)
         wait = self._scheduler.expected_wait(arrival.client, tokens, stated)
         limit_s = longest_wait_s(stated, self._limit_s)
         admitted_s = limit_s / 2 if self._promises.outstanding(key, now) else limit_s

@@ -9,8 +9,6 @@ nobody redeems never leave the workers idle.
 from collections import deque
 from typing import NamedTuple
 
-from cloze.service.batching.lines import LineKey
-
 _MOST = 8192
 """Most promises of a process. A line may hold as many as are left free (Choudhury 1998)."""
 
@@ -25,11 +23,14 @@ _LATE_S = 3.0
 
 
 class PromiseKey(NamedTuple):
-    """The line of a client before the engine of a model."""
+    """The requests of a client and a class of patience, before the engine of a model.
+
+    The size does not count: the gate only estimates it.
+    """
 
     model: str
     client: str
-    line: LineKey
+    patience: int
 
 
 class Promises:

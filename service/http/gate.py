@@ -137,7 +137,7 @@ class Gate:
             (each.queue.expected_wait(client, tokens, stated_s, unstarted), each.reference)
             for each in served
         )
-        key = PromiseKey(model, client, line)
+        key = PromiseKey(model, client, line.patience)
         wait_s = wait.seconds + self._starts.expected_wait_s(client)
         limit_s = longest_wait_s(stated_s, self._limits.max_wait_s)
         now = time.monotonic()

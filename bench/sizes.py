@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cloze.export.blocks.config import EncoderConfig
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.models import EncoderConfig, Model
+from cloze.export.model import Model
 from cloze.export.publish import ExportOptions, export
 from cloze.export.tokenizer import describe_tokenizer
 from cloze.export.train.save import save_checkpoint

@@ -157,7 +157,7 @@ def export(
     try:
         from cloze.export.errors import DataError, ExportError
         from cloze.export.evaluation.pairs import read_pairs
-        from cloze.export.graph.write import check_layout
+        from cloze.export.graph_writer import check_layout
         from cloze.export.publish import ExportOptions
         from cloze.export.publish import export as export_checkpoint
     except ModuleNotFoundError as error:

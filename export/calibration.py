@@ -26,16 +26,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from cloze.export.blocks.products import InputKind
 from cloze.export.graph.linear_ops import LARGEST_INT8, InputScale
-from cloze.export.models import Model
-from cloze.export.models.encoder import Layer
+from cloze.export.model import Model
 from cloze.export.tokenizer import CheckpointTokenizer
-
-_AFTER_NORM = ("query", "up")
-"""The products whose input is LayerNorm's output."""
-
-_AFTER_ATTENTION = "output"
-"""The product whose input is attention's output, a mean of values and hence without outliers."""
 
 _SEQUENCES, _TOKENS = 32, 64
 _MASKED = 0.15
@@ -60,22 +54,21 @@ def input_scales(
     Returns:
         Scales by the name of the first weight that the input meets in the graph.
     """
-    linears_by_name = {
-        f"layers.{number}.{name}": layer.linears_by_input()[name]
-        for number, layer in enumerate(model.encoder.layers)
-        if isinstance(layer, Layer)
-        for name in (*_AFTER_NORM, _AFTER_ATTENTION)
+    groups = {
+        name: group
+        for name, group in model.encoder.products().items()
+        if group.input is not InputKind.ACTIVATION
     }
     largest: dict[str, Tensor] = {}
-    with _record_largest({name: linears[0] for name, linears in linears_by_name.items()}, largest):
+    with _record_largest({name: group.linears[0] for name, group in groups.items()}, largest):
         tokens = min(_TOKENS, model.config.max_positions)
         model(_random_tokens(tokenizer, tokens, torch.Generator().manual_seed(seed)))
     scales = {}
-    for name, linears in linears_by_name.items():
+    for name, group in groups.items():
         inputs = largest[name].clamp_min(_SMALLEST)
         factors = None
-        if not name.endswith(_AFTER_ATTENTION):
-            weights = torch.stack([linear.weight.abs().amax(0) for linear in linears]).amax(0)
+        if group.input is InputKind.NORM:
+            weights = torch.stack([one.weight.abs().amax(0) for one in group.linears]).amax(0)
             factors = inputs**_ALPHA / weights.clamp_min(_SMALLEST) ** (1 - _ALPHA)
             inputs = inputs / factors
         scales[name] = InputScale(float(inputs.max()) / LARGEST_INT8, factors)

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from cloze.export.blocks.activations import ACTIVATIONS
+from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError
-from cloze.export.heads import EXPORT_HEADS, ExportHead, head_module
+from cloze.export.families import FAMILIES, Family
+from cloze.export.heads import EXPORT_HEADS, ExportHead
+from cloze.export.model import Model, head_module
 from cloze.export.model_loading import load_model, read_head_options
-from cloze.export.models import FAMILIES, EncoderConfig, Family, Model
-from cloze.export.models.activations import ACTIVATIONS
 from cloze.export.sentence import EmbeddingRecipe, encoder_folder, read_recipe
 from cloze.export.settings_files import read_settings
 from cloze.export.source import CheckpointFiles, locate
@@ -121,7 +123,7 @@ def _read_config(folder: Path) -> tuple[Family, EncoderConfig, Mapping[str, Any]
     if not settings:
         raise ExportError(f"{folder} holds no config.json")
     kind = settings.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise ExportError(
             f"architecture {kind!r} is not supported "
             f"(config.json's model_type: {', '.join(FAMILIES)})"
@@ -169,7 +171,7 @@ def _mask_padding_rows(model: Model, tokenizer: CheckpointTokenizer) -> None:
         return
     if tokenizer.mask_id is None:
         raise ExportError(
-            "the checkpoint has a masked-language-model head, but its tokenizer has no [MASK] token"
+            "the checkpoint has a masked-language-model head, but its tokenizer has no mask token"
         )
     model.masked_lm.decoder.bias.data[tokenizer.size :] = torch.finfo(torch.float32).min / 2
 

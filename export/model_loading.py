@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError
-from cloze.export.heads import EXPORT_HEADS, ExportHead, tensor_names
-from cloze.export.models import EncoderConfig, Family, Model
+from cloze.export.families import Family
+from cloze.export.families.rules import Fold
+from cloze.export.heads import EXPORT_HEADS, ExportHead
+from cloze.export.model import Model
 from cloze.model_store.heads.head import Frozen
 
 _ENCODER_PREFIXES = ("embeddings.", "encoder.", "transformer.")
@@ -86,18 +89,29 @@ def read_head_options(
 def _rename(tensors: Mapping[str, Tensor], family: Family) -> tuple[RenamedTensors, list[str]]:
     """Return the tensors by our names, and the names of tensors that our modules lack."""
     renamed: RenamedTensors = {}
+    added: dict[str, Tensor] = {}
     unknown: list[str] = []
-    head_names = tensor_names(family)
     for theirs, tensor in tensors.items():
-        names = family.rename(theirs, head_names)
-        if not names and not theirs.endswith("position_ids"):
+        targets = family.read(theirs)
+        if not targets and not theirs.endswith("position_ids"):
             unknown.append(theirs)
-        for ours in names:
-            if ours in renamed and not torch.equal(renamed[ours][1], tensor):
+        for target in targets:
+            value, ours = target.convert(tensor), target.name
+            if target.is_added:
+                added[ours] = value
+            elif ours in renamed and not torch.equal(renamed[ours][1], value):
                 raise ExportError(
                     f"{theirs} and {renamed[ours][0]} should be one tensor, but differ"
                 )
-            renamed.setdefault(ours, (theirs, tensor))
+            else:
+                renamed.setdefault(ours, (theirs, value))
+    for rule in family.rules:
+        if isinstance(rule, Fold) and rule.ours in renamed and rule.ours not in added:
+            raise ExportError(f"the checkpoint lacks {rule.theirs}: it is missing or renamed")
+    for ours, value in added.items():
+        if ours in renamed:
+            theirs, tensor = renamed[ours]
+            renamed[ours] = (theirs, tensor.float() + value.float())
     return renamed, unknown
 
 
@@ -127,7 +141,7 @@ def _find_head(
 ) -> tuple[bool, str | None]:
     """Return whether the checkpoint has a head, and a note if it does not."""
     name, task = head.head.name, head.head.task
-    names = tensor_names(family).get(name, {})
+    names = family.heads[name].tensors if name in family.heads else {}
     required = [tensor for tensor in _expand(names.values()) if tensor not in _TIED]
     present = [tensor for tensor in required if f"{name}.{tensor}" in renamed]
     if names and present == required:

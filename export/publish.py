@@ -11,13 +11,15 @@ from cloze.export.calibration import input_scales
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import ScoredPair
-from cloze.export.evaluation.scorer import GraphScorer, Scorer, TorchScorer
+from cloze.export.evaluation.scorer import GraphScorer, Scorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.gate import pass_gate
 from cloze.export.graph.linear_ops import InputScale
-from cloze.export.graph.write import GraphWriter, round_weights
+from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING
+from cloze.export.rounding import round_weights
 from cloze.export.session import open_session
+from cloze.export.torch_scorer import TorchScorer
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store.heads import Head
 from cloze.model_store.manifest import (
@@ -174,11 +176,13 @@ def _choose_heads(checkpoint: Checkpoint, options: ExportOptions) -> tuple[Head,
 
 
 def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptions) -> _Job:
-    """Round the checkpoint's weights in place; keep a copy of the original for the gate."""
+    """Round the checkpoint's weights in place; keep the original for the gate."""
     model, recipe = checkpoint.model, checkpoint.recipe
     quantises = Precision.INT8 in options.precisions
     scales = input_scales(model, checkpoint.tokenizer) if quantises else {}
-    original = TorchScorer(deepcopy(model), torch.device("cpu"), deepcopy(recipe))
+    is_rounded = options.weights is not Weights.FP32
+    kept = deepcopy((model, recipe)) if is_rounded else (model, recipe)
+    original = TorchScorer(kept[0], torch.device("cpu"), kept[1])
     round_weights(model, recipe, options.weights, scales)
     return _Job(options, checkpoint, original, heads, _limits(checkpoint), scales)
 
@@ -233,6 +237,10 @@ def _describe(name: str, job: _Job, graphs: dict[Precision, _WrittenGraph]) -> B
         tokenizer=_tokenizer_spec(checkpoint),
         limits=job.limits,
         embedding=_embedding(checkpoint, job.limits) if EMBEDDING in names else None,
+        tables={
+            name: (table.num_embeddings, table.embedding_dim)
+            for name, table in checkpoint.model.encoder.embeddings.tables().items()
+        },
         graph=fp32.graph,
         parity=fp32.parity,
         gate=fp32.gate,
@@ -273,13 +281,15 @@ def _architecture(checkpoint: Checkpoint) -> Architecture:
 
 
 def _tokenizer_spec(checkpoint: Checkpoint) -> TokenizerSpec:
-    tokenizer = checkpoint.tokenizer
+    tokenizer, types = checkpoint.tokenizer, checkpoint.model.config.type_vocab_size
     return TokenizerSpec(
         file=TOKENIZER_FILE,
         vocab_size=tokenizer.size,
         lowercase=tokenizer.lowercase,
         cls_id=tokenizer.cls_id,
         sep_id=tokenizer.sep_id,
+        pair_separators=tokenizer.pair_separators,
+        second_type=min(tokenizer.second_type, max(0, types - 1)),
         mask_id=tokenizer.mask_id,
         mask_token=tokenizer.mask_token,
     )

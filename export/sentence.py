@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cloze.export.errors import ExportError
-from cloze.export.settings_files import read_settings
+from cloze.export.settings_files import SENTENCE_SETTINGS, read_settings
 from cloze.export.tensors import read_tensors, weight_files
 from cloze.model_store.heads import Pooling
 
@@ -189,8 +189,8 @@ def _max_tokens(folder: Path) -> int | None:
 
     The order of the files is that of sentence-transformers.
     """
-    for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"):
-        file = folder / f"sentence_{kind}_config.json"
+    for name in SENTENCE_SETTINGS:
+        file = folder / name
         if file.is_file():
             limit = read_settings(file).get("max_seq_length")
             if limit is not None and (not isinstance(limit, int) or limit < 3):

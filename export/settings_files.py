@@ -2,9 +2,20 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from cloze.export.errors import ExportError
+
+SENTENCE_SETTINGS: Final = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+)
+"""The names that sentence-transformers gives to a transformer's settings, in its order."""
 
 
 def read_settings(file: Path) -> dict[str, Any]:

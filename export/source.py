@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from cloze.export.errors import ExportError, first_line
+from cloze.export.settings_files import SENTENCE_SETTINGS
 
 _HUB = "hub:"
 
@@ -14,13 +15,12 @@ _SMALL_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "vocab.txt",
+    "vocab.json",
+    "merges.txt",
     "added_tokens.json",
     "special_tokens_map.json",
     "modules.json",
-    *(
-        f"sentence_{kind}_config.json"
-        for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
-    ),
+    *SENTENCE_SETTINGS,
     "config_sentence_transformers.json",
     "README.md",
 )

@@ -1,5 +1,10 @@
-"""Loads a checkpoint's WordPiece tokenizer from ``tokenizer.json`` or ``vocab.txt``."""
+"""Loads a checkpoint's tokenizer.
 
+``tokenizer.json`` may hold WordPiece, byte-level BPE or Unigram. ``vocab.txt`` is WordPiece, and
+``vocab.json`` with ``merges.txt`` is byte-level BPE.
+"""
+
+import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +32,15 @@ SPECIAL_TOKENS = {
     "mask_token": "[MASK]",
 }
 
+BYTE_LEVEL_TOKENS = {
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "cls_token": "<s>",
+    "sep_token": "</s>",
+    "mask_token": "<mask>",
+}
+"""The special tokens of RoBERTa, and of most families after it."""
+
 _NORMALIZER_SETTINGS = {
     "do_lower_case": "lowercase",
     "strip_accents": "strip_accents",
@@ -48,8 +62,10 @@ class CheckpointTokenizer:
     Attributes:
         tokenizer: the tokenizer, without truncation and padding.
         lowercase: whether the tokenizer converts text to lower case.
-        cls_id: id of the token ``[CLS]``.
-        sep_id: id of the token ``[SEP]``.
+        cls_id: id of the token before a text, ``[CLS]`` or ``<s>``.
+        sep_id: id of the token after a text, ``[SEP]`` or ``</s>``.
+        pair_separators: number of the tokens with ``sep_id`` between the texts of a pair.
+        second_type: token type of a pair's second text.
         mask_id: id of the mask token; None: the vocabulary has no mask token.
         special_tokens: the special tokens of the vocabulary, by their keys in
             ``tokenizer_config.json``, such as ``mask_token``.
@@ -61,6 +77,8 @@ class CheckpointTokenizer:
     lowercase: bool
     cls_id: int
     sep_id: int
+    pair_separators: int
+    second_type: int
     mask_id: int | None
     special_tokens: Mapping[str, str]
     max_tokens: int | None = None
@@ -80,54 +98,51 @@ class CheckpointTokenizer:
 def load_tokenizer(folder: Path) -> CheckpointTokenizer:
     """Load the tokenizer of a checkpoint's folder.
 
-    ``tokenizer.json`` takes precedence over ``vocab.txt``. For ``vocab.txt``, the setting
+    ``tokenizer.json`` takes precedence over other files. For ``vocab.txt``, the setting
     ``do_lower_case`` of ``tokenizer_config.json`` decides whether the tokenizer is uncased. Without
     the setting, a vocabulary without upper-case and accented letters is taken as uncased.
 
     Raises:
-        ExportError: the folder has no tokenizer, or the tokenizer is damaged, is not WordPiece, or
-            lacks a special token.
+        ExportError: the folder has no tokenizer, or the tokenizer is damaged, is of no known kind,
+            or lacks a special token.
     """
     settings = read_settings(folder / "tokenizer_config.json")
-    names = _special_tokens(folder, settings)
-    if (folder / "tokenizer.json").is_file():
-        tokenizer = _from_json(folder / "tokenizer.json")
-        note = _apply_settings(tokenizer, settings)
-    elif (folder / "vocab.txt").is_file():
-        tokenizer, note = _from_vocabulary(folder / "vocab.txt", settings, names)
-        _add_tokens(tokenizer, folder, settings)
-    else:
-        raise ExportError(f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.txt")
+    given = _special_tokens(folder, settings)
+    tokenizer, note = _open(folder, settings, given)
     limit = settings.get("model_max_length")
     return replace(
-        describe_tokenizer(tokenizer, names),
+        describe_tokenizer(tokenizer, given),
         max_tokens=int(limit) if isinstance(limit, int | float) and 2 < limit < 1e6 else None,
         note=note,
     )
 
 
 def describe_tokenizer(
-    tokenizer: Tokenizer, names: Mapping[str, str] = SPECIAL_TOKENS
+    tokenizer: Tokenizer, given: Mapping[str, str] | None = None
 ) -> CheckpointTokenizer:
     """Return a tokenizer with its properties, and switch off its truncation and padding.
 
     Args:
         tokenizer: the tokenizer.
-        names: names of the special tokens, by their keys in ``tokenizer_config.json``.
+        given: names of special tokens, by their keys in ``tokenizer_config.json``; the others have
+            their usual names.
 
     Raises:
         ExportError: the vocabulary lacks a special token.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    ids = {
-        key: _required_id(tokenizer, names[key]) for key in ("cls_token", "sep_token", "unk_token")
-    }
+    names = _names(tokenizer, given or {})
+    if isinstance(tokenizer.model, models.WordPiece):
+        _required_id(tokenizer, names["unk_token"])
+    layout = _layout(tokenizer, names)
     return CheckpointTokenizer(
         tokenizer=tokenizer,
         lowercase=bool(getattr(tokenizer.normalizer, "lowercase", False)),
-        cls_id=ids["cls_token"],
-        sep_id=ids["sep_token"],
+        cls_id=layout.cls_id,
+        sep_id=layout.sep_id,
+        pair_separators=layout.pair_separators,
+        second_type=layout.second_type,
         mask_id=tokenizer.token_to_id(names["mask_token"]),
         special_tokens={
             key: name for key, name in names.items() if tokenizer.token_to_id(name) is not None
@@ -135,14 +150,86 @@ def describe_tokenizer(
     )
 
 
+def _open(
+    folder: Path, settings: dict[str, Any], given: dict[str, str]
+) -> tuple[Tokenizer, str | None]:
+    """Return the tokenizer of a folder, and a note for the user."""
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = _from_json(folder / "tokenizer.json")
+        return tokenizer, _apply_settings(tokenizer, settings)
+    if (folder / "vocab.txt").is_file():
+        tokenizer, note = _from_vocabulary(folder / "vocab.txt", settings, SPECIAL_TOKENS | given)
+        _add_tokens(tokenizer, folder, settings)
+        return tokenizer, note
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        return _from_merges(folder, settings, BYTE_LEVEL_TOKENS | given), None
+    for name in ("spm.model", "spiece.model", "sentencepiece.bpe.model"):
+        if (folder / name).is_file():
+            raise ExportError(
+                f"{folder} holds {name} and no tokenizer.json; write one with transformers: "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+            )
+    raise ExportError(
+        f"{folder} holds no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with "
+        "merges.txt"
+    )
+
+
+def _names(tokenizer: Tokenizer, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the names of the special tokens: the given ones, else those of the vocabulary."""
+    usual = {
+        key: name if tokenizer.token_to_id(name) is not None else BYTE_LEVEL_TOKENS[key]
+        for key, name in SPECIAL_TOKENS.items()
+    }
+    return usual | dict(given)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The special tokens around texts; see `CheckpointTokenizer`."""
+
+    cls_id: int
+    sep_id: int
+    pair_separators: int = 1
+    second_type: int = 1
+
+
+def _layout(tokenizer: Tokenizer, names: dict[str, str]) -> _Layout:
+    """Return where the tokenizer's post-processor puts special tokens.
+
+    Without a post-processor, the special tokens of the settings stand where BERT has them.
+
+    Raises:
+        ExportError: the places cannot be described.
+    """
+    single, pair = tokenizer.encode("a"), tokenizer.encode("a", "a")
+    if not any(single.special_tokens_mask):
+        return _Layout(*(_required_id(tokenizer, names[key]) for key in ("cls_token", "sep_token")))
+    kinds = "".join("XT"[special == 0] for special in pair.special_tokens_mask)
+    match = re.fullmatch(r"XT+(X{1,2})T+X", kinds)
+    specials = [
+        number
+        for number, special in zip(pair.ids, pair.special_tokens_mask, strict=True)
+        if special
+    ]
+    ends = re.fullmatch(r"XT+X", "".join("XT"[one == 0] for one in single.special_tokens_mask))
+    if match is None or ends is None or len(set(specials[1:])) != 1:
+        raise ExportError(
+            "the tokenizer's post-processor puts its special tokens where no supported family has "
+            f"them: {single.tokens} for a text, {pair.tokens} for a pair"
+        )
+    separators = len(match[1])
+    return _Layout(specials[0], specials[-1], separators, pair.type_ids[match.end(1)])
+
+
 def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
-    """Return the names of the special tokens: BERT's names unless the checkpoint sets others."""
+    """Return the names of the special tokens that the checkpoint sets."""
     named = read_settings(folder / "special_tokens_map.json") | settings
     contents = {
         key: value.get("content") if isinstance(value, dict) else value
         for key, value in named.items()
     }
-    return SPECIAL_TOKENS | {
+    return {
         key: value
         for key, value in contents.items()
         if key in SPECIAL_TOKENS and isinstance(value, str)
@@ -208,7 +295,7 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) ->
 def _required_id(tokenizer: Tokenizer, token: str) -> int:
     number = tokenizer.token_to_id(token)
     if number is None:
-        raise ExportError(f"the tokenizer has no {token} token, which BERT needs")
+        raise ExportError(f"the tokenizer has no {token} token, which the model needs")
     return number
 
 
@@ -218,10 +305,10 @@ def _from_json(file: Path) -> Tokenizer:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:
         raise ExportError(f"{file.name} is damaged: {error}") from error
-    if not isinstance(tokenizer.model, models.WordPiece):
+    if not isinstance(tokenizer.model, models.WordPiece | models.BPE | models.Unigram):
         raise ExportError(
             f"{file.name} is a {type(tokenizer.model).__name__} tokenizer; "
-            "BERT and DistilBERT use WordPiece"
+            "only WordPiece, BPE and Unigram are supported"
         )
     return tokenizer
 
@@ -296,6 +383,34 @@ def _bert_tokenizer(
             pair=f"{cls} $A {sep} $B:1 {sep}:1",
             special_tokens=[(cls, vocabulary[cls]), (sep, vocabulary[sep])],
         )
+    return tokenizer
+
+
+def _from_merges(folder: Path, settings: dict[str, Any], names: dict[str, str]) -> Tokenizer:
+    """Build the byte-level BPE tokenizer of ``vocab.json`` and ``merges.txt``.
+
+    Source: Radford et al. 2019, section 2.2, and RoBERTa's tokenizer.
+    """
+    files = [str(folder / name) for name in ("vocab.json", "merges.txt")]
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(*files))
+    except Exception as error:  # the library raises a bare Exception
+        raise ExportError(f"vocab.json or merges.txt is damaged: {error}") from error
+    prefix = bool(settings.get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    tokenizer.decoder = decoders.ByteLevel()
+    cls, sep, mask = (names[key] for key in ("cls_token", "sep_token", "mask_token"))
+    ids = {token: _required_id(tokenizer, token) for token in (cls, sep)}
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False, lstrip=token == mask)
+            for token in names.values()
+            if tokenizer.token_to_id(token) is not None
+        ]
+    )
+    tokenizer.post_processor = processors.RobertaProcessing(
+        (sep, ids[sep]), (cls, ids[cls]), trim_offsets=True, add_prefix_space=prefix
+    )
     return tokenizer
 
 

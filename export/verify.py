@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import ExportError
-from cloze.export.evaluation.scorer import torch_outputs
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import SampleSizes
-from cloze.export.models import Model
+from cloze.export.model import Model
 from cloze.export.session import Session, open_session
+from cloze.export.torch_scorer import torch_outputs
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import GraphSpec, Head
 from cloze.model_store.layouts import Int32, Layout

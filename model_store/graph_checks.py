@@ -18,13 +18,7 @@ from cloze.model_store.manifest import BundleSpec, Graph
 from cloze.model_store.onnx_file import DeclaredTensor, DeclaredWeight, OnnxGraph, parse_onnx
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.store import Bundle
-from cloze.model_store.tensors import (
-    POSITION_TABLE,
-    TOKEN_TYPE_TABLE,
-    TRUNK_INPUTS,
-    WORD_TABLE,
-    TensorSpec,
-)
+from cloze.model_store.tensors import TABLES, TRUNK_INPUTS, TensorSpec
 
 FUSED_DOMAIN: Final = "com.microsoft"
 """The domain of onnxruntime's fused operators."""
@@ -86,7 +80,7 @@ def expected_tensors(manifest: BundleSpec, layout: Layout) -> ExpectedTensors:
     inputs = {spec.name: _expect(spec, layout, {}) for spec in TRUNK_INPUTS}
     outputs: dict[str, ExpectedTensor] = {}
     for head in manifest.graph_heads:
-        sizes = head.model_sizes(manifest)
+        sizes = head.model_sizes(manifest.sizes)
         inputs |= {spec.name: _expect(spec, layout, sizes) for spec in head.inputs}
         outputs |= {spec.name: _expect(spec, layout, sizes) for spec in head.outputs}
     return ExpectedTensors({name: inputs[name] for name in packed}, outputs)
@@ -162,22 +156,23 @@ def _check_tensors(
 
 
 def _check_tables(weights: Mapping[str, DeclaredWeight], manifest: BundleSpec) -> None:
-    """Check that the embedding tables have as many rows as the manifest says."""
-    sizes = manifest.architecture
-    tables = {
-        WORD_TABLE: ("vocab_size", sizes.vocab_size),
-        POSITION_TABLE: ("max_positions", sizes.max_positions),
-        TOKEN_TYPE_TABLE: ("type_vocab_size", sizes.type_vocab_size),
-    }
-    for table, (field, rows) in tables.items():
+    """Check that the tables which the graph looks up have the shapes that the manifest says.
+
+    An id beyond a table would read other memory.
+    """
+    shapes = manifest.table_shapes()
+    for table in TABLES:
+        if table not in shapes and any(table + end in weights for end in _STORED_TYPES):
+            raise ValueError(f"the graph has the table {table!r}, which the manifest does not list")
+    for table, shape in shapes.items():
         stored = [weights[name] for end in _STORED_TYPES if (name := table + end) in weights]
-        if not stored and rows:
+        if not stored:
             raise ValueError(f"the graph lacks the weight {table!r}")
         for weight in stored:
-            if weight.shape != (rows, sizes.hidden_size):
+            if weight.shape != shape:
                 raise ValueError(
-                    f"the weight {table!r} is {format_shape(weight.shape)}, but the manifest's "
-                    f"{field} and hidden_size are {rows} and {sizes.hidden_size}"
+                    f"the weight {table!r} is {format_shape(weight.shape)}, but the manifest says "
+                    f"{format_shape(shape)}"
                 )
 
 

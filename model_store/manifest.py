@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -29,7 +29,7 @@ from cloze.model_store.heads import (
     heads_of_tasks,
     masked_lm,
 )
-from cloze.model_store.heads.head import Frozen
+from cloze.model_store.heads.head import Frozen, ModelSizes
 from cloze.model_store.layouts import Layout
 from cloze.model_store.limits import (
     MAX_FILE_BYTES,
@@ -45,6 +45,7 @@ from cloze.model_store.limits import (
     MAX_WIDTH,
 )
 from cloze.model_store.sealed_json import parse_sealed, seal, unseal
+from cloze.model_store.tensors import POSITION_TABLE, TOKEN_TYPE_TABLE, WORD_TABLE
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
 SCHEMA_VERSION = 1
@@ -68,6 +69,7 @@ GraphFileName = Annotated[FileName, StringConstraints(pattern=r"\.onnx$")]
 
 Tokens = Annotated[int, Field(gt=2, le=MAX_POSITIONS)]
 Width = Annotated[int, Field(gt=0, le=MAX_WIDTH)]
+Rows = Annotated[int, Field(gt=0, le=MAX_VOCABULARY)]
 
 
 def _known_task(name: str) -> str:
@@ -147,6 +149,15 @@ class TokenizerSpec(Frozen):
     sep_id: int = Field(ge=0)
     mask_id: int | None = Field(ge=0)
     mask_token: str | None
+    pair_separators: int = Field(
+        1, ge=1, le=2, description="number of tokens with sep_id between the texts of a pair"
+    )
+    second_type: int | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="token type of a pair's second text; null: 1 if the model has two types",
+    )
 
     @model_validator(mode="after")
     def _ids_are_in_the_vocabulary(self) -> Self:
@@ -260,6 +271,11 @@ class BundleSpec(Frozen):
     tokenizer: TokenizerSpec
     limits: Limits
     embedding: Embedding | None
+    tables: dict[str, tuple[Rows, Width]] | None = Field(
+        None,
+        description="rows and columns of each table that a graph looks up, by the weight's name; "
+        "null in bundles that do not say so",
+    )
     graph: Graph
     parity: Parity
     gate: Gate | None = Field(
@@ -291,6 +307,16 @@ class BundleSpec(Frozen):
         """The heads of the bundle's graphs."""
         return heads_of_tasks(self.tasks)
 
+    @property
+    def sizes(self) -> ModelSizes:
+        """The sizes that shapes of the graphs' tensors depend on."""
+        return ModelSizes(
+            self.architecture.hidden_size,
+            self.architecture.layers,
+            self.embedding.dimensions if self.embedding else None,
+            self.heads,
+        )
+
     def graph_spec(self, layout: Layout) -> GraphSpec:
         """Return the specification of a graph of this bundle with a layout."""
         return GraphSpec(
@@ -300,6 +326,22 @@ class BundleSpec(Frozen):
             pooling=self.embedding.pooling if self.embedding else None,
             layers=self.architecture.layers,
         )
+
+    def table_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the rows and columns of each table that the graphs look up, by name."""
+        if self.tables is not None:
+            return dict(self.tables)
+        rows = self._table_rows()
+        return {name: (count, self.architecture.hidden_size) for name, count in rows.items()}
+
+    def _table_rows(self) -> dict[str, int]:
+        sizes = self.architecture
+        rows = {
+            WORD_TABLE: sizes.vocab_size,
+            POSITION_TABLE: sizes.max_positions,
+            TOKEN_TYPE_TABLE: sizes.type_vocab_size,
+        }
+        return {name: count for name, count in rows.items() if count}
 
     def lower_precisions(self) -> list[LowerPrecision]:
         """Return the bundle's graphs of lower precision."""
@@ -317,6 +359,18 @@ class BundleSpec(Frozen):
         for name, size, limit in sizes:
             if size > limit:
                 raise ValueError(f"{name} is {size}; the model's limit is {limit}")
+        return self
+
+    @model_validator(mode="after")
+    def _tables_have_the_rows_of_the_sizes(self) -> Self:
+        rows = self._table_rows()
+        for name, (count, _) in (self.tables or {}).items():
+            if count != rows.get(name):
+                raise ValueError(
+                    f"the table {name!r} has {count} rows; the architecture says {rows.get(name)}"
+                )
+        if self.tables is not None and WORD_TABLE not in self.tables:
+            raise ValueError(f"the tables lack {WORD_TABLE!r}")
         return self
 
     @model_validator(mode="after")
@@ -393,8 +447,19 @@ class Manifest(BundleSpec):
 
         The last field, ``digest``, is the sha256 of the other fields.
         """
-        body = self.model_dump(mode="json", exclude=None if self.heads else {"heads"})
+        body = self.model_dump(mode="json", exclude=self._not_said())
         return seal(body)
+
+    def _not_said(self) -> dict[str, Any]:
+        """Return the fields that bundles of earlier releases lack, so that their digests stay."""
+        fields: dict[str, Any] = {}
+        if not self.heads:
+            fields["heads"] = True
+        if self.tables is None:
+            fields["tables"] = True
+        if self.tokenizer.second_type is None:
+            fields["tokenizer"] = {"pair_separators", "second_type"}
+        return fields
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:

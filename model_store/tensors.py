@@ -59,7 +59,7 @@ TOKEN_TYPE_IDS: Final = TensorSpec(
     "token_type_ids",
     "int32",
     ("B", "S"),
-    "text of a pair, 0 or 1; absent for DistilBERT",
+    "text of a pair, 0 or 1; absent without token types",
     packed_shape=("T",),
 )
 POSITION_IDS: Final = TensorSpec(
@@ -91,7 +91,10 @@ POSITION_TABLE: Final = "embeddings.position"
 """The weight with one row of H numbers per position."""
 
 TOKEN_TYPE_TABLE: Final = "embeddings.token_type"
-"""The weight with one row of H numbers per token type; absent for DistilBERT."""
+"""The weight with one row of H numbers per token type; absent without token types."""
+
+TABLES: Final = (WORD_TABLE, POSITION_TABLE, TOKEN_TYPE_TABLE)
+"""The tables that a trunk may look up."""
 
 TRUNK_INPUTS: Final = (INPUT_IDS, TOKEN_TYPE_IDS, POSITION_IDS, CU_SEQLENS, TOKEN_OFFSET)
 """The inputs of the encoder, which every graph has."""

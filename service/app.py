@@ -186,7 +186,7 @@ class Service:
             self.models,
             self._process.metrics,
             self,
-            ApiLimits(settings.max_request_bytes, settings.max_request_texts),
+            ApiLimits.of(settings),
             RequestWatch(timeout_s, most_s, callers, self._process.bodies, self._process.answers),
         )
 

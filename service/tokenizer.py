@@ -3,13 +3,15 @@
 The only module of the service that imports the tokenizers library.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from tokenizers import Encoding as BackendEncoding
 from tokenizers import Tokenizer as Backend
-from tokenizers.models import WordPiece
+from tokenizers.models import BPE, Unigram, WordPiece
 
 from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding
@@ -18,7 +20,7 @@ from cloze.model_store.manifest import TokenizerSpec
 from cloze.model_store.plain_files import read_plain
 from cloze.service.abandonment import check_awaited
 from cloze.service.core import StartupError, first_line
-from cloze.service.text_pieces import groups, is_divisible
+from cloze.service.text_pieces import find_places, groups
 
 _SHORT_CHARACTERS = 4096
 """Most characters that are tokenized at once on the calling thread, which takes about 1 ms.
@@ -59,7 +61,7 @@ class Spans:
 
 
 class Tokenizer:
-    """The WordPiece tokenizer of a bundle. Several threads may call its methods at once.
+    """The tokenizer of a bundle. Several threads may call its methods at once.
 
     Args:
         bundle: the opened bundle.
@@ -69,7 +71,11 @@ class Tokenizer:
         mask_id: id of the mask token.
         mask_token: the mask token, for example ``[MASK]``.
         vocab_size: number of tokens in the vocabulary.
-        unknown_token: the token that replaces text outside the vocabulary.
+        unknown_id: id of the token that replaces text outside the vocabulary; None: the vocabulary
+            has a token for every byte.
+        continuation: first part of tokens that continue a word, for example ``##``; None: the
+            vocabulary marks the tokens that begin a word.
+        pair_tokens: number of special tokens around and between two texts.
 
     Raises:
         StartupError: the bundle's tokenizer file cannot be read, or is not what the manifest says.
@@ -80,7 +86,9 @@ class Tokenizer:
         try:
             data = read_plain(bundle.file(spec.file), MAX_TOKENIZER_BYTES)
             self._backend = Backend.from_str(data.decode())
-            self._divisible = is_divisible(data.decode())
+            parts = json.loads(data)
+            self._places = find_places(parts)
+            self.unknown_id = _unknown_id(self._backend, parts["model"])
             _check_backend(self._backend, spec)
         except Exception as error:  # the library raises a bare Exception
             raise StartupError(
@@ -90,10 +98,15 @@ class Tokenizer:
         self.mask_id = spec.mask_id
         self.mask_token = spec.mask_token
         self.vocab_size = spec.vocab_size
-        self.unknown_token: str = self._backend.model.unk_token
+        self.continuation: str | None = getattr(
+            self._backend.model, "continuing_subword_prefix", None
+        )
         self.cls_id = spec.cls_id
         self.sep_id = spec.sep_id
-        self._second_type = min(1, max(0, bundle.manifest.architecture.type_vocab_size - 1))
+        self._separators = spec.pair_separators
+        self.pair_tokens = 2 + spec.pair_separators
+        two_types = bundle.manifest.architecture.type_vocab_size > 1
+        self._second_type = int(two_types) if spec.second_type is None else spec.second_type
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens and without truncation."""
@@ -101,7 +114,7 @@ class Tokenizer:
             encode = self._backend.encode
             return [encode(text, add_special_tokens=False).ids for text in texts]
         ids: list[list[int]] = [[] for _ in texts]
-        for group in groups(texts, divisible=self._divisible):
+        for group in groups(texts, self._places):
             check_awaited()
             contents = [piece.content for piece in group]
             encodings = self._backend.encode_batch_fast(contents, add_special_tokens=False)
@@ -121,7 +134,7 @@ class Tokenizer:
         if len(text) <= _SHORT_CHARACTERS:
             spans.add(self._backend.encode(text, add_special_tokens=False), 0)
             return spans
-        for group in groups([text], divisible=self._divisible):
+        for group in groups([text], self._places):
             check_awaited()
             contents = [piece.content for piece in group]
             encodings = self._backend.encode_batch(contents, add_special_tokens=False)
@@ -159,7 +172,8 @@ class Tokenizer:
     ) -> tuple[Encoding, bool]:
         """Return the encoding ``[CLS] first [SEP] second [SEP]``, and whether ids were cut.
 
-        The longer text is cut first, as by transformers' strategy ``longest_first``.
+        Some tokenizers have two ``[SEP]`` between the texts. The longer text is cut first, as by
+        transformers' strategy ``longest_first``.
 
         Args:
             first: ids of the first text, without special tokens.
@@ -170,7 +184,7 @@ class Tokenizer:
         Returns:
             An encoding without head requests, and whether ids were cut.
         """
-        capacity = max_tokens - 3
+        capacity = max_tokens - self.pair_tokens
         cut = len(first) + len(second) > capacity
         if cut:
             shorter = min(len(first), len(second), capacity // 2)
@@ -180,10 +194,15 @@ class Tokenizer:
                 first, second = first[len(first) - lengths[0] :], second[len(second) - lengths[1] :]
             else:
                 first, second = first[: lengths[0]], second[: lengths[1]]
-        ids = [self.cls_id, *first, self.sep_id, *second, self.sep_id]
+        separators = [self.sep_id] * self._separators
+        ids = [self.cls_id, *first, *separators, *second, self.sep_id]
         types = np.zeros(len(ids), np.int32)
-        types[len(first) + 2 :] = self._second_type
+        types[self.second_start(len(first)) :] = self._second_type
         return Encoding(np.array(ids, np.int32), types), cut
+
+    def second_start(self, first_tokens: int) -> int:
+        """Return the index of the second text's first token in the encoding of a pair."""
+        return 1 + first_tokens + self._separators
 
     def decode(
         self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
@@ -218,15 +237,31 @@ class Tokenizer:
         return len(ids) >= 2 and ids[0] == self.cls_id and ids[-1] == self.sep_id
 
 
+def _unknown_id(backend: Backend, model: Mapping[str, Any]) -> int | None:
+    """Return the id of a tokenizer's unknown token; None if it has none.
+
+    Args:
+        backend: the tokenizer.
+        model: its model, in the format of the tokenizers library.
+
+    Raises:
+        ValueError: the tokenizer names an unknown token that its vocabulary lacks.
+    """
+    if model["type"] == "Unigram":
+        return None if model["unk_id"] is None else int(model["unk_id"])
+    if (unknown := model["unk_token"]) is None:
+        return None
+    if (number := backend.token_to_id(unknown)) is None:
+        raise ValueError(f"its vocabulary lacks the unknown token {unknown!r}")
+    return number
+
+
 def _check_backend(backend: Backend, spec: TokenizerSpec) -> None:
-    """Raise ValueError unless a tokenizer is the WordPiece tokenizer that a manifest describes."""
-    if not isinstance(backend.model, WordPiece):
-        raise ValueError(f"it is {type(backend.model).__name__}, not WordPiece")
+    """Raise ValueError unless a tokenizer is the one that a manifest describes."""
+    if not isinstance(backend.model, BPE | Unigram | WordPiece):
+        raise ValueError(f"it is {type(backend.model).__name__}, not WordPiece, BPE or Unigram")
     if backend.truncation is not None or backend.padding is not None:
         raise ValueError("it truncates or pads, which a bundle's tokenizer does not")
-    unknown = backend.model.unk_token
-    if backend.token_to_id(unknown) is None:
-        raise ValueError(f"its vocabulary lacks the unknown token {unknown!r}")
     size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     if size != spec.vocab_size:
         raise ValueError(

@@ -58,6 +58,7 @@ COMPUTING = {
         "hub",
         "image",
         "int8",
+        "json_bodies",
         "kubernetes",
         "locks",
         "long_text",

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from cloze.export.graph.write import WEIGHTS_FILES
+from cloze.export.graph_writer import WEIGHTS_FILES
 from cloze.export.publish import ExportOptions, export
 from cloze.export.verify import TOLERANCES
 from cloze.model_store import Store
@@ -136,6 +136,19 @@ def rename(field: str, file: str) -> Change:
     return change
 
 
+def tables(size: str, table: str, rows: int) -> Change:
+    """Say that a table has another number of rows; with 0, that there is no such table."""
+
+    def change(_: Path, body: Body) -> None:
+        body["architecture"][size] = rows
+        if rows:
+            body["tables"][table][0] = rows
+        else:
+            del body["tables"][table]
+
+    return change
+
+
 MANIFESTS: dict[str, tuple[Change, str]] = {
     "tolerance-infinite": (
         put("parity.tolerance", float("inf")),
@@ -173,6 +186,11 @@ MANIFESTS: dict[str, tuple[Change, str]] = {
         r"tokenizer.vocab_size is 100000; the model's limit is \d+",
     ),
     "positions": (put("architecture.max_positions", 10**9), r"equal to 16384, got 1000000000"),
+    "rows-beyond-the-sizes": (
+        put("architecture.max_positions", 512),
+        r"the table 'embeddings.position' has 160 rows; the architecture says 512",
+    ),
+    "tables-without-words": (put("tables", {}), r"the tables lack 'embeddings.word'"),
     "layers": (put("architecture.layers", 10**9), r"equal to 128, got 1000000000"),
     "hidden-size": (put("architecture.hidden_size", 10**9), r"equal to 65536, got 1000000000"),
     "token-types": (put("architecture.type_vocab_size", 10**9), r"equal to 65536, got 1000000000"),
@@ -598,15 +616,25 @@ GRAPHS: dict[str, tuple[Change, str]] = {
     ),
     "hidden-size": (put("architecture.hidden_size", 32), r"is float32 \[\*, 64\], but must be"),
     "layers": (more_layers, r"golden.json has layer_weights as \[\d+, 3\], but it must be .* 4\]"),
-    "no-token-types": (put("architecture.type_vocab_size", 0), r"has the input 'token_type_ids'"),
-    "token-types": (put("architecture.type_vocab_size", 3), r"type_vocab_size and hidden_size"),
+    "no-token-types": (
+        tables("type_vocab_size", "embeddings.token_type", 0),
+        r"has the input 'token_type_ids'",
+    ),
+    "token-types": (
+        tables("type_vocab_size", "embeddings.token_type", 3),
+        r"'embeddings.token_type' is \[2, 64\], but the manifest says \[3, 64\]",
+    ),
     "vocabulary": (
-        put("architecture.vocab_size", 10**6),
-        r"'embeddings.word' is \[\d+, 64\], but the manifest's vocab_size .* 1000000 and 64",
+        tables("vocab_size", "embeddings.word", 10**6),
+        r"'embeddings.word' is \[\d+, 64\], but the manifest says \[1000000, 64\]",
     ),
     "positions": (
-        both(put("architecture.max_positions", 512), put("limits.max_tokens", 512)),
-        r"'embeddings.position' is \[160, 64\], but the manifest's max_positions .* 512 and 64",
+        both(tables("max_positions", "embeddings.position", 512), put("limits.max_tokens", 512)),
+        r"'embeddings.position' is \[160, 64\], but the manifest says \[512, 64\]",
+    ),
+    "table-not-listed": (
+        lambda _, body: body["tables"].pop("embeddings.position"),
+        r"the graph has the table 'embeddings.position', which the manifest does not list",
     ),
     "names-that-are-no-text": (
         replace_bytes("dense.onnx", b"pair_rows", b"\x80\x1b\n_rows_"),
@@ -664,8 +692,8 @@ def tokenizer(edit: Callable[[Any], object]) -> Change:
     return edit_json("tokenizer.json", edit)
 
 
-def make_unigram(value: Body) -> None:
-    value["model"] = {"type": "Unigram", "unk_id": 0, "vocab": [["[UNK]", 0.0]]}
+def look_up_words(value: Body) -> None:
+    value["model"] = {"type": "WordLevel", "vocab": {"[UNK]": 0}, "unk_token": "[UNK]"}
     value |= {"added_tokens": [], "post_processor": None}
 
 
@@ -683,7 +711,7 @@ TOKENIZERS: dict[str, tuple[Change, str]] = {
     "binary": (write("tokenizer.json", b"\xff"), r"codec can't decode"),
     "nested": (write("tokenizer.json", "[" * 100_000), r"invalid type: sequence"),
     "empty": (write("tokenizer.json", "{}"), r"Model missing"),
-    "another-model": (tokenizer(make_unigram), r"it is Unigram, not WordPiece"),
+    "another-model": (tokenizer(look_up_words), r"it is WordLevel, not WordPiece, BPE or Unigram"),
     "padding": (tokenizer(lambda value: value.update(padding=PADDING)), r"it truncates or pads"),
     "unknown-token": (
         tokenizer(lambda value: value["model"].update(unk_token="[NONE]")),

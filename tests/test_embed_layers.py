@@ -16,7 +16,7 @@ from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import GraphScorer, TorchScorer
 from cloze.export.gate import pass_gate
-from cloze.export.graph.write import GraphWriter
+from cloze.export.graph_writer import GraphWriter
 from cloze.export.publish import ExportOptions, export
 from cloze.export.session import open_session
 from cloze.export.verify import GraphUnderTest, verify

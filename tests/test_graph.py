@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
-from cloze.export.graph.write import GraphWriter
+from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.publish import export
 from cloze.export.verify import GraphUnderTest, verify

@@ -195,7 +195,12 @@ TEXT = tensor("text", "a")
             400,
             "inputs.0.datatype: Input should be 'BYTES'",
         ),
-        ("bert.embed", {"inputs": [TEXT | {"data": [1]}]}, 400, "data that are no texts"),
+        (
+            "bert.embed",
+            {"inputs": [TEXT | {"data": [1]}]},
+            400,
+            r"inputs\.0\.data\.0: Input should",
+        ),
         ("bert.embed", {"inputs": [TEXT | {"data": None}]}, 400, "neither data nor binary"),
         ("bert.embed", {"inputs": [TEXT], "outputs": [{"name": "x"}]}, 400, "outputs names 'x'"),
         ("bert.embed", {"inputs": [TEXT], "parameters": {"x": 1}}, 400, "parameters.x: Extra"),
@@ -282,4 +287,4 @@ def test_the_length_of_a_binary_text_is_in_bytes() -> None:
     assert data == b"\x02\0\0\0\xc3\xa9" + b"\0\0\0\0" + (
         b"\x06\0\0\0\xe5\x8c\x97\xe4\xba\xac" + b"\x01\0\0\0a"
     )
-    assert binary_tensors.read_texts(memoryview(data), "text") == texts
+    assert binary_tensors.read_texts(memoryview(data), "text", 2048) == texts

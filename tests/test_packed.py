@@ -22,8 +22,8 @@ from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.layouts import PackedLayout
 from cloze.export.graph.linear_ops import Fp32
-from cloze.export.graph.trunk import write_trunk
-from cloze.export.graph.write import GraphWriter
+from cloze.export.graph.trunk import TrunkGraph
+from cloze.export.graph_writer import GraphWriter
 from cloze.export.publish import ExportOptions, export
 from cloze.export.session import CUDA, Session, open_session
 from cloze.export.verify import GraphUnderTest, verify
@@ -100,7 +100,7 @@ def test_folding_biases_is_exact(
     model = load_checkpoint(str(checkpoints[kind])).model
     g = GraphBuilder()
     g.output(
-        write_trunk(g, PackedLayout(), Fp32(), model)[-1],
+        model.encoder.write(TrunkGraph(g, PackedLayout(), Fp32()))[-1],
         "hidden",
         TensorProto.FLOAT,
         ["T", model.config.hidden_size],

@@ -6,8 +6,9 @@ import onnx
 import pytest
 from onnx import helper
 
-from cloze.export.graph.write import LAYOUTS, GraphWriter
-from cloze.export.models import EncoderConfig, Model
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.graph_writer import LAYOUTS, GraphWriter
+from cloze.export.model import Model
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.model_store.heads import (
     HEADS,

@@ -166,19 +166,19 @@ def test_special_tokens_may_have_other_names(tmp_path: Path) -> None:
         ({}, "no tokenizer"),
         ({"vocab.txt": b"hello\nworld\n"}, "not a WordPiece vocabulary"),
         ({"vocab.txt": b"\xff\xfe\x00"}, "not UTF-8"),
-        ({"vocab.txt": b"[UNK]\n[CLS]\na\n"}, r"no \[SEP\] token"),
+        ({"vocab.txt": b"[UNK]\n[CLS]\na\n"}, "no </s> token"),
         ({"tokenizer.json": b"{"}, "damaged"),
         (
             {
                 "tokenizer.json": json.dumps(
                     {
                         "version": "1.0",
-                        "model": {"type": "BPE", "vocab": {}, "merges": []},
+                        "model": {"type": "WordLevel", "vocab": {}, "unk_token": "a"},
                         "added_tokens": [],
                     }
                 ).encode()
             },
-            "BPE tokenizer",
+            "WordLevel tokenizer",
         ),
         ({"vocab.txt": b"[UNK]\n", "tokenizer_config.json": b"[]"}, "not a JSON object"),
         (

@@ -30,13 +30,14 @@ from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import DataError
 from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
 from cloze.export.evaluation.pairs import ScoredPair, similarity
-from cloze.export.evaluation.scorer import TorchScorer, embeddings, span_logits
+from cloze.export.evaluation.scorer import embeddings, span_logits
 from cloze.export.evaluation.sentences import Sentence, complete, read_sentences
 from cloze.export.evaluation.squad import read_questions
 from cloze.export.heads import SPAN
-from cloze.export.models import Model
+from cloze.export.model import Model
 from cloze.export.publish import export
 from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.average import average
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.distill import distill, kept_layers, make_student

@@ -22,9 +22,10 @@ from cloze.export.evaluation.scorer import (
     span_logits,
 )
 from cloze.export.graph.linear_ops import quantise
-from cloze.export.graph.write import GraphWriter, round_weights
+from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING, NEXT_SENTENCE, SPAN
 from cloze.export.publish import ExportOptions, export
+from cloze.export.rounding import round_weights
 from cloze.export.session import open_session
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store import Store

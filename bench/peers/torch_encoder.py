@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
 
-from cloze.export.models import Model
-from cloze.export.models.encoder import Encoder, Layer, SelfAttention
+from cloze.export.blocks.attention import SelfAttention
+from cloze.export.blocks.encoder import Encoder
+from cloze.export.blocks.layer import Layer
+from cloze.export.model import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def _embed_nested(encoder: Encoder, batch: Prepared) -> Tensor:
     for layer in encoder.layers:
         assert isinstance(layer, Layer)
         x = layer.attention_norm(x + _attend(layer.attention, x, batch))
-        x = layer.output_norm(x + layer.down(layer.activation(layer.up(x))))
+        x = layer.output_norm(x + layer.down(layer.activation.forward(layer.up(x))))
     sums = torch.zeros(len(lengths), x.shape[1], device=x.device).index_add_(0, sequence, x.float())
     return sums / lengths[:, None]
 

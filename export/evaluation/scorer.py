@@ -1,4 +1,6 @@
-"""One interface to the models that are evaluated: torch models and exported graphs.
+"""One interface to the models that are evaluated: exported graphs, and torch models.
+
+`cloze.export.torch_scorer` runs torch models.
 
 All sequences of one call have one length, so no sequence is padded. Shapes: B sequences of S
 tokens, M masks, K predictions, D dimensions.
@@ -6,18 +8,14 @@ tokens, M masks, K predictions, D dimensions.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from cloze.export.models.model import Model
-from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.session import Session
-from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs, requests_of
+from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
 from cloze.model_store.heads import (
-    HEADS,
     GraphSpec,
     HeadRequest,
     embedding,
@@ -29,7 +27,6 @@ from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.model_store.heads.next_sentence import NextSentenceRequest
 from cloze.model_store.heads.span import SpanRequest
-from cloze.model_store.layouts import Layout
 
 Ids = NDArray[np.int64]
 Floats = NDArray[np.float32]
@@ -65,70 +62,6 @@ class GraphScorer:
         names = self._codec.outputs(batch)
         outputs = self._session.run(names, self._codec.pack(batch))
         return self._codec.unpack(batch, dict(zip(names, outputs, strict=True)))
-
-
-class TorchScorer:
-    """Runs a torch model in fp32.
-
-    Args:
-        model: the model, with the requested heads.
-        device: the model's device.
-        recipe: the recipe of embeddings; None: mean pooling.
-    """
-
-    def __init__(
-        self, model: Model, device: torch.device, recipe: EmbeddingRecipe | None = None
-    ) -> None:
-        self._model, self._device, self.layers = model, device, model.config.layers
-        self._recipe = recipe or EmbeddingRecipe()
-        graph = GraphSpec(Layout.DENSE, tuple(HEADS), token_types=True, layers=self.layers)
-        self._codec = BatchCodec(graph)
-
-    @torch.inference_mode()
-    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
-        """Return the results of encodings of one length, in order."""
-        self._model.eval()
-        ids, types = (
-            torch.from_numpy(np.stack(rows).astype(np.int64)).to(self._device)
-            for rows in ([e.input_ids for e in batch], [e.token_type_ids for e in batch])
-        )
-        states = self._model.encoder.states(ids, types).flatten(1, 2)
-        outputs = torch_outputs(self._model, self._recipe, states, batch, self._codec)
-        return self._codec.unpack(batch, outputs)
-
-
-def torch_outputs(
-    model: Model,
-    recipe: EmbeddingRecipe,
-    states: torch.Tensor,
-    batch: Sequence[Encoding],
-    codec: BatchCodec,
-) -> dict[str, NDArray[Any]]:
-    """Return the outputs that a graph should compute for a batch, by output name.
-
-    Args:
-        model: the model, with the requested heads.
-        recipe: the recipe of embeddings.
-        states: the encoder's hidden states [N, T, H] of the batch, see `Encoder.states`.
-        batch: the encodings.
-        codec: the codec of the graph.
-    """
-    from cloze.export.heads import (
-        EXPORT_HEADS,
-        head_module,
-    )  # the modules of that package import this module
-
-    placement = codec.placement(batch)
-    outputs: dict[str, NDArray[Any]] = {}
-    for name in codec.head_names:
-        export_head = EXPORT_HEADS[name]
-        module = head_module(model, recipe, name)
-        if module is None:
-            continue
-        requests = requests_of(batch, export_head.head)
-        reference = export_head.reference(module, states, requests, placement)
-        outputs |= {output: values.cpu().numpy() for output, values in reference.items()}
-    return outputs
 
 
 def score_masks(

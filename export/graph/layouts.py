@@ -1,6 +1,8 @@
-"""The parts of the trunk that depend on the batch layout: inputs, embeddings, attention, norms."""
+"""The parts of the trunk that depend on the batch layout: places, attention, norms."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Protocol
 
 import numpy as np
@@ -8,11 +10,9 @@ from torch import Tensor, nn
 
 from cloze.export.graph.builder import FUSED, GraphBuilder
 from cloze.export.graph.layers import layer_norm
-from cloze.export.graph.linear_ops import WORD_EMBEDDINGS, LinearOps
-from cloze.export.models.encoder import Embeddings
+from cloze.export.graph.linear_ops import LinearOps
 from cloze.model_store import tensors
 from cloze.model_store.layouts import Layout
-from cloze.model_store.tensors import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,23 @@ class ResidualNorm:
 class BatchLayout(Protocol):
     """Writes the parts of the trunk that depend on the layout. One object writes one graph."""
 
-    def embed(self, g: GraphBuilder, linear_ops: LinearOps, embeddings: Embeddings) -> str:
-        """Declare the trunk's inputs and write the embeddings; return the first hidden states."""
+    kind: Layout
+
+    def declare_inputs(self, g: GraphBuilder) -> None:
+        """Declare the inputs that describe the places of sequences in a batch."""
+
+    def positions(self, g: GraphBuilder, linear_ops: LinearOps, table: Tensor) -> str:
+        """Write the row of each token's position in a table [P, H]."""
+
+    def norm_of_sum(
+        self,
+        g: GraphBuilder,
+        linear_ops: LinearOps,
+        terms: Sequence[str],
+        name: str,
+        norm: nn.LayerNorm,
+    ) -> str:
+        """Write ``LayerNorm`` of the sum of two or more terms."""
 
     def attend(self, g: GraphBuilder, query: str, key: str, value: str, heads: int) -> str:
         """Write the attention of each sequence to itself."""
@@ -51,23 +66,32 @@ class DenseLayout:
     Without padding no mask is needed, and the flash kernel of a CPU runs.
     """
 
-    def embed(self, g: GraphBuilder, linear_ops: LinearOps, embeddings: Embeddings) -> str:
-        """See `BatchLayout`.
+    kind = Layout.DENSE
 
-        Do not use the fused `EmbedLayerNormalization`. Its table must be floats, and on a CPU it is
-        a scalar loop: 1,046 us for 2,048 tokens of 384 numbers, where the operators here take
-        700 us and convert the rows from integers as well (docs/decisions/0005).
-        """
-        input_ids = g.declare_input(tensors.INPUT_IDS, Layout.DENSE)
-        terms = [linear_ops.look_up(g, WORD_EMBEDDINGS, embeddings.word.weight, input_ids)]
-        if (types := embeddings.token_type) is not None:
-            type_ids = g.declare_input(tensors.TOKEN_TYPE_IDS, Layout.DENSE)
-            terms.append(linear_ops.look_up(g, tensors.TOKEN_TYPE_TABLE, types.weight, type_ids))
-        positions = g.weight(tensors.POSITION_TABLE, embeddings.position.weight)
+    def declare_inputs(self, g: GraphBuilder) -> None:
+        """See `BatchLayout`; the shape of the input ids says all."""
+
+    def positions(
+        self,
+        g: GraphBuilder,
+        linear_ops: LinearOps,  # noqa: ARG002
+        table: Tensor,
+    ) -> str:
+        """See `BatchLayout`."""
+        rows = g.weight(tensors.POSITION_TABLE, table)
         first = g.weight("first_position", np.array([0], np.int64))
-        length = g.op("Shape", [input_ids], start=1)
-        terms.append(g.op("Slice", [positions, first, length]))
-        return layer_norm(g, g.op("Sum", terms), "embeddings.norm", embeddings.norm)
+        return g.op("Slice", [rows, first, g.op("Shape", [tensors.INPUT_IDS.name], start=1)])
+
+    def norm_of_sum(
+        self,
+        g: GraphBuilder,
+        linear_ops: LinearOps,  # noqa: ARG002
+        terms: Sequence[str],
+        name: str,
+        norm: nn.LayerNorm,
+    ) -> str:
+        """See `BatchLayout`."""
+        return layer_norm(g, g.op("Sum", terms), name, norm)
 
     def attend(self, g: GraphBuilder, query: str, key: str, value: str, heads: int) -> str:
         """See `BatchLayout`."""
@@ -93,26 +117,35 @@ class PackedLayout:
     tensors and have no bias input.
     """
 
-    def embed(self, g: GraphBuilder, linear_ops: LinearOps, embeddings: Embeddings) -> str:
+    kind = Layout.PACKED
+
+    def declare_inputs(self, g: GraphBuilder) -> None:
         """See `BatchLayout`."""
-        self._token_offset = g.declare_input(tensors.TOKEN_OFFSET, Layout.PACKED)
-        self._cu_seqlens = g.declare_input(tensors.CU_SEQLENS, Layout.PACKED)
+        g.declare_input(tensors.TOKEN_OFFSET, Layout.PACKED)
+        g.declare_input(tensors.CU_SEQLENS, Layout.PACKED)
 
-        def look_up(name: str, ids: TensorSpec, table: nn.Embedding) -> str:
-            return linear_ops.look_up(g, name, table.weight, g.declare_input(ids, Layout.PACKED))
+    def positions(self, g: GraphBuilder, linear_ops: LinearOps, table: Tensor) -> str:
+        """See `BatchLayout`."""
+        position_ids = g.declare_input(tensors.POSITION_IDS, Layout.PACKED)
+        return linear_ops.look_up(g, tensors.POSITION_TABLE, table, position_ids)
 
-        words = look_up(WORD_EMBEDDINGS, tensors.INPUT_IDS, embeddings.word)
-        rest = look_up(tensors.POSITION_TABLE, tensors.POSITION_IDS, embeddings.position)
-        if embeddings.token_type is not None:
-            type_ids, table = tensors.TOKEN_TYPE_IDS, embeddings.token_type
-            types = look_up(tensors.TOKEN_TYPE_TABLE, type_ids, table)
-            rest = g.op("Add", [rest, types])
-        name = "embeddings.norm"
-        return self._skip_norm(g, linear_ops, [words, rest], name, embeddings.norm)
+    def norm_of_sum(
+        self,
+        g: GraphBuilder,
+        linear_ops: LinearOps,
+        terms: Sequence[str],
+        name: str,
+        norm: nn.LayerNorm,
+    ) -> str:
+        """See `BatchLayout`."""
+        first, *others = terms
+        rest = reduce(lambda one, other: g.op("Add", [one, other]), others)
+        return self._skip_norm(g, linear_ops, [first, rest], name, norm)
 
     def attend(self, g: GraphBuilder, query: str, key: str, value: str, heads: int) -> str:
         """See `BatchLayout`."""
-        inputs = [query, key, value, "", self._token_offset, self._cu_seqlens]
+        places = [tensors.TOKEN_OFFSET.name, tensors.CU_SEQLENS.name]
+        inputs = [query, key, value, "", *places]
         return g.op("PackedMultiHeadAttention", inputs, domain=FUSED, num_heads=heads)
 
     def residual_norm(

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import FUSED, GraphBuilder
-from cloze.export.models.encoder import Encoder, Layer
 from cloze.model_store.tensors import WORD_TABLE
 
 LARGEST_INT8 = 127
@@ -379,36 +378,3 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     steps = (weight.abs().amax(1) / LARGEST_INT8).clamp_min(_SMALLEST_STEP)
     return (weight / steps[:, None]).round().to(torch.int8), steps
-
-
-@torch.no_grad()
-def round_to_int8(encoder: Encoder, scales: Mapping[str, InputScale]) -> set[Tensor]:
-    """Round an encoder's matrices and word embeddings in place to the values of their integers.
-
-    Args:
-        encoder: the encoder.
-        scales: see `Int8`.
-
-    Returns:
-        The rounded matrices.
-    """
-    rounded: set[Tensor] = set()
-    for number, layer in enumerate(encoder.layers):
-        assert isinstance(layer, Layer)
-        for name, linears in layer.linears_by_input().items():
-            scale = scales.get(f"layers.{number}.{name}")
-            factors = None if scale is None else scale.factors
-            for linear in linears:
-                weight = linear.weight
-                weight.copy_(
-                    _rounded(weight) if factors is None else _rounded(weight * factors) / factors
-                )
-                rounded.add(weight)
-    words = encoder.embeddings.word.weight
-    words.copy_(_rounded(words))
-    return rounded | {words}
-
-
-def _rounded(weight: Tensor) -> Tensor:
-    integers, steps = quantise(weight)
-    return integers * steps[:, None]

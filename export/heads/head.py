@@ -8,12 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.encoder import Encoder
 from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
+from cloze.export.families import HeadSpec
 from cloze.export.graph.builder import GraphBuilder, onnx_type
 from cloze.export.graph.linear_ops import LinearOps
-from cloze.export.models.config import EncoderConfig
-from cloze.export.models.encoder import Encoder
 from cloze.model_store.heads import Head, HeadRequest
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.layouts import Layout, Placement
@@ -92,6 +93,23 @@ def flat_rows(g: GraphBuilder, layout: Layout, states: str, config: EncoderConfi
 
 
 @dataclass(frozen=True, slots=True)
+class HeadSetup:
+    """What a new head's module is made for.
+
+    Attributes:
+        config: sizes of the encoder.
+        encoder: the encoder, whose weights a head may share.
+        spec: what is particular to the head in the model's family.
+        options: the head's section of the manifest; None: it has none.
+    """
+
+    config: EncoderConfig
+    encoder: Encoder
+    spec: HeadSpec
+    options: Any = None
+
+
+@dataclass(frozen=True, slots=True)
 class SampleSizes:
     """The sizes that a sample request must keep to.
 
@@ -106,20 +124,14 @@ class SampleSizes:
     layers: int
 
 
-TensorNames = Mapping[str, str]
-"""Tensor names in a checkpoint -> our names, as in `Family.names`."""
-
-
 @dataclass(frozen=True, slots=True)
 class ExportHead:
     """Export's part of one head.
 
     Attributes:
         head: the contract with the service.
-        module: (sizes, encoder, options) -> a new torch module; None: the head has no module of
-            its own.
+        module: setup -> a new torch module; None: the head has no module of its own.
         module_of: name of the head whose module this head uses; None: it uses none but its own.
-        tensor_names: tensor names by family; a family may override the names (`Family.heads`).
         write: (module, graph) -> None; writes the head into the graph.
         reference: (module, hidden states [N, T, H] of the embeddings and of each layer, requests,
             placement) -> the graph's outputs by name, computed with torch.
@@ -141,8 +153,7 @@ class ExportHead:
     """
 
     head: Head
-    module: Callable[[EncoderConfig, Encoder, Any], nn.Module] | None
-    tensor_names: Mapping[str, TensorNames]
+    module: Callable[[HeadSetup], nn.Module] | None
     write: Callable[[Any, HeadGraph], None]
     reference: Callable[[Any, Tensor, Sequence[Any], Placement], dict[str, Tensor]]
     sample: Callable[[np.random.Generator, SampleSizes], HeadRequest]

@@ -1,21 +1,19 @@
-"""Masked language modelling: torch module, graph, tensor names and gate figure."""
+"""Masked language modelling: torch module, graph and gate figure."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cloze.export.blocks.activations import ACTIVATIONS
 from cloze.export.evaluation.scorer import Scorer, score_masks
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import GraphBuilder
-from cloze.export.graph.layers import bias_activation, layer_norm
+from cloze.export.graph.layers import layer_norm
 from cloze.export.graph.linear_ops import WORD_EMBEDDINGS, Fp32, LinearInput
-from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes
-from cloze.export.models.activations import ACTIVATIONS
-from cloze.export.models.config import EncoderConfig
-from cloze.export.models.encoder import Encoder
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.layouts import Placement
@@ -29,18 +27,17 @@ class MaskedLMHead(nn.Module):
     Source: Devlin et al. 2019, section 3.1, task 1.
     """
 
-    def __init__(self, config: EncoderConfig, encoder: Encoder, _: Any = None) -> None:
+    def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        self.transform = nn.Linear(config.hidden_size, config.hidden_size)
-        self.activation_name = config.activation
-        self.activation = ACTIVATIONS[config.activation]
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
-        self.decoder = nn.Linear(config.hidden_size, config.vocab_size)
-        self.decoder.weight = encoder.embeddings.word.weight
+        self.transform = nn.Linear(setup.config.hidden_size, setup.config.hidden_size)
+        self.activation = ACTIVATIONS[setup.spec.activation or setup.config.activation]
+        self.norm = nn.LayerNorm(setup.config.hidden_size, eps=setup.config.layer_norm_eps)
+        self.decoder = nn.Linear(setup.config.hidden_size, setup.config.vocab_size)
+        self.decoder.weight = setup.encoder.embeddings.word.weight
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [M, V] of ``rows`` [M, H]."""
-        logits: Tensor = self.decoder(self.norm(self.activation(self.transform(rows))))
+        logits: Tensor = self.decoder(self.norm(self.activation.forward(self.transform(rows))))
         return logits
 
 
@@ -49,7 +46,7 @@ def write_logits(head: MaskedLMHead, graph: HeadGraph, rows: str) -> str:
     g = graph.g
     transform = Fp32().matmul(g, LinearInput(rows), "masked_lm.transform", head.transform)
     transform_bias = g.weight("masked_lm.transform.bias", head.transform.bias)
-    rows = bias_activation(g, transform, transform_bias, head.activation_name)
+    rows = head.activation.write(g, transform, transform_bias)
     rows = layer_norm(g, rows, "masked_lm.norm", head.norm)
     bias = g.weight("masked_lm.decoder.bias", head.decoder.bias)
     return graph.linear_ops.tied_logits(g, rows, WORD_EMBEDDINGS, head.decoder.weight, bias)
@@ -135,19 +132,6 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
 EXPORT_HEAD: Final = ExportHead(
     head=masked_lm.HEAD,
     module=MaskedLMHead,
-    tensor_names={
-        "bert": {
-            "cls.predictions.transform.dense.{p}": "transform.{p}",
-            "cls.predictions.transform.LayerNorm.{p}": "norm.{p}",
-            "cls.predictions.decoder.{p}": "decoder.{p}",
-            "cls.predictions.bias": "decoder.bias",
-        },
-        "distilbert": {
-            "vocab_transform.{p}": "transform.{p}",
-            "vocab_layer_norm.{p}": "norm.{p}",
-            "vocab_projector.{p}": "decoder.{p}",
-        },
-    },
     write=_write,
     reference=_reference,
     sample=_sample,

@@ -1,4 +1,4 @@
-"""Next-sentence prediction: torch module, graph, tensor names and gate figure."""
+"""Next-sentence prediction: torch module, graph and gate figure."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -9,9 +9,14 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, next_sentence_logits
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, agreement, cls_rows
-from cloze.export.models.config import EncoderConfig
-from cloze.export.models.encoder import Encoder
+from cloze.export.heads.head import (
+    ExportHead,
+    HeadGraph,
+    HeadSetup,
+    SampleSizes,
+    agreement,
+    cls_rows,
+)
 from cloze.model_store.heads import next_sentence
 from cloze.model_store.heads.next_sentence import NextSentenceRequest
 from cloze.model_store.layouts import Placement
@@ -23,10 +28,10 @@ class NextSentenceHead(nn.Module):
     Source: Devlin et al. 2019, section 3.1, task 2.
     """
 
-    def __init__(self, config: EncoderConfig, _: Encoder, __: Any = None) -> None:
+    def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
-        self.classifier = nn.Linear(config.hidden_size, 2)
+        self.pooler = nn.Linear(setup.config.hidden_size, setup.config.hidden_size)
+        self.classifier = nn.Linear(setup.config.hidden_size, 2)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [P, 2] of ``rows`` [P, H], the hidden states of ``[CLS]``."""
@@ -67,12 +72,6 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
 EXPORT_HEAD: Final = ExportHead(
     head=next_sentence.HEAD,
     module=NextSentenceHead,
-    tensor_names={
-        "bert": {
-            "pooler.dense.{p}": "pooler.{p}",
-            "cls.seq_relationship.{p}": "classifier.{p}",
-        },
-    },
     write=_write,
     reference=_reference,
     sample=_sample,

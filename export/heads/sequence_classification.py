@@ -1,4 +1,4 @@
-"""Sequence classification: torch module, graph, tensor names, labels and gate figure."""
+"""Sequence classification: torch module, graph, labels and gate figure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -6,13 +6,12 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor, nn
 
+from cloze.export.blocks.activations import ACTIVATIONS
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import Floats, Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, cls_rows
-from cloze.export.models.config import EncoderConfig
-from cloze.export.models.encoder import Encoder
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, cls_rows
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import (
     SequenceClassificationRequest,
@@ -20,12 +19,7 @@ from cloze.model_store.heads.sequence_classification import (
 )
 from cloze.model_store.layouts import Placement
 
-_POOLERS = {"bert": nn.Tanh, "distilbert": nn.ReLU}
-"""The activation of the layer before the classifier, by family, as in transformers."""
-
 _DEFAULT_LABELS = 2
-
-_OPERATORS = {"bert": "Tanh", "distilbert": "Relu"}
 
 _CLOSE = 0.05
 """The accepted difference of a single logit, as a share of the spread of the logits."""
@@ -34,23 +28,24 @@ _CLOSE = 0.05
 class SequenceClassificationHead(nn.Module):
     """A pooler on ``[CLS]`` and one logit per label (Devlin et al. 2019, section 4.1)."""
 
-    def __init__(self, config: EncoderConfig, _: Encoder, options: SequenceLabels) -> None:
+    def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        self.operator = _OPERATORS[config.family]
-        self.pooler = nn.Linear(config.hidden_size, config.hidden_size)
-        self.activation = _POOLERS[config.family]()
-        self.classifier = nn.Linear(config.hidden_size, len(options.labels))
+        labels = setup.options.labels
+        self.pooler = nn.Linear(setup.config.hidden_size, setup.config.hidden_size)
+        self.activation = ACTIVATIONS[setup.spec.activation or "tanh"]
+        self.classifier = nn.Linear(setup.config.hidden_size, len(labels))
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [C, L] of ``rows`` [C, H], the hidden states of ``[CLS]``."""
-        logits: Tensor = self.classifier(self.activation(self.pooler(rows)))
+        logits: Tensor = self.classifier(self.activation.forward(self.pooler(rows)))
         return logits
 
 
 def _write(head: SequenceClassificationHead, graph: HeadGraph) -> None:
     g, name = graph.g, "sequence_classification"
     rows = graph.gather(sequence_classification.CLASS_ROWS)
-    pooled = g.op(head.operator, [linear(g, rows, f"{name}.pooler", head.pooler)])
+    product = g.op("MatMul", [rows, g.weight(f"{name}.pooler.weight", head.pooler.weight.t())])
+    pooled = head.activation.write(g, product, g.weight(f"{name}.pooler.bias", head.pooler.bias))
     logits = linear(g, pooled, f"{name}.classifier", head.classifier)
     labels = head.classifier.out_features
     graph.output(logits, sequence_classification.CLASS_LOGITS, L=labels)
@@ -144,10 +139,6 @@ def _logits(scorer: Scorer, ids: Any, types: Any) -> Floats:
 EXPORT_HEAD: Final = ExportHead(
     head=sequence_classification.HEAD,
     module=SequenceClassificationHead,
-    tensor_names={
-        "bert": {"pooler.dense.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"},
-        "distilbert": {"pre_classifier.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"},
-    },
     write=_write,
     reference=_reference,
     sample=_sample,

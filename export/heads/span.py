@@ -1,4 +1,4 @@
-"""Extractive question answering: torch module, graph, tensor names and gate figure."""
+"""Extractive question answering: torch module, graph and gate figure."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, span_logits
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, agreement
-from cloze.export.models.config import EncoderConfig
-from cloze.export.models.encoder import Encoder
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, agreement
 from cloze.model_store.heads import span
 from cloze.model_store.heads.span import SpanRequest
 from cloze.model_store.layouts import Placement
@@ -20,9 +18,9 @@ from cloze.model_store.layouts import Placement
 class SpanHead(nn.Module):
     """Start and end logits of an answer's span per token (Devlin et al. 2019, section 4.2)."""
 
-    def __init__(self, config: EncoderConfig, _: Encoder, __: Any = None) -> None:
+    def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        self.classifier = nn.Linear(config.hidden_size, 2)
+        self.classifier = nn.Linear(setup.config.hidden_size, 2)
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [T, 2] of ``rows`` [T, H]."""
@@ -60,9 +58,6 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
 EXPORT_HEAD: Final = ExportHead(
     head=span.HEAD,
     module=SpanHead,
-    tensor_names={
-        family: {"qa_outputs.{p}": "classifier.{p}"} for family in ("bert", "distilbert")
-    },
     write=_write,
     reference=_reference,
     sample=_sample,

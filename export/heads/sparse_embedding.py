@@ -88,7 +88,6 @@ EXPORT_HEAD: Final = ExportHead(
     head=sparse_embedding.HEAD,
     module=None,
     module_of=masked_lm.EXPORT_HEAD.head.name,
-    tensor_names={},
     write=_write,
     reference=_reference,
     sample=_sample,

@@ -1,4 +1,4 @@
-"""Token classification: torch module, graph, tensor names, labels and gate figure."""
+"""Token classification: torch module, graph, labels and gate figure."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -9,10 +9,8 @@ from torch import Tensor, nn
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.layers import linear
-from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes, token_rows
+from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, token_rows
 from cloze.export.heads.sequence_classification import read_labels, write_labels
-from cloze.export.models.config import EncoderConfig
-from cloze.export.models.encoder import Encoder
 from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import TokenClassificationRequest, TokenLabels
 from cloze.model_store.layouts import Placement
@@ -21,9 +19,9 @@ from cloze.model_store.layouts import Placement
 class TokenClassificationHead(nn.Module):
     """One logit per label for each token (Devlin et al. 2019, section 5.3)."""
 
-    def __init__(self, config: EncoderConfig, _: Encoder, options: TokenLabels) -> None:
+    def __init__(self, setup: HeadSetup) -> None:
         super().__init__()
-        self.classifier = nn.Linear(config.hidden_size, len(options.labels))
+        self.classifier = nn.Linear(setup.config.hidden_size, len(setup.options.labels))
 
     def forward(self, rows: Tensor) -> Tensor:
         """Return the logits [R, L] of ``rows`` [R, H]."""
@@ -72,9 +70,6 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
 EXPORT_HEAD: Final = ExportHead(
     head=token_classification.HEAD,
     module=TokenClassificationHead,
-    tensor_names={
-        family: {"classifier.{p}": "classifier.{p}"} for family in ("bert", "distilbert")
-    },
     write=_write,
     reference=_reference,
     sample=_sample,

@@ -44,7 +44,6 @@ def _measure(checkpoint: Scorer, graph: Scorer, texts: GateTexts) -> dict[str, f
 EXPORT_HEAD: Final = ExportHead(
     head=token_embedding.HEAD,
     module=None,
-    tensor_names={},
     write=_write,
     reference=_reference,
     sample=_sample,

@@ -4,6 +4,7 @@ from copy import deepcopy
 from pathlib import Path
 
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.families import PRETRAINED
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.tokenizer import CheckpointTokenizer
@@ -55,8 +56,10 @@ def _check_recipe(recipe: PretrainRecipe, checkpoint: Checkpoint) -> None:
         raise TrainError(
             "a checkpoint goes on with masked tokens, not with replaced ones: it has no generator"
         )
-    if config.family != "bert":
-        raise TrainError(f"the checkpoint is a {config.family}; pre-training goes on from a bert")
+    if config.family != PRETRAINED.name:
+        raise TrainError(
+            f"the checkpoint is a {config.family}; pre-training goes on from a {PRETRAINED.name}"
+        )
     if positions < config.max_positions:
         raise TrainError(
             f"[model] max_tokens = {positions} is less than the checkpoint's "

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.families import STUDENT
 from cloze.export.heads import MASKED_LM
-from cloze.export.models import Model
+from cloze.export.model import Model
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import Run, write_card
@@ -58,7 +59,7 @@ def make_student(teacher: Model, dropout: float) -> Model:
         raise TrainError("the teacher has no masked-language-model head, which distillation needs")
     config = replace(
         teacher.config,
-        family="distilbert",
+        family=STUDENT.name,
         layers=max(1, teacher.config.layers // 2),
         type_vocab_size=0,
         layer_norm_eps=1e-12,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cloze.export.models import Model
+from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch
 
 _MIN_TOKENS = 8

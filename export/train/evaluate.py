@@ -15,7 +15,6 @@ from cloze.export.evaluation.pairs import read_pairs, similarity
 from cloze.export.evaluation.scorer import (
     GraphScorer,
     Scorer,
-    TorchScorer,
     equal_lengths,
     next_sentence_logits,
     score_masks,
@@ -25,6 +24,7 @@ from cloze.export.evaluation.squad import best_threshold, read_questions, score
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.session import open_session
 from cloze.export.tokenizer import SPECIAL_TOKENS, CheckpointTokenizer, describe_tokenizer
+from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import is_held_out
 from cloze.export.train.errors import TrainError

@@ -4,8 +4,9 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from cloze.export.evaluation.scorer import TorchScorer, score_masks
-from cloze.export.models import Model
+from cloze.export.evaluation.scorer import score_masks
+from cloze.export.model import Model
+from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.vocabulary import CONTINUATION
 

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from cloze.export.checkpoint import load_checkpoint
-from cloze.export.evaluation.scorer import TorchScorer, equal_lengths
+from cloze.export.evaluation.scorer import equal_lengths
 from cloze.export.evaluation.squad import Question, best_threshold, read_questions, score
-from cloze.export.models import Model
+from cloze.export.model import Model
+from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.card import CARD
 from cloze.export.train.documents import is_held_out
 from cloze.export.train.errors import TrainError

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cloze.export.blocks.encoder import Encoder
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
-from cloze.export.models import Model
-from cloze.export.models.encoder import Encoder
+from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.embeddings import KeptEmbeddings
 from cloze.export.train.pairs import UNPAIRED, SentenceObjective

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cloze.export.heads import EXPORT_HEADS
 from cloze.export.train.recipe import Optimisation
 
 _ENCODER_LAYERS = ".encoder.layers."
 _EMBEDDINGS = ".encoder.embeddings."
-_HEADS = (".masked_lm.", ".next_sentence.", ".span.")
+_HEADS = tuple(f".{head}." for head in EXPORT_HEADS)
 
 
 class Optimizers:

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from cloze.export.blocks.encoder import Encoder
 from cloze.export.checkpoint import Checkpoint
-from cloze.export.models.encoder import Encoder
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import Run, write_card

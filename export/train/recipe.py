@@ -6,7 +6,8 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from cloze.export.models import EncoderConfig
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.families import PRETRAINED
 from cloze.export.train.errors import TrainError
 from cloze.export.train.masking import Unit
 from cloze.export.train.pairs import SentenceObjective
@@ -60,7 +61,7 @@ class Sizes(_Table):
     "mini").
     """
 
-    family: Literal["bert"] = "bert"
+    family: Annotated[str, Field(pattern=f"^{PRETRAINED.name}$")] = PRETRAINED.name
     hidden_size: Size = 256
     layers: Size = 4
     heads: Size = 4

@@ -10,24 +10,13 @@ from typing import Any
 from safetensors.torch import save
 from tokenizers import normalizers
 
-from cloze.export.heads import EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN, tensor_names
-from cloze.export.models import FAMILIES, EncoderConfig, Model
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.families import FAMILIES
+from cloze.export.heads import EXPORT_HEADS
+from cloze.export.model import Model
 from cloze.export.sentence import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.vocabulary import save_vocabulary
-
-_ARCHITECTURES = {
-    ("bert", frozenset({MASKED_LM, NEXT_SENTENCE})): "BertForPreTraining",
-    ("bert", frozenset({MASKED_LM})): "BertForMaskedLM",
-    ("bert", frozenset({NEXT_SENTENCE})): "BertForNextSentencePrediction",
-    ("bert", frozenset({SPAN})): "BertForQuestionAnswering",
-    ("distilbert", frozenset({MASKED_LM})): "DistilBertForMaskedLM",
-    ("distilbert", frozenset({SPAN})): "DistilBertForQuestionAnswering",
-}
-_CLASSES = {"bert": "Bert", "distilbert": "DistilBert"}
-"""First part of the names of transformers' classes, by family."""
-
-_TOKENIZERS = {"bert": "BertTokenizer", "distilbert": "DistilBertTokenizer"}
 
 
 def save_checkpoint(
@@ -57,7 +46,7 @@ def save_checkpoint(
     _write_weights(model, folder)
     save_vocabulary(tokenizer.tokenizer, folder)
     tokenizer_config = {
-        "tokenizer_class": _TOKENIZERS[family.name],
+        "tokenizer_class": family.tokenizer_class,
         "model_max_length": config.max_positions,
     }
     _write_json(
@@ -75,12 +64,12 @@ def _architecture(model: Model) -> str:
 
     A head whose tensors do not say what it is, such as a classifier, always has its class.
     """
-    family = model.config.family
+    family = FAMILIES[model.config.family]
     heads = frozenset(head for head in EXPORT_HEADS if getattr(model, head, None) is not None)
-    if (family, heads) in _ARCHITECTURES:
-        return _ARCHITECTURES[family, heads]
+    if heads in family.classes:
+        return family.classes[heads]
     named = [head.architecture for name, head in EXPORT_HEADS.items() if name in heads]
-    return _CLASSES[family] + next(filter(None, named), "Model")
+    return family.class_prefix + next(filter(None, named), "Model")
 
 
 def _head_settings(model: Model) -> dict[str, Any]:
@@ -94,12 +83,11 @@ def _head_settings(model: Model) -> dict[str, Any]:
 
 def _write_weights(model: Model, folder: Path) -> None:
     """Write ``model.safetensors`` atomically, so that a full disk leaves the previous weights."""
-    family = FAMILIES[model.config.family]
-    names = tensor_names(family)
-    tensors = {
-        family.original_name(name, names): parameter.detach().float().cpu().contiguous()
-        for name, parameter in model.named_parameters()
+    parameters = {
+        name: parameter.detach().float().cpu() for name, parameter in model.named_parameters()
     }
+    written = FAMILIES[model.config.family].write(parameters)
+    tensors = {name: tensor.contiguous() for name, tensor in written.items()}
     new_file = folder / "model.safetensors.new"
     try:
         # safetensors' `save_file` would create a file that only its owner can read.

@@ -95,5 +95,5 @@ HEAD: Final = Head(
     pack=_pack,
     unpack=unpack_rows(EMBEDDINGS, EmbeddingResult),
     largest_request=lambda _: EmbeddingRequest(),
-    model_sizes=lambda spec: {"D": spec.embedding.dimensions} if spec.embedding else {},
+    model_sizes=lambda sizes: {"D": sizes.dimensions} if sizes.dimensions else {},
 )

@@ -8,16 +8,13 @@ mix all heads.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from cloze.model_store.layouts import Feeds, Layout, Placement
 from cloze.model_store.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    from cloze.model_store.manifest import BundleSpec
 
 
 class Frozen(BaseModel):
@@ -57,6 +54,22 @@ class GraphSpec:
     layers: int = 0
 
 
+class ModelSizes(NamedTuple):
+    """The sizes of a model that shapes of its graph's tensors depend on.
+
+    Attributes:
+        hidden_size: width of the hidden states.
+        layers: number of layers of the trunk.
+        dimensions: numbers per embedding; None: the model has no embedding head.
+        options: the heads' sections of the manifest, by head name.
+    """
+
+    hidden_size: int
+    layers: int
+    dimensions: int | None
+    options: Mapping[str, Frozen]
+
+
 class HeadRequest:
     """What one encoding asks of one head. Each head derives a frozen dataclass from this class."""
 
@@ -90,7 +103,7 @@ class Head:
             memory.
         ranked: outputs of ids, by name -> the output of numbers in whose descending order they are.
         options: the type of the head's section in a manifest, under `heads`; None: no section.
-        model_sizes: a manifest -> the letters in shapes of the head's tensors that stand for sizes
+        model_sizes: sizes -> the letters in shapes of the head's tensors that stand for sizes
             of the model, with their sizes. The other letters differ per batch.
     """
 
@@ -105,4 +118,4 @@ class Head:
     largest_request: Callable[[int], HeadRequest]
     ranked: Mapping[str, str] = field(default_factory=dict)
     options: type[Frozen] | None = None
-    model_sizes: Callable[["BundleSpec"], Mapping[str, int]] = lambda _: {}
+    model_sizes: Callable[[ModelSizes], Mapping[str, int]] = lambda _: {}

@@ -109,8 +109,5 @@ HEAD: Final = Head(
     pack=_pack,
     unpack=_unpack,
     largest_request=lambda _: LayerEmbeddingRequest([{0: 1.0}] * 4, Pooling.MEAN),
-    model_sizes=lambda spec: {
-        "H": spec.architecture.hidden_size,
-        "N": spec.architecture.layers + 1,
-    },
+    model_sizes=lambda sizes: {"H": sizes.hidden_size, "N": sizes.layers + 1},
 )

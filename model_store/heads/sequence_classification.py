@@ -4,18 +4,15 @@ Source: Devlin et al. 2019, section 4.1.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from cloze.model_store.heads.head import Frozen, Head, HeadRequest
+from cloze.model_store.heads.head import Frozen, Head, HeadRequest, ModelSizes
 from cloze.model_store.heads.rows import pack_first_rows, unpack_rows
 from cloze.model_store.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    from cloze.model_store.manifest import BundleSpec
 
 CLASS_ROWS: Final = TensorSpec(
     "class_rows", "int32", ("C",), "the rows of `hidden` that hold `[CLS]`"
@@ -39,8 +36,8 @@ class SequenceLabels(Frozen):
     problem_type: ProblemType
 
 
-def _model_sizes(spec: "BundleSpec") -> dict[str, int]:
-    options = spec.heads[HEAD.name]
+def _model_sizes(sizes: ModelSizes) -> dict[str, int]:
+    options = sizes.options[HEAD.name]
     assert isinstance(options, SequenceLabels)
     return {"L": len(options.labels)}
 

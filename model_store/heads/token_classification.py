@@ -4,18 +4,15 @@ Source: Devlin et al. 2019, section 5.3 (named-entity recognition).
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from cloze.model_store.heads.head import Frozen, Head, HeadRequest
+from cloze.model_store.heads.head import Frozen, Head, HeadRequest, ModelSizes
 from cloze.model_store.heads.rows import pack_token_rows, unpack_token_rows
 from cloze.model_store.tensors import TensorSpec
-
-if TYPE_CHECKING:
-    from cloze.model_store.manifest import BundleSpec
 
 TOKEN_ROWS: Final = TensorSpec(
     "token_rows", "int32", ("R",), "the rows of `hidden` to classify: all rows of a sequence"
@@ -35,8 +32,8 @@ class TokenLabels(Frozen):
     labels: tuple[str, ...] = Field(min_length=1)
 
 
-def _model_sizes(spec: "BundleSpec") -> dict[str, int]:
-    options = spec.heads[HEAD.name]
+def _model_sizes(sizes: ModelSizes) -> dict[str, int]:
+    options = sizes.options[HEAD.name]
     assert isinstance(options, TokenLabels)
     return {"L": len(options.labels)}
 

@@ -43,5 +43,5 @@ HEAD: Final = Head(
     pack=pack_token_rows(HIDDEN_ROWS),
     unpack=unpack_token_rows(TOKEN_EMBEDDINGS, TokenEmbeddingResult),
     largest_request=lambda _: TokenEmbeddingRequest(),
-    model_sizes=lambda spec: {"H": spec.architecture.hidden_size},
+    model_sizes=lambda sizes: {"H": sizes.hidden_size},
 )

@@ -1,23 +1,25 @@
 """Reads and parses request bodies."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from cloze.service.abandonment import run_on_thread
 from cloze.service.core import (
     ClientGone,
     InvalidRequest,
-    MalformedRequest,
     RequestTooLarge,
     UnsupportedEncoding,
 )
 from cloze.service.http.gunzip import Gunzip
+from cloze.service.http.json_bodies import PIECE_BYTES, BodyLimits, load
 from cloze.service.http.watch import WatchedRequest
 
 B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
 
 _DISCARD_FACTOR = 8
 """Multiple of the size limit up to which an oversized body of unknown length is discarded.
@@ -25,19 +27,27 @@ _DISCARD_FACTOR = 8
 Many clients read the error response only after they have sent the whole body.
 """
 
-_INLINE_BYTES = 65_536
-"""Largest body that is parsed on the event loop; a thread parses larger bodies."""
+_LONGEST_NAME = 80
+"""Most characters of a field's name in errors."""
+
+_JSON_MESSAGES = {
+    "dict_type": "Input should be an object",
+    "list_type": "Input should be a valid array",
+    "model_type": "Input should be an object",
+    "tuple_type": "Input should be a valid array",
+}
+"""Errors in the terms of JSON, where pydantic's message has those of Python."""
 
 
 async def receive(
-    request: Request, model: type[B], limit: int, watched: WatchedRequest
+    request: Request, model: type[B], limits: BodyLimits, watched: WatchedRequest
 ) -> tuple[B, int]:
     """Read and parse the body of a request.
 
     Args:
         request: the request.
         model: the type of the body.
-        limit: most bytes of the body.
+        limits: the limits of the body.
         watched: ends the request if the body does not arrive in time.
 
     Returns:
@@ -46,35 +56,44 @@ async def receive(
     Raises:
         RequestError: see `read_body` and `parse`.
     """
-    data = await read_body(request, limit, watched)
-    return await parse_anywhere(model, data), len(data)
+    data = await read_body(request, limits.max_bytes, watched)
+    return await run_anywhere(len(data), parse, model, data, limits), len(data)
 
 
-async def parse_anywhere(model: type[B], data: bytes) -> B:
-    """Parse a JSON body, a large one on a thread; see `parse`."""
-    if len(data) <= _INLINE_BYTES:
-        return parse(model, data)
-    return await asyncio.to_thread(parse, model, data)
+async def run_anywhere(size: int, function: Callable[..., T], *arguments: object) -> T:
+    """Return the result of a function; it runs on a thread if the body has many bytes.
+
+    Args:
+        size: bytes of the body.
+        function: the function.
+        arguments: the arguments of the function.
+    """
+    if size <= PIECE_BYTES:
+        return function(*arguments)
+    return await run_on_thread(function, *arguments)
 
 
-def parse(model: type[B], data: bytes) -> B:
+def parse(model: type[B], data: bytes, limits: BodyLimits) -> B:
     """Parse a JSON body.
 
     Raises:
         MalformedRequest: the body is not JSON.
+        RequestTooLarge: the body has too many values.
         InvalidRequest: the JSON does not have the shape of the model.
     """
-    if not data.strip():
-        raise MalformedRequest("the body is empty; send a JSON object")
+    return validate(model, load(data, limits))
+
+
+def validate(model: type[B], value: Any) -> B:
+    """Return a JSON value as a model.
+
+    Raises:
+        InvalidRequest: the value does not have the shape of the model.
+    """
     try:
-        return model.model_validate_json(data)
+        return model.model_validate(value)
     except ValidationError as error:
-        problems = error.errors(include_url=False)
-        if problems[0]["type"] == "json_invalid":
-            reason = problems[0]["ctx"]["error"]
-            surrogate = "; \\ud800 to \\udfff, surrogates, must come in pairs"
-            hint = surrogate if "hex escape" in reason else ""
-            raise MalformedRequest(f"the body is not JSON: {reason}{hint}") from None
+        problems = error.errors(include_url=False, include_input=False)
         raise InvalidRequest(_describe(problems)) from None
 
 
@@ -85,7 +104,7 @@ def _describe(problems: Sequence[Any]) -> str:
     """
     first = problems[0]["loc"][0] if problems[0]["loc"] else "the body"
     lines = dict.fromkeys(
-        f"{_location(problem['loc'])}: {problem['msg']}"
+        f"{_location(problem['loc'])}: {_JSON_MESSAGES.get(problem['type'], problem['msg'])}"
         for problem in problems
         if not problem["loc"] or problem["loc"][0] == first
     )
@@ -93,7 +112,8 @@ def _describe(problems: Sequence[Any]) -> str:
 
 
 def _location(parts: Sequence[object]) -> str:
-    return ".".join(str(part) for part in parts if not _is_union_member(part)) or "the body"
+    shown = [str(part)[:_LONGEST_NAME] for part in parts if not _is_union_member(part)]
+    return ".".join(shown) or "the body"
 
 
 def _is_union_member(part: object) -> bool:

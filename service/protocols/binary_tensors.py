@@ -39,19 +39,22 @@ def split(data: bytes, length: str | None) -> tuple[bytes, memoryview]:
     return data[:size], memoryview(data)[size:]
 
 
-def read_texts(data: memoryview, name: str) -> list[str]:
+def read_texts(data: memoryview, name: str, most: int) -> list[str]:
     """Return the texts of a binary tensor.
 
     Args:
         data: the bytes of the tensor.
         name: name of the tensor, for errors.
+        most: most texts.
 
     Raises:
-        InvalidRequest: the bytes are cut, or a text is not UTF-8.
+        InvalidRequest: the bytes are cut, a text is not UTF-8, or there are more texts.
     """
     texts: list[str] = []
     start = 0
     while start < len(data):
+        if len(texts) == most:
+            raise InvalidRequest(f"{name} has over {most} texts, the limit")
         begin = start + _LENGTH.size
         end = begin + _LENGTH.unpack_from(data, start)[0] if begin <= len(data) else begin
         if end > len(data):

@@ -7,12 +7,13 @@ huggingface_hub, and text-embeddings-inference's own users.
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.core import InvalidRequest, WrongTask
-from cloze.service.http.bodies import parse_anywhere, read_body
+from cloze.service.http.bodies import read_body, run_anywhere, validate
+from cloze.service.http.json_bodies import load
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.protocols.task_route import Endpoint, TaskRoute, gate_models
@@ -28,10 +29,8 @@ class DispatchBody(WireModel):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    inputs: Annotated[JsonValue, NotEmptyText, NotEmpty] = Field(
-        description="the inputs of the task"
-    )
-    parameters: dict[str, JsonValue] | None = Field(None, description="its parameters")
+    inputs: Annotated[Any, NotEmptyText, NotEmpty] = Field(description="the inputs of the task")
+    parameters: dict[str, Any] | None = Field(None, description="its parameters")
 
 
 class Dispatcher:
@@ -56,13 +55,22 @@ class Dispatcher:
 
     async def _answer(self, request: Request) -> Response:
         with self._context.watch.request(request) as watched:
-            data = await read_body(request, self._context.limits.max_request_bytes, watched)
-            task = self._choose(await parse_anywhere(DispatchBody, data))
-            if task.name not in self._routes:
-                raise WrongTask(f"this server does not offer {task.name}")
-            body = await parse_anywhere(self._routes[task.name].body, data)
+            data = await read_body(request, self._context.limits.body.max_bytes, watched)
+            task, body = await run_anywhere(len(data), self._parse, data)
             endpoint = self._endpoints[task.name]
             return await endpoint.answer_body(request, body, len(data), watched)
+
+    def _parse(self, data: bytes) -> tuple[Task, BaseModel]:
+        """Return the task that a body asks for, and the body of that task.
+
+        Raises:
+            RequestError: the body fits no task that this server offers.
+        """
+        value = load(data, self._context.limits.body)
+        task = self._choose(validate(DispatchBody, value))
+        if task.name not in self._routes:
+            raise WrongTask(f"this server does not offer {task.name}")
+        return task, validate(self._routes[task.name].body, value)
 
     def _choose(self, body: DispatchBody) -> Task:
         """Return the task that a body asks for.

@@ -7,20 +7,18 @@ Source: https://github.com/kserve/open-inference-protocol, ``specification/proto
 binary tensor data extension of Triton.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, Final
 from urllib.parse import unquote
 
 import orjson
-from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import InvalidRequest, UnknownModel, WrongTask
-from cloze.service.http.bodies import parse_anywhere, read_body
+from cloze.service.http.bodies import parse, read_body, run_anywhere, validate
 from cloze.service.http.errors import STATUS, ErrorInfo
 from cloze.service.http.routes import JSON, RAW, BytesResponse, Handler, Route, RouteDoc
 from cloze.service.pipeline import Pipeline, TaskResult
@@ -39,6 +37,7 @@ from cloze.service.protocols.open_inference_types import (
     TensorMetadata,
 )
 from cloze.service.protocols.protocol import (
+    ApiLimits,
     ProtocolContext,
     WireProtocol,
     check_alive,
@@ -95,12 +94,9 @@ class _TaskModel:
         given = body.parameters or {}
         given = {name: value for name, value in given.items() if name not in _OWN_PARAMETERS}
         try:
-            # As JSON, in which a list may stand for a tuple, as on the task's own route.
-            parameters = self.task.parameters.model_validate_json(json.dumps(given))
-        except ValidationError as error:
-            problem = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in problem["loc"])
-            raise InvalidRequest(f"parameters.{where}: {problem['msg']}") from None
+            parameters = validate(self.task.parameters, given)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"parameters.{error}") from None
         return TaskCall(self.tensors.to_inputs(texts), parameters)
 
     def _respond(self, request: Request, body: InferBody, result: TaskResult) -> Response:
@@ -148,7 +144,7 @@ def _texts(tensor: InferInput) -> list[str]:
     """Return the texts of an input tensor [n] or [n, 1].
 
     Raises:
-        InvalidRequest: it has another shape, or its data are no texts.
+        InvalidRequest: it has another shape, or no data.
     """
     name = ascii(tensor.name)[1:-1][:80]
     if len(tensor.shape) not in (1, 2) or tensor.shape[1:] not in ([], [1]):
@@ -158,8 +154,6 @@ def _texts(tensor: InferInput) -> list[str]:
     texts: list[str] = []
     for item in tensor.data:
         texts += item if isinstance(item, list) else [item]
-    if not all(isinstance(text, str) for text in texts):
-        raise InvalidRequest(f"{name} has data that are no texts")
     if len(texts) != tensor.shape[0]:
         raise InvalidRequest(f"{name} has {len(texts)} texts; its shape says {tensor.shape[0]}")
     return texts
@@ -246,9 +240,10 @@ class _Server:
         """Answer a request for any model."""
         model, pipeline = self._find(request)
         with self._context.watch.request(request) as watched:
-            data = await read_body(request, self._context.limits.max_request_bytes, watched)
-            head, binary = split(data, request.headers.get(HEADER))
-            body = _with_binary(await parse_anywhere(InferBody, head), binary)
+            limits = self._context.limits
+            data = await read_body(request, limits.body.max_bytes, watched)
+            length = request.headers.get(HEADER)
+            body = await run_anywhere(len(data), _parse, data, length, limits)
             return await model.endpoint.answer_body(request, body, len(data), watched, pipeline)
 
 
@@ -260,12 +255,20 @@ def _metadata(info: TensorInfo) -> TensorMetadata:
     return TensorMetadata(info.name, info.datatype, list(info.shape))
 
 
-def _with_binary(body: InferBody, binary: memoryview) -> InferBody:
+def _parse(data: bytes, length: str | None, limits: ApiLimits) -> InferBody:
     """Return a body whose tensors all have data.
 
+    Args:
+        data: the JSON, and the bytes of tensors after it.
+        length: the value of `HEADER`.
+        limits: the limits of the body, and of its texts.
+
     Raises:
-        InvalidRequest: the bytes are not those that the tensors state.
+        RequestError: the body is malformed or too large, or the bytes are not those that the
+            tensors state.
     """
+    head, binary = split(data, length)
+    body = parse(InferBody, head, limits.body)
     tensors, start = [], 0
     for tensor in body.inputs:
         size = (tensor.parameters or {}).get("binary_data_size")
@@ -278,7 +281,7 @@ def _with_binary(body: InferBody, binary: memoryview) -> InferBody:
                 )
             if tensor.data is not None:
                 raise InvalidRequest(f"{name} has both data and binary_data_size")
-            texts = read_texts(binary[start : start + size], name)
+            texts = read_texts(binary[start : start + size], name, limits.max_request_texts)
             tensor = tensor.model_copy(update={"data": texts})
             start += size
         tensors.append(tensor)

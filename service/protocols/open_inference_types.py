@@ -12,10 +12,10 @@ class InferInput(WireModel):
     """An input tensor; ``data`` is absent if the tensor follows the JSON as bytes."""
 
     name: str
-    shape: list[int]
+    shape: list[int] = Field(max_length=8)
     datatype: Literal["BYTES"]
     parameters: dict[str, Any] | None = None
-    data: list[Any] | None = None
+    data: list[str | list[str]] | None = None
 
 
 class InferOutput(WireModel):

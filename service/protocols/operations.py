@@ -151,7 +151,7 @@ def _info(context: ProtocolContext) -> dict[str, Any]:
         "model_type": {"embedding": {"pooling": embedding.pooling}} if embedding else {},
         "max_input_length": embedding.max_tokens if embedding else first.limits.max_tokens,
         "max_client_batch_size": limits.max_request_texts,
-        "max_request_bytes": limits.max_request_bytes,
+        "max_request_bytes": limits.body.max_bytes,
         "version": version(DISTRIBUTION),
         "defaults": {name: d.manifest.reference for name, d in defaults.items() if d},
         "models": [

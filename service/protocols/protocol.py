@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from cloze.service.core import Changes, EngineDead, ShuttingDown
 from cloze.service.http.errors import ErrorInfo
+from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.routes import Route
 from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models
+from cloze.service.settings import Settings
 from cloze.service.tasks import Task
 
 
@@ -72,12 +74,21 @@ class ApiLimits:
     """The limits of the HTTP interface; `TaskLimits` has the limits of tasks.
 
     Attributes:
-        max_request_bytes: most bytes per body.
+        body: the limits of a body.
         max_request_texts: most texts per request.
     """
 
-    max_request_bytes: int
+    body: BodyLimits
     max_request_texts: int
+
+    @classmethod
+    def of(cls, settings: Settings) -> Self:
+        """Return the limits that the settings give."""
+        texts = settings.max_request_texts
+        body = BodyLimits.of_requests(
+            settings.max_request_bytes, texts, settings.max_request_tokens
+        )
+        return cls(body, texts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from cloze.service.abandonment import run_on_thread
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.http.access_log import RequestCost
-from cloze.service.http.bodies import receive
+from cloze.service.http.bodies import receive, run_anywhere
 from cloze.service.http.gate import GateModel
 from cloze.service.http.memory_limit import SMALL_BYTES
 from cloze.service.http.routes import Route, RouteDoc
@@ -101,7 +101,6 @@ class Endpoint:
         self._context = context
         models = context.models
         self.serving = route.serving(models) if route.serving else models.serving(route.task)
-        self._max_bytes = context.limits.max_request_bytes
 
     async def answer(self, request: Request) -> Response:
         """Return the response to one request.
@@ -110,7 +109,8 @@ class Endpoint:
             ServiceError: the request gets no result.
         """
         with self._context.watch.request(request) as watched:
-            body, size = await receive(request, self._route.body, self._max_bytes, watched)
+            limits = self._context.limits.body
+            body, size = await receive(request, self._route.body, limits, watched)
             return await self.answer_body(request, body, size, watched)
 
     async def answer_body(
@@ -141,7 +141,7 @@ class Endpoint:
         request.scope["cloze.model"] = reference
         if route.check is not None:
             route.check(request)
-        call = route.to_call(body)
+        call = await run_anywhere(size, route.to_call, body)
         try:
             result = await pipeline.run(
                 route.task,

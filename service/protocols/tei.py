@@ -32,20 +32,20 @@ from cloze.service.tasks import (
     tokenize,
 )
 from cloze.service.tasks.long_text import TruncationParameters
-from cloze.service.tasks.task import CountOrZero, FirstError, NotEmpty, Text, Texts
+from cloze.service.tasks.task import NotEmpty, Text, Texts, TokenIds
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
 
 _TAG: Final = "text-embeddings-inference"
 _ERRORS: Final = tuple(sorted({status for status, _ in STATUS.values()}))
 _MODEL: Final = Field(None, description="a served model, NAME or NAME@VERSION")
 
-_OneOrTwo = Annotated[list[Text], FirstError(), Field(min_length=1, max_length=2)]
+_OneOrTwo = Annotated[list[Text], Field(min_length=1, max_length=2)]
 
 
 class PredictBody(TruncationParameters, LenientModel):
     """The body of ``POST /predict``."""
 
-    inputs: Text | _OneOrTwo | Annotated[list[_OneOrTwo], FirstError(), NotEmpty] = Field(
+    inputs: Text | _OneOrTwo | Annotated[list[_OneOrTwo], NotEmpty] = Field(
         description="a text; [text] or [text, second text]; or a list of such lists",
         examples=["The room was loud."],
     )
@@ -72,13 +72,10 @@ class TokenizeBody(LenientModel):
     model: str | None = _MODEL
 
 
-_Ids = Annotated[list[CountOrZero], FirstError(), NotEmpty]
-
-
 class DecodeBody(LenientModel):
     """The body of ``POST /decode``."""
 
-    ids: _Ids | Annotated[list[_Ids], FirstError(), NotEmpty] = Field(
+    ids: TokenIds | Annotated[list[TokenIds], NotEmpty] = Field(
         description="the token ids of a text, or a list of such lists", examples=[[101, 102]]
     )
     skip_special_tokens: bool = Field(True, description="whether to omit special tokens")

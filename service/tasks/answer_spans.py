@@ -66,13 +66,13 @@ class Question:
     Attributes:
         context: the text of the context.
         spans: the tokens of the context.
-        question_tokens: number of tokens of the question in each window, without special tokens.
+        context_start: index of the context's first token in the encoding of each window.
         windows: (first, end) tokens of the context in each window.
     """
 
     context: str
     spans: Spans
-    question_tokens: int
+    context_start: int
     windows: list[tuple[int, int]]
 
 
@@ -124,7 +124,7 @@ def _search(question: Question, logits: Sequence[Float32], options: QaOptions) -
     offsets = question.spans.offsets
     windows = []
     for window, window_logits in zip(question.windows, logits, strict=True):
-        scores = _scores(window_logits, question.question_tokens, window[1] - window[0])
+        scores = _scores(window_logits, question.context_start, window[1] - window[0])
         spans = []
         for score, first, last in _best_spans(scores[1:], count, options.max_answer_len):
             tokens = window[0] + first, window[0] + last
@@ -184,10 +184,9 @@ def _reason(rank: int, returned: int, no_answer_is_likelier: bool) -> str:
     return f"{others} a higher score{doubt}"
 
 
-def _scores(logits: Float32, question_tokens: int, context_tokens: int) -> Float32:
+def _scores(logits: Float32, context_start: int, context_tokens: int) -> Float32:
     """Return the start and end scores [1 + C, 2] of ``[CLS]`` and the C context tokens."""
-    begin = question_tokens + 2  # after [CLS], the question and [SEP]
-    context_logits = logits[begin : begin + context_tokens]
+    context_logits = logits[context_start : context_start + context_tokens]
     selected = np.concatenate([logits[:1], context_logits])
     scores: Float32 = np.exp(selected - selected.max(0))
     scores /= scores.sum(0)

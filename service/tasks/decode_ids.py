@@ -7,13 +7,12 @@ from pydantic import Field
 from cloze.service.abandonment import check_awaited
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks.task import (
-    CountOrZero,
-    FirstError,
     NotEmpty,
     PreparedRequest,
     Task,
     TaskCall,
     TaskContext,
+    TokenIds,
     WireModel,
 )
 
@@ -23,8 +22,7 @@ _IDS_PER_RESULT = 32
 _MOST_ID = 2**32 - 1
 """Largest id that the tokenizers library reads; it skips those outside the vocabulary."""
 
-_Ids = Annotated[list[CountOrZero], FirstError(), NotEmpty]
-Ids = _Ids | Annotated[list[_Ids], FirstError(), NotEmpty]
+Ids = TokenIds | Annotated[list[TokenIds], NotEmpty]
 """The token ids of a text, or a list of such lists."""
 
 

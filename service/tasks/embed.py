@@ -23,7 +23,6 @@ from cloze.service.tasks.task import (
     Count,
     CountOrZero,
     Example,
-    FirstError,
     NotEmpty,
     PreparedRequest,
     Task,
@@ -63,7 +62,7 @@ class EmbedParameters(TextParameters):
         description="the layers whose hidden states are pooled, as in table 7 of the BERT paper "
         "(first: the embeddings); the default is last",
     )
-    spans: Annotated[list[tuple[CountOrZero, Count]], FirstError(), NotEmpty] | None = Field(
+    spans: Annotated[list[tuple[CountOrZero, Count]], NotEmpty] | None = Field(
         None,
         description="parts (start, end) of one text, in characters; each has a vector, pooled from "
         "one pass over the whole text (late chunking, Guenther et al. 2024)",

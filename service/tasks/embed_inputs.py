@@ -15,12 +15,11 @@ from cloze.service.tasks.long_text import (
     characters,
 )
 from cloze.service.tasks.task import (
-    CountOrZero,
-    FirstError,
     NotEmpty,
     TaskContext,
     Text,
     TextUsage,
+    TokenIds,
     check_text,
     input_name,
     listed,
@@ -29,8 +28,7 @@ from cloze.service.tasks.task import (
 TextOrIds = str | list[int]
 """A text, or the token ids of a text in the model's vocabulary."""
 
-TokenIds = Annotated[list[CountOrZero], FirstError(), NotEmpty]
-EmbedInputs = Text | TokenIds | Annotated[list[Text | TokenIds], FirstError(), NotEmpty]
+EmbedInputs = Text | TokenIds | Annotated[list[Text | TokenIds], NotEmpty]
 
 Inputs = Annotated[
     EmbedInputs,
@@ -196,7 +194,9 @@ def prompt_of(context: TaskContext, name: str | None) -> str:
         return ""
     if name not in prompts:
         known = ", ".join(map(ascii, prompts)) or "none"
-        raise InvalidRequest(f"prompt_name {name!a} is not one of the model's prompts ({known})")
+        raise InvalidRequest(
+            f"prompt_name {ascii(name)[:80]} is not one of the model's prompts ({known})"
+        )
     return prompts[name]
 
 

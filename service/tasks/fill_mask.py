@@ -18,7 +18,6 @@ from cloze.service.tasks.long_text import LongText, UsageParameters
 from cloze.service.tasks.task import (
     Count,
     Example,
-    FirstError,
     PreparedRequest,
     Task,
     TaskCall,
@@ -43,7 +42,7 @@ class FillMaskParameters(UsageParameters):
     """The parameters that huggingface_hub's ``fill_mask`` sends, and some of our own."""
 
     top_k: Count | None = Field(None, description="predictions per mask; the default is 5")
-    targets: str | Annotated[list[str], FirstError()] | None = Field(
+    targets: str | list[str] | None = Field(
         None,
         description="tokens to choose among; a score remains the softmax over the whole vocabulary",
     )

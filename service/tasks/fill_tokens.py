@@ -137,7 +137,7 @@ def prepare_originals(
     for index, (text, original) in enumerate(zip(ids, originals, strict=True)):
         check_text(original, "original", context.limits)
         pieces = tokenizer.ids([original])[0]
-        if len(pieces) != 1 or pieces[0] == tokenizer.id_of(tokenizer.unknown_token):
+        if len(pieces) != 1 or pieces[0] == tokenizer.unknown_id:
             shown = ascii(original)[:80]
             raise InvalidRequest(f"original {shown} is not a token of the vocabulary")
         masks = len(tokenizer.mask_positions(text))

@@ -164,11 +164,10 @@ def vocabulary_words(tokenizer: Tokenizer, targets: Sequence[str]) -> Vocabulary
     Raises:
         InvalidRequest: no target is one.
     """
-    unknown = tokenizer.id_of(tokenizer.unknown_token)
     words: dict[tuple[int, ...], None] = {}  # ordered
     warnings = []
     for target, ids in zip(targets, tokenizer.ids(targets), strict=True):
-        if not ids or unknown in ids or tokenizer.mask_id in ids:
+        if not ids or tokenizer.unknown_id in ids or tokenizer.mask_id in ids:
             warnings.append(f"target {target!a} is not in the vocabulary and was left out")
         else:
             words[tuple(ids)] = None

@@ -15,7 +15,6 @@ from cloze.model_store.heads import next_sentence
 from cloze.service.tasks.long_text import UsageParameters, too_long
 from cloze.service.tasks.task import (
     Example,
-    FirstError,
     NotEmpty,
     PreparedRequest,
     Task,
@@ -100,7 +99,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
     encodings, usage, truncated = [], [], 0
     for (first, second), name in zip(pairs, names, strict=True):
         encoding, cut = tokenizer.pair(ids[first], ids[second], limits.max_tokens)
-        tokens = len(ids[first]) + len(ids[second]) + 3
+        tokens = len(ids[first]) + len(ids[second]) + tokenizer.pair_tokens
         if cut and parameters.long_text == "error":
             raise too_long(name, tokens, limits.max_tokens, "long_text is error")
         encoding.requests = _REQUEST
@@ -138,7 +137,7 @@ TASK: Final = Task(
     summary="Whether one text follows another",
     heads=(next_sentence.HEAD.name,),
     inputs=Annotated[
-        Pair | Candidates | Annotated[list[Pair], FirstError(), NotEmpty],
+        Pair | Candidates | Annotated[list[Pair], NotEmpty],
         Field(
             description="a pair, a list of pairs, or a text with candidates to rank",
             examples=[{"text": "He opened the door.", "next": "Then he went in."}],

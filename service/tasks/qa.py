@@ -25,7 +25,6 @@ from cloze.service.tasks.task import (
     Count,
     CountOrZero,
     Example,
-    FirstError,
     NotEmpty,
     PreparedRequest,
     Task,
@@ -131,9 +130,10 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         name = input_name(index, many=many)
         ids, spans = _tokenize(pair, name, context)
         cut = ids[: options.max_question_len]
-        window_tokens = options.max_seq_len - len(cut) - 3
+        special = context.tokenizer.pair_tokens
+        window_tokens = options.max_seq_len - len(cut) - special
         stride = _stride(options, window_tokens, name)
-        whole = len(ids) + len(spans.ids) + 3
+        whole = len(ids) + len(spans.ids) + special
         if options.long_text == "error" and len(cut) < len(ids):
             most = options.max_question_len
             raise InvalidRequest(
@@ -150,9 +150,10 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
                 f"up to {name} the windows hold {tokens} tokens; the limit of a request is {most}"
             )
         bounds = windows(len(read.ids), window_tokens, stride)
-        questions.append(Question(pair.context, read, len(cut), bounds))
+        start = context.tokenizer.second_start(len(cut))
+        questions.append(Question(pair.context, read, start, bounds))
         places = characters(bounds, read.offsets) if len(bounds) > 1 else None
-        usage.append(TextUsage(whole, len(cut) + len(read.ids) + 3, places))
+        usage.append(TextUsage(whole, len(cut) + len(read.ids) + special, places))
         for first, end in bounds:
             encoding, _ = context.tokenizer.pair(cut, read.ids[first:end], options.max_seq_len)
             encoding.requests = _REQUEST
@@ -224,7 +225,7 @@ TASK: Final = Task(
     summary="The span of a context that answers a question",
     heads=(span.HEAD.name,),
     inputs=Annotated[
-        QaPair | Annotated[list[QaPair], FirstError(), NotEmpty],
+        QaPair | Annotated[list[QaPair], NotEmpty],
         Field(
             description="a question with its context, or a list of them",
             examples=[{"question": "Who wrote it?", "context": "It was written by Ada."}],

@@ -23,7 +23,6 @@ from cloze.service.tasks.long_text import (
 from cloze.service.tasks.task import (
     Count,
     Example,
-    FirstError,
     NotEmpty,
     PreparedRequest,
     Task,
@@ -156,7 +155,7 @@ class _Encoder:
     def add_pair(self, first: list[int], second: list[int], name: str) -> None:
         """Add a pair of texts by their tokens, without special tokens."""
         tokenizer, most = self._context.tokenizer, self._context.limits.max_tokens
-        tokens = len(first) + len(second) + 3
+        tokens = len(first) + len(second) + tokenizer.pair_tokens
         if self._choice == "window" and tokens > most:
             raise InvalidRequest(
                 f"{name} is a pair of {tokens} tokens; the model reads {most}, and long_text "
@@ -232,7 +231,7 @@ TASK: Final = Task(
     summary="The labels of a text or of a pair of texts",
     heads=(sequence_classification.HEAD.name,),
     inputs=Annotated[
-        Text | TextPair | Annotated[list[Text | TextPair], FirstError(), NotEmpty],
+        Text | TextPair | Annotated[list[Text | TextPair], NotEmpty],
         Field(
             description="a text, a pair of texts, or a list of either",
             examples=["The room was loud and the staff unfriendly."],

@@ -254,18 +254,21 @@ def _tokens(
 ) -> list[_Token]:
     """Return the tokens of a window.
 
-    A token that is longer than its characters in the text has the prefix ``##`` and continues a
-    word. The characters of the text replace the unknown token, which begins a word.
+    In a vocabulary that marks tokens which continue a word, such a token is longer than its
+    characters in the text. In another one, a token without a space before it or at its start
+    continues a word. The characters of the text replace the unknown token, which begins a word.
     """
     tokens = []
     for position in range(first, end):
         start, stop = text.spans.offsets[position]
         characters = text.text[start:stop]
         word, continues = tokenizer.token_of(text.spans.ids[position]), False
-        if word == tokenizer.unknown_token:
+        if text.spans.ids[position] == tokenizer.unknown_id:
             word = characters
-        else:
+        elif tokenizer.continuation is not None:
             continues = len(word) != len(characters)
+        else:
+            continues = start > 0 and " " not in text.text[start - 1 : start + 1]
         index = position - first + 1  # the index of [CLS] is 0
         tokens.append(_Token(index, word, start, stop, continues, scores[position - first]))
     return tokens

@@ -25,6 +25,7 @@ from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.core import ServiceError
 from cloze.service.http.bodies import parse
+from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.protocols.native import task_route
 from cloze.service.tasks import TASKS, TaskContext, TaskLimits
 from cloze.service.tokenizer import Tokenizer
@@ -40,6 +41,7 @@ LIMITS = TaskLimits(
     max_text_characters=5000,
     max_request_texts=5,
 )
+BODY_LIMITS = BodyLimits.of_requests(1_000_000, 5, 5000)
 ROUTES = {task.route: (task, task_route(task)) for task in TASKS.values()}
 LABELS = ("O", "B-PER", "I-PER")
 WIDTH = 8
@@ -169,7 +171,7 @@ def check(data: bytes, _: Path) -> bool:
     task, wire = ROUTES[route]
     random = np.random.default_rng(zlib.crc32(data))
     try:
-        call = wire.to_call(parse(wire.body, body.encode("utf-8", "surrogateescape")))
+        call = wire.to_call(parse(wire.body, body.encode("utf-8", "surrogateescape"), BODY_LIMITS))
         prepared = task.prepare(call, context())
         while True:
             check_encodings(prepared.encodings)

@@ -1,21 +1,22 @@
 """An encoder with its heads, the torch module between checkpoints and graphs."""
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
-from cloze.export.models.config import EncoderConfig
-from cloze.export.models.encoder import Encoder
-
-if TYPE_CHECKING:
-    from cloze.export.heads.masked_lm import MaskedLMHead
-    from cloze.export.heads.next_sentence import NextSentenceHead
-    from cloze.export.heads.span import SpanHead
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.families import FAMILIES, HeadSpec
+from cloze.export.heads import EXPORT_HEADS
+from cloze.export.heads.head import HeadSetup
+from cloze.export.heads.masked_lm import MaskedLMHead
+from cloze.export.heads.next_sentence import NextSentenceHead
+from cloze.export.heads.span import SpanHead
+from cloze.export.sentence import EmbeddingRecipe
 
 
 class Model(nn.Module):
-    """BERT or DistilBERT. Each head is an attribute with the head's name; None: the head is absent.
+    """A model of any family. Each head is an attribute with its name; None: the head is absent.
 
     Args:
         config: the sizes.
@@ -26,9 +27,9 @@ class Model(nn.Module):
         options: the options of the model's heads.
     """
 
-    masked_lm: "MaskedLMHead | None"
-    next_sentence: "NextSentenceHead | None"
-    span: "SpanHead | None"
+    masked_lm: MaskedLMHead | None
+    next_sentence: NextSentenceHead | None
+    span: SpanHead | None
 
     def __init__(
         self,
@@ -36,20 +37,18 @@ class Model(nn.Module):
         heads: Iterable[str] = (),
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        from cloze.export.heads import (
-            EXPORT_HEADS,  # the modules of that package import this module
-        )
-
         super().__init__()
-        names, options = frozenset(heads), options or {}
+        names, options, family = frozenset(heads), options or {}, FAMILIES[config.family]
         self.config = config
         self.options = {name: section for name, section in options.items() if name in names}
-        self.encoder = Encoder(config)
+        self.encoder = family.encoder(config)
         for name, head in EXPORT_HEADS.items():
             if head.module is None:
                 continue
-            has_head = name in names
-            module = head.module(config, self.encoder, options.get(name)) if has_head else None
+            module = None
+            if name in names:
+                spec = family.heads.get(name, HeadSpec({}))
+                module = head.module(HeadSetup(config, self.encoder, spec, options.get(name)))
             setattr(self, name, module)
 
     def forward(
@@ -66,3 +65,14 @@ class Model(nn.Module):
     def parameter_count(self) -> int:
         """Return the number of parameters, tied parameters counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+
+def head_module(model: Model, recipe: EmbeddingRecipe, name: str) -> Any:
+    """Return the module that a head's functions take; None if the model lacks the head.
+
+    The functions of a head without a torch module take the recipe of embeddings.
+    """
+    head = EXPORT_HEADS[name]
+    if head.module is None and head.module_of is None:
+        return recipe
+    return getattr(model, head.module_of or name)

@@ -4,16 +4,16 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
 
+from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import OPSET, GraphBuilder, StoredWeight
 from cloze.export.graph.layouts import DenseLayout, PackedLayout
-from cloze.export.graph.linear_ops import Fp16, Fp32, InputScale, Int8, LinearOps, round_to_int8
-from cloze.export.graph.trunk import write_trunk
-from cloze.export.heads import EXPORT_HEADS, head_module
+from cloze.export.graph.linear_ops import Fp16, Fp32, InputScale, Int8, LinearOps
+from cloze.export.graph.trunk import TrunkGraph
+from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import HeadGraph, flat_rows
-from cloze.export.models import EncoderConfig, Model
+from cloze.export.model import Model, head_module
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.model_store.heads import Head
 from cloze.model_store.layouts import Layout
@@ -81,7 +81,7 @@ class GraphWriter:
         linear_ops = self._linear_ops(precision)
         g = GraphBuilder(half=self._weights is not Weights.FP32)
         batch_layout = PackedLayout() if layout is Layout.PACKED else DenseLayout()
-        states = write_trunk(g, batch_layout, linear_ops, self._model)
+        states = self._model.encoder.write(TrunkGraph(g, batch_layout, linear_ops))
         rows = flat_rows(g, layout, states[-1], config)
         graph = HeadGraph(g, linear_ops, layout, states, rows, config)
         for head in self._heads:
@@ -137,42 +137,3 @@ def check_layout(precisions: Collection[Precision], layout: Layout | None) -> No
             f"the layout {layout} is that of {matching}; leave out --layout, "
             f"or ask for --precision {matching}"
         )
-
-
-def round_weights(
-    model: Model, recipe: EmbeddingRecipe, weights: Weights, scales: Mapping[str, InputScale]
-) -> None:
-    """Round every matrix, in place, to the nearest values that ``weights`` can store.
-
-    Torch then computes with the numbers that the graph stores.
-
-    Args:
-        model: the model whose parameters to round.
-        recipe: the recipe whose projections to round.
-        weights: the storage of matrices. With int8, matrices outside the encoder are stored as
-            fp16.
-        scales: the scales of inputs whose matrices are stored as integers.
-
-    Raises:
-        ExportError: a weight is too large for fp16.
-    """
-    if weights is Weights.FP32:
-        return
-    integers = set[Tensor]()
-    if weights is Weights.INT8:
-        integers = round_to_int8(model.encoder, scales)
-    for module in (model, *recipe.projections):
-        _round_to_fp16(module, integers)
-
-
-@torch.no_grad()
-def _round_to_fp16(module: nn.Module, integers: Collection[Tensor]) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.ndim > 1 and parameter not in integers:
-            rounded = parameter.half().float()
-            if not rounded.isfinite().all():
-                largest = float(parameter.abs().max())
-                raise ExportError(
-                    f"{name} holds {largest:.3g}, which fp16 cannot; use fp32 weights"
-                )
-            parameter.copy_(rounded)

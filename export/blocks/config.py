@@ -1,0 +1,41 @@
+"""The sizes of an encoder. Does not depend on torch."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass as validated
+
+from cloze.model_store.limits import MAX_LAYERS, MAX_POSITIONS, MAX_VOCABULARY, MAX_WIDTH
+
+
+@validated(frozen=True, slots=True)
+class EncoderConfig:
+    """The sizes of an encoder. The constructor validates every size.
+
+    ``type_vocab_size`` is 0 for a family without token types. ``activation`` is a key of
+    `activations.ACTIVATIONS`.
+
+    Raises:
+        pydantic.ValidationError: a size is not a number or exceeds its limits.
+    """
+
+    family: str
+    vocab_size: Annotated[int, Field(gt=0, le=MAX_VOCABULARY)]
+    hidden_size: Annotated[int, Field(gt=0, le=MAX_WIDTH)]
+    layers: Annotated[int, Field(gt=0, le=MAX_LAYERS)]
+    heads: Annotated[int, Field(gt=0, le=MAX_WIDTH)]
+    intermediate_size: Annotated[int, Field(gt=0, le=MAX_WIDTH)]
+    max_positions: Annotated[int, Field(gt=2, le=MAX_POSITIONS)]
+    type_vocab_size: Annotated[int, Field(ge=0, le=MAX_WIDTH)]
+    activation: str = "gelu"
+    layer_norm_eps: Annotated[float, Field(gt=0, lt=1)] = 1e-12
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % self.heads:
+            raise ValueError(
+                f"hidden size {self.hidden_size} is not a multiple of the {self.heads} "
+                "attention heads"
+            )
+        return self

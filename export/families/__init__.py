@@ -1,0 +1,23 @@
+"""One module per model family: how its checkpoints are read and written, and of which blocks.
+
+To add a family, write a module with a `FAMILY` and add it to `FAMILIES`. No other module names one.
+"""
+
+from collections.abc import Mapping
+from typing import Final
+
+from cloze.export.families import bert, distilbert, roberta
+from cloze.export.families.family import Family, HeadSpec
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    family.name: family for family in (bert.FAMILY, distilbert.FAMILY, roberta.FAMILY)
+}
+"""All model families by the ``model_type`` of ``config.json``."""
+
+PRETRAINED: Final = bert.FAMILY
+"""The family of models that are trained from nothing."""
+
+STUDENT: Final = distilbert.FAMILY
+"""The family of distilled students."""
+
+__all__ = ["FAMILIES", "PRETRAINED", "STUDENT", "Family", "HeadSpec"]

@@ -1,0 +1,99 @@
+"""DistilBERT: BERT without token types and pooler, and the names in its checkpoints.
+
+Source: Sanh et al. 2019, and transformers' ``DistilBertFor*``.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.encoder import post_norm_encoder
+from cloze.export.families.family import Family, HeadSpec
+from cloze.export.families.rules import Rename, layer_rules
+
+
+def read_config(config: Mapping[str, Any]) -> EncoderConfig:
+    """Return the sizes in the ``config.json`` of a DistilBERT checkpoint.
+
+    Raises:
+        KeyError: a size is missing.
+    """
+    return EncoderConfig(
+        family="distilbert",
+        vocab_size=config["vocab_size"],
+        hidden_size=config["dim"],
+        layers=config["n_layers"],
+        heads=config["n_heads"],
+        intermediate_size=config["hidden_dim"],
+        max_positions=config["max_position_embeddings"],
+        type_vocab_size=0,
+        activation=config.get("activation", "gelu"),
+        layer_norm_eps=1e-12,
+        dropout=config.get("dropout", 0.1),
+    )
+
+
+def write_config(config: EncoderConfig) -> dict[str, Any]:
+    """Return the ``config.json`` of an encoder with these sizes."""
+    return {
+        "architectures": ["DistilBertForMaskedLM"],
+        "model_type": "distilbert",
+        "vocab_size": config.vocab_size,
+        "dim": config.hidden_size,
+        "n_layers": config.layers,
+        "n_heads": config.heads,
+        "hidden_dim": config.intermediate_size,
+        "max_position_embeddings": config.max_positions,
+        "activation": config.activation,
+        "dropout": config.dropout,
+        "attention_dropout": config.dropout,
+        "pad_token_id": 0,
+    }
+
+
+FAMILY: Final = Family(
+    name="distilbert",
+    read_config=read_config,
+    write_config=write_config,
+    encoder=post_norm_encoder,
+    prefix="distilbert.",
+    rules=(
+        Rename("embeddings.word_embeddings.weight", "encoder.embeddings.word.weight"),
+        Rename("embeddings.position_embeddings.weight", "encoder.embeddings.position.weight"),
+        Rename("embeddings.LayerNorm.{p}", "encoder.embeddings.norm.{p}"),
+        *layer_rules(
+            "transformer.layer.*",
+            {
+                "attention.q_lin": "attention.query",
+                "attention.k_lin": "attention.key",
+                "attention.v_lin": "attention.value",
+                "attention.out_lin": "attention.output",
+                "sa_layer_norm": "attention_norm",
+                "ffn.lin1": "up",
+                "ffn.lin2": "down",
+                "output_layer_norm": "output_norm",
+            },
+        ),
+    ),
+    heads={
+        "masked_lm": HeadSpec(
+            {
+                "vocab_transform.{p}": "transform.{p}",
+                "vocab_layer_norm.{p}": "norm.{p}",
+                "vocab_projector.{p}": "decoder.{p}",
+            }
+        ),
+        "span": HeadSpec({"qa_outputs.{p}": "classifier.{p}"}),
+        "sequence_classification": HeadSpec(
+            {"pre_classifier.{p}": "pooler.{p}", "classifier.{p}": "classifier.{p}"},
+            activation="relu",
+        ),
+        "token_classification": HeadSpec({"classifier.{p}": "classifier.{p}"}),
+    },
+    classes={
+        frozenset({"masked_lm"}): "DistilBertForMaskedLM",
+        frozenset({"span"}): "DistilBertForQuestionAnswering",
+    },
+    class_prefix="DistilBert",
+    tokenizer_class="DistilBertTokenizer",
+)

@@ -1,0 +1,142 @@
+"""Rules that map the tensors of checkpoints to ours, and back.
+
+A name may be a pattern: ``*`` stands for the number of a layer, ``{p}`` for ``weight`` or ``bias``.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a tensor of a checkpoint becomes.
+
+    Attributes:
+        name: our name of the tensor.
+        convert: the checkpoint's tensor -> ours.
+        is_added: whether the result is added to the tensor of another rule with this name.
+    """
+
+    name: str
+    convert: Callable[[Tensor], Tensor] = _unchanged
+    is_added: bool = False
+
+
+class Rule(Protocol):
+    """The mapping of one tensor, or of one per layer."""
+
+    def read(self, name: str) -> list[Target]:
+        """Return what a tensor of a checkpoint becomes; nothing if the rule is not about it."""
+
+    def write(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return one of our tensors as tensors of a checkpoint; nothing if the rule has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """The tensor is ours, under another name.
+
+    Attributes:
+        theirs: name in a checkpoint.
+        ours: our name.
+    """
+
+    theirs: str
+    ours: str
+
+    def read(self, name: str) -> list[Target]:
+        """See `Rule`."""
+        new = _translate(name, self.theirs, self.ours)
+        return [Target(new)] if new else []
+
+    def write(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """See `Rule`."""
+        new = _translate(name, self.ours, self.theirs)
+        return {new: tensor} if new else {}
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Our tensor is the checkpoint's without its first rows.
+
+    Attributes:
+        theirs: name in a checkpoint.
+        ours: our name.
+        first: number of rows that are left out. They are written as zeros.
+    """
+
+    theirs: str
+    ours: str
+    first: int
+
+    def read(self, name: str) -> list[Target]:
+        """See `Rule`."""
+        return [Target(self.ours, lambda rows: rows[self.first :])] if name == self.theirs else []
+
+    def write(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """See `Rule`."""
+        if name != self.ours:
+            return {}
+        return {self.theirs: torch.cat([tensor.new_zeros(self.first, *tensor.shape[1:]), tensor])}
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """The first row of the checkpoint's tensor is part of each row of ours.
+
+    Attributes:
+        theirs: name in a checkpoint.
+        ours: our name.
+        into: rule of the rest of our tensor.
+    """
+
+    theirs: str
+    ours: str
+    into: Rule
+
+    def read(self, name: str) -> list[Target]:
+        """See `Rule`."""
+        if name == self.theirs:
+            return [Target(self.ours, lambda rows: rows[:1], is_added=True)]
+        return self.into.read(name)
+
+    def write(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """See `Rule`: the row is written as zeros."""
+        written = self.into.write(name, tensor)
+        return written and written | {self.theirs: tensor.new_zeros(1, *tensor.shape[1:])}
+
+
+def layer_rules(prefix: str, names: Mapping[str, str]) -> tuple[Rename, ...]:
+    """Return the rules of the linear layers and norms of every layer of an encoder.
+
+    Args:
+        prefix: the first part of their names in a checkpoint.
+        names: their names in a checkpoint -> our names, both within a layer.
+    """
+    return tuple(
+        Rename(f"{prefix}.{theirs}.{{p}}", f"encoder.layers.*.{ours}.{{p}}")
+        for theirs, ours in names.items()
+    )
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(
+        re.escape(name).replace(r"\*", r"(?P<layer>\d+)").replace(r"\{p\}", "(?P<p>weight|bias)")
+    )
+
+
+def _translate(name: str, old: str, new: str) -> str | None:
+    """Return ``name`` in the form of ``new`` if the name has the form of ``old``, else None."""
+    match = _pattern(old).fullmatch(name)
+    return match and match.expand(new.replace("*", r"\g<layer>").replace("{p}", r"\g<p>"))

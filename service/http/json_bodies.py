@@ -1,0 +1,242 @@
+"""Parses JSON within limits, and in pieces, so that no body keeps the interpreter for long.
+
+A parser in C holds Python's global interpreter lock until it returns, so all other threads, the
+event loop included, wait meanwhile. A large body is therefore divided at commas, and the parser
+gets one piece after another. A scan in front of the parser counts what the body would become.
+"""
+
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from cloze.service.abandonment import check_awaited
+from cloze.service.core import MalformedRequest, RequestTooLarge
+
+PIECE_BYTES = 65_536
+"""Bytes of a piece. Shorter bodies are parsed at once, and stay below all limits."""
+
+_MAX_DEPTH = 1024
+"""Most lists and objects inside each other: the limit of orjson."""
+
+_BRACKET = re.compile(rb"[][{}]")
+_NOT_JSON = "the body is not JSON"
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """The limits of a body.
+
+    Attributes:
+        max_bytes: most bytes, before and after decompression.
+        max_parts: most texts, lists and objects in all, names of fields included.
+        max_values: most JSON values in all, most of which are numbers then.
+    """
+
+    max_bytes: int
+    max_parts: int
+    max_values: int
+
+    @classmethod
+    def of_requests(cls, max_bytes: int, max_texts: int, max_tokens: int) -> "BodyLimits":
+        """Return limits that admit every request within the limits of texts and tokens.
+
+        A text may be one of several in an object, and each token may be a number.
+
+        Args:
+            max_bytes: most bytes per body.
+            max_texts: most texts per request.
+            max_tokens: most tokens per request.
+        """
+        max_parts = max(16 * max_texts, PIECE_BYTES // 2)
+        return cls(max_bytes, max_parts, max_tokens + max_parts)
+
+
+def load(data: bytes, limits: BodyLimits, piece_bytes: int = PIECE_BYTES) -> Any:
+    """Return the value of a JSON body.
+
+    Args:
+        data: the body.
+        limits: the limits of bodies above ``piece_bytes``.
+        piece_bytes: bytes of a piece.
+
+    Raises:
+        MalformedRequest: the body is not JSON.
+        RequestTooLarge: the body has too many values.
+        Abandoned: nobody waits for the value any more.
+    """
+    if not data.strip():
+        raise MalformedRequest("the body is empty; send a JSON object")
+    if len(data) <= piece_bytes:
+        return _parse(data, 0)
+    document = _Document()
+    start = 0
+    for masked in _masked_pieces(data, limits, piece_bytes):
+        check_awaited()
+        document.read(data[start : start + len(masked)], masked, start)
+        start += len(masked)
+    return document.value()
+
+
+def _parse(text: bytes, start: int) -> Any:
+    """Return the value of JSON, or raise with its place in the body, of which it is a part."""
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        surrogate = "; \\ud800 to \\udfff, surrogates, must come in pairs"
+        hint = surrogate if "surrogate" in error.msg else ""
+        place = start + len(error.doc[: error.pos].encode())
+        raise MalformedRequest(
+            f"{_NOT_JSON}: {error.msg.partition(': line')[0]} at byte {place}{hint}"
+        ) from None
+
+
+def _masked_pieces(data: bytes, limits: BodyLimits, size: int) -> Iterator[bytes]:
+    """Yield the pieces of JSON with ``_`` for each byte inside a string; each ends before a comma.
+
+    Raises:
+        RequestTooLarge: the body has too many values.
+    """
+    piece = bytearray()
+    scanned = quotes = brackets = commas = 0
+    while scanned < len(data):
+        masked = _mask(data[scanned : scanned + size], in_string=quotes % 2 == 1)
+        quotes += masked.count(b'"')
+        brackets += masked.count(b"[") + masked.count(b"{")
+        commas += masked.count(b",")
+        if brackets + quotes // 2 > limits.max_parts:
+            raise RequestTooLarge(
+                f"the body has over {limits.max_parts} texts, lists and objects, the limit"
+            )
+        if commas + brackets > limits.max_values:
+            raise RequestTooLarge(f"the body has over {limits.max_values} values, the limit")
+        scanned += len(masked)
+        cut = len(piece) + masked.rfind(b",")
+        has_comma = cut >= len(piece)
+        piece += masked
+        if has_comma:
+            yield bytes(piece[:cut])
+            del piece[:cut]
+    yield bytes(piece)
+
+
+def _mask(chunk: bytes, *, in_string: bool) -> bytes:
+    """Return JSON with ``_`` for each byte inside a string.
+
+    The result lacks the last byte if that is a backslash, whose character is in the next chunk.
+
+    Args:
+        chunk: at least one byte.
+        in_string: whether the chunk begins inside a string.
+    """
+    chunk = chunk.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    if chunk.endswith(b"\\") and len(chunk) > 1:
+        chunk = chunk[:-1]
+    parts = chunk.split(b'"')
+    for index in range(not in_string, len(parts), 2):
+        parts[index] = b"_" * len(parts[index])
+    return b'"'.join(parts)
+
+
+class _Document:
+    """A JSON document that is read in pieces.
+
+    A list or an object that is not within one piece is *open*: its elements are parsed in several
+    parts. In each part, a placeholder stands for an open child, and for what the parts before had.
+    """
+
+    def __init__(self) -> None:
+        self._root: list[Any] = []
+        self._open: list[Any] = [self._root]
+        self._is_empty = True  # the innermost open list or object
+        self._name = secrets.token_hex(8)  # no client can guess it
+
+    def value(self) -> Any:
+        """Return the value of the document, all of which has been read.
+
+        Raises:
+            MalformedRequest: the document is cut, or more than one value.
+        """
+        if len(self._open) > 1:
+            raise MalformedRequest(f"{_NOT_JSON}: unexpected end of data")
+        if len(self._root) != 1:
+            raise MalformedRequest(f"{_NOT_JSON}: it has several values")
+        return self._root[0]
+
+    def read(self, piece: bytes, masked: bytes, start: int) -> None:
+        """Read the next piece.
+
+        Args:
+            piece: the piece.
+            masked: the piece with masked strings.
+            start: first byte of the piece in the document, for errors.
+
+        Raises:
+            MalformedRequest: the piece is no part of a JSON document.
+        """
+        first = 0
+        for place in _unmatched_brackets(masked):
+            text, is_list = piece[first:place], masked[place] in b"[]"
+            if masked[place] in b"[{":
+                self._begin(text, start + first, is_list=is_list)
+            else:
+                self._end(text, start + first, is_list=is_list)
+            first = place + 1
+        if self._is_empty and not piece[first:].strip():
+            raise MalformedRequest(f"{_NOT_JSON}: expected a value at byte {start + len(piece)}")
+        self._add(piece[first:], start + first)
+
+    def _begin(self, text: bytes, start: int, *, is_list: bool) -> None:
+        """Add the elements before an open list or object, and then that."""
+        if len(self._open) > _MAX_DEPTH:
+            raise MalformedRequest(f"{_NOT_JSON}: depth limit exceeded at byte {start}")
+        child: Any = [] if is_list else {}
+        self._add(text, start, child)
+        self._open.append(child)
+        self._is_empty = True
+
+    def _end(self, text: bytes, start: int, *, is_list: bool) -> None:
+        """Add the last elements of the innermost open list or object."""
+        if len(self._open) == 1 or isinstance(self._open[-1], list) is not is_list:
+            raise MalformedRequest(f"{_NOT_JSON}: unexpected bracket at byte {start + len(text)}")
+        if not self._is_empty or text.strip():
+            self._add(text, start)
+        self._open.pop()
+        self._is_empty = False
+
+    def _add(self, text: bytes, start: int, child: Any = None) -> None:
+        """Add elements, and a child that follows them, to the innermost open list or object."""
+        parent, name = self._open[-1], self._name
+        if isinstance(parent, list):
+            before = b"[" if self._is_empty else b"[null"
+            elements = _parse(before + text + (b"]" if child is None else b"null]"), start)
+            parent += elements if self._is_empty else elements[1:]
+            if child is not None:
+                parent[-1] = child
+        else:
+            quoted = b'"%s"' % name.encode()
+            before = b"{" if self._is_empty else b"{%s:null" % quoted
+            members = _parse(before + text + (b"}" if child is None else quoted + b"}"), start)
+            members.pop(name, None)
+            if child is not None:
+                members[next(key for key in members if members[key] == name)] = child
+            parent |= members
+        self._is_empty = False
+
+
+def _unmatched_brackets(masked: bytes) -> list[int]:
+    """Return the places of the brackets in a piece whose other bracket is in another piece."""
+    openers: list[int] = []
+    closers: list[int] = []
+    for found in _BRACKET.finditer(masked):
+        place = found.start()
+        if masked[place] in b"[{":
+            openers.append(place)
+        elif openers:
+            openers.pop()
+        else:
+            closers.append(place)
+    return closers + openers

@@ -1,0 +1,315 @@
+"""Each family gives the numbers of transformers, from its checkpoint to a server's answers."""
+
+import ast
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import (
+    BertConfig,
+    BertForPreTraining,
+    PreTrainedModel,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    RobertaForQuestionAnswering,
+    RobertaForSequenceClassification,
+    RobertaForTokenClassification,
+)
+
+from cloze.export.checkpoint import load_checkpoint
+from cloze.export.errors import ExportError
+from cloze.export.families import FAMILIES
+from cloze.export.heads import SPAN
+from cloze.export.publish import ExportOptions, export
+from cloze.export.tensors import read_tensors
+from cloze.export.train.errors import TrainError
+from cloze.export.train.save import save_checkpoint
+from cloze.export.train.start import start_from
+from cloze.model_store import Store
+from cloze.model_store.manifest import Precision
+from tests.serving import Server, running_server
+from tests.tokenizer_kinds import byte_level, unigram
+
+LABELS = {0: "bad", 1: "fair", 2: "good"}
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "attn_implementation": "eager",
+}
+TEXTS = ["The harbour was quiet.", "A café\u0301 - in  Zürich, isn't it?", "🙂 pay"]
+PAIRS = [("Where is the bank?", "The bank charges a fee."), (TEXTS[1], TEXTS[0])]
+
+
+def roberta(tokenizer: Tokenizer, **settings: Any) -> RobertaConfig:
+    return RobertaConfig(
+        **SIZES,
+        vocab_size=tokenizer.get_vocab_size(),
+        max_position_embeddings=130,
+        layer_norm_eps=1e-5,
+        type_vocab_size=1,
+        **settings,
+    )
+
+
+def save_random(model: type[PreTrainedModel], config: Any, tokenizer: Tokenizer, to: Path) -> Path:
+    """Save a checkpoint whose weights, all biases and norms included, are random."""
+    network = model(config)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in sorted(network.named_parameters()):
+            is_norm = "norm" in name.lower() and name.endswith("weight")
+            parameter.normal_(1.0 if is_norm else 0.0, 0.1)
+    network.tie_weights()
+    network.save_pretrained(to)
+    tokenizer.save(str(to / "tokenizer.json"))
+    return to
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root, pieces, units = tmp_path_factory.mktemp("families"), byte_level(), unigram()
+    labels = {"id2label": LABELS, "num_labels": 3}
+    bert = BertConfig(**SIZES, vocab_size=units.get_vocab_size(), max_position_embeddings=130)
+    cases: dict[str, tuple[Any, Any, Tokenizer]] = {
+        "roberta": (RobertaForMaskedLM, roberta(pieces), pieces),
+        "roberta-classes": (RobertaForSequenceClassification, roberta(pieces, **labels), pieces),
+        "roberta-entities": (RobertaForTokenClassification, roberta(pieces, **labels), pieces),
+        "roberta-qa": (RobertaForQuestionAnswering, roberta(pieces), pieces),
+        "bert-unigram": (BertForPreTraining, bert, units),
+    }
+    return {name: save_random(*case, root / name) for name, case in cases.items()}
+
+
+def encode(checkpoint: Path, text: str, second: str | None = None) -> torch.Tensor:
+    """Return the ids [1, S] as the file says, with special tokens.
+
+    transformers' own tokenizer classes rebuild parts of the file from their defaults.
+    """
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    encoding = tokenizer.encode(text) if second is None else tokenizer.encode(text, second)
+    return torch.tensor([encoding.ids])
+
+
+def oracle(model: Any, checkpoint: Path, ids: torch.Tensor) -> Any:
+    """Return transformers' outputs: all token types are 0."""
+    network = model.from_pretrained(checkpoint, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return network(ids, output_hidden_states=True)
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
+) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("store")
+    options = ExportOptions(precisions=(Precision.INT8,))
+    for name, checkpoint in checkpoints.items():
+        export(str(checkpoint), name, Store(root), options)
+    with running_server(root, "--precision", "fp32") as server:
+        yield server
+
+
+def ask(server: Server, route: str, model: str, inputs: Any, **parameters: Any) -> Any:
+    body = {"inputs": inputs, "model": model}
+    if route == "/embed":
+        body |= parameters
+    elif parameters:
+        body["parameters"] = parameters
+    response = httpx.post(f"{server.url}{route}", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+@pytest.mark.parametrize("name", ["roberta", "bert-unigram"])
+def test_masks_are_filled_as_by_transformers(
+    server: Server, checkpoints: dict[str, Path], name: str
+) -> None:
+    model = RobertaForMaskedLM if name == "roberta" else BertForPreTraining
+    tokenizer = Tokenizer.from_file(str(checkpoints[name] / "tokenizer.json"))
+    for text in ("The <mask> was quiet.", "Pay the fee at the <mask>"):
+        ids = encode(checkpoints[name], text)
+        outputs = oracle(model, checkpoints[name], ids)
+        logits = outputs.logits if name == "roberta" else outputs.prediction_logits
+        [place] = (ids[0] == tokenizer.token_to_id("<mask>")).nonzero()[0].tolist()
+        best = logits[0, place].softmax(0).topk(3)
+        ours = ask(server, "/fill-mask", name, text, top_k=3)
+        assert [row["token"] for row in ours] == best.indices.tolist()
+        scores = [row["score"] for row in ours]
+        assert scores == pytest.approx(best.values.tolist(), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["roberta", "bert-unigram"])
+def test_embeddings_are_those_of_transformers(
+    server: Server, checkpoints: dict[str, Path], name: str
+) -> None:
+    model = RobertaForMaskedLM if name == "roberta" else BertForPreTraining
+    ours = ask(server, "/embed", name, TEXTS, normalize=False)
+    for text, vector in zip(TEXTS, ours, strict=True):
+        outputs = oracle(model, checkpoints[name], encode(checkpoints[name], text))
+        theirs = outputs.hidden_states[-1][0].mean(0)
+        np.testing.assert_allclose(vector, theirs, atol=1e-4)
+
+
+def test_pairs_have_the_separators_of_the_tokenizer(
+    server: Server, checkpoints: dict[str, Path]
+) -> None:
+    folder = checkpoints["bert-unigram"]
+    for first, second in PAIRS:
+        ids = encode(folder, first, second)
+        logits = oracle(BertForPreTraining, folder, ids).seq_relationship_logits[0]
+        rows = ask(server, "/nsp", "bert-unigram", {"text": first, "next": second})
+        is_next = {row["label"]: row["score"] for row in rows}["IsNext"]
+        assert is_next == pytest.approx(float(logits.softmax(0)[0]), abs=1e-4)
+
+
+def test_texts_and_pairs_get_the_classes_of_transformers(
+    server: Server, checkpoints: dict[str, Path]
+) -> None:
+    folder = checkpoints["roberta-classes"]
+    inputs: list[Any] = [*TEXTS, *({"text": one, "text_pair": two} for one, two in PAIRS)]
+    ours = ask(server, "/classify", "roberta-classes", inputs, function_to_apply="none", top_k=3)
+    given: list[tuple[str, ...]] = [*((text,) for text in TEXTS), *PAIRS]
+    for texts, rows in zip(given, ours, strict=True):
+        logits = oracle(RobertaForSequenceClassification, folder, encode(folder, *texts)).logits[0]
+        theirs = {LABELS[number]: float(value) for number, value in enumerate(logits)}
+        assert {row["label"]: row["score"] for row in rows} == pytest.approx(theirs, abs=1e-4)
+
+
+def test_tokens_get_the_labels_of_transformers(
+    server: Server, checkpoints: dict[str, Path]
+) -> None:
+    folder = checkpoints["roberta-entities"]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in TEXTS:
+        rows = ask(
+            server,
+            "/token-classification",
+            "roberta-entities",
+            text,
+            aggregation_strategy="none",
+            ignore_labels=[],
+        )
+        logits = oracle(RobertaForTokenClassification, folder, encode(folder, text)).logits[0]
+        scores = logits.softmax(1)[1:-1]
+        assert [row["entity"] for row in rows] == [LABELS[int(one.argmax())] for one in scores]
+        assert [row["score"] for row in rows] == pytest.approx(scores.amax(1).tolist(), abs=1e-4)
+        offsets = tokenizer.encode(text).offsets[1:-1]
+        assert [(row["start"], row["end"]) for row in rows] == offsets
+
+
+def test_answers_are_found_where_transformers_finds_them(
+    server: Server, checkpoints: dict[str, Path]
+) -> None:
+    folder = checkpoints["roberta-qa"]
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for question, context in PAIRS:
+        answer = ask(
+            server,
+            "/qa",
+            "roberta-qa",
+            {"question": question, "context": context},
+            max_answer_len=100,
+            align_to_words=False,
+        )
+        encoding = tokenizer.encode(question, context)
+        outputs = oracle(RobertaForQuestionAnswering, folder, torch.tensor([encoding.ids]))
+        rows = [n for n, part in enumerate(encoding.sequence_ids) if part == 1]
+        start, end = (one[0, rows] for one in (outputs.start_logits, outputs.end_logits))
+        spans = start[:, None] + end[None, :]
+        spans[torch.ones_like(spans).tril(-1) > 0] = -torch.inf  # an end before its start
+        first, last = divmod(int(spans.argmax()), len(rows))
+        offsets = [encoding.offsets[row] for row in rows]
+        assert (answer["start"], answer["end"]) == (offsets[first][0], offsets[last][1])
+
+
+def test_a_checkpoint_is_written_as_it_was_read(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """What is folded moves to the positions; everything else keeps its bits."""
+    folder = checkpoints["roberta"]
+    checkpoint = load_checkpoint(str(folder))
+    save_checkpoint(checkpoint.model, checkpoint.tokenizer, tmp_path)
+    ids = encode(folder, TEXTS[0])
+    assert torch.allclose(
+        oracle(RobertaForMaskedLM, folder, ids).logits,
+        oracle(RobertaForMaskedLM, tmp_path, ids).logits,
+        atol=1e-5,
+    )
+
+
+def test_a_checkpoint_without_its_token_types_is_refused(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    from safetensors.torch import save_file
+
+    folder = checkpoints["roberta"]
+    tensors = dict(read_tensors([folder / "model.safetensors"]))
+    del tensors["roberta.embeddings.token_type_embeddings.weight"]
+    save_file(tensors, str(tmp_path / "model.safetensors"))
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    with pytest.raises(ExportError, match=r"lacks embeddings\.token_type_embeddings\.weight"):
+        load_checkpoint(str(tmp_path))
+
+
+@pytest.mark.parametrize("missing", ["layer_norm_eps", "max_position_embeddings", "vocab_size"])
+def test_a_size_whose_default_is_wrong_must_be_given(
+    checkpoints: dict[str, Path], tmp_path: Path, missing: str
+) -> None:
+    for file in checkpoints["roberta"].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    settings = json.loads((tmp_path / "config.json").read_text())
+    del settings[missing]
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ExportError, match=f"does not give '{missing}'"):
+        load_checkpoint(str(tmp_path))
+
+
+def test_vocab_json_and_merges_are_the_same_tokenizer(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((checkpoints["roberta"] / name).read_bytes())
+    byte_level().model.save(str(tmp_path))
+    added = {"<mask>": byte_level().token_to_id("<mask>")}
+    vocabulary = json.loads((tmp_path / "vocab.json").read_text()) | added
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    loaded = load_checkpoint(str(tmp_path)).tokenizer
+    for text in (*TEXTS, "The <mask> was quiet."):
+        assert loaded.tokenizer.encode(text).ids == byte_level().encode(text).ids
+    assert (loaded.pair_separators, loaded.second_type) == (2, 0)
+
+
+def test_training_refuses_a_tokenizer_that_it_would_use_wrongly(
+    checkpoints: dict[str, Path],
+) -> None:
+    checkpoint = load_checkpoint(str(checkpoints["roberta"]))
+    with pytest.raises(TrainError, match="tokenizer is BPE with 2 separators"):
+        start_from(checkpoint, [SPAN], dropout=0.1, seed=0)
+
+
+def test_only_families_name_families() -> None:
+    """A literal that equals a family's name, anywhere else, is a place that a new one would miss."""
+    root = Path(__file__).parent.parent
+    files = [
+        file
+        for package in ("export", "model_store", "service")
+        for file in sorted((root / package).rglob("*.py"))
+        if file.parent.name != "families"
+    ]
+    assert len(files) > 100
+    found = [
+        f"{file.relative_to(root)}:{node.lineno}"
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and node.value in FAMILIES
+    ]
+    assert not found

@@ -1,0 +1,49 @@
+"""Small tokenizers of the kinds that families use, trained on the texts of the quality gate."""
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from cloze.export.evaluation.texts import QUESTIONS, SENTENCES
+
+TEXT = [*SENTENCES, *(text for pair in QUESTIONS for text in pair)]
+_SPECIAL = ["<s>", "<pad>", "</s>", "<unk>"]
+_MASK = AddedToken("<mask>", lstrip=True, special=True, normalized=False)
+
+
+def byte_level() -> Tokenizer:
+    """As RoBERTa's: byte-level BPE, four special tokens in a pair, no token types."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, special_tokens=_SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.add_special_tokens([_MASK])
+    tokenizer.post_processor = processors.RobertaProcessing(
+        ("</s>", 2), ("<s>", 0), trim_offsets=True, add_prefix_space=False
+    )
+    return tokenizer
+
+
+def unigram(*, splits_first: bool = True) -> Tokenizer:
+    """As XLM-R's: Unigram with marks at the start of words, four special tokens in a pair.
+
+    Many files of older converters do not split at white space first.
+    """
+    tokenizer = Tokenizer(models.Unigram())
+    marks = pre_tokenizers.Metaspace(prepend_scheme="always")
+    split = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), marks])
+    tokenizer.pre_tokenizer = split if splits_first else marks
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=_SPECIAL, unk_token="<unk>", show_progress=False
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    tokenizer.add_special_tokens([_MASK])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> </s> $B </s>",
+        special_tokens=[("<s>", 0), ("</s>", 2)],
+    )
+    return tokenizer

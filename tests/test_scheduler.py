@@ -441,7 +441,7 @@ def test_retry_after_is_queued_tokens_over_measured_speed() -> None:
 
     seconds: list[float] = []
     engine = Slow()
-    with running(engine, workers=1, max_queue_tokens=4000, max_batch_tokens=100) as scheduler:
+    with running(engine, workers=1, max_queue_tokens=2000, max_batch_tokens=100) as scheduler:
         sums(scheduler.submit([sized(100)], later()))
         engine.gate.clear()
         engine.entered.clear()
@@ -449,8 +449,8 @@ def test_retry_after_is_queued_tokens_over_measured_speed() -> None:
         assert engine.entered.wait(WAIT_S)
         waiting = scheduler.submit([sized(100) for _ in range(20)], later())
         with pytest.raises(Overloaded) as caught:
-            scheduler.submit([sized(100)], later())
-        needed_s = 2000 / (100 / seconds[0])
+            scheduler.submit([sized(100)] * 11, later())
+        needed_s = (2000 + 1100) / (100 / seconds[0])
         assert needed_s * 0.99 <= caught.value.retry_after_s <= needed_s * 1.2
         running_now.cancel()
         waiting.cancel()

@@ -118,7 +118,7 @@ class Admission:
                 f"the queue holds {queue.tokens} tokens, {ahead} of them like this request's "
                 f"{tokens}; together they would be more than the {free} that are left of the "
                 f"limit of {self._max_queue_tokens}",
-                ahead / rate if rate else 1.0,
+                (ahead + tokens - free) / rate if rate else 1.0,
                 Rejection.QUEUE_FULL,
             )
         if not rate:

@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help docs site install serve test test-slow test-gpu coverage audit wheel bench lint format clean
+.PHONY: help docs site install serve test test-slow test-gpu mutants coverage audit wheel bench lint format clean
 
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +56,12 @@ $(GPU)/.installed: pyproject.toml constraints.txt
 
 test-gpu: $(GPU)/.installed  ## Run the tests that need a GPU.
 	$(GPU)/bin/pytest -m gpu
+
+# For example: make mutants MODULE=service/tasks OPTIONS='--size 100 --seed 2'
+mutants: install  ## Put faults into MODULE, one at a time; list those that its tests miss.
+	@test -n '$(MODULE)' || { echo 'name a folder or a file: make mutants MODULE=service/tasks'; exit 2; }
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mutants]'
+	$(BIN)/python -m tests.mutants $(OPTIONS) $(MODULE)
 
 # Coverage slows the tests, so each test gets more time. docs/coverage.md lists what is not covered.
 coverage: install  ## Run the tests with branch coverage; fail below the threshold.

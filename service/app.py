@@ -18,6 +18,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cloze.model_store import Bundle
 from cloze.service.application import create_app
+from cloze.service.batching.promises import Promises
 from cloze.service.core import Changes, Reload, ReloadRefused
 from cloze.service.http.access import AccessControl, accepted_hosts
 from cloze.service.http.access_log import AccessLog
@@ -151,6 +152,7 @@ class Process:
         self.bodies = MemoryLimit("bodies", settings.max_bodies_bytes, wait_s)
         self.answers = Answers(settings.max_answers_bytes)
         self.starts = Starts()
+        self.promises = Promises()
         self.reload: Reload | None = None
 
 
@@ -167,7 +169,8 @@ class Service:
         self._settings, self._registries = process.settings, process.registries
         self._draining = False
         pipelines = [
-            Pipeline(model, task_limits(self._settings, model.bundle.manifest)) for model in models
+            Pipeline(model, task_limits(self._settings, model.bundle.manifest), process.promises)
+            for model in models
         ]
         tasks = self._registries.tasks.values()
         self.models = Models(pipelines, tasks, self._settings.default_models())
@@ -198,6 +201,7 @@ class Service:
             error_bytes,
             limits,
             process.starts,
+            process.promises,
             callers,
             process.metrics,
             process.access_log,
@@ -368,7 +372,13 @@ class Service:
                     "x-request-id",
                     "x-request-timeout-ms",
                 ],
-                expose_headers=["x-request-id", "x-model", "x-truncated", "retry-after"],
+                expose_headers=[
+                    "x-request-id",
+                    "x-model",
+                    "x-truncated",
+                    "retry-after",
+                    "retry-after-ms",
+                ],
             )
 
     def drain(self) -> None:

@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, NamedTuple, Protocol, Self
+from typing import Final, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +123,7 @@ class Overloaded(ServiceError):
     """
 
     def __init__(
-        self, message: str, retry_after_s: int, reason: Rejection = Rejection.WAIT
+        self, message: str, retry_after_s: float, reason: Rejection = Rejection.WAIT
     ) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
@@ -216,14 +216,31 @@ class RequestTerms(NamedTuple):
     Attributes:
         deadline: `time.monotonic` time after which nothing of the request starts.
         client: the client, which shares the engines with other clients.
-        max_wait_s: longest expected wait in the queue, in seconds; None: the server's limit.
+        timeout_s: the time limit that the request states, in seconds; None: it states none.
         trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
+        returning: whether the request comes back when a refusal said so.
     """
 
     deadline: float
     client: str = ""
-    max_wait_s: float | None = None
+    timeout_s: float | None = None
     trace: str = ""
+    returning: bool = False
+
+
+class ExpectedWait(NamedTuple):
+    """How long a request that arrives now would wait.
+
+    Attributes:
+        seconds: until its first batch.
+        per_request_s: by which the request would delay the next one like it.
+    """
+
+    seconds: float
+    per_request_s: float
+
+
+NO_WAIT: Final = ExpectedWait(0.0, 0.0)
 
 
 class Timings(NamedTuple):
@@ -350,8 +367,9 @@ class Queue(Protocol):
         deadline: float,
         *,
         client: str = "",
-        max_wait_s: float | None = None,
+        timeout_s: float | None = None,
         accepted: bool = False,
+        returning: bool = False,
         later_round: bool = False,
         trace: str = "",
     ) -> Future[BatchResult]:
@@ -361,8 +379,10 @@ class Queue(Protocol):
             encodings: at least one encoding.
             deadline: `time.monotonic` time after which no encoding of the request starts.
             client: the client of the request, which shares the engine with other clients.
-            max_wait_s: longest expected wait until the first batch; None: the server's limit.
+            timeout_s: the time limit that the request states; None: it states none.
             accepted: whether the request arrived before the drain and must still be answered.
+            returning: whether the request comes back when a refusal said so. It goes before new
+                ones, but not before what was accepted.
             later_round: whether the encodings belong to a request that was admitted in an earlier
                 round; then neither a drain nor a full queue refuses them.
             trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
@@ -378,12 +398,16 @@ class Queue(Protocol):
         """
         ...
 
-    def expected_wait_s(self, client: str, *, unsubmitted: int = 0) -> float:
-        """Return the expected seconds until the first batch of a request that arrives now.
+    def expected_wait(
+        self, client: str, tokens: int, timeout_s: float | None, unsubmitted: int = 0
+    ) -> ExpectedWait:
+        """Return the expected wait of a request that arrives now.
 
         Args:
             client: the client of the request.
-            unsubmitted: requests of the client that have arrived and are not submitted yet.
+            tokens: number of its tokens, or an estimate.
+            timeout_s: the time limit that the request states; None: it states none.
+            unsubmitted: tokens of requests like it that have arrived and are not submitted yet.
         """
         ...
 

@@ -14,8 +14,11 @@ from typing import Any, Final, NamedTuple
 from cloze.model_store import Manifest
 from cloze.model_store.batch import Encoding
 from cloze.service.abandonment import run_on_thread
+from cloze.service.batching.lines import LineKey
+from cloze.service.batching.promises import PromiseKey, Promises
 from cloze.service.core import (
     BatchResult,
+    Overloaded,
     RequestTerms,
     ServiceError,
     ShuttingDown,
@@ -132,6 +135,7 @@ class Pipeline:
     Args:
         model: the bundle and the queue of its engine.
         limits: the limits of one request.
+        promises: when refused requests of the process may come back.
 
     Attributes:
         model: the bundle and the queue of its engine.
@@ -142,8 +146,11 @@ class Pipeline:
         StartupError: the bundle's tokenizer cannot be read.
     """
 
-    def __init__(self, model: ServedModel, limits: TaskLimits) -> None:
+    def __init__(
+        self, model: ServedModel, limits: TaskLimits, promises: Promises | None = None
+    ) -> None:
         self.model = model
+        self._promises = promises or Promises()
         self.manifest: Manifest = model.bundle.manifest
         self.context = TaskContext(self.manifest, Tokenizer(model.bundle), limits)
         self._completions = Completions()
@@ -221,16 +228,37 @@ class Pipeline:
         """
         if not encodings:
             return _NOTHING_RUN
-        future = self.model.queue.submit(
-            encodings,
-            terms.deadline,
-            client=terms.client,
-            max_wait_s=terms.max_wait_s,
-            accepted=True,  # the drain began later, if it has begun
-            later_round=later_round,
-            trace=terms.trace,
+        try:
+            future = self.model.queue.submit(
+                encodings,
+                terms.deadline,
+                client=terms.client,
+                timeout_s=terms.timeout_s,
+                accepted=True,  # the drain began later, if it has begun
+                returning=terms.returning,
+                later_round=later_round,
+                trace=terms.trace,
+            )
+            return await self._completions.wait(future)
+        except Overloaded as error:
+            key = self._promise_key(terms)
+            if not terms.returning and self._promises.redeem(key, time.monotonic()):
+                return await self._run_engine(encodings, terms._replace(returning=True))
+            self._promise(error, key, terms, sum(map(len, encodings)))
+            raise
+
+    def _promise_key(self, terms: RequestTerms) -> PromiseKey:
+        patience = LineKey.of(0, terms.timeout_s).patience
+        return PromiseKey(self.manifest.reference, terms.client, patience)
+
+    def _promise(
+        self, error: Overloaded, key: PromiseKey, terms: RequestTerms, tokens: int
+    ) -> None:
+        """Make a refusal say when the request may come back, and remember it."""
+        wait = self.model.queue.expected_wait(terms.client, tokens, terms.timeout_s)
+        error.retry_after_s = self._promises.promise(
+            key, time.monotonic(), error.retry_after_s, wait.per_request_s
         )
-        return await self._completions.wait(future)
 
 
 class Models:

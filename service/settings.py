@@ -115,15 +115,14 @@ class Settings(BaseSettings):
         262_144,
         ge=1,
         description="most queued tokens per model, which bounds the memory of the queue; further "
-        "requests get status 429",
+        "requests get status 429; one line of a client holds half of them at most",
     )
     max_queue_wait_ms: int = Field(
-        1000,
+        4000,
         ge=0,
         le=86_400_000,
-        description="longest expected wait for the first batch of a request without "
-        "X-Request-Timeout-Ms; a request that would wait longer gets status 429 at once; "
-        "0: no limit",
+        description="longest expected wait for the first batch of a request that states no time "
+        "limit; a request that would wait longer gets status 429 at once; 0: no limit",
     )
     max_request_bytes: int = Field(
         8_388_608,

@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Threads of torch that spin while they wait would starve the servers that tests start.
@@ -15,17 +16,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # No test may reach a hub. The tests of downloads set an endpoint of their own.
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
 
-import httpx
+# The fixtures import torch and the project themselves, so that a test that needs neither starts in
+# less than a second.
 import pytest
-from transformers import BertForSequenceClassification, BertForTokenClassification
 
-from cloze.export.publish import ExportOptions, export
-from cloze.model_store import Store
-from cloze.model_store.manifest import Precision
-from cloze.service.tasks import TASKS
-from tests import containers, tiny
-from tests.serving import Server, running_server
-from tests.tiny import save_checkpoint
+if TYPE_CHECKING:
+    from tests.serving import Server
 
 DATA_VARIABLE = "CLOZE_TEST_DATA"
 # Read before any test runs: `cloze bench run` removes variables of the server from its process.
@@ -116,7 +112,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.name in COMPUTING:
+        if item.path.name in COMPUTING or "unit" in item.path.parts:
             item.add_marker("computes")
 
 
@@ -173,6 +169,8 @@ def has_gpu() -> bool:
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return directories of tiny random checkpoints, by kind."""
+    from tests.tiny import save_checkpoint
+
     root = tmp_path_factory.mktemp("checkpoints")
     kinds = ("bert", "bert-plain", "bert-qa", "distilbert", "distilbert-qa")
     return {kind: save_checkpoint(root / kind, kind) for kind in kinds}
@@ -184,6 +182,9 @@ def tiny_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, 
 
     ``bert``: fill-mask, nsp, embed. ``bert-qa``: qa. ``distilbert``: fill-mask, embed.
     """
+    from cloze.export.publish import export
+    from cloze.model_store import Store
+
     root = tmp_path_factory.mktemp("store")
     for kind in ("bert", "bert-qa", "distilbert"):
         export(str(checkpoints[kind]), kind, Store(root))
@@ -193,6 +194,10 @@ def tiny_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, 
 @pytest.fixture(scope="session")
 def packed_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]) -> Path:
     """Return a store of ``bert`` and ``bert-qa``, each with an fp16 graph."""
+    from cloze.export.publish import ExportOptions, export
+    from cloze.model_store import Store
+    from cloze.model_store.manifest import Precision
+
     root, fp16 = tmp_path_factory.mktemp("packed"), (Precision.FP16,)
     export(str(checkpoints["bert"]), "bert", Store(root), ExportOptions(precisions=fp16))
     qa = ExportOptions(tasks=("qa",), precisions=fp16)
@@ -203,8 +208,10 @@ def packed_store(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str
 @pytest.fixture(
     scope="session", params=[(), ("--frontends", "2")], ids=["one-process", "front-ends"]
 )
-def server(request: pytest.FixtureRequest, tiny_store: Path) -> Iterator[Server]:
+def server(request: pytest.FixtureRequest, tiny_store: Path) -> "Iterator[Server]":
     """Run a server on `tiny_store`."""
+    from tests.serving import running_server
+
     with running_server(tiny_store, *request.param) as server:
         yield server
 
@@ -212,6 +219,8 @@ def server(request: pytest.FixtureRequest, tiny_store: Path) -> Iterator[Server]
 @pytest.fixture(scope="session")
 def cpu_image() -> Iterator[str]:
     """Build the image for a CPU; remove it at the end."""
+    from tests import containers
+
     image = containers.build("cpu")
     yield image
     containers.remove_image(image)
@@ -222,6 +231,12 @@ def every_task_store(
     tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Path]
 ) -> Path:
     """A store with a model of every task; the model of the examples has most of them."""
+    from transformers import BertForSequenceClassification, BertForTokenClassification
+
+    from cloze.export.publish import ExportOptions, export
+    from cloze.model_store import Store
+    from tests import tiny
+
     root, folder = tmp_path_factory.mktemp("store"), tmp_path_factory.mktemp("checkpoints")
     labels = {0: "O", 1: "B-PER", 2: "I-PER"}
     for kind, model in (
@@ -238,8 +253,13 @@ def every_task_store(
 
 
 @pytest.fixture(scope="session")
-def every_task(every_task_store: Path) -> Iterator[Server]:
+def every_task(every_task_store: Path) -> "Iterator[Server]":
     """A server of every task."""
+    import httpx
+
+    from cloze.service.tasks import TASKS
+    from tests.serving import running_server
+
     with running_server(every_task_store) as server:
         info = httpx.get(f"{server.url}/info").json()
         assert info["defaults"].keys() == TASKS.keys()
@@ -249,6 +269,9 @@ def every_task(every_task_store: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def minilm_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a store of ``minilm``, the sentence-transformer of `minilm_checkpoint`."""
+    from cloze.export.publish import ExportOptions, export
+    from cloze.model_store import Store
+
     root = tmp_path_factory.mktemp("minilm")
     export(str(minilm_checkpoint()), "minilm", Store(root), ExportOptions(tasks=("embed",)))
     return root

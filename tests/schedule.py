@@ -15,7 +15,7 @@ from functools import partial
 import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.batching.client_queue import PendingRequest
+from cloze.service.batching.lines import LineKey, PendingRequest
 from cloze.service.batching.scheduler import SchedulerLimits
 from cloze.service.core import (
     DeadlineExceeded,
@@ -272,6 +272,8 @@ class Schedule:
                 check_outcome(request, request.future)
                 assert request.future.queued_tokens == request.queued_tokens
         assert scheduler.queued_tokens == sum(each.queued_tokens for each in self.requests)
+        assert sum(queue.demand._tokens.values()) == scheduler.queued_tokens
+        assert min(queue.demand._tokens.values(), default=1) > 0
         assert queue.requests == {each.future for each in self.requests if each.is_pending}
         assert sum(map(len, self.engine.batches)) == self.runs
         assert (scheduler.dead is not None, len(scheduler.deaths)) == (self.is_dead, self.is_dead)
@@ -285,14 +287,16 @@ class Schedule:
     def _check_client(self, name: str) -> None:
         """Check the numbers from which the expected wait of a client follows."""
         client = self.scheduler._queue._clients.get(name)
-        pending = [
-            request
-            for request, owner in zip(self.requests, self.clients, strict=True)
-            if owner == name and request.is_pending
-        ]
-        due = [sum(each.lengths) / len(each.lengths) for each in pending if each.queued]
-        assert (client.requests if client else 0) == len(pending)
-        assert (client.due_tokens if client else 0) == sum(map(math.ceil, due))
+        lines = client.lines if client else {}
+        pending: dict[LineKey, list[ExpectedRequest]] = {}
+        for request, owner in zip(self.requests, self.clients, strict=True):
+            if owner == name and request.is_pending:
+                pending.setdefault(LineKey.of(sum(request.lengths), None), []).append(request)
+        assert lines.keys() >= pending.keys()
+        for key, line in lines.items():
+            requests = pending.get(key, [])
+            assert line.requests == len(requests)
+            assert line.tokens == sum(each.queued_tokens for each in requests)
 
     def _check_wake_ups(self) -> None:
         """Check that a worker will look for what waits: it is awake, or runs another batch."""

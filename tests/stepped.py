@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from cloze.service.batching.client_queue import QueuedEncoding
 from cloze.service.batching.fair_queue import Taken
+from cloze.service.batching.lines import QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import BatchFill
 from cloze.service.fake_engine import FakeEngine

@@ -47,8 +47,8 @@ def test_an_overload_costs_our_answers_little_and_those_of_a_long_queue_most(rat
     assert ours.late == ours.dropped == 0, "what was admitted is answered in time"
     for policy in (TOKENS, NO_LIMIT):
         long_queue = at(policy, times)
-        assert long_queue.good_per_s < 0.4 * rate
-        assert long_queue.late > 0.8
+        assert long_queue.good_per_s < 0.6 * rate
+        assert long_queue.late > 0.7
     controlled, lifo = at(CONTROLLED, times), at(LIFO, times)
     assert controlled.good_per_s > 0.9 * rate
     assert controlled.p50_s < ours.p50_s / 10, "what controlled delay answers, it answers sooner"

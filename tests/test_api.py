@@ -274,7 +274,12 @@ def test_bodies_may_be_compressed(server: Server) -> None:
         (b"{}", "br", 415, "the body's Content-Encoding is 'br'; send gzip, or none"),
         (b"{}", "gzip, gzip", 415, "is 'gzip, gzip'"),
         (b"{}", "gzip", 400, "the body is not gzip: Error -3"),
-        (gzip.compress(b"{}", mtime=0)[:-3], "gzip", 400, "the body is not gzip: it ends too early"),
+        (
+            gzip.compress(b"{}", mtime=0)[:-3],
+            "gzip",
+            400,
+            "the body is not gzip: it ends too early",
+        ),
         (b"", "gzip", 400, "the body is empty"),
         (gzip.compress(b" " * 2**28), "gzip", 413, "the decompressed body has over 8388608 bytes"),
     ],

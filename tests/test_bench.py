@@ -42,9 +42,7 @@ from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine import OnnxEngine
 from cloze.service.settings import Settings
 from tests.serving import Server
-from tests.waiting import MEASURES_TIME
 
-pytestmark = MEASURES_TIME
 WORDS = ["river", "stone", "house", "winter"]
 
 

@@ -18,9 +18,9 @@ import pytest
 from tests.certificates import make_certificate
 from tests.serving import Server, running_server
 from tests.test_promises import FAULTY, embed, wait_for_run
-from tests.waiting import MEASURES_TIME, wait_until
+from tests.waiting import wait_until
 
-pytestmark = [MEASURES_TIME, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 LIMITS = {"CLOZE_HEADER_TIMEOUT_MS": "400", "CLOZE_IDLE_TIMEOUT_MS": "900"}
 

@@ -15,7 +15,6 @@ from cloze.service.http.caller import Callers
 from cloze.service.http.gunzip import MAX_MEMBERS, Gunzip
 from cloze.service.http.memory_limit import MemoryLimit
 from cloze.service.http.watch import RequestWatch
-from tests.waiting import MEASURES_TIME
 
 MB = 2**20
 EMPTY = gzip.compress(b"")
@@ -82,7 +81,6 @@ def test_members_are_limited(member: bytes) -> None:
         content_of(member * (8 * MB // len(member)))
 
 
-@MEASURES_TIME
 @pytest.mark.parametrize(
     "make",
     [

@@ -17,7 +17,7 @@ from cloze.service.core import Overloaded
 from cloze.service.http.memory_limit import Hold, MemoryLimit
 from tests.serving import Server, running_server
 from tests.test_connections import address
-from tests.waiting import MEASURES_TIME, wait_until
+from tests.waiting import wait_until
 
 KB = 1024
 MB = 1024 * KB
@@ -208,7 +208,6 @@ def test_what_is_announced_and_not_sent_holds_no_memory(server: Server, sent: by
         assert post_large(server).status_code == 200
 
 
-@MEASURES_TIME
 def test_bodies_that_stall_while_others_wait_end_and_give_their_memory(server: Server) -> None:
     """Five bodies of 200 kB that do not end: together, what an address may hold."""
     sent = head("transfer-encoding: chunked") + chunk(200_000)
@@ -219,7 +218,6 @@ def test_bodies_that_stall_while_others_wait_end_and_give_their_memory(server: S
             assert b'{"error":"the body arrives too slowly: 200000 bytes so far; ' in answer
 
 
-@MEASURES_TIME
 def test_bodies_that_cannot_all_arrive_end_and_the_others_are_answered(tiny_store: Path) -> None:
     """Eight bodies of 0.5 MB, sent by and by at once, where 1 MB may be held."""
     limits = {"CLOZE_MAX_BODIES_BYTES": str(2 * MB)}

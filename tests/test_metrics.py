@@ -30,7 +30,7 @@ from cloze.service.metrics.observations import Observations
 from tests.crafted import read_body, seal
 from tests.prometheus import query, running_prometheus
 from tests.serving import Server, children, running_server
-from tests.waiting import MEASURES_TIME, wait_until
+from tests.waiting import wait_until
 
 FAMILIES = {
     "cloze_requests": "counter",
@@ -188,7 +188,6 @@ def test_promtool_finds_nothing_to_mend(server: Server) -> None:
     assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
 
 
-@MEASURES_TIME
 def test_a_real_prometheus_answers_from_our_series(fresh: Server, tmp_path: Path) -> None:
     """With the configuration we ship, but for the address and the interval."""
     quantile = (
@@ -289,7 +288,6 @@ def test_restarts_of_processes_are_counted(tiny_store: Path) -> None:
         wait_until(lambda: value(scrape(server), name, kind="engine") == 1)
 
 
-@MEASURES_TIME
 def test_a_scrape_of_many_models_does_not_hold_up_requests(
     tiny_store: Path, tmp_path: Path
 ) -> None:

@@ -21,9 +21,7 @@ from cloze.bench.result import Result as Figures
 from cloze.bench.run import length_class
 from cloze.cli import cli
 from tests.conftest import minilm_checkpoint
-from tests.waiting import MEASURES_TIME
 
-pytestmark = MEASURES_TIME
 TEI = os.environ.get("CLOZE_TEST_TEI")
 """Path of the program text-embeddings-inference. Read here, since tests have no such variables."""
 

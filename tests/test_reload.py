@@ -29,7 +29,7 @@ from cloze.service.generations import BUSY
 from tests.certificates import make_certificate
 from tests.crafted import read_body, seal
 from tests.serving import Server, bare_environment, children, failed_start, running_server
-from tests.waiting import MEASURES_TIME, wait_until
+from tests.waiting import wait_until
 
 Start = Callable[..., AbstractContextManager[Server]]
 
@@ -191,7 +191,6 @@ def test_models_come_stay_and_go(serve: Start, store: Store, checkpoints: dict[s
         assert httpx.get(f"{server.url}/info").json()["models"][0]["name"] == "bert"
 
 
-@MEASURES_TIME
 def test_requests_that_run_end_with_the_old_model(
     store: Store, checkpoints: dict[str, Path]
 ) -> None:
@@ -235,7 +234,6 @@ def faulty(store: Store) -> Iterator[Server]:
         yield server
 
 
-@MEASURES_TIME
 def test_a_third_service_waits_for_the_first(store: Store, checkpoints: dict[str, Path]) -> None:
     """A request for a reload is refused at once; a signal is remembered."""
     with faulty(store) as server, ThreadPoolExecutor() as threads:

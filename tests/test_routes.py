@@ -24,7 +24,7 @@ from cloze.service.tokenizer import Tokenizer
 from tests.serving import Server, running_server
 from tests.test_admission import SLOW, exchange
 from tests.test_promises import FAULTY, metric
-from tests.waiting import MEASURES_TIME, wait_until
+from tests.waiting import wait_until
 
 OPERATORS = {"/admin/reload"}
 """The POST routes that run no model."""
@@ -103,7 +103,6 @@ def full(every_task_store: Path) -> Iterator[Server]:
         server.process.kill()  # else the requests would take half a minute
 
 
-@MEASURES_TIME
 def test_a_full_server_refuses_every_route_before_it_reads_the_body(full: Server) -> None:
     for path, _ in samples(full):
         refused = httpx.post(full.url + path, content=b"no json", headers={"x-request-id": "mine"})
@@ -113,7 +112,6 @@ def test_a_full_server_refuses_every_route_before_it_reads_the_body(full: Server
         check_shape(path, refused.json())
 
 
-@MEASURES_TIME
 def test_a_full_server_refuses_by_the_path_that_the_router_sees(full: Server) -> None:
     """However the request line spells it, and also in a pipeline."""
     rest = b" HTTP/1.1\r\nhost: localhost\r\ncontent-length: 20\r\n\r\n" + b" " * 20

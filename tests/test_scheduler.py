@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.service.batching import watchdog
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import (
     BatchReport,
@@ -29,9 +31,8 @@ from cloze.service.core import (
 )
 from cloze.service.fake_engine import FakeEngine
 from tests import encodings
-from tests.waiting import MEASURES_TIME, wait_until
+from tests.waiting import wait_until
 
-pytestmark = MEASURES_TIME
 WAIT_S = 10.0
 LIMITS = SchedulerLimits(
     workers=2, max_batch_tokens=64, max_queue_tokens=10_000, stall_timeout_s=30.0
@@ -263,7 +264,7 @@ def test_a_single_text_does_not_wait_behind_a_bulk_request_of_mixed_lengths() ->
 def test_cancelled_work_frees_the_queue_at_once() -> None:
     engine = FakeEngine()
     engine.gate.clear()
-    with running(engine, workers=1, max_queue_tokens=30) as scheduler:
+    with running(engine, workers=1, max_queue_tokens=60) as scheduler:
         first = scheduler.submit([sized(10)], later())
         assert engine.entered.wait(WAIT_S)
         given_up = scheduler.submit([sized(10), sized(11)], later())
@@ -380,25 +381,26 @@ def test_a_short_text_overtakes_a_long_one_that_came_a_little_earlier() -> None:
     with running(engine, workers=1) as scheduler:
         first = scheduler.submit([sized(1)], later())
         assert engine.entered.wait(WAIT_S)
-        long, short = (scheduler.submit([sized(length)], later()) for length in (50, 5))
+        long, short = (scheduler.submit([sized(length)], later()) for length in (500, 5))
         engine.gate.set()
-        assert [sums(future) for future in (first, long, short)] == [[1.0], [50.0], [5.0]]
-    assert [len(batch[0]) for batch in engine.batches] == [1, 5, 50]
+        assert [sums(future) for future in (first, long, short)] == [[1.0], [500.0], [5.0]]
+    assert [len(batch[0]) for batch in engine.batches] == [1, 5, 500]
 
 
 def test_a_full_queue_admits_all_of_a_request_or_none() -> None:
     engine = FakeEngine()
     engine.gate.clear()
-    with running(engine, workers=1, max_queue_tokens=30, max_batch_tokens=10) as scheduler:
+    with running(engine, workers=1, max_queue_tokens=60, max_batch_tokens=10) as scheduler:
         first = scheduler.submit([sized(10)], later())
         assert engine.entered.wait(WAIT_S)
         second = scheduler.submit([sized(10), sized(10)], later())
         assert scheduler.queued_tokens == 20
         with pytest.raises(
             Overloaded,
-            match="holds 20 tokens; with this request's 11 it would pass its limit of 30",
+            match="holds 20 tokens, 20 of them like this request's 21; together they would be "
+            "more than the 40 that are left of the limit of 60",
         ) as caught:
-            scheduler.submit([sized(1), sized(10)], later())
+            scheduler.submit([sized(1), sized(20)], later())
         assert caught.value.retry_after_s >= 1
         assert scheduler.queued_tokens == 20
         third = scheduler.submit([sized(10)], later())
@@ -446,9 +448,9 @@ def test_retry_after_is_queued_tokens_over_measured_speed() -> None:
         assert engine.entered.wait(WAIT_S)
         waiting = scheduler.submit([sized(100) for _ in range(20)], later())
         with pytest.raises(Overloaded) as caught:
-            scheduler.submit([sized(100)], later())
-        needed_s = 2000 / (100 / seconds[0])
-        assert needed_s <= caught.value.retry_after_s <= needed_s * 1.2 + 1
+            scheduler.submit([sized(100)] * 11, later())
+        needed_s = (2000 + 1100) / (100 / seconds[0])
+        assert needed_s * 0.99 <= caught.value.retry_after_s <= needed_s * 1.2
         running_now.cancel()
         waiting.cancel()
 
@@ -513,6 +515,25 @@ def test_a_run_that_hangs_is_a_dead_engine() -> None:
         for future in futures:
             assert isinstance(future.exception(WAIT_S), EngineDead)
         assert re.fullmatch(r"a run took longer than 0\.[2-9] s", str(scheduler.dead))
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The run still lasts when the process goes on after an hour; it hangs only after its limit."""
+    stopped_s = 0.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s)
+    monkeypatch.setattr(watchdog, "time", clock)
+    hung: list[str] = []
+    watch = watchdog.Watchdog(1.0, hung.append)
+    thread = threading.Thread(target=watch.watch)
+    thread.start()
+    watch.began(0, 0.0)
+    stopped_s = 3600.0
+    thread.join(0.6)
+    assert thread.is_alive(), "the watchdog looked twice, and the run may last for a second"
+    thread.join(WAIT_S)
+    assert hung == ["a run took longer than 1.0 s"]
 
 
 def test_a_run_that_is_slow_as_predicted_does_not_hang() -> None:

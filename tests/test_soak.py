@@ -14,7 +14,6 @@ from cloze.bench.soak.faults import KINDS, Fault, schedule
 from cloze.bench.soak.verdict import GROWTH_MB, MORE_FILES, Check, Observed, checks
 from cloze.bench.soak.watch import ProcessSample, Sample
 from cloze.bench.studies.soak import SoakPlan, raise_file_limit, soak
-from tests.waiting import MEASURES_TIME
 
 SECONDS = 300.0
 
@@ -23,7 +22,6 @@ def failed(results: Sequence[Check]) -> list[str]:
     return [f"{check.name}: {check.figures}" for check in results if not check.passed]
 
 
-@MEASURES_TIME
 def test_a_killed_engine_process_costs_no_answer(tmp_path: Path) -> None:
     plan = SoakPlan(
         seconds=7.0,
@@ -51,7 +49,6 @@ def test_a_killed_engine_process_costs_no_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@MEASURES_TIME
 def test_every_fault_in_turn(tmp_path: Path) -> None:
     raise_file_limit()
     kinds = tuple(kind for name, kind in KINDS.items() if name != "reload")
@@ -62,7 +59,6 @@ def test_every_fault_in_turn(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@MEASURES_TIME
 def test_one_process(tmp_path: Path) -> None:
     _, results = soak(SoakPlan(seconds=60.0, frontends=0, rate=60, sample_every_s=2.0), tmp_path)
     assert not failed(results)

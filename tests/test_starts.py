@@ -15,7 +15,6 @@ import pytest
 from cloze.service.http import starts as module
 from cloze.service.http.starts import Starts
 from tests.serving import running_server
-from tests.waiting import MEASURES_TIME
 
 PER_TURN = module._PER_TURN
 
@@ -64,7 +63,6 @@ def test_the_wait_is_that_of_the_line_and_of_the_share(monkeypatch: pytest.Monke
     asyncio.run(play())
 
 
-@MEASURES_TIME
 def test_a_probe_does_not_wait_for_a_burst(tiny_store: Path) -> None:
     """600 requests whose tokenizing takes 0.6 s or more have arrived before the probe."""
     body = orjson.dumps({"inputs": "walk " * 780})

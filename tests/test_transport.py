@@ -32,9 +32,7 @@ from cloze.service.processes.remote import EngineLink, RemoteQueue
 from cloze.service.processes.supervisor import supervise
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import load_settings
-from tests.waiting import MEASURES_TIME
 
-pytestmark = MEASURES_TIME
 REFERENCE = "bert@1"
 SOON_S = 30.0
 """A bound that no test should reach."""

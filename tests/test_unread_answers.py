@@ -18,9 +18,7 @@ from cloze.service.http.memory_limit import Hold
 from tests.leaping_loop import run_leaping
 from tests.serving import Server, running_server
 from tests.test_memory import peaks_mb
-from tests.waiting import MEASURES_TIME
 
-pytestmark = MEASURES_TIME
 MB = 2**20
 BODY = {"inputs": ["the [MASK] " * 60] * 4, "parameters": {"top_k": 34}}
 """240 masks with 34 predictions: an answer of 6 MB."""

@@ -16,14 +16,10 @@ from cloze.service.http.gate import ARRIVED
 from cloze.service.http.memory_limit import Hold, MemoryLimit
 from cloze.service.http.watch import RequestWatch
 from tests.leaping_loop import run_leaping
-from tests.waiting import MEASURES_TIME
 
 
 async def never() -> Message:
     return await asyncio.Future()
-
-
-pytestmark = MEASURES_TIME
 
 
 def watch_of(limit_s: float) -> RequestWatch:

@@ -1,16 +1,7 @@
-"""Waiting in tests, with a bound, and the mark of tests that measure time."""
+"""Waiting in tests, with a bound."""
 
 import time
 from collections.abc import Callable
-
-import pytest
-
-MEASURES_TIME = pytest.mark.flaky(reruns=2)
-"""Runs a failed test again, twice at most; the report lists each repetition.
-
-For tests whose limits are in seconds of a clock. They fail without a defect when other guests of the
-host take the processor for a second.
-"""
 
 _LONGEST_WAIT_S = 20.0
 

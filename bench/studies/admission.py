@@ -85,16 +85,14 @@ def _dropping(name: str, discipline: Callable[[], FirstInFirstOut]) -> Policy:
     )
 
 
-def _expected_wait(name: str, max_wait_s: float) -> Policy:
+def _stated(name: str, stated_s: float) -> Policy:
     return Policy(
         name,
-        lambda clock, on_end, _: SchedulerQueue(
-            clock, on_end, max_wait_s=max_wait_s, fair_shares=True
-        ),
+        lambda clock, on_end, _: SchedulerQueue(clock, on_end, stated_s=stated_s, fair_shares=True),
     )
 
 
-OURS = _expected_wait("expected wait, 1 s", DEFAULTS.max_queue_wait_ms / 1000)
+OURS = _stated("expected end, 2 s stated", GOOD_S)
 TOKENS = Policy("262,144 tokens", lambda clock, on_end, _: SchedulerQueue(clock, on_end))
 NO_LIMIT = Policy(
     "no limit",
@@ -107,7 +105,7 @@ CODEL = _dropping("CoDel, 5 and 100 ms", lambda: CoDel(0.005, 0.1))
 CONTROLLED = _dropping("controlled delay, 5 and 100 ms", lambda: ControlledDelay(0.005, 0.1))
 POLICIES = (
     OURS,
-    _expected_wait("expected wait, 250 ms", 0.25),
+    _stated("expected end, 500 ms stated", 0.5),
     TOKENS,
     CODEL,
     _dropping("CoDel, 100 and 100 ms", lambda: CoDel(0.1, 0.1)),

@@ -20,8 +20,8 @@ import numpy as np
 
 from cloze.bench.studies.virtual_time import CORES, BatchQueue
 from cloze.model_store.batch import Encoding
-from cloze.service.batching import client_queue, fair_queue, scheduler
-from cloze.service.batching.client_queue import QueuedEncoding
+from cloze.service.batching import admission, fair_queue, lines, scheduler
+from cloze.service.batching.lines import QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import BatchResult, Overloaded
 from cloze.service.fake_engine import FakeEngine
@@ -85,7 +85,7 @@ class Clock:
 def virtual_time(clock: Clock) -> Iterator[None]:
     """Give the classes of the scheduler a virtual time until the context ends."""
     with ExitStack() as stack:
-        for module in (client_queue, fair_queue, scheduler):
+        for module in (admission, fair_queue, lines, scheduler):
             stack.enter_context(patch.object(module, "time", clock))
         yield
 
@@ -106,7 +106,7 @@ class AdmissionQueue(BatchQueue[SimulatedRequest], Protocol):
         ...
 
 
-class _ThreadlessScheduler(Scheduler):
+class ThreadlessScheduler(Scheduler):
     """A scheduler without threads, since the simulation runs the batches."""
 
     def _start_threads(self) -> None:
@@ -114,7 +114,8 @@ class _ThreadlessScheduler(Scheduler):
 
 
 @lru_cache(MAX_TOKENS)
-def _encoding(length: int) -> Encoding:
+def encoding(length: int) -> Encoding:
+    """Return an encoding of so many tokens, without content."""
     ids = np.zeros(length, np.int32)
     return Encoding(ids, ids, {})
 
@@ -129,6 +130,7 @@ class SchedulerQueue:
         max_queue_tokens: most tokens that wait.
         timeout_s: seconds after its arrival at which a request is dropped.
         fair_shares: whether each client has a share; else all requests are of one client.
+        stated_s: the time limit that each request states; None: none does.
     """
 
     def __init__(
@@ -140,9 +142,11 @@ class SchedulerQueue:
         max_queue_tokens: int = DEFAULTS.max_queue_tokens,
         timeout_s: float = DEFAULTS.request_timeout_ms / 1000,
         fair_shares: bool = False,
+        stated_s: float | None = None,
     ) -> None:
         self._clock, self._on_end = clock, on_end
-        self._timeout_s, self._fair_shares = timeout_s, fair_shares
+        self._stated_s, self._fair_shares = stated_s, fair_shares
+        self._timeout_s = timeout_s if stated_s is None else stated_s
         limits = SchedulerLimits(
             workers=CORES,
             max_batch_tokens=MAX_TOKENS,
@@ -151,7 +155,7 @@ class SchedulerQueue:
             batch_latency_s=DEFAULTS.batch_latency_ms / 1000,
             max_wait_s=max_wait_s,
         )
-        self._scheduler = _ThreadlessScheduler(FakeEngine(), limits)
+        self._scheduler = ThreadlessScheduler(FakeEngine(), limits)
         self._requests: dict[Future[BatchResult], SimulatedRequest] = {}
         self._running: dict[SimulatedRequest, QueuedEncoding] = {}
 
@@ -172,7 +176,10 @@ class SchedulerQueue:
         client = request.client if self._fair_shares else ""
         try:
             future = self._scheduler.submit(
-                [_encoding(request.tokens)], self._clock.now + self._timeout_s, client=client
+                [encoding(request.tokens)],
+                self._clock.now + self._timeout_s,
+                client=client,
+                timeout_s=self._stated_s,
             )
         except Overloaded:
             return False

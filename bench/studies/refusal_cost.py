@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from cloze.service.app import single_process
+from cloze.service.core import ExpectedWait
 from cloze.service.http.server_protocol import ConnectionLimits, ConnectionTable, ServerProtocol
 from cloze.service.settings import Settings
 
@@ -72,7 +73,7 @@ async def main() -> None:
     logging.disable()
     service = single_process(Settings(model=("cloze-bert",), access_log_share=0, log_level="error"))
     queue = service.models.pipelines[0].model.queue
-    queue.expected_wait_s = lambda *_, **__: 5.0  # type: ignore[method-assign]
+    queue.expected_wait = lambda *_: ExpectedWait(5.0, 0.001)  # type: ignore[method-assign]
     config = uvicorn.Config(bare, log_level="critical", access_log=False)
     config.load()
     table = ConnectionTable(ConnectionLimits(10, 75, 1000))

@@ -21,9 +21,8 @@ from cloze.bench.run import length_class
 from cloze.bench.studies.virtual_time import ALONE, COSTS, Workers
 from cloze.bench.texts import make_texts
 from cloze.model_store.batch import Encoding
-from cloze.service.batching import client_queue
-from cloze.service.batching.client_queue import PendingRequest, QueuedEncoding
 from cloze.service.batching.fair_queue import FairQueue
+from cloze.service.batching.lines import LineKey, PendingRequest, QueuedEncoding
 
 _CLIENTS, _SHARE, _COUNT = 32, 0.7, 20_000
 _TOKENS_PER_WORD = 1.35
@@ -36,13 +35,11 @@ class Policy:
     Attributes:
         name: in the table.
         max_tokens: most tokens of a batch.
-        own_share: see `client_queue`.
         short_worker: whether a worker for short texts runs while all others run long ones.
     """
 
     name: str
     max_tokens: int = 512
-    own_share: float = 0.0
     short_worker: bool = False
 
 
@@ -71,7 +68,6 @@ class Simulation:
     """
 
     def __init__(self, precision: str, policy: Policy) -> None:
-        client_queue._OWN_SHARE = policy.own_share
         self._queue = _Queue(policy.max_tokens)
         self._workers: Workers[QueuedEncoding] = Workers(
             COSTS[precision], ALONE[precision], short_worker=policy.short_worker
@@ -107,7 +103,8 @@ class Simulation:
 
     def _submit(self, now: float, length: int) -> None:
         ids = np.zeros(length, np.int32)
-        request = self._queue.add([Encoding(ids, ids, {})], [length], math.inf, "")
+        line = LineKey.of(length, None)
+        request = self._queue.add([Encoding(ids, ids, {})], [length], math.inf, "", line)
         self._arrived[request] = now
 
     def _answer(self, now: float, queued: QueuedEncoding) -> None:
@@ -140,13 +137,9 @@ def measure(mix: str, precision: str, policy: Policy, count: int = _COUNT) -> li
 
 
 _POLICIES = (
-    Policy("arrival's tags, 512 tokens"),
-    Policy("arrival's tags, 128 tokens", 128),
-    Policy("the same, own share 0.25", 128, 0.25),
-    Policy("the same, own share 1", 128, 1.0),
-    Policy("own share 0, short worker", 128, 0.0, short_worker=True),
-    Policy("own share 0.25, short worker", 128, 0.25, short_worker=True),
-    Policy("own share 1, short worker", 128, 1.0, short_worker=True),
+    Policy("512 tokens"),
+    Policy("128 tokens", 128),
+    Policy("128 tokens, short worker", 128, short_worker=True),
 )
 
 if __name__ == "__main__":

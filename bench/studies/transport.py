@@ -46,7 +46,7 @@ from cloze.model_store import Store
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest, EmbeddingResult
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.core import BatchResult
+from cloze.service.core import NO_WAIT, BatchResult, ExpectedWait
 from cloze.service.metrics import Metrics, QueueState
 from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer
@@ -126,8 +126,9 @@ class InstantQueue:
         deadline: float,  # noqa: ARG002
         *,
         client: str = "",  # noqa: ARG002
-        max_wait_s: float | None = None,  # noqa: ARG002
+        timeout_s: float | None = None,  # noqa: ARG002
         accepted: bool = False,  # noqa: ARG002
+        returning: bool = False,  # noqa: ARG002
         later_round: bool = False,  # noqa: ARG002
         trace: str = "",  # noqa: ARG002
     ) -> Future[BatchResult]:
@@ -136,9 +137,9 @@ class InstantQueue:
         self._submitted.put((future, len(encodings)))
         return future
 
-    def expected_wait_s(self, client: str, *, unsubmitted: int = 0) -> float:  # noqa: ARG002
+    def expected_wait(self, *_: object) -> ExpectedWait:
         """See `Queue`."""
-        return 0.0
+        return NO_WAIT
 
     def drain(self) -> None:
         """See `Queue`."""

@@ -19,7 +19,7 @@ class Chunk:
     """A few neighbouring rows.
 
     Attributes:
-        kept: the columns that the output keeps.
+        kept: the columns that the output keeps; if there are none, a batch without rows.
         inputs: the values of the text columns, per row.
         errors: why a row cannot be read, per row; None: it can.
     """
@@ -61,11 +61,7 @@ def chunk_of_rows(rows: Sequence[ReadRow], texts: Sequence[str], schema: pa.Sche
     """
     values = [row or {} for row, _ in rows]
     arrays = [_array([row.get(field.name) for row in values], field) for field in schema]
-    kept = (
-        pa.RecordBatch.from_arrays(arrays, schema=schema)
-        if arrays
-        else pa.RecordBatch.from_pylist([{}] * len(rows), schema=schema)
-    )
+    kept = pa.RecordBatch.from_arrays(arrays, schema=schema)
     inputs = [tuple(row.get(name) for name in texts) for row in values]
     return Chunk(kept, inputs, [error for _, error in rows])
 

@@ -91,7 +91,9 @@ def make_plan(
             report(f"finding the rows of {size / 2**30:.1f} GiB of text")
         return _plan_text(file_format, files, shard_rows)
     except OSError as error:
-        raise BulkError(f"{error.filename} cannot be read: {error.strerror}") from None
+        # Errors of pyarrow have no name of a file; their message has one.
+        problem = f"{error.filename} cannot be read: {error.strerror}"
+        raise BulkError(problem if error.filename else f"cannot read the input: {error}") from None
 
 
 def _plan_parquet(files: Sequence[InputFile], shard_rows: int) -> Plan:

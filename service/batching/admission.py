@@ -1,22 +1,32 @@
-"""Decides whether a request may wait: by its expected wait, and by the memory of the queue.
+"""Decides whether a request may wait: by its expected end, and by the memory of the queue.
 
-The expected wait is the tokens before the request, divided by the measured rate.
+A request waits behind what waits in its line, while each other line gets as much. Later requests of
+its line do not delay it; later lines may, so a request is admitted only if it is expected to end in
+half of its time, and if all that was accepted can still end in time (`demand`).
 docs/decisions/0017-admission-by-time.md has the alternatives.
 """
 
-import math
 import time
-from collections.abc import Sequence
 
 from cloze.service.batching.drain_rate import DrainRate
 from cloze.service.batching.fair_queue import FairQueue
-from cloze.service.core import Overloaded, Rejection
+from cloze.service.batching.lines import LineKey, due_time
+from cloze.service.core import ExpectedWait, Overloaded, Rejection
 
 _WEIGHT = 0.1
 """Weight of the newest value in exponential moving averages."""
 
 _LEAST_RATE_SHARE = 0.2
 """Least rate of draining, as a share of the rate of batches; corrects a figure that is wrong."""
+
+_SHARE_OF_TIME = 0.5
+"""Share of its time in which a request must be expected to end.
+
+The rest is for clients and lines that come later, and for errors of the measured rate.
+"""
+
+_RETURNING = 1.25
+"""How much longer a request may wait that comes back when it was told to."""
 
 
 class Admission:
@@ -39,12 +49,7 @@ class Admission:
         self._workers = workers
         self._max_queue_tokens, self._max_wait_s = max_queue_tokens, max_wait_s
         self._drain_rate = DrainRate()
-        self._first_tokens = 0.0  # mean length of the first encoding of a request
         self.tokens_per_s = 0.0
-
-    def admitted(self, first_tokens: int) -> None:
-        """Note the length of the first encoding of a request that was admitted."""
-        self._first_tokens += _WEIGHT * (first_tokens - self._first_tokens)
 
     def batch_ended(self, tokens: int, tokens_per_s: float) -> None:
         """Note a batch and its rate."""
@@ -52,72 +57,101 @@ class Admission:
         self.tokens_per_s += weight * (tokens_per_s - self.tokens_per_s)
         self._drain_rate.batch_ended(time.monotonic(), tokens, waiting=self._queue.tokens > 0)
 
-    def expected_wait_s(self, client: str, *, unsubmitted: int = 0) -> float:
-        """Return the seconds until the first batch of a request; see `core.Queue`."""
-        rate = self._rate
-        ahead = self._queue.tokens_ahead(client, 0) + unsubmitted * self._first_tokens
-        return ahead / rate if rate else 0.0
-
     @property
     def backlog_s(self) -> float:
         """The seconds in which all that waits will have started; 0.0 before the first batch."""
-        rate = self._rate
+        rate = self.rate
         return self._queue.tokens / rate if rate else 0.0
 
     @property
-    def _rate(self) -> float:
+    def rate(self) -> float:
         """The tokens per second of all workers; 0.0 before the first batch."""
         batches = self.tokens_per_s * self._workers  # while batches run
         drained = self._drain_rate.tokens_per_s
         return max(drained, _LEAST_RATE_SHARE * batches) if drained else batches
 
+    def expected_wait(
+        self, client: str, tokens: int, timeout_s: float | None, unsubmitted: int = 0
+    ) -> ExpectedWait:
+        """Return the wait of a request that arrives now; see `core.Queue`."""
+        rate = self.rate
+        if not rate:
+            return ExpectedWait(0.0, 0.0)
+        share = self._queue.share(client, LineKey.of(tokens, timeout_s))
+        # Other lines of the client go on, so all of them count; other clients only as they wait.
+        own = (share.ahead + unsubmitted) * share.lines
+        waiting = self._queue.tokens + unsubmitted
+        wait = min(own * share.clients, max(own, waiting))
+        each = min(tokens * share.lines * share.clients, waiting + tokens)
+        return ExpectedWait(wait / rate, each / rate)
+
     def check(
-        self, lengths: Sequence[int], client: str, max_wait_s: float | None, deadline: float
+        self,
+        tokens: int,
+        client: str,
+        timeout_s: float | None,
+        deadline: float,
+        *,
+        returning: bool = False,
     ) -> None:
         """Raise if a request has to wait for too long. An empty queue admits any request.
 
         Args:
-            lengths: tokens of each encoding of the request.
+            tokens: tokens of all encodings of the request.
             client: who sends the request.
-            max_wait_s: longest expected wait that the request states; None: it states none.
+            timeout_s: the time limit that the request states; None: it states none.
             deadline: `time.monotonic` time of the request's end.
+            returning: whether the request comes back when it was told to.
 
         Raises:
-            Overloaded: the first batch would start too late, the request would end after its
-                deadline because of the others, or the queue would need too much memory.
+            Overloaded: the request would wait for too long, it or another one would end after its
+                deadline, or the queue would need too much memory.
         """
         queue = self._queue
         if not queue.tokens:
             return
-        tokens, rate = sum(lengths), self._rate
-        if queue.tokens + tokens > self._max_queue_tokens:
+        now, rate = time.monotonic(), self.rate
+        ahead = queue.share(client, LineKey.of(tokens, timeout_s)).ahead
+        free = self._max_queue_tokens - queue.tokens
+        if ahead + tokens > free:  # so no line ever fills the queue (Choudhury and Hahne 1998)
             raise Overloaded(
-                f"the queue holds {queue.tokens} tokens; with this request's {tokens} "
-                f"it would pass its limit of {self._max_queue_tokens}",
-                _whole_seconds(queue.tokens / rate if rate else 1),
+                f"the queue holds {queue.tokens} tokens, {ahead} of them like this request's "
+                f"{tokens}; together they would be more than the {free} that are left of the "
+                f"limit of {self._max_queue_tokens}",
+                (ahead + tokens - free) / rate if rate else 1.0,
                 Rejection.QUEUE_FULL,
             )
         if not rate:
             return
-        wait_s = queue.tokens_ahead(client, lengths[0]) / rate
-        limit_s = self._max_wait_s if max_wait_s is None else max_wait_s
-        if limit_s and wait_s > limit_s:
+        wait = self.expected_wait(client, tokens, timeout_s)
+        end_s, left_s = wait.seconds + wait.per_request_s, deadline - now
+        factor = _RETURNING if returning else 1.0
+        limit_s = factor * longest_wait_s(timeout_s, self._max_wait_s)
+        if wait.seconds > limit_s:
+            raise Overloaded(too_long(wait.seconds, limit_s), wait.seconds - limit_s)
+        late_s = end_s - factor * _SHARE_OF_TIME * left_s
+        late_s = max(late_s, -queue.demand.slack_s(now, rate, due_time(now, deadline), tokens))
+        if late_s > 0:
             raise Overloaded(
-                f"the request would wait about {wait_s:.1f} s, longer than its limit of "
-                f"{limit_s:g} s",
-                _whole_seconds(wait_s),
-            )
-        left_s = deadline - time.monotonic()
-        end_s = queue.tokens_until_end(client, tokens) / rate
-        if tokens / rate < left_s < end_s:
-            raise Overloaded(
-                f"the request would end in about {end_s:.1f} s, and its time limit is in "
-                f"{left_s:.1f} s",
-                _whole_seconds(end_s - left_s),
+                f"the request would end in about {end_s:.1f} s beside what was accepted before it, "
+                f"which is too close to its time limit in {left_s:.1f} s",
+                late_s,
                 Rejection.DEADLINE,
             )
 
 
-def _whole_seconds(seconds: float) -> int:
-    """Return a value of ``Retry-After``: whole seconds, at least 1."""
-    return max(1, math.ceil(seconds))
+def longest_wait_s(timeout_s: float | None, max_wait_s: float) -> float:
+    """Return the longest expected wait with which a request is admitted, in seconds.
+
+    Args:
+        timeout_s: the time limit that the request states; None: it states none.
+        max_wait_s: longest wait of a request that states none; 0: no such limit.
+    """
+    if timeout_s is not None:
+        return _SHARE_OF_TIME * timeout_s
+    return max_wait_s or float("inf")
+
+
+def too_long(wait_s: float, limit_s: float) -> str:
+    """Return the message for a request that would wait for too long."""
+    return f"the request would wait about {wait_s:.1f} s, longer than its limit of {limit_s:g} s"

@@ -26,8 +26,8 @@ from functools import partial
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.activity import Activity
 from cloze.service.batching.admission import Admission
-from cloze.service.batching.client_queue import PendingRequest, QueuedEncoding
 from cloze.service.batching.fair_queue import NOTHING_TAKEN, FairQueue, Taken
+from cloze.service.batching.lines import LineKey, PendingRequest, QueuedEncoding
 from cloze.service.batching.watchdog import Watchdog
 from cloze.service.core import (
     BatchFill,
@@ -37,6 +37,7 @@ from cloze.service.core import (
     Engine,
     EngineDead,
     EngineFailed,
+    ExpectedWait,
     ServiceError,
     ShuttingDown,
 )
@@ -158,22 +159,24 @@ class Scheduler:
         deadline: float,
         *,
         client: str = "",
-        max_wait_s: float | None = None,
+        timeout_s: float | None = None,
         accepted: bool = False,
+        returning: bool = False,
         later_round: bool = False,
         trace: str = "",
     ) -> Future[BatchResult]:
         """Admit all encodings of a request or none; see `core.Queue`."""
         lengths = list(map(len, encodings))
+        tokens = sum(lengths)
         with self._lock:
             self._check_alive()
             if not later_round:
                 if self._draining and not accepted:
                     raise ShuttingDown("the server is shutting down")
-                self._admission.check(lengths, client, max_wait_s, deadline)
-            request = self._queue.add(encodings, lengths, deadline, client)
+                self._admission.check(tokens, client, timeout_s, deadline, returning=returning)
+            line = LineKey.of(tokens, timeout_s, later_round=later_round)
+            request = self._queue.add(encodings, lengths, deadline, client, line)
             request.trace = trace
-            self._admission.admitted(request.next_tokens)
             request.add_done_callback(self._forget)
             self._changed.notify(len(encodings))
             self._wake_for_short_texts()
@@ -186,9 +189,11 @@ class Scheduler:
         if self._closing:
             raise ShuttingDown("the server is shutting down")
 
-    def expected_wait_s(self, client: str, *, unsubmitted: int = 0) -> float:
-        """Return the seconds until the first batch of a request; see `core.Queue`."""
-        return self._admission.expected_wait_s(client, unsubmitted=unsubmitted)
+    def expected_wait(
+        self, client: str, tokens: int, timeout_s: float | None, unsubmitted: int = 0
+    ) -> ExpectedWait:
+        """Return the wait of a request that arrives now; see `core.Queue`."""
+        return self._admission.expected_wait(client, tokens, timeout_s, unsubmitted)
 
     def drain(self) -> None:
         """Stop admitting requests; admitted requests still run."""
@@ -286,9 +291,18 @@ class Scheduler:
 
     def _take_now(self, *, takers: int = 1, longest: int | None = None) -> Taken:
         """Take a batch, and end the requests whose time is over; the caller holds the lock."""
-        taken = self._queue.take(self._batch_tokens(), takers=takers, longest=longest)
+        taken = self._queue.take(
+            self._batch_tokens(), takers=takers, longest=longest, rate=self._admission.rate
+        )
         for request in taken.expired:
-            self._finish(request, DeadlineExceeded("the request's time was over before it ran"))
+            left_s = request.deadline - time.monotonic()
+            message = (
+                "the request's time was over before it ran"
+                if left_s <= 0
+                else f"the workers have become slower, and the request cannot end in the "
+                f"{left_s:.1f} s that are left of its time"
+            )
+            self._finish(request, DeadlineExceeded(message))
         return taken
 
     def _run(self, number: int, batch: list[QueuedEncoding], fill: BatchFill) -> None:

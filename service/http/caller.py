@@ -13,10 +13,15 @@ from cloze.service.http.keys import Key, Keys
 
 TIMEOUT_HEADER = b"x-request-timeout-ms"
 
+_READ_TIMEOUT_HEADER = b"x-stainless-read-timeout"
+"""Seconds that the openai client waits for an answer; it sends the header with every request."""
+
 _FORWARDED = b"x-forwarded-for"
 
 _KEY = "cloze.key"
 """Key of a scope: the request's API key, once it is known."""
+
+_SECONDS = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 """Request ids that the server accepts from a client and returns in a header."""
@@ -81,6 +86,9 @@ class Callers:
 def timeout_s(scope: Scope, most_s: float) -> float | None:
     """Return the time limit that a request states, in seconds; None if it states none.
 
+    `TIMEOUT_HEADER` is for this server. Without it, `_READ_TIMEOUT_HEADER` counts, up to the
+    largest limit.
+
     Args:
         scope: the request.
         most_s: largest time limit.
@@ -88,8 +96,11 @@ def timeout_s(scope: Scope, most_s: float) -> float | None:
     Raises:
         InvalidRequest: the header is no whole number of milliseconds, or above the largest limit.
     """
+    read_timeout_s = None
     for name, value in scope["headers"]:
-        if name == TIMEOUT_HEADER:
+        if name == _READ_TIMEOUT_HEADER:
+            read_timeout_s = _read_timeout_s(value, most_s)
+        elif name == TIMEOUT_HEADER:
             text = value.decode("latin-1")
             milliseconds = int(text) if text.isascii() and text.isdigit() and len(text) < 16 else 0
             if not 1 <= milliseconds <= most_s * 1000:
@@ -98,7 +109,22 @@ def timeout_s(scope: Scope, most_s: float) -> float | None:
                     f"got {ascii(text)[:40]}"
                 )
             return milliseconds / 1000
-    return None
+    return read_timeout_s
+
+
+def _read_timeout_s(value: bytes, most_s: float) -> float | None:
+    """Return the seconds of `_READ_TIMEOUT_HEADER`; None if they make no sense."""
+    if _SECONDS.fullmatch(value) is None or (seconds := float(value)) < 0.001:
+        return None
+    return min(seconds, most_s)
+
+
+def is_first_try(scope: Scope) -> bool:
+    """Return whether the client says that it sends a request for the first time.
+
+    The openai client counts its retries in a header. Other clients say nothing.
+    """
+    return (b"x-stainless-retry-count", b"0") in scope["headers"]
 
 
 def request_id(scope: Scope) -> bytes:

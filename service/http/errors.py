@@ -1,5 +1,6 @@
 """The table that maps errors to HTTP statuses, and the values of an error response."""
 
+import math
 from dataclasses import dataclass, field
 
 from starlette.exceptions import HTTPException
@@ -78,6 +79,14 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
     return ErrorInfo(500, "Backend", "an internal error; it was logged", error)
 
 
+def retry_headers(seconds: float) -> dict[str, str]:
+    """Return the headers that say when to come back, in whole seconds and exactly."""
+    return {
+        "retry-after": str(max(1, math.ceil(seconds))),
+        "retry-after-ms": str(max(1, math.ceil(seconds * 1000))),
+    }
+
+
 def rejection(error: Exception) -> core.Rejection | None:
     """Return why the server's own state lets a request fail; None if it is not its state."""
     if isinstance(error, core.Overloaded):
@@ -88,9 +97,9 @@ def rejection(error: Exception) -> core.Rejection | None:
 def describe_service_error(error: core.ServiceError) -> ErrorInfo:
     """Return the response values of an error of the service."""
     status, kind = STATUS[type(error)]
-    headers = {}
+    headers: dict[str, str] = {}
     if isinstance(error, core.Overloaded):
-        headers["retry-after"] = str(error.retry_after_s)
+        headers |= retry_headers(error.retry_after_s)
     elif isinstance(error, core.ShuttingDown | core.EngineDead):
         headers["retry-after"] = _UNAVAILABLE_S
     elif isinstance(error, core.Unauthorized):

@@ -15,7 +15,7 @@ MODEL = ("string", "the model that answered, NAME@VERSION; absent if none was ch
 REQUEST_ID = ("string", "the id of the request: the client's own `X-Request-Id`, or a random one")
 _ERROR_HEADERS = {
     415: {"accept-encoding": ("string", "the content encodings that the server reads")},
-    429: {"retry-after": ("integer", "estimated seconds until the queue admits the request")},
+    429: {"retry-after": ("integer", "whole seconds after which the request is admitted")},
 }
 
 

@@ -23,7 +23,7 @@ from cloze.service.core import (
 )
 from cloze.service.http.answers import Answers
 from cloze.service.http.caller import Callers, timeout_s
-from cloze.service.http.gate import ARRIVED
+from cloze.service.http.gate import ARRIVED, RETURNING
 from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit
 from cloze.service.http.pace import HURRIED_RATE, RATE, Pace
 from cloze.service.tracing import TRACE
@@ -61,10 +61,11 @@ class WatchedRequest:
         "_hold",
         "_is_old",
         "_is_slow",
-        "_max_wait_s",
         "_moved",
         "_reading",
         "_receive",
+        "_returning",
+        "_stated_s",
         "_task",
         "_timer",
         "_trace",
@@ -82,10 +83,11 @@ class WatchedRequest:
     def __init__(self, watch: "RequestWatch", request: Request) -> None:
         self._watch = watch
         self._receive = request.receive
-        self._max_wait_s = timeout_s(request.scope, watch.max_timeout_s)
+        self._stated_s = timeout_s(request.scope, watch.max_timeout_s)
+        self._returning: bool = request.scope.get(RETURNING, False)
         self.client = watch.callers.name(request.scope)
         self._trace: str = request.scope.get(TRACE, "")
-        self.timeout_s = watch.timeout_s if self._max_wait_s is None else self._max_wait_s
+        self.timeout_s = watch.timeout_s if self._stated_s is None else self._stated_s
         self.started = request.scope.get(ARRIVED) or time.monotonic()
         self.deadline = self.started + self.timeout_s
         self.received_bytes = 0
@@ -129,7 +131,9 @@ class WatchedRequest:
     @property
     def terms(self) -> RequestTerms:
         """The terms on which the request waits for the engine."""
-        return RequestTerms(self.deadline, self.client, self._max_wait_s, self._trace)
+        return RequestTerms(
+            self.deadline, self.client, self._stated_s, self._trace, self._returning
+        )
 
     async def begin_answer(self) -> None:
         """Wait until a large answer may be decoded; see `Answers.begin`."""

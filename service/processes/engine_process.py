@@ -24,6 +24,7 @@ from cloze.service.core import (
     BatchReport,
     BatchResult,
     EngineFailed,
+    ExpectedWait,
     Queue,
     ServiceError,
     StartupError,
@@ -82,23 +83,24 @@ class FrontEndChannel(Channel):
         self._engine.closed(self)
 
     def _submit(self, run: frames.Run) -> None:
+        tokens = sum(map(len, run.encodings))
         try:
             future = self._engine.submit(run)
         except ServiceError as error:
-            wait_s = self._engine.expected_wait_s(run)
-            self.send(frames.encode_answer(frames.Answer(run.number, error, wait_s)))
+            wait = self._engine.expected_wait(run, tokens)
+            self.send(frames.encode_answer(frames.Answer(run.number, error, wait)))
             return
         self._pending[run.number] = future
         terms = replace(run, encodings=())  # the callback need not keep these
-        future.add_done_callback(partial(self._encode_answer, terms))
+        future.add_done_callback(partial(self._encode_answer, terms, tokens))
 
-    def _encode_answer(self, run: frames.Run, future: Future[BatchResult]) -> None:
+    def _encode_answer(self, run: frames.Run, tokens: int, future: Future[BatchResult]) -> None:
         """Encode a request's answer. Called on the thread that ended the future."""
         self._engine.observe_queue(run.model)
         message = None
         if not future.cancelled():
-            answer = frames.Answer(run.number, _outcome(future), self._engine.expected_wait_s(run))
-            message = frames.encode_answer(answer)
+            wait = self._engine.expected_wait(run, tokens)
+            message = frames.encode_answer(frames.Answer(run.number, _outcome(future), wait))
         self._loop.call_soon_threadsafe(self._end, run.number, message)
 
     def _end(self, number: int, message: bytes | None) -> None:
@@ -172,17 +174,18 @@ class EngineServer:
             run.encodings,
             run.deadline,
             client=run.client,
-            max_wait_s=run.max_wait_s,
+            timeout_s=run.timeout_s,
             accepted=run.accepted,
+            returning=run.returning,
             later_round=run.later_round,
             trace=run.trace,
         )
         self.observe_queue(run.model)
         return future
 
-    def expected_wait_s(self, run: frames.Run) -> float:
-        """Return the expected wait of a further request of a request's client."""
-        return self._queues[run.model].expected_wait_s(run.client)
+    def expected_wait(self, run: frames.Run, tokens: int) -> ExpectedWait:
+        """Return the expected wait of a further request like a request of so many tokens."""
+        return self._queues[run.model].expected_wait(run.client, tokens, run.timeout_s)
 
     def observe_queue(self, model: int) -> None:
         """Record how many tokens wait. Any thread may call this."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS
 from cloze.service import core
-from cloze.service.core import BatchResult, ServiceError
+from cloze.service.core import NO_WAIT, BatchResult, ExpectedWait, ServiceError
 
 _REQUESTS = {name: msgspec.msgpack.Decoder(head.request) for name, head in HEADS.items()}
 _FIELDS = {name: [field.name for field in fields(head.result)] for name, head in HEADS.items()}
@@ -59,8 +59,9 @@ class Run:
         encodings: at least one.
         later_round: whether the request was admitted in an earlier round.
         client: the client of the request, for fair shares.
-        max_wait_s: longest expected wait; None: the server's limit.
+        timeout_s: the time limit that the request states; None: it states none.
         trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
+        returning: whether the request comes back when a refusal said so.
     """
 
     number: int
@@ -70,8 +71,9 @@ class Run:
     encodings: Sequence[Encoding]
     later_round: bool = False
     client: str = ""
-    max_wait_s: float | None = None
+    timeout_s: float | None = None
     trace: str = ""
+    returning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +83,12 @@ class Answer:
     Attributes:
         number: number of the request.
         outcome: the result, or why there is none.
-        wait_s: expected wait of a further request of the same client, in seconds.
+        wait: expected wait of a further request like it.
     """
 
     number: int
     outcome: BatchResult | ServiceError
-    wait_s: float = 0.0
+    wait: ExpectedWait = NO_WAIT
 
 
 class EngineModel(msgspec.Struct, array_like=True, frozen=True):
@@ -120,8 +122,9 @@ class _Run(msgspec.Struct, tag=_RUN, array_like=True, gc=False):
     token_type_ids: memoryview
     later_round: bool
     client: str
-    max_wait_s: float | None
+    timeout_s: float | None
     trace: str
+    returning: bool
 
 
 class _Column(msgspec.Struct, array_like=True, gc=False):
@@ -141,16 +144,16 @@ class _Done(msgspec.Struct, tag="done", array_like=True, gc=False):
     inference_s: float
     encodings: _Length
     columns: list[_Column]
-    wait_s: float
+    wait: tuple[float, float]
 
 
 class _Fail(msgspec.Struct, tag="fail", array_like=True, gc=False):
     number: int
     error: str
     message: str
-    retry_after_s: int
+    retry_after_s: float
     reason: str
-    wait_s: float
+    wait: tuple[float, float]
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -183,8 +186,9 @@ def encode_run(run: Run) -> bytes:
         np.concatenate([encoding.token_type_ids for encoding in encodings]).data,
         run.later_round,
         run.client,
-        run.max_wait_s,
+        run.timeout_s,
         run.trace,
+        run.returning,
     ]
     return _encoder.encode(message)
 
@@ -193,12 +197,12 @@ def encode_answer(answer: Answer) -> bytes:
     """Return the message of an answer."""
     number, outcome = answer.number, answer.outcome
     if isinstance(outcome, ServiceError):
-        retry_after_s, reason = 0, ""
+        retry_after_s, reason = 0.0, ""
         if isinstance(outcome, core.Overloaded):
             retry_after_s, reason = outcome.retry_after_s, outcome.reason.value
         kind = type(outcome).__name__
         return _encoder.encode(
-            _Fail(number, kind, str(outcome), retry_after_s, reason, answer.wait_s)
+            _Fail(number, kind, str(outcome), retry_after_s, reason, answer.wait)
         )
     columns: list[_Column] = []
     for head, names in _FIELDS.items():
@@ -207,7 +211,7 @@ def encode_answer(answer: Answer) -> bytes:
             values = [getattr(outcome.outputs[index][head], name) for index in asked]
             columns.append(_join(head, name, asked, values))
     count = len(outcome.outputs)
-    done = _Done(number, outcome.queue_s, outcome.inference_s, count, columns, answer.wait_s)
+    done = _Done(number, outcome.queue_s, outcome.inference_s, count, columns, answer.wait)
     return _encoder.encode(done)
 
 
@@ -246,8 +250,9 @@ def _run(decoded: _Run) -> Run:
         encodings,
         decoded.later_round,
         decoded.client,
-        decoded.max_wait_s,
+        decoded.timeout_s,
         decoded.trace,
+        decoded.returning,
     )
 
 
@@ -262,10 +267,10 @@ def decode_answer(message: memoryview | bytes) -> Greeting | Answer:
         if isinstance(decoded, Greeting):
             return decoded
         if isinstance(decoded, _Fail):
-            return Answer(decoded.number, _error(decoded), decoded.wait_s)
+            return Answer(decoded.number, _error(decoded), ExpectedWait(*decoded.wait))
         if decoded.encodings > len(message):
             raise ValueError(f"{decoded.encodings} results do not fit in {len(message)} bytes")
-        return Answer(decoded.number, _result(decoded), decoded.wait_s)
+        return Answer(decoded.number, _result(decoded), ExpectedWait(*decoded.wait))
     except _MALFORMED as error:
         raise _malformed(error) from error
 

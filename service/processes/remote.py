@@ -15,7 +15,15 @@ from functools import partial
 from pathlib import Path
 
 from cloze.model_store.batch import Encoding
-from cloze.service.core import BatchResult, EngineDead, ServiceError, ShuttingDown
+from cloze.service.batching.lines import LineKey
+from cloze.service.core import (
+    NO_WAIT,
+    BatchResult,
+    EngineDead,
+    ExpectedWait,
+    ServiceError,
+    ShuttingDown,
+)
 from cloze.service.processes import frames
 from cloze.service.processes.channel import Channel
 
@@ -28,12 +36,14 @@ class _PendingRun:
         future: its future.
         run: the message that asks for it.
         message: the encoded message.
+        tokens: tokens of all encodings.
         sent: number of engine processes that got it.
     """
 
     future: Future[BatchResult]
     run: frames.Run
     message: bytes
+    tokens: int
     sent: int = 0
 
 
@@ -51,7 +61,7 @@ class EngineLink(Channel):
         tokens: of the requests that are not answered.
     """
 
-    _MAX_WAITS = 4096  # clients whose expected wait is kept
+    _MAX_WAITS = 4096  # lines whose expected wait is kept
     # How long requests wait for an engine process that has ended. On a busy machine, a process took
     # 6 s to start, and the delay before doubles with each restart.
     _RESTART_S = 15.0
@@ -65,8 +75,8 @@ class EngineLink(Channel):
         self._numbers = itertools.count()
         self._pending: dict[int, _PendingRun] = {}
         self._giving_up: asyncio.TimerHandle | None = None
-        # (model, client) -> expected wait in seconds, and the `time.monotonic` time of the figure
-        self._waits: dict[tuple[int, str], tuple[float, float]] = {}
+        # (model, client, line) -> expected wait, and the `time.monotonic` time of the figure
+        self._waits: dict[tuple[int, str, LineKey], tuple[ExpectedWait, float]] = {}
         self._closed = False
         self._ended = asyncio.Event()
         self.dead: str | None = f"{self.peer} has not started yet"
@@ -98,8 +108,9 @@ class EngineLink(Channel):
         deadline: float,
         *,
         client: str,
-        max_wait_s: float | None,
+        timeout_s: float | None,
         accepted: bool,
+        returning: bool,
         later_round: bool,
         trace: str,
     ) -> Future[BatchResult]:
@@ -114,9 +125,18 @@ class EngineLink(Channel):
         future: Future[BatchResult] = Future()
         number = next(self._numbers)
         run = frames.Run(
-            number, deadline, model, accepted, encodings, later_round, client, max_wait_s, trace
+            number,
+            deadline,
+            model,
+            accepted,
+            encodings,
+            later_round,
+            client,
+            timeout_s,
+            trace,
+            returning,
         )
-        pending = _PendingRun(future, run, frames.encode_run(run))
+        pending = _PendingRun(future, run, frames.encode_run(run), tokens)
         self.tokens += tokens
         self._pending[number] = pending
         future.add_done_callback(partial(self._forget, number, tokens))
@@ -129,10 +149,12 @@ class EngineLink(Channel):
         """Whether requests wait for the process that replaces one that has just ended."""
         return self._giving_up is not None
 
-    def expected_wait_s(self, model: int, client: str) -> float:
+    def expected_wait(self, model: int, client: str, line: LineKey) -> ExpectedWait:
         """Return the wait that the engine process last reported, less the time since then."""
-        wait_s, reported = self._waits.get((model, client), (0.0, 0.0))
-        return max(0.0, wait_s - (time.monotonic() - reported)) if wait_s else 0.0
+        wait, reported = self._waits.get((model, client, line), (NO_WAIT, 0.0))
+        if not wait.seconds:
+            return wait
+        return wait._replace(seconds=max(0.0, wait.seconds - (time.monotonic() - reported)))
 
     def shut_down(self) -> None:
         """Refuse requests, and fail those that are not answered."""
@@ -147,8 +169,9 @@ class EngineLink(Channel):
             if (pending := self._pending.get(decoded.number)) is not None:  # else cancelled
                 if len(self._waits) >= self._MAX_WAITS:
                     self._waits.clear()
-                key = pending.run.model, pending.run.client
-                self._waits[key] = decoded.wait_s, time.monotonic()
+                run = pending.run
+                line = LineKey.of(pending.tokens, run.timeout_s)
+                self._waits[run.model, run.client, line] = decoded.wait, time.monotonic()
                 _settle(pending.future, decoded.outcome)
         elif [model.reference for model in decoded.models] == self._references:
             self.models = decoded.models
@@ -262,8 +285,9 @@ class RemoteQueue:
         deadline: float,
         *,
         client: str = "",
-        max_wait_s: float | None = None,
+        timeout_s: float | None = None,
         accepted: bool = False,
+        returning: bool = False,
         later_round: bool = False,
         trace: str = "",
     ) -> Future[BatchResult]:
@@ -281,17 +305,25 @@ class RemoteQueue:
             encodings,
             deadline,
             client=client,
-            max_wait_s=max_wait_s,
+            timeout_s=timeout_s,
             accepted=accepted,
+            returning=returning,
             later_round=later_round,
             trace=trace,
         )
 
-    def expected_wait_s(self, client: str, *, unsubmitted: int = 0) -> float:  # noqa: ARG002
+    def expected_wait(
+        self,
+        client: str,
+        tokens: int,
+        timeout_s: float | None,
+        unsubmitted: int = 0,  # noqa: ARG002
+    ) -> ExpectedWait:
         """Return the shortest wait that an engine process reported; see `core.Queue`."""
+        line = LineKey.of(tokens, timeout_s)
         running = [link for link in self._links if link.dead is None]
-        waits = (link.expected_wait_s(self._model, client) for link in running)
-        return min(waits, default=0.0)
+        waits = (link.expected_wait(self._model, client, line) for link in running)
+        return min(waits, default=NO_WAIT)
 
     def precision(self) -> str:
         """Return the precision of the graph that an engine runs; empty before the greeting."""

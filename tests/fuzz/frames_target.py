@@ -97,10 +97,11 @@ errors = st.builds(core.Overloaded, names, numbers) | st.builds(
 )
 runs = st.builds(
     frames.Run, numbers, seconds, numbers, st.booleans(), encodings(), st.booleans(), names,
-    st.none() | seconds,
+    st.none() | seconds, names, st.booleans(),
 )  # fmt: skip
-done = st.builds(Answer, numbers, results(), seconds)
-failed = st.builds(Answer, numbers, errors, seconds)
+waits = st.builds(core.ExpectedWait, seconds, seconds)
+done = st.builds(Answer, numbers, results(), waits)
+failed = st.builds(Answer, numbers, errors, waits)
 greetings = st.builds(Greeting, st.lists(st.builds(EngineModel, names, names), max_size=3))
 messages: st.SearchStrategy[Message] = runs | done | failed | greetings | st.builds(Cancel, numbers)
 

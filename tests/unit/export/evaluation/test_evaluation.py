@@ -1,0 +1,422 @@
+"""Figures of evaluations, from models whose answers are known."""
+
+import csv
+import json
+import lzma
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+from cloze.export.errors import DataError, ExportError
+from cloze.export.evaluation import bias, pairs, sentences, squad, texts
+from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
+from cloze.export.evaluation.pairs import ScoredPair, read_pairs, similarity, tokenize_pairs
+from cloze.export.evaluation.scorer import (
+    embeddings,
+    encodings,
+    equal_lengths,
+    next_sentence_logits,
+    score_masks,
+    span_logits,
+)
+from cloze.export.evaluation.sentences import Completion, Sentence, complete, read_sentences
+from cloze.export.evaluation.squad import Question, best_threshold, read_questions, score
+from cloze.model_store.batch import Encoding
+from cloze.model_store.heads.embedding import EmbeddingResult
+from cloze.model_store.heads.masked_lm import MaskedLMResult
+from cloze.model_store.heads.next_sentence import NextSentenceResult
+from cloze.model_store.heads.span import SpanResult
+from tests.unit.export.scorers import (
+    CLS,
+    ID,
+    MASK,
+    SEP,
+    ByHand,
+    checkpoint_tokenizer,
+    gate_texts,
+    tokenizer,
+)
+
+# ---- scorers -----------------------------------------------------------------------------------
+
+
+def likely(encoding: Encoding) -> dict[str, Any]:
+    """Give a mask at position p the token 10 + p; a target t the log probability -t / 100."""
+    request = encoding.requests.get("masked_lm")
+    if request is None:
+        return {}
+    positions, targets = request.positions, np.array(request.targets, np.float32)  # type: ignore[attr-defined]
+    count = len(positions)
+    best = 10 + np.array(positions)[:, None] + np.arange(request.top_k) * 100  # type: ignore[attr-defined]
+    return {
+        "masked_lm": MaskedLMResult(
+            np.zeros(best.shape, np.float32),
+            best,
+            np.full(count, 5, np.float32),
+            5 - np.tile(targets / 100, (count, 1)),
+        )
+    }
+
+
+def test_masks_of_several_sequences_get_their_own_labels() -> None:
+    scorer = ByHand(likely)
+    ids = np.array([[CLS, 5, SEP], [CLS, 6, SEP], [7, 8, SEP]], np.int64)
+    positions = np.array([1, 6, 7])  # the flat positions of 5, 7 and 8
+    best, log_probabilities = score_masks(
+        scorer, ids, np.ones_like(ids), positions, np.array([50, 60, 70]), k=2
+    )
+    assert best.tolist() == [[11, 111], [10, 110], [11, 111]]
+    assert log_probabilities.tolist() == pytest.approx([-0.5, -0.6, -0.7])
+    asked = [dict(e.requests) for e in scorer.encodings]
+    assert (asked[0]["masked_lm"].positions, asked[0]["masked_lm"].targets) == ([1], [50])
+    assert asked[1] == {}
+    assert (asked[2]["masked_lm"].positions, asked[2]["masked_lm"].targets) == ([0, 1], [60, 70])
+    assert asked[2]["masked_lm"].top_k == 2
+    assert scorer.encodings[0].token_type_ids.tolist() == [1, 1, 1]
+
+
+def test_logits_and_vectors_are_stacked_in_order() -> None:
+    ids = np.array([[1, 2], [3, 4]], np.int64)
+    pair = ByHand(lambda e: {"next_sentence": NextSentenceResult(e.input_ids.astype(np.float32))})
+    assert next_sentence_logits(pair, ids, ids).tolist() == [[1, 2], [3, 4]]
+    assert pair.encodings[1].token_type_ids.tolist() == [3, 4]
+    span = ByHand(lambda e: {"span": SpanResult(np.stack([e.input_ids] * 2, 1).astype(np.float32))})
+    assert span_logits(span, ids, ids).tolist() == [[[1, 1], [2, 2]], [[3, 3], [4, 4]]]
+    vector = ByHand(lambda e: {"embedding": EmbeddingResult(e.input_ids.astype(np.float32))})
+    assert embeddings(vector, ids).tolist() == [[1, 2], [3, 4]]
+    assert vector.encodings[1].token_type_ids.tolist() == [0, 0]
+    made = encodings(ids, ids, [{}, {}])
+    assert made[0].input_ids.dtype == made[0].token_type_ids.dtype == np.int32
+
+
+def test_groups_have_one_length_and_a_largest_size() -> None:
+    assert list(equal_lengths([3, 1, 3, 3, 1], 2)) == [[1, 4], [0, 2], [3]]
+    assert list(equal_lengths([], 2)) == []
+
+
+# ---- sentences ---------------------------------------------------------------------------------
+
+
+def test_sentences_with_their_words(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_text("a [MASK]\tRed, blue ,,\nthe [MASK] b\tx\n")
+    assert read_sentences(file) == [
+        Sentence("a [MASK]", ("red", "blue")),
+        Sentence("the [MASK] b", ("x",)),
+    ]
+    for wrong in ("a\tred", "[MASK] [MASK]\tred", "a [MASK]", "a [MASK]\t ,"):
+        file.write_text(f"a [MASK]\tred\n{wrong}\n")
+        with pytest.raises(DataError, match="line 2: a sentence with one"):
+            read_sentences(file)
+    file.write_text("")
+    with pytest.raises(DataError, match="holds no sentences"):
+        read_sentences(file)
+    with pytest.raises(DataError, match="No such file"):
+        read_sentences(tmp_path / "missing")
+
+
+def test_the_first_word_of_a_mask() -> None:
+    word = {"paris": ID["paris"]}
+
+    def predict(encoding: Encoding) -> dict[str, Any]:
+        result = likely(encoding)["masked_lm"]
+        assert encoding.requests["masked_lm"].positions == [2]  # type: ignore[attr-defined]
+        return {
+            "masked_lm": MaskedLMResult(
+                result.top_logits,
+                np.array([[word["paris"]]]),
+                result.logsumexp,
+                result.target_logits,
+            )
+        }
+
+    (one,) = complete(
+        [Sentence("the [MASK]", ("paris", "x"))], checkpoint_tokenizer(), ByHand(predict)
+    )
+    assert (one.word, one.is_right) == ("paris", True)
+    assert not Completion(Sentence("", ("rome",)), "paris").is_right
+    assert Completion(Sentence("", ("paris",)), "Paris").is_right
+    with pytest.raises(DataError, match="no"):
+        complete([], checkpoint_tokenizer(mask=False), ByHand(likely))
+
+
+# ---- stereotypes -------------------------------------------------------------------------------
+
+
+def test_pairs_of_stereotypes(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("id,sent_more,sent_less\n1,a b,a c\n")
+    assert read_stereotypes(file) == [("a b", "a c")]
+    for content, message in (
+        ("id\n1\n", "not in CrowS-Pairs' format"),
+        ("sent_more,sent_less\n", "holds no pairs"),
+    ):
+        file.write_text(content)
+        with pytest.raises(DataError, match=message):
+            read_stereotypes(file)
+    file.write_bytes(b"sent_more,sent_less\n\xff,b\n")
+    with pytest.raises(DataError, match="not in CrowS-Pairs"):
+        read_stereotypes(file)
+    with pytest.raises(DataError, match="no such file"):
+        read_stereotypes(tmp_path / "missing")
+
+
+def test_only_shared_tokens_are_scored_and_not_the_special_ones() -> None:
+    more, less = [CLS, 5, 9, 6, SEP], [CLS, 5, 6, SEP]
+    assert list(bias._shared_tokens(more, less)) == [(0, 1), (1, 1), (0, 3), (1, 2)]
+
+
+def test_the_share_of_pairs_that_prefer_the_stereotype() -> None:
+    """The probability of a shared token depends on the group that the sentence names."""
+    value = {ID["he"]: -1.0, ID["she"]: -2.0, ID["it"]: -1.0}
+
+    def by_group(encoding: Encoding) -> dict[str, Any]:
+        (group,) = [value[i] for i in encoding.input_ids.tolist() if i in value]
+        result = likely(encoding)["masked_lm"]
+        assert encoding.input_ids[encoding.requests["masked_lm"].positions[0]] == MASK  # type: ignore[attr-defined]
+        return {
+            "masked_lm": MaskedLMResult(
+                result.top_logits,
+                result.top_ids,
+                result.logsumexp,
+                np.full((1, 1), 5 + group, np.float32),
+            )
+        }
+
+    cases = [
+        ("he was old", "she was old"),
+        ("she was old", "he was old"),
+        ("it was old", "he was old"),
+    ]
+    scorer = ByHand(by_group)
+    assert stereotype_preference(cases, checkpoint_tokenizer(), scorer, 16) == pytest.approx(
+        (1 + 0 + 0.5) / 3
+    )
+    assert len(scorer.encodings) == 12  # two shared words, in both sentences of three pairs
+    assert {int(e.input_ids[0]) for e in scorer.encodings} == {CLS}
+    assert (
+        stereotype_preference(
+            [("he was the old", "she was the old")], checkpoint_tokenizer(), ByHand(by_group), 4
+        )
+        == 1
+    )
+    with pytest.raises(ExportError, match=r"has no mask token"):
+        stereotype_preference(cases, checkpoint_tokenizer(mask=False), scorer, 16)
+
+
+def test_many_masks_run_in_groups() -> None:
+    scorer = ByHand(likely)
+    stereotype_preference([("the the the", "the the the")] * 11, checkpoint_tokenizer(), scorer, 16)
+    assert [len(batch) for batch in scorer.batches] == [64, 2]
+
+
+# ---- scored pairs ------------------------------------------------------------------------------
+
+
+def test_pairs_with_their_scores(tmp_path: Path) -> None:
+    plain, packed = tmp_path / "a.csv", tmp_path / "b.csv.xz"
+    with plain.open("w") as stream:
+        csv.writer(stream).writerows([["a, b", "c", 1.5], ["d", "e", 2]])
+    packed.write_bytes(lzma.compress(b"f,g,0\n"))
+    assert read_pairs([plain, packed]) == [
+        ScoredPair("a, b", "c", 1.5), ScoredPair("d", "e", 2), ScoredPair("f", "g", 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"a,b,1\na,b\n", "line 2 is not 'sentence,sentence,score'"),
+        (b"a,b,x\n", "line 1 is not"),
+        (b"a,b,nan\n", "the score nan is not a finite number"),
+        (b"a,b,1\nc,d,1\n", "all 2 pairs have the score 1: there is nothing to rank"),
+        (b"", "there are no pairs in"),
+        (b"\xff,b,1\n", "cannot be read"),
+    ],
+)
+def test_pairs_that_cannot_be_ranked(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "x.csv").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        read_pairs([tmp_path / "x.csv"])
+    with pytest.raises(DataError, match="no such file"):
+        read_pairs([tmp_path / "missing"])
+    (tmp_path / "x.csv.xz").write_bytes(b"no xz")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_pairs([tmp_path / "x.csv.xz"])
+
+
+def test_pairs_are_cut_at_their_end_and_keep_the_last_token() -> None:
+    both = tokenize_pairs([ScoredPair("the old king", "the", 3.0)], tokenizer(), 4)
+    assert both == [([CLS, ID["the"], ID["old"], SEP], [CLS, ID["the"], SEP], 3.0)]
+    exact = tokenize_pairs([ScoredPair("the old king", "a", 3.0)], tokenizer(), 5)
+    assert exact[0][0] == [CLS, ID["the"], ID["old"], ID["king"], SEP]
+
+
+def test_similarity_is_the_rank_correlation_of_cosines() -> None:
+    angle = {"the": 0.0, "a": 0.1, "old": 0.5, "king": 0.9, "red": 1.2}
+    turned = {ID[word]: value for word, value in angle.items()}
+
+    def embed(encoding: Encoding) -> dict[str, Any]:
+        turn = sum(turned[i] for i in encoding.input_ids.tolist() if i in turned)
+        return {
+            "embedding": EmbeddingResult(3 * np.array([math.cos(turn), math.sin(turn)], np.float32))
+        }
+
+    cases = [("the", "a", 5.0), ("the", "old a", 3.0), ("a", "king", 4.0), ("the", "red", 1.0)]
+    cosines = [math.cos(0.1), math.cos(0.6), math.cos(0.8), math.cos(1.2)]
+    expected = spearmanr(cosines, [score for *_, score in cases]).statistic
+    measured = similarity([ScoredPair(*case) for case in cases], tokenizer(), ByHand(embed), 16)
+    assert measured == pytest.approx(expected)
+    assert expected == pytest.approx(0.8)
+
+
+def test_equal_values_share_their_rank() -> None:
+    assert pairs._ranks(np.array([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1, 3.5, 2]
+
+
+# ---- SQuAD -------------------------------------------------------------------------------------
+
+
+def squad_file(path: Path, *questions: dict[str, Any], context: str = "A red door.") -> Path:
+    entries = [{"id": str(n), "question": " Which? "} | q for n, q in enumerate(questions)]
+    content = json.dumps(
+        {"data": [{"title": "T", "paragraphs": [{"context": context, "qas": entries}]}]}
+    )
+    path.write_bytes(lzma.compress(content.encode()) if path.suffix == ".xz" else content.encode())
+    return path
+
+
+def test_questions_with_their_answers(tmp_path: Path) -> None:
+    red = {"text": "red", "answer_start": 2}
+    file = squad_file(
+        tmp_path / "a.json.xz",
+        {"answers": [red, {"text": "", "answer_start": 0}, {"text": "blue", "answer_start": 0}]},
+        {"answers": [red], "is_impossible": True},
+        {},
+    )
+    one, two, three = read_questions([file])
+    assert one == Question("0", "T", "Which?", "A red door.", ((2, "red"), (None, "blue")))
+    assert (one.impossible, one.is_placed) == (False, True)
+    assert two.answers == three.answers == ()
+    assert (two.impossible, two.is_placed) == (True, False)
+    assert not Question("", "", "", "", ((None, "x"),)).is_placed
+
+
+def test_the_first_question_of_an_id_is_kept(tmp_path: Path) -> None:
+    first = squad_file(tmp_path / "a.json", {"question": "one"})
+    second = squad_file(tmp_path / "b.json", {"question": "two"}, {"question": "three"})
+    assert [q.question for q in read_questions([first, second])] == ["one", "three"]
+
+
+def test_files_of_questions_that_cannot_be_read(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    for content in ("[]", "{}", '{"data": [{}]}', "no json", '{"data": [1]}'):
+        file.write_text(content)
+        with pytest.raises(DataError, match="is not in SQuAD's format"):
+            read_questions([file])
+    file.write_text('{"data": []}')
+    with pytest.raises(DataError, match="there are no questions in"):
+        read_questions([file])
+    with pytest.raises(DataError, match="no such file"):
+        read_questions([tmp_path / "missing"])
+    squad_file(file, {"question": "\ud800"})
+    with pytest.raises(DataError, match="UnicodeEncodeError"):
+        read_questions([file])
+
+
+def test_an_answer_is_searched_near_its_place() -> None:
+    context = "a b a b a"
+    assert squad._find_answer(context, "b", 2) == 2
+    assert squad._find_answer(context, "b", 3) == 2
+    assert squad._find_answer(context, "b", 5) == 6
+    assert squad._find_answer(context, "c", 0) is None
+    assert squad._find_answer("a.b axb", "a.b", 6) == 0
+
+
+def asked(number: int, *answers: str) -> Question:
+    return Question(str(number), "", "", "", tuple((0, text) for text in answers))
+
+
+def test_figures_of_answers() -> None:
+    assert squad.normalise_answer(" The  RED, (door)! An a ") == "red door"
+    assert squad.normalise_answer("theatre") == "theatre"
+    assert squad.f1("red red door", "red door blue") == pytest.approx(2 * 2 / 6)
+    assert squad.f1("", "") == squad.f1("the", "an") == 1
+    assert squad.f1("", "red") == squad.f1("red", "") == squad.f1("red", "blue") == 0
+    figures = score(
+        {"0": "red", "1": "old red door"}, [asked(0, "red"), asked(1, "blue", "red door")]
+    )
+    assert figures == {"exact_match": 50, "f1": pytest.approx(100 * (1 + 0.8) / 2)}
+    both = score({"0": "red", "1": ""}, [asked(0, "red"), asked(1), asked(2)])
+    assert both == {
+        "exact_match": pytest.approx(200 / 3), "f1": pytest.approx(200 / 3),
+        "answerable_exact_match": 100, "answerable_f1": 100,
+        "unanswerable_exact_match": 50, "unanswerable_f1": 50,
+    }  # fmt: skip
+    # A gold answer that is only an article is none.
+    assert score({"0": ""}, [asked(0, "the", "red")])["exact_match"] == 0
+    assert score({"0": ""}, [asked(0, "the", "a")])["exact_match"] == 100
+
+
+def test_the_best_threshold_of_no_answer() -> None:
+    questions = [asked(0, "red"), asked(1), asked(2, "blue")]
+    best, threshold = best_threshold(questions, ["red", "wrong", "blue"], [-2.0, 5.0, 1.0])
+    assert (best, threshold) == (100, 1.0)
+    best, threshold = best_threshold([asked(0), asked(1)], ["x", "y"], [1.0, 2.0])
+    assert (best, threshold) == (100, 0.0)
+    best, threshold = best_threshold([asked(0, "red"), asked(1)], ["red", "x"], [3.0, 1.0])
+    assert best == 50
+
+
+# ---- the gate's texts --------------------------------------------------------------------------
+
+
+def test_the_gate_s_texts_are_cut_to_the_model() -> None:
+    for made, most in ((gate_texts(), 16), (gate_texts(max_tokens=8), 8)):
+        sizes = [ids.shape for ids in made.sentences()]
+        assert len(sizes) == len(texts.SENTENCES)
+        assert max(sizes) == (1, most)
+    first = gate_texts().sentences()[0][0].tolist()
+    assert (first[0], first[-1], first[1]) == (CLS, SEP, ID["the"])
+
+
+def test_pairs_of_the_gate_have_two_types() -> None:
+    made = list(gate_texts(max_tokens=512).sentence_pairs())
+    count = len(texts.SENTENCES)
+    assert len(made) == 2 * count + len(texts.QUESTIONS)
+    ids, types = made[0]
+    assert ids.shape == types.shape
+    assert types[0].tolist() == sorted(types[0].tolist())
+    assert set(types[0].tolist()) == {0, 1}
+    single = gate_texts(max_tokens=512).sentences()
+    assert ids[0].tolist() == [*single[0][0].tolist(), *single[1][0].tolist()[1:]]
+    assert made[1][0][0].tolist() == [*single[0][0].tolist(), *single[7][0].tolist()[1:]]
+    last = made[2 * count - 1][0][0].tolist()
+    assert last == [*single[-1][0].tolist(), *single[6][0].tolist()[1:]]
+    assert {int(t.max()) for _, t in gate_texts(type_vocab_size=0).sentence_pairs()} == {0}
+    assert {int(t.max()) for _, t in gate_texts(type_vocab_size=1).sentence_pairs()} == {0}
+
+
+def test_every_question_has_every_context() -> None:
+    made = list(gate_texts(max_tokens=512).questions())
+    assert len(made) == len(texts.QUESTIONS) ** 2
+    sentence_ends = [ids[0].tolist().index(SEP) for ids, _ in made]
+    assert (
+        len(
+            set(
+                map(
+                    tuple,
+                    (
+                        ids[0][:end].tolist()
+                        for (ids, _), end in zip(made, sentence_ends, strict=True)
+                    ),
+                )
+            )
+        )
+        == 8
+    )
+    assert sentences._MASK_TOKEN == "[MASK]"

@@ -1,0 +1,135 @@
+"""Constants, files and integers of a graph, without running one."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+
+from cloze.export.errors import ExportError
+from cloze.export.graph.builder import OPSET, GraphBuilder, onnx_type
+from cloze.export.graph.linear_ops import LARGEST_INT8, _to_fp16, quantise
+from cloze.model_store.layouts import Layout
+from cloze.model_store.tensors import INPUT_IDS
+
+
+def test_a_weight_is_as_many_steps_as_its_integers() -> None:
+    weight = torch.tensor([[1.27, -0.5, 0.004], [0.0, 0.0, 0.0], [-2.54, 2.54, 0.019]])
+    integers, steps = quantise(weight)
+    assert steps.tolist() == pytest.approx([0.01, 1e-12, 0.02], rel=1e-5)
+    assert integers.tolist() == [[127, -50, 0], [0, 0, 0], [-127, 127, 1]]
+    assert integers.dtype == torch.int8
+    assert LARGEST_INT8 == 127
+
+
+def test_numbers_that_fp16_cannot_hold_are_refused() -> None:
+    assert _to_fp16("x", torch.tensor([65504.0])).tolist() == [65504]
+    with pytest.raises(ExportError, match=r"x holds 6.56e\+04, which fp16 cannot; use fp32"):
+        _to_fp16("x", torch.tensor([1.0, -65600.0]))
+
+
+def test_nodes_have_names_and_inputs_in_order() -> None:
+    g = GraphBuilder()
+    x = g.declare_input(INPUT_IDS, Layout.PACKED)
+    first = g.op("TopK", [x, "k"], outputs=2, axis=1)
+    g.op("Abs", [f"{first}_1"], domain="com.microsoft")
+    g.op("Abs", [x])
+    g.output(first, "top", TensorProto.FLOAT, ["M", 3])
+    assert first == "TopK_0"
+    assert g.operators() == {"Abs": 2, "Identity": 1, "TopK": 1}
+    assert [list(n.output) for n in g._nodes] == [
+        ["TopK_0", "TopK_0_1"],
+        ["Abs_1"],
+        ["Abs_2"],
+        ["top"],
+    ]
+    assert g._nodes[1].domain == "com.microsoft"
+    assert g._nodes[0].attribute[0].i == 1
+    assert onnx_type(INPUT_IDS) == TensorProto.INT32
+
+
+def saved(
+    g: GraphBuilder, folder: Path, shared: dict | None = None, name: str = "g"
+) -> tuple[onnx.ModelProto, dict]:
+    g.op("Abs", [next(iter(g._named))])
+    g.output("Abs_0", "y", TensorProto.FLOAT, ["N"])
+    stored = g.save(folder / f"{name}.onnx", folder / f"{name}.bin", shared)
+    return onnx.load_model(folder / f"{name}.onnx", load_external_data=False), stored
+
+
+def test_large_weights_lie_in_pages_of_their_file(tmp_path: Path) -> None:
+    g = GraphBuilder()
+    values = {
+        "small": np.arange(255, dtype=np.float32),  # 1020 bytes
+        "large": np.arange(256, dtype=np.float32),  # 1024 bytes
+        "next": np.arange(300, dtype=np.float32),
+    }
+    for name, array in values.items():
+        assert g.weight(name, array) == name
+    model, stored = saved(g, tmp_path)
+    assert stored.keys() == {"large", "next"}
+    assert (stored["large"].offset, stored["large"].length, stored["large"].file) == (
+        0,
+        1024,
+        "g.bin",
+    )
+    assert (stored["next"].offset, stored["next"].length) == (4096, 1200)
+    data = (tmp_path / "g.bin").read_bytes()
+    assert data[:1024] == values["large"].tobytes()
+    assert data[4096:] == values["next"].tobytes()
+    weights = {tensor.name: tensor for tensor in model.graph.initializer}
+    assert weights["small"].raw_data == values["small"].tobytes()
+    place = {entry.key: entry.value for entry in weights["next"].external_data}
+    assert place == {"location": "g.bin", "offset": "4096", "length": "1200"}
+    # Weights whose bytes are no multiple of 64 are last.
+    assert [tensor.name for tensor in model.graph.initializer] == ["large", "small", "next"]
+    assert {o.domain: o.version for o in model.opset_import} == {"": OPSET, "com.microsoft": 1}
+    assert (OPSET, model.ir_version, model.producer_name) == (20, 10, "cloze")
+
+
+def test_weights_of_another_graph_are_shared(tmp_path: Path) -> None:
+    one, two = GraphBuilder(), GraphBuilder()
+    for g in (one, two):
+        g.weight("large", np.arange(256, dtype=np.float32))
+    _, stored = saved(one, tmp_path)
+    model, again = saved(two, tmp_path, stored, "other")
+    assert again == stored
+    assert not (tmp_path / "other.bin").exists()
+    assert model.graph.initializer[0].external_data[0].value == "g.bin"
+    other = GraphBuilder()
+    other.weight("large", np.arange(1, 257, dtype=np.float32))
+    with pytest.raises(AssertionError, match=r"large is another weight in g.bin"):
+        saved(other, tmp_path, stored, "third")
+
+
+def test_a_name_stands_for_one_weight(tmp_path: Path) -> None:
+    g = GraphBuilder()
+    g.weight("x", torch.ones(2))
+    g.weight("x", torch.zeros(2))
+    model, _ = saved(g, tmp_path)
+    assert len(model.graph.initializer) == 1
+    assert np.frombuffer(model.graph.initializer[0].raw_data, np.float32).tolist() == [1, 1]
+
+
+def test_half_precision_stores_matrices_only() -> None:
+    g = GraphBuilder(half=True)
+    matrix = torch.tensor([[0.5, 2.0]], requires_grad=True)
+    assert g.weight("matrix", matrix) == "matrix"
+    g.weight("vector", torch.tensor([0.5]))
+    g.weight("scalar", np.array(3, np.int64))
+    g.weight("integers", np.ones((2, 2), np.int8))
+    types = {name: (array.dtype, array.shape) for name, array in g._weights.items()}
+    assert types == {
+        "matrix.fp16": (np.float16, (1, 2)),
+        "vector": (np.float32, (1,)),
+        "scalar": (np.int64, ()),
+        "integers": (np.int8, (2, 2)),
+    }
+    assert [(n.op_type, n.input[0], n.output[0]) for n in g._nodes] == [
+        ("Cast", "matrix.fp16", "matrix")
+    ]
+    assert g._nodes[0].attribute[0].i == TensorProto.FLOAT
+    with pytest.raises(AssertionError, match="was not rounded to fp16 before"):
+        g.weight("exact", torch.tensor([[0.1]]))

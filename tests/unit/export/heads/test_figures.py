@@ -1,0 +1,318 @@
+"""The figures of the quality gate: each head's, from models that differ in a known way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloze.export.errors import ExportError
+from cloze.export.evaluation.pairs import ScoredPair
+from cloze.export.gate import pass_gate
+from cloze.export.heads import EXPORT_HEADS
+from cloze.export.heads.head import SampleSizes, agreement, cls_rows, mean_cosine, token_rows
+from cloze.export.heads.sequence_classification import read_labels, read_options
+from cloze.export.heads.sparse_embedding import _cosine
+from cloze.export.model import head_module
+from cloze.model_store.batch import Encoding
+from cloze.model_store.heads.embedding import EmbeddingResult
+from cloze.model_store.heads.layer_embedding import LayerEmbeddingResult
+from cloze.model_store.heads.masked_lm import MaskedLMResult
+from cloze.model_store.heads.next_sentence import NextSentenceResult
+from cloze.model_store.heads.sequence_classification import SequenceClassificationResult
+from cloze.model_store.heads.span import SpanResult
+from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
+from cloze.model_store.heads.token_classification import TokenClassificationResult
+from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
+from cloze.model_store.layouts import Layout, Placement
+from tests.unit.export.scorers import CLS, MASK, SEP, ByHand, gate_texts
+
+TEXTS = gate_texts(max_tokens=64)
+COUNT = len(TEXTS.sentences())
+PLACEMENT = Placement.of(Layout.PACKED, [3, 2, 4])
+
+
+def measured(
+    name: str,
+    checkpoint: Callable[[Encoding], Any],
+    graph: Callable[[Encoding], Any],
+    **changes: Any,
+) -> dict[str, float]:
+    """Return the figures of a head for two models; a function gives an encoding's result."""
+    texts = gate_texts(max_tokens=64, **changes)
+    scorers = [ByHand(lambda e, r=result: {name: r(e)}) for result in (checkpoint, graph)]
+    return EXPORT_HEADS[name].measure(*scorers, texts)
+
+
+def first_of(result: Callable[[bool], Any]) -> Callable[[Encoding], Any]:
+    """Return a model whose answer to the first text differs."""
+    seen: list[int] = []
+
+    def answer(_: Encoding) -> Any:
+        seen.append(1)
+        return result(len(seen) == 1)
+
+    return answer
+
+
+def vector(*numbers: float) -> EmbeddingResult:
+    return EmbeddingResult(np.array(numbers, np.float32))
+
+
+def test_one_bad_text_among_good_ones_shows_in_the_least_cosine() -> None:
+    other = first_of(lambda first: vector(0.6, 0.8) if first else vector(2, 0))
+    figures = measured("embedding", lambda _: vector(3, 0), other)
+    assert figures == {
+        "embedding_cosine_least": pytest.approx(0.6),
+        "embedding_cosine_mean": pytest.approx((COUNT - 1 + 0.6) / COUNT),
+    }
+
+
+def test_a_vector_of_zeros_is_no_number() -> None:
+    figures = measured("embedding", lambda _: vector(1, 0), lambda _: vector(0, 0))
+    assert np.isnan(list(figures.values())).all()
+
+
+def test_the_change_of_a_ranking_is_after_less_before() -> None:
+    scored = [
+        ScoredPair("a", "b b", 3.0),
+        ScoredPair("a", "c c c", 2.0),
+        ScoredPair("a", "d d d d", 1.0),
+    ]
+
+    def of(sign: float) -> Callable[[Encoding], Any]:
+        return lambda e: vector(np.cos(sign * len(e) / 9), np.sin(sign * len(e) / 9))
+
+    def opposed(encoding: Encoding) -> EmbeddingResult:
+        turn = {3: 0.0, 4: 0.9, 5: 0.5, 6: 0.1}[min(len(encoding), 6)]
+        return vector(np.cos(turn), np.sin(turn))
+
+    figures = measured("embedding", of(1), opposed, scored_pairs=scored)
+    assert figures["sts_spearman_change"] == pytest.approx(-2)
+    assert "sts_spearman_change" not in measured("embedding", of(1), of(1))
+
+
+def test_every_token_is_masked_alone() -> None:
+    def predict(wrong: int) -> Callable[[Encoding], Any]:
+        def answer(encoding: Encoding) -> MaskedLMResult:
+            (position,) = encoding.requests["masked_lm"].positions  # type: ignore[attr-defined]
+            ids = encoding.input_ids.tolist()
+            assert ids[position] == MASK
+            assert ids.count(MASK) == 1
+            assert (ids[0], ids[-1]) == (CLS, SEP)
+            token = wrong if position == 1 else 5
+            one = np.zeros((1, 1), np.float32)
+            return MaskedLMResult(one, np.array([[token]]), one[0], one)
+
+        return answer
+
+    tokens = sum(ids.shape[1] - 2 for ids in TEXTS.sentences())
+    figures = measured("masked_lm", predict(5), predict(6))
+    assert figures == {"fill_mask_top1_agreement": pytest.approx(1 - COUNT / tokens)}
+
+
+def test_labels_of_pairs_agree() -> None:
+    pairs = len(list(TEXTS.sentence_pairs()))
+    other = first_of(
+        lambda first: NextSentenceResult(np.array([0.0, 1] if first else [1.0, 0], np.float32))
+    )
+    same = lambda _: NextSentenceResult(np.array([2.0, 1], np.float32))  # noqa: E731
+    assert measured("next_sentence", same, other) == {"nsp_agreement": pytest.approx(1 - 1 / pairs)}
+
+
+def test_spans_agree_in_start_and_end() -> None:
+    def span(start: int, end: int) -> SpanResult:
+        logits = np.zeros((8, 2), np.float32)
+        logits[start, 0] = logits[end, 1] = 1
+        return SpanResult(logits)
+
+    questions = len(list(TEXTS.questions()))
+    for wrong in (span(1, 4), span(2, 5)):
+        other = first_of(lambda first, w=wrong: w if first else span(2, 4))
+        figures = measured("span", lambda _: span(2, 4), other)
+        assert figures == {"qa_span_agreement": pytest.approx(1 - 1 / questions)}
+
+
+def test_labels_of_texts_agree() -> None:
+    def of(*logits: float) -> SequenceClassificationResult:
+        return SequenceClassificationResult(np.array(logits, np.float32))
+
+    texts = COUNT + len(list(TEXTS.sentence_pairs()))
+    other = first_of(lambda first: of(5, 1) if first else of(0, 1))
+    figures = measured("sequence_classification", lambda _: of(1, 2), other)
+    assert figures == {"text_classification_agreement": pytest.approx(1 - 1 / texts)}
+
+
+def test_a_single_logit_agrees_within_a_twentieth_of_the_spread() -> None:
+    def of(logit: float) -> SequenceClassificationResult:
+        return SequenceClassificationResult(np.array([logit], np.float32))
+
+    texts = COUNT + len(list(TEXTS.sentence_pairs()))
+    for spread, near, far in ((10.0, 0.49, 0.51), (0.5, 0.049, 0.051)):
+        for off, expected in ((near, 1.0), (far, 1 / texts)):
+            checkpoint = first_of(lambda first, s=spread: of(s if first else 0.0))
+            graph = first_of(lambda first, s=spread, o=off: of(s if first else o))
+            figures = measured("sequence_classification", checkpoint, graph)
+            assert figures["text_classification_agreement"] == pytest.approx(expected)
+
+
+def test_labels_of_tokens_agree() -> None:
+    def of(wrong: int) -> Callable[[Encoding], Any]:
+        def answer(encoding: Encoding) -> TokenClassificationResult:
+            logits = np.zeros((len(encoding), 2), np.float32)
+            logits[:, 0] = 1
+            logits[:wrong, 1] = 2
+            return TokenClassificationResult(logits)
+
+        return answer
+
+    tokens = sum(ids.shape[1] for ids in TEXTS.sentences())
+    figures = measured("token_classification", of(0), of(1))
+    assert figures == {"token_classification_agreement": pytest.approx(1 - COUNT / tokens)}
+
+
+def test_mean_cosines_of_hidden_states() -> None:
+    def rows(first: list[float]) -> np.ndarray:
+        return np.array([first, [0, 2]], np.float32)
+
+    figures = measured(
+        "token_embedding",
+        lambda _: TokenEmbeddingResult(rows([1, 0])),
+        lambda _: TokenEmbeddingResult(rows([6, 8])),
+    )
+    assert figures == {"token_embedding_cosine_mean": pytest.approx(0.8)}
+    figures = measured(
+        "layer_embedding",
+        lambda _: LayerEmbeddingResult(rows([1, 0])),
+        lambda _: LayerEmbeddingResult(rows([6, 8])),
+    )
+    # The first of two states differs: the figure is that of the worst.
+    assert figures == {"layer_embedding_cosine_mean": pytest.approx(0.6)}
+
+
+def test_samples_of_layers_weigh_every_state() -> None:
+    rng = np.random.default_rng(0)
+    drawn = [EXPORT_HEADS["layer_embedding"].sample(rng, SampleSizes(9, 7, 3)) for _ in range(30)]
+    for request in drawn:
+        whole, alone = request.vectors  # type: ignore[attr-defined]
+        assert list(whole) == [0, 1, 2, 3]
+        assert all(0.5 <= weight <= 1.5 for weight in whole.values())
+        assert list(alone.values()) == [1]
+    assert {n for request in drawn for n in request.vectors[1]} == {0, 1, 2, 3}  # type: ignore[attr-defined]
+
+
+def test_sparse_vectors_are_compared_by_their_words() -> None:
+    def of(**words: float) -> SparseEmbeddingResult:
+        ids = np.array([ord(word) for word in words])
+        return SparseEmbeddingResult(np.array(list(words.values()), np.float32), ids)
+
+    assert _cosine(of(a=3, b=4), of(b=4, a=3)) == pytest.approx(1)
+    assert _cosine(of(a=3, b=4), of(c=1)) == 0
+    assert _cosine(of(a=3, b=4), of(b=2)) == pytest.approx(0.8)
+    assert _cosine(of(), of()) == 1
+    assert _cosine(of(), of(a=1)) == 0
+    figures = measured("sparse_embedding", lambda _: of(a=3, b=4), lambda _: of(b=2))
+    assert figures == {"sparse_cosine_mean": pytest.approx(0.8)}
+
+
+def test_rows_of_requests() -> None:
+    assert cls_rows([1, None, 1], PLACEMENT) == [0, 5]
+    assert token_rows([None, 1, 1], PLACEMENT) == [3, 4, 5, 6, 7, 8]
+    assert agreement([(1, 1), (1, 2), ("a", "a"), ((1, 2), (1, 2))]) == 0.75
+    one = np.array([[1, 0], [0, 1]], np.float32)
+    assert mean_cosine([(one, one), (one[:1], -one[:1])]) == pytest.approx(1 / 3)
+
+
+def test_limits_and_defaults_of_the_heads() -> None:
+    """A change of these is a change of what is published."""
+    assert {name: dict(head.limits) for name, head in EXPORT_HEADS.items()} == {
+        "masked_lm": {"fill_mask_top1_agreement": 0.95},
+        "next_sentence": {"nsp_agreement": 0.95},
+        "span": {"qa_span_agreement": 0.95},
+        "sequence_classification": {"text_classification_agreement": 0.95},
+        "token_classification": {"token_classification_agreement": 0.95},
+        "embedding": {
+            "embedding_cosine_mean": 0.995, "embedding_cosine_least": 0.98, "sts_spearman_change": -0.003,
+        },
+        "token_embedding": {"token_embedding_cosine_mean": 0.98},
+        "sparse_embedding": {"sparse_cosine_mean": 0.98},
+        "layer_embedding": {"layer_embedding_cosine_mean": 0.98},
+    }  # fmt: skip
+    assert {n for n, head in EXPORT_HEADS.items() if not head.by_default} == {
+        "sparse_embedding", "layer_embedding",
+    }  # fmt: skip
+    assert {n for n, head in EXPORT_HEADS.items() if head.fine_tuned} == {
+        "span", "sequence_classification", "token_classification",
+    }  # fmt: skip
+
+
+def test_samples_are_requests_within_the_sequence() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        request = EXPORT_HEADS["masked_lm"].sample(rng, SampleSizes(2, 7, 2))
+        assert len(set(request.positions)) == 2  # type: ignore[attr-defined]
+        assert set(request.positions) <= {0, 1}  # type: ignore[attr-defined]
+        assert len(request.targets) == 5  # type: ignore[attr-defined]
+        assert 0 <= min(request.targets) <= max(request.targets) < 7  # type: ignore[attr-defined]
+        assert len(EXPORT_HEADS["masked_lm"].sample(rng, SampleSizes(9, 7, 2)).positions) == 3  # type: ignore[attr-defined]
+        assert (
+            EXPORT_HEADS["sparse_embedding"].sample(rng, SampleSizes(9, 7, 2)).vocabulary_rows == 9
+        )
+
+
+# ---- labels of a checkpoint --------------------------------------------------------------------
+
+
+def test_labels_of_a_configuration() -> None:
+    assert read_labels({"id2label": {"1": "b", "0": "a"}}) == ("a", "b")
+    assert read_labels({}) == ("LABEL_0", "LABEL_1")
+    assert read_labels({"num_labels": 3}) == ("LABEL_0", "LABEL_1", "LABEL_2")
+    for wrong in ({"1": "a"}, {"0": "a", "2": "b"}, {"x": "a"}, ["a"]):
+        with pytest.raises(ExportError, match="id2label must name the labels 0 to N - 1"):
+            read_labels({"id2label": wrong})
+
+
+def test_the_problem_type_follows_from_the_labels() -> None:
+    assert read_options({}).problem_type == "single_label_classification"
+    assert read_options({"num_labels": 1}).problem_type == "multi_label_classification"
+    assert read_options({"problem_type": "regression"}).problem_type == "regression"
+    with pytest.raises(ExportError, match="problem_type 'x' is not supported"):
+        read_options({"problem_type": "x"})
+
+
+# ---- the gate ----------------------------------------------------------------------------------
+
+
+def passed(cosine: float) -> Any:
+    name = "token_embedding"
+    turned = np.array([[cosine, (1 - cosine**2) ** 0.5]], np.float32)
+    heads = [EXPORT_HEADS[name].head]
+    scorers = [
+        ByHand(lambda _, rows=rows: {name: TokenEmbeddingResult(rows)})
+        for rows in (np.array([[1, 0]], np.float32), turned)
+    ]
+    return pass_gate(*scorers, "int8 graph", heads, TEXTS)
+
+
+def test_a_gate_measures_the_heads_of_the_graph() -> None:
+    gate = passed(0.99)
+    assert gate.measured == {"token_embedding_cosine_mean": pytest.approx(0.99)}
+    assert gate.limits == {"token_embedding_cosine_mean": 0.98}
+    with pytest.raises(
+        ExportError, match="the int8 graph loses too much of this checkpoint: token_"
+    ):
+        passed(0.97)
+    with pytest.raises(ExportError, match="cosine_mean is nan and must be at least"):
+        passed(float("nan"))
+
+
+def test_a_head_without_a_module_takes_the_recipe() -> None:
+    class Model:
+        masked_lm = "the module"
+        next_sentence = None
+
+    recipe: Any = "the recipe"
+    assert head_module(Model, recipe, "embedding") == recipe  # type: ignore[arg-type]
+    assert head_module(Model, recipe, "masked_lm") == "the module"  # type: ignore[arg-type]
+    assert head_module(Model, recipe, "sparse_embedding") == "the module"  # type: ignore[arg-type]
+    assert head_module(Model, recipe, "next_sentence") is None  # type: ignore[arg-type]

@@ -1,0 +1,102 @@
+"""Dense and packed batches: which row belongs to which token, and which head computes."""
+
+import numpy as np
+
+from cloze.model_store.batch import BatchCodec, Encoding
+from cloze.model_store.heads import GraphSpec
+from cloze.model_store.heads.embedding import EmbeddingRequest
+from cloze.model_store.heads.head import Pooling
+from cloze.model_store.heads.masked_lm import MaskedLMRequest
+from cloze.model_store.heads.next_sentence import NextSentenceRequest
+from cloze.model_store.layouts import Layout, Placement, starts_of
+
+HEADS = ("masked_lm", "next_sentence", "embedding")
+
+
+def codec(layout: Layout = Layout.PACKED, *, token_types: bool = True) -> BatchCodec:
+    return BatchCodec(GraphSpec(layout, HEADS, token_types, Pooling.MEAN))
+
+
+def encoding(*ids: int, **requests: object) -> Encoding:
+    array = np.array(ids, np.int32)
+    return Encoding(array, array % 2, requests)
+
+
+def test_starts_are_the_sums_of_the_lengths() -> None:
+    assert starts_of([3, 2, 4]).tolist() == [0, 3, 5, 9]
+    assert starts_of([]).tolist() == [0]
+    assert starts_of([1]).dtype == np.int32
+
+
+def test_a_packed_placement_counts_positions_per_sequence() -> None:
+    feeds = Placement.of(Layout.PACKED, [3, 1]).feeds()
+    assert feeds["position_ids"].tolist() == [0, 1, 2, 0]
+    assert feeds["cu_seqlens"].tolist() == [0, 3, 4]
+    # The cells of the padded batch [2, 3]: those of tokens first, then the padding.
+    assert feeds["token_offset"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert Placement.of(Layout.PACKED, [1, 3]).feeds()["token_offset"].tolist() == [
+        [0, 3, 4],
+        [5, 1, 2],
+    ]
+    assert all(array.dtype == np.int32 for array in feeds.values())
+
+
+def test_a_dense_placement_needs_no_inputs() -> None:
+    assert Placement.of(Layout.DENSE, [3, 3]).feeds() == {}
+
+
+def test_tokens_are_joined_in_the_shape_of_the_layout() -> None:
+    rows = [np.array([1, 2], np.int32), np.array([3, 4], np.int32)]
+    assert Placement.of(Layout.DENSE, [2, 2]).join(rows).tolist() == [[1, 2], [3, 4]]
+    assert Placement.of(Layout.PACKED, [2, 2]).join(rows).tolist() == [1, 2, 3, 4]
+
+
+def test_inputs_of_a_packed_batch() -> None:
+    masked = encoding(5, 6, 7, masked_lm=MaskedLMRequest([1], 2))
+    pair = encoding(8, 9, next_sentence=NextSentenceRequest())
+    feeds = codec().pack([masked, pair])
+    assert feeds["input_ids"].tolist() == [5, 6, 7, 8, 9]
+    assert feeds["token_type_ids"].tolist() == [1, 0, 1, 0, 1]
+    assert feeds["mask_rows"].tolist() == [1]
+    assert feeds["pair_rows"].tolist() == [3]
+    assert feeds["pool_rows"].shape == (0, 1)
+    assert feeds["cu_seqlens"].tolist() == [0, 3, 5]
+
+
+def test_a_graph_without_token_types_gets_none() -> None:
+    assert "token_type_ids" not in codec(token_types=False).pack([encoding(1, 2)])
+
+
+def test_only_the_outputs_of_heads_that_are_asked_are_computed() -> None:
+    masked = encoding(5, 6, masked_lm=MaskedLMRequest([1], 2))
+    embedded = encoding(5, 6, embedding=EmbeddingRequest())
+    assert codec().outputs([masked, embedded]) == [
+        "top_logits",
+        "top_ids",
+        "logsumexp",
+        "target_logits",
+        "embeddings",
+    ]
+    assert codec().outputs([embedded]) == ["embeddings"]
+    assert len(codec().outputs([encoding(1)])) == 6, "a batch that asks nothing: all outputs"
+    assert codec().head_names == HEADS
+
+
+def test_each_encoding_gets_the_results_of_its_own_heads() -> None:
+    both = encoding(5, 6, next_sentence=NextSentenceRequest(), embedding=EmbeddingRequest())
+    nothing = encoding(7)
+    outputs = {
+        "pair_logits": np.array([[1.0, 2.0]], np.float32),
+        "embeddings": np.array([[3.0]], np.float32),
+    }
+    first, second = codec().unpack([both, nothing], outputs)
+    assert first.keys() == {"next_sentence", "embedding"}
+    assert first["next_sentence"].logits.tolist() == [1, 2]
+    assert first["embedding"].embedding.tolist() == [3]
+    assert second == {}
+
+
+def test_vocabulary_rows_of_an_encoding_are_the_sum_over_its_heads() -> None:
+    masked = encoding(1, 2, masked_lm=MaskedLMRequest([0, 1]), embedding=EmbeddingRequest())
+    assert masked.vocabulary_rows == 2
+    assert len(masked) == 2

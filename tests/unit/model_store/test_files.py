@@ -1,0 +1,141 @@
+"""Files of a bundle: kinds, sizes, processors, folders and errors in one line."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from cloze.model_store import locations, processor
+from cloze.model_store.error_lines import printable
+from cloze.model_store.installation import DISTRIBUTION
+from cloze.model_store.locations import default_root, folders_to_read, is_checkout, user_root
+from cloze.model_store.plain_files import open_plain, read_plain
+from cloze.model_store.sealed_json import parse_sealed, seal, unseal
+
+
+def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    file.write_bytes(b"12345")
+    assert read_plain(file, 5) == b"12345"
+    with pytest.raises(ValueError, match="has 5 bytes; the limit is 4"):
+        read_plain(file, 4)
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        for name, kind in (
+            ("link", "a symbolic link"),
+            ("folder", "a folder"),
+            ("pipe", "a named pipe"),
+            ("socket", "a socket"),
+        ):
+            with pytest.raises(ValueError, match=f"is {kind}; a bundle has regular files only"):
+                open_plain(tmp_path / name)
+    with pytest.raises(ValueError, match="is a device"):
+        open_plain(Path("/dev/null"))
+    with open_plain(tmp_path / "file") as stream:
+        assert not os.get_inheritable(stream.fileno())
+    with pytest.raises(FileNotFoundError):
+        open_plain(tmp_path / "missing")
+
+
+def test_a_link_that_replaces_a_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the link came between the check of the file and its opening."""
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    monkeypatch.setattr(Path, "lstat", Path.stat)
+    with pytest.raises(OSError, match=r"symbolic links|Too many"):
+        open_plain(tmp_path / "link")
+
+
+def test_a_sealed_object_comes_back() -> None:
+    body: dict[str, object] = {"b": 1, "a": "é"}
+    data = seal(body)
+    assert data.endswith(b"}\n")
+    assert list(parse_sealed(data)) == ["b", "a", "digest"]
+    assert unseal(parse_sealed(data), data) == body
+    with pytest.raises(ValueError, match="digest does not match"):
+        unseal(parse_sealed(data), data + b" ")
+
+
+INTEL = "processor\t: 0\nflags\t\t: fpu avx2 avx512f avx512_vnni\nbugs : avx_vnni\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "instructions", "advantage"),
+    [
+        (INTEL, ["avx512_vnni"], "avx512_vnni"),
+        ("flags : avx_vnni avx512_vnni\n", ["avx512_vnni", "avx_vnni"], "avx512_vnni, avx_vnni"),
+        ("Features : fp asimddp i8mm\n", ["asimddp", "i8mm"], "asimddp, i8mm"),
+        ("flags : avx2\n", [], "avx2, where exact int8 is faster than fp32,"),
+        ("flags : avx2 avx512f\n", [], None),
+        ("flags : sse2\n", [], None),
+        ("model name : avx2\n", [], None),
+    ],
+)
+def test_what_makes_int8_fast(
+    text: str, instructions: list[str], advantage: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    (tmp_path / "cpuinfo").write_text(text)
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
+    assert processor.int8_instructions() == instructions
+    assert processor.int8_advantage() == advantage
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "missing")
+    assert processor.int8_instructions() == []
+
+
+def test_settings_of_exact_arithmetic() -> None:
+    assert processor.int8_settings([]) == {"session.x64quantprecision": "1"}
+    assert processor.int8_settings(["avx_vnni"]) == {}
+    assert processor.cuda_settings() == {"use_tf32": "0"}
+    assert processor.PACKED_ALIGNMENT == 64
+    assert processor.INT8_NAMES == "asimddp, avx512_vnni, avx_vnni, i8mm"
+
+
+def test_the_user_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    assert user_root() == tmp_path / "data/cloze/bundles"
+    monkeypatch.setenv("XDG_DATA_HOME", "relative")
+    assert user_root() == tmp_path / ".local/share/cloze/bundles"
+    monkeypatch.delenv("XDG_DATA_HOME")
+    assert user_root() == tmp_path / ".local/share/cloze/bundles"
+
+
+def test_a_checkout_keeps_its_bundles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not is_checkout(tmp_path)
+    for text, expected in (
+        (f'[project]\nname = "{DISTRIBUTION}"', True),
+        ('[project]\nname = "other"', False),
+        ("[tool.x]", False),
+        ("no toml", False),
+    ):
+        (tmp_path / "pyproject.toml").write_text(text)
+        assert is_checkout(tmp_path) is expected
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "{DISTRIBUTION}"')
+    assert default_root(tmp_path) == locations.SHIPPED_ROOT
+    monkeypatch.setenv("XDG_DATA_HOME", "/data")
+    assert default_root(tmp_path / "else") == Path("/data/cloze/bundles")
+
+
+def test_which_folders_a_store_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shipped = locations.SHIPPED_ROOT
+    monkeypatch.setattr(locations, "DEFAULT_ROOT", tmp_path)
+    assert folders_to_read(tmp_path) == (tmp_path, shipped)
+    assert folders_to_read(tmp_path / "x") == (tmp_path / "x",)
+    monkeypatch.setattr(locations, "DEFAULT_ROOT", shipped)
+    assert folders_to_read(shipped) == (shipped,)
+
+
+def test_a_line_shows_no_control_characters_and_is_cut() -> None:
+    assert printable("a\nb\x1b[2J\N{SNOWMAN}") == "a\\nb\\x1b[2J\N{SNOWMAN}"
+    assert printable("a" * 400) == "a" * 400
+    assert printable("a" * 401) == "a" * 400 + "..."

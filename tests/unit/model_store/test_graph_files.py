@@ -1,0 +1,371 @@
+"""ONNX files and golden files of strangers: what is read, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+
+from cloze.model_store import Bundle
+from cloze.model_store.goldens import read_goldens
+from cloze.model_store.graph_checks import (
+    _check_operators,
+    _check_places,
+    _check_tables,
+    _check_tensors,
+    expected_tensors,
+    format_shape,
+)
+from cloze.model_store.layouts import Layout
+from cloze.model_store.onnx_file import DeclaredTensor, DeclaredWeight, OnnxGraph, parse_onnx
+from cloze.model_store.protobuf import Field, Message, Wire
+from tests.unit.service.tasks.model import VOCABULARY, manifest
+
+# ---- the wire format ---------------------------------------------------------------------------
+
+FIELDS = {
+    1: Field("number", Wire.INTEGER),
+    2: Field("text"),
+    3: Field("numbers", Wire.INTEGER, repeated=True),
+    4: Field("parts", repeated=True),
+    5: Field("short", Wire.FIXED32),
+    6: Field("long", Wire.FIXED64),
+    7: Field("forbidden things", refused=True),
+}
+
+
+def message(*data: int) -> Message:
+    return Message("test", memoryview(bytes(data)), FIELDS)
+
+
+def test_integers_of_any_size() -> None:
+    assert message(0x08, 0x05).integer("number") == 5
+    assert message(0x08, 0xAC, 0x02).integer("number") == 300
+    assert message(0x08, 0x7F).integer("number") == 127
+    assert message(0x08, 0x80, 0x01).integer("number") == 128
+    assert message(0x08, *[0xFF] * 9, 0x01).integer("number") == -1
+    assert message(0x08, *[0x80] * 9, 0x01).integer("number") == -(2**63)
+    assert message(0x08, *[0xFF] * 8, 0x7F).integer("number") == 2**63 - 1
+    assert message().integer("number") == 0
+    for data in ([*[0xFF] * 9, 0x02], [0x80] * 10 + [0x01], [0x80], []):
+        with pytest.raises(ValueError, match="does not end within 10 bytes"):
+            message(0x08, *data)
+
+
+def test_packed_and_single_numbers() -> None:
+    assert message(0x1A, 3, 1, 0x80, 1).integers("numbers") == [1, 128]
+    assert message(0x18, 1, 0x18, 2).integers("numbers") == [1, 2]
+    assert message(0x1A, 0).integers("numbers") == []
+
+
+def test_texts_parts_and_fixed_numbers() -> None:
+    assert message(0x12, 2, 0x68, 0x69).text("text") == "hi"
+    assert message().text("text") == ""
+    assert [bytes(p) for p in message(0x22, 1, 65, 0x22, 0).parts("parts")] == [b"A", b""]
+    assert [bytes(p) for p in message(0x2D, 1, 2, 3, 4).parts("short")] == [bytes([1, 2, 3, 4])]
+    assert len(message(0x31, *range(8)).parts("long")[0]) == 8
+    assert "short" in message(0x2D, 1, 2, 3, 4)
+    assert "short" not in message()
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        ([0x40, 1], "the test has the unknown field 8"),
+        ([0x3A, 0], "the test has forbidden things, which no bundle may have"),
+        ([0x08, 1, 0x08, 2], "the test has two values of number"),
+        ([0x12, 0, 0x12, 0], "the test has two values of text"),
+        ([0x0A, 0], "the field number of the test has wire type 2"),
+        ([0x10, 1], "the field text of the test has wire type 0"),
+        ([0x12, 2, 65], "a field is longer than its message"),
+        ([0x2D, 1, 2, 3], "a field is longer than its message"),
+        ([0x0B], "unknown wire type 3"),
+    ],
+)
+def test_malformed_messages(data: list[int], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        message(*data)
+
+
+# ---- ONNX --------------------------------------------------------------------------------------
+
+
+def model(change: Callable[[onnx.ModelProto], Any] = lambda _: None) -> bytes:
+    """Return a graph of one node with a weight inside and a weight outside the file."""
+    inside = helper.make_tensor("inside", TensorProto.FLOAT16, [2, 3], bytes(12), raw=True)
+    outside = TensorProto(name="outside", data_type=TensorProto.INT8, dims=[4, 5], data_location=1)
+    for key, value in (("location", "w.bin"), ("offset", "64"), ("length", "20")):
+        outside.external_data.add(key=key, value=value)
+    graph = helper.make_graph(
+        [helper.make_node("BiasGelu", ["x", "inside"], ["y"], domain="com.microsoft", axis=1)],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.INT32, ["B", 3])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [])],
+        [inside, outside],
+    )
+    made = helper.make_model(graph)
+    change(made)
+    return made.SerializeToString()
+
+
+def test_what_a_graph_declares() -> None:
+    graph = parse_onnx(model())
+    assert graph.operators == {("com.microsoft", "BiasGelu")}
+    assert graph.inputs == {"x": DeclaredTensor(np.dtype("int32"), (None, 3))}
+    assert graph.outputs == {"y": DeclaredTensor(np.dtype("float32"), ())}
+    assert graph.weights == {
+        "inside": DeclaredWeight((2, 3), 12),
+        "outside": DeclaredWeight((4, 5), 20, "w.bin", 64),
+    }
+
+
+@pytest.mark.parametrize(
+    ("number", "bytes_per_number"), [(1, 4), (2, 1), (3, 1), (6, 4), (7, 8), (10, 2)]
+)
+def test_weights_of_every_type(number: int, bytes_per_number: int) -> None:
+    def change(made: onnx.ModelProto) -> None:
+        weight = made.graph.initializer[0]
+        weight.data_type, weight.raw_data = number, bytes(6 * bytes_per_number)
+
+    assert parse_onnx(model(change)).weights["inside"].size == 6 * bytes_per_number
+
+
+def weight(**fields: Any) -> Callable[[onnx.ModelProto], None]:
+    def change(made: onnx.ModelProto) -> None:
+        first = made.graph.initializer[0]
+        for name, value in fields.items():
+            if name == "dims":
+                first.ClearField("dims")
+                first.dims.extend(value)
+            else:
+                setattr(first, name, value)
+
+    return change
+
+
+def place(
+    index: int, key: str | None = None, value: str | None = None
+) -> Callable[[onnx.ModelProto], None]:
+    def change(made: onnx.ModelProto) -> None:
+        entry = made.graph.initializer[1].external_data[index]
+        entry.key = entry.key if key is None else key
+        entry.value = entry.value if value is None else value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda m: m.ClearField("graph"), "it has no graph"),
+        (lambda m: m.metadata_props.add(key="a", value="b"), "has metadata, which"),
+        (lambda m: m.functions.add(name="f"), "has functions, which"),
+        (lambda m: m.graph.input.append(m.graph.input[0]), "the graph has two inputs 'x'"),
+        (lambda m: m.graph.output.append(m.graph.output[0]), "the graph has two outputs 'y'"),
+        (lambda m: m.graph.initializer.append(m.graph.initializer[0]), "two weights 'inside'"),
+        (weight(dims=[2, 4]), r"has 12 bytes, but its shape \(2, 4\) needs 16"),
+        (weight(dims=[2, -3]), r"has the shape \(2, -3\)"),
+        (weight(dims=[1] * 9), "has the shape"),
+        (weight(data_type=11), "element type 11, which no bundle may have"),
+        (weight(data_location=1), "is both inside and outside the file"),
+        (lambda m: m.graph.initializer[1].ClearField("data_location"), "both inside and outside"),
+        (lambda m: setattr(m.graph.initializer[1], "raw_data", b"x"), "both inside and outside"),
+        (place(0, key="place"), "has a malformed place"),
+        (place(1, value="-1"), "has a malformed place"),
+        (place(1, value="1" * 19), "has a malformed place"),
+        (place(2, value="0x14"), "has a malformed place"),
+        (lambda m: m.graph.initializer[1].external_data.pop(), "has a malformed place"),
+        (lambda m: m.graph.initializer[1].external_data.add(key="offset", value="0"), "malformed"),
+        (lambda m: m.graph.input[0].ClearField("type"), "the tensor 'x' has no type"),
+        (lambda m: m.graph.input[0].type.tensor_type.ClearField("shape"), "'x' has no shape"),
+        (lambda m: setattr(m.graph.input[0].type.tensor_type, "elem_type", 8), "element type 8"),
+        (lambda m: m.graph.node[0].attribute[0].g.CopyFrom(onnx.GraphProto()), "has a sub-graph"),
+        (lambda m: m.graph.node[0].attribute[0].t.CopyFrom(onnx.TensorProto()), "has a tensor"),
+    ],
+)
+def test_graphs_that_no_bundle_may_have(
+    change: Callable[[onnx.ModelProto], Any], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        parse_onnx(model(change))
+
+
+def test_a_weight_has_at_most_eight_dimensions() -> None:
+    assert parse_onnx(model(weight(dims=[1] * 6 + [2, 3]))).weights["inside"].shape == (1,) * 6 + (
+        2,
+        3,
+    )
+    assert parse_onnx(model(weight(dims=[], raw_data=bytes(2)))).weights["inside"].shape == ()
+
+
+# ---- a graph and its manifest ------------------------------------------------------------------
+
+
+def test_a_graph_has_operators_of_known_domains() -> None:
+    def of(*operators: tuple[str, str]) -> OnnxGraph:
+        return OnnxGraph(frozenset(operators), {}, {}, {})
+
+    _check_operators(of(("", "MatMul"), ("com.microsoft", "BiasGelu")))
+    with pytest.raises(ValueError, match=r"the operator 'Evil' has the domain 'ai.other'"):
+        _check_operators(of(("", "MatMul"), ("ai.other", "Evil")))
+
+
+def test_weights_lie_inside_their_files_and_do_not_overlap() -> None:
+    def check(*weights: DeclaredWeight) -> None:
+        _check_places({str(n): one for n, one in enumerate(weights)}, {"w.bin": 100, "g.onnx": 100})
+
+    def at(offset: int, size: int, file: str | None = "w.bin") -> DeclaredWeight:
+        return DeclaredWeight((size,), size, file, offset)
+
+    check(at(0, 40), at(40, 60), at(0, 1000, None))
+    with pytest.raises(ValueError, match=r"the weight '0' needs 101 bytes of w.bin, which has 100"):
+        check(at(61, 40))
+    with pytest.raises(ValueError, match="the weight '1' needs 110 bytes"):
+        check(at(0, 60), at(0, 50))
+    for file in ("other.bin", "g.onnx"):
+        with pytest.raises(ValueError, match="which is not one of the bundle's files of weights"):
+            check(at(0, 1, file))
+
+
+def test_a_graph_has_the_tensors_of_its_tasks() -> None:
+    expected = expected_tensors(manifest(), Layout.DENSE)
+    assert str(expected.inputs["input_ids"]) == "int32 [*, *]"
+    assert str(expected.outputs["embeddings"]) == "float32 [*, 4]"
+    assert str(expected.outputs["class_logits"]) == "float32 [*, 4]"
+    assert str(expected.outputs["token_embeddings"]) == "float32 [*, 4]"
+    assert str(expected.inputs["layer_weights"]) == "float32 [*, 5]"
+    assert "position_ids" not in expected.inputs
+    packed = expected_tensors(manifest(), Layout.PACKED).inputs
+    assert str(packed["input_ids"]) == "int32 [*]"
+    assert {"position_ids", "cu_seqlens", "token_offset", "pool_rows"} <= packed.keys()
+    good = {
+        name: DeclaredTensor(t.spec.numpy_dtype, t.shape) for name, t in expected.outputs.items()
+    }
+    _check_tensors("output", good, expected.outputs)
+    free = good | {"embeddings": DeclaredTensor(np.dtype("float32"), (None, None))}
+    _check_tensors("output", free, expected.outputs)
+    for wrong in (
+        DeclaredTensor(np.dtype("float16"), (None, 4)),
+        DeclaredTensor(np.dtype("float32"), (None, 5)),
+        DeclaredTensor(np.dtype("float32"), (None,)),
+        DeclaredTensor(np.dtype("float32"), (None, 4, None)),
+        DeclaredTensor(np.dtype("float32"), (3, 4)),
+    ):
+        with pytest.raises(
+            ValueError, match=r"the output embeddings is float.* must be float32 \[\*, 4\]"
+        ):
+            _check_tensors("output", good | {"embeddings": wrong}, expected.outputs)
+    with pytest.raises(
+        ValueError, match="the graph lacks the output 'embeddings', which its tasks"
+    ):
+        _check_tensors(
+            "output", {n: t for n, t in good.items() if n != "embeddings"}, expected.outputs
+        )
+    with pytest.raises(
+        ValueError, match="the graph has the output 'more', which no task of it uses"
+    ):
+        _check_tensors("output", good | {"more": good["embeddings"]}, expected.outputs)
+
+
+def test_tables_have_the_rows_of_the_manifest() -> None:
+    sizes = {
+        "embeddings.word": len(VOCABULARY),
+        "embeddings.position": 16,
+        "embeddings.token_type": 2,
+    }
+
+    def tables(**changes: tuple[int, int] | None) -> dict[str, DeclaredWeight]:
+        shapes: dict[str, Any] = {name: (rows, 4) for name, rows in sizes.items()}
+        shapes |= {f"embeddings.{name}": shape for name, shape in changes.items()}
+        return {n: DeclaredWeight(shape, 1) for n, shape in shapes.items() if shape}
+
+    _check_tables(tables(), manifest())
+    for ending in (".fp16", ".int8"):
+        weights = {name + ending: stored for name, stored in tables().items()}
+        _check_tables(weights, manifest())
+    for name, shape in (("word", (5, 4)), ("position", (17, 4)), ("token_type", (2, 5))):
+        with pytest.raises(ValueError, match=f"the weight 'embeddings.{name}' is"):
+            _check_tables(tables(**{name: shape}), manifest())
+    for name in ("word", "position", "token_type"):
+        with pytest.raises(ValueError, match=f"the graph lacks the weight 'embeddings.{name}'"):
+            _check_tables(tables(**{name: None}), manifest())
+    architecture = manifest().architecture.model_dump() | {"type_vocab_size": 0}
+    _check_tables(tables(token_type=None), manifest(architecture=architecture))
+
+
+def test_shapes_in_errors() -> None:
+    assert format_shape([None, 4]) == "[*, 4]"
+    assert format_shape([]) == "[]"
+
+
+# ---- golden files ------------------------------------------------------------------------------
+
+QA: dict[str, Any] = {"tasks": ["qa"], "embedding": None, "heads": {}}
+CASE: dict[str, Any] = {
+    "feeds": {"input_ids": [[1, 2]], "token_type_ids": [[0, 1]]},
+    "outputs": {"span_logits": [[0.5, 1], [2, 3]]},
+}
+
+
+def goldens(folder: Path, content: object) -> Any:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / "golden.json").write_text(text)
+    return read_goldens(Bundle(manifest(**QA), folder), "golden.json", Layout.DENSE)
+
+
+def with_feed(**feeds: Any) -> dict[str, Any]:
+    return CASE | {"feeds": CASE["feeds"] | feeds}
+
+
+def test_golden_cases_are_arrays_of_the_graph_s_types(tmp_path: Path) -> None:
+    (golden,) = goldens(tmp_path, [CASE])
+    assert golden.feeds["input_ids"].dtype == np.int32
+    assert golden.feeds["token_type_ids"].tolist() == [[0, 1]]
+    assert golden.outputs["span_logits"].dtype == np.float32
+    assert golden.outputs["span_logits"].tolist() == [[0.5, 1], [2, 3]]
+    assert len(goldens(tmp_path, [CASE] * 16)) == 16
+    largest = [[1] * 64] * 64
+    assert goldens(tmp_path, [with_feed(input_ids=largest)])[0].feeds["input_ids"].size == 4096
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is nested too deeply"),
+        ({}, "has no list of cases; a golden file has 1 to 16"),
+        ([], "has 0 cases"),
+        ([CASE] * 17, "has 17 cases"),
+        ([1], "without exactly feeds and outputs"),
+        ([CASE | {"more": {}}], "without exactly feeds and outputs"),
+        ([CASE | {"outputs": []}], "are no JSON object"),
+        ([with_feed(more=[1])], "has a case that has the input 'more'"),
+        ([CASE | {"feeds": {"input_ids": [[1]]}}], "lacks the input 'token_type_ids'"),
+        ([CASE | {"outputs": {}}], "lacks the output 'span_logits'"),
+        ([CASE | {"outputs": {"span_logits": []}}], "must be float32"),
+        (
+            [CASE | {"outputs": {"span_logits": [[1, 2, 3]]}}],
+            r"as \[1, 3\], but it must be float32",
+        ),
+        ([with_feed(input_ids=[[1, "a"]])], "are no array of int32"),
+        ([with_feed(input_ids=[[1], [1, 2]])], "are no array of int32"),
+        ([with_feed(input_ids=[[2**40]])], "are no array of int32"),
+        ([with_feed(input_ids=[1])], r"has input_ids as \[1\]"),
+        ([with_feed(input_ids=[[1] * 64] * 65)], "has 4160 numbers for the input input_ids"),
+        ('[{"feeds": {}, "outputs": {"span_logits": [[NaN, 1]]}}]', "NaN is not a finite number"),
+        ([CASE | {"outputs": {"span_logits": [[1e39, 1]]}}], "span_logits that is not finite"),
+    ],
+)
+def test_golden_files_that_are_refused(tmp_path: Path, content: object, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        goldens(tmp_path, content)
+
+
+def test_an_output_without_a_number_checks_nothing(tmp_path: Path) -> None:
+    empty = CASE | {"outputs": {"span_logits": np.zeros((0, 2)).tolist()}}
+    with pytest.raises(ValueError, match="span_logits"):
+        goldens(tmp_path, [empty])

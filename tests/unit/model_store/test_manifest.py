@@ -1,0 +1,272 @@
+"""What a manifest may say: each limit, and each pair of fields that must agree."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from cloze.model_store import limits
+from cloze.model_store.layouts import Layout
+from cloze.model_store.manifest import Manifest, Precision, parse_reference
+from tests.unit.service.tasks.model import LABELS, manifest
+
+FIELDS: Mapping[str, Any] = manifest().model_dump(mode="json")
+STORED = {"size": 1, "sha256": "0" * 64}
+INT8 = {
+    "graph": {"file": "g8.onnx", "layout": "dense", "precision": "int8", "opset": 20, "operators": {}},
+    "parity": FIELDS["parity"] | {"golden_file": "golden8.json"},
+    "gate": {"measured": {"cosine": 0.9}, "limits": {"cosine": 0.9}},
+}  # fmt: skip
+FILES = FIELDS["files"] | {"g8.onnx": STORED, "golden8.json": STORED}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """Return the fields with another value at a path such as ``architecture.layers``."""
+    *parents, last = path.split(".")
+    fields: dict[str, Any] = dict(FIELDS)
+    inner = fields
+    for name in parents:
+        inner[name] = dict(inner[name])
+        inner = inner[name]
+    inner[last] = value
+    return fields
+
+
+def accepts(path: str, value: Any) -> bool:
+    try:
+        Manifest.model_validate(changed(path, value))
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("path", "least", "most"),
+    [
+        ("architecture.vocab_size", 103, 2_000_000),
+        ("architecture.hidden_size", 1, 65_536),
+        ("architecture.layers", 1, 128),
+        ("architecture.heads", 1, 65_536),
+        ("architecture.intermediate_size", 1, 65_536),
+        ("architecture.max_positions", 12, 16_384),
+        ("architecture.type_vocab_size", 0, 65_536),
+        ("architecture.parameters", 1, 10**11),
+        ("embedding.dimensions", 1, 65_536),
+        ("embedding.max_tokens", 3, 12),
+        ("version", 1, 10**9),
+        ("tokenizer.cls_id", 0, None),
+        ("tokenizer.sep_id", 0, None),
+    ],
+)
+def test_numbers_have_limits(path: str, least: int, most: int | None) -> None:
+    if path == "architecture.vocab_size":
+        least = FIELDS["tokenizer"]["vocab_size"]
+    assert accepts(path, least)
+    assert not accepts(path, least - 1)
+    if path == "version":
+        return
+    if most is not None:
+        assert accepts(path, most)
+        assert not accepts(path, most + 1)
+
+
+def test_fractions_have_limits() -> None:
+    assert accepts("parity.tolerance", limits.MAX_TOLERANCE)
+    assert limits.MAX_TOLERANCE == 0.25
+    for wrong in (0, 0.2501, float("nan"), float("inf")):
+        assert not accepts("parity.tolerance", wrong)
+    assert accepts("architecture.layer_norm_eps", 1e-12)
+    for wrong in (0, 1):
+        assert not accepts("architecture.layer_norm_eps", wrong)
+    assert not accepts("parity.max_error", {"embeddings": float("nan")})
+
+
+def test_the_tokenizer_s_ids_are_in_its_vocabulary() -> None:
+    size = FIELDS["tokenizer"]["vocab_size"]
+    for name in ("cls_id", "sep_id", "mask_id"):
+        assert accepts(f"tokenizer.{name}", size - 1)
+        assert not accepts(f"tokenizer.{name}", size)
+        assert not accepts(f"tokenizer.{name}", -1)
+
+
+def test_sizes_agree_with_each_other() -> None:
+    assert accepts("limits.max_tokens", 16)
+    assert not accepts("limits.max_tokens", 17)
+    assert not accepts("limits.max_tokens", 2)
+    with pytest.raises(ValueError, match=r"embedding.max_tokens is 13; the model's limit is 12"):
+        Manifest.model_validate(changed("embedding.max_tokens", 13))
+    assert accepts("architecture.vocab_size", FIELDS["tokenizer"]["vocab_size"] + 8)
+    with pytest.raises(ValueError, match=r"tokenizer.vocab_size is"):
+        Manifest.model_validate(changed("architecture.vocab_size", 100))
+
+
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [
+        ("a", True), ("A-b_c.9", True), ("a" * 64, True), ("9a", True),
+        ("", False), ("a" * 65, False), (".a", False), ("-a", False), ("_a", False), ("a/b", False),
+        ("a b", False), ("é", False),
+    ],
+)  # fmt: skip
+def test_names_of_bundles_and_of_files(name: str, good: bool) -> None:
+    assert accepts("name", name) is good
+    fields = changed("tokenizer.file", name)
+    fields["files"] = FIELDS["files"] | {name: STORED}
+    if good:
+        Manifest.model_validate(fields)
+        assert parse_reference(name) == (name, None)
+        assert parse_reference(f"{name}@12") == (name, 12)
+    else:
+        with pytest.raises(ValueError, match="plain name"):
+            Manifest.model_validate(fields)
+        with pytest.raises(ValueError, match="is not a bundle name"):
+            parse_reference(name)
+
+
+def test_a_reference_has_a_positive_version() -> None:
+    for version in ("0", "", "-1", "1.0", "x", "\N{SUPERSCRIPT TWO}", "+1"):
+        with pytest.raises(ValueError, match="is not a version: versions are 1, 2, 3"):
+            parse_reference(f"a@{version}")
+    assert parse_reference("a@1") == ("a", 1)
+
+
+def test_graphs_are_onnx_files() -> None:
+    fields = changed("graph.file", "g.ort")
+    fields["files"] = FIELDS["files"] | {"g.ort": STORED}
+    with pytest.raises(ValueError, match="onnx"):
+        Manifest.model_validate(fields)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.json", "g.onnx", "golden.json"])
+def test_named_files_are_listed(file: str) -> None:
+    files = {name: stored for name, stored in FIELDS["files"].items() if name != file}
+    with pytest.raises(ValueError, match=f"the file '{file}' is named but not listed"):
+        Manifest.model_validate(changed("files", files))
+
+
+@pytest.mark.parametrize("section", ["int8", "fp16"])
+@pytest.mark.parametrize("file", ["g8.onnx", "golden8.json"])
+def test_files_of_lower_precisions_are_listed(section: str, file: str) -> None:
+    lower = INT8 | {"graph": INT8["graph"] | {"precision": section}}
+    fields = changed(section, lower)
+    fields["files"] = FILES
+    described = Manifest.model_validate(fields)
+    assert [one.graph.file for one in described.lower_precisions()] == ["g8.onnx"]
+    assert described.graph_of(Precision(section)) == described.lower_precisions()[0].graph
+    fields["files"] = {name: stored for name, stored in FILES.items() if name != file}
+    with pytest.raises(ValueError, match=f"the file '{file}' is named but not listed"):
+        Manifest.model_validate(fields)
+
+
+@pytest.mark.parametrize(
+    ("file", "limit"),
+    [
+        ("tokenizer.json", 32 * 2**20),
+        ("g.onnx", 2 * 2**20),
+        ("golden.json", 16 * 2**20),
+        ("weights.bin", 16 * 2**30),
+    ],
+)
+def test_files_have_a_largest_size(file: str, limit: int) -> None:
+    def with_size(size: int) -> dict[str, Any]:
+        return changed("files", FIELDS["files"] | {file: STORED | {"size": size}})
+
+    Manifest.model_validate(with_size(limit))
+    for size in (limit + 1, -1):
+        with pytest.raises(ValueError, match=r"limit|greater|less"):
+            Manifest.model_validate(with_size(size))
+
+
+def test_a_bundle_has_at_most_64_files() -> None:
+    many = {f"f{n}": STORED for n in range(61)}
+    assert accepts("files", FIELDS["files"] | many)
+    assert not accepts("files", FIELDS["files"] | many | {"one-more": STORED})
+
+
+def test_the_precision_of_a_graph_is_that_of_its_section() -> None:
+    assert not accepts("graph.precision", "int8")
+    fields = changed("fp16", INT8)
+    fields["files"] = FILES
+    with pytest.raises(ValueError, match=r"the graph g8.onnx is int8, but its section is fp16"):
+        Manifest.model_validate(fields)
+    assert manifest().graph_of(Precision.FP32) == manifest().graph
+    assert manifest().graph_of(Precision.INT8) is None
+
+
+@pytest.mark.parametrize(
+    ("measured", "passed"), [({"cosine": 0.9}, True), ({"cosine": 0.89}, False), ({}, False), ({"cosine": float("nan")}, False)]
+)  # fmt: skip
+def test_a_gate_is_passed(measured: dict, passed: bool) -> None:
+    assert accepts("gate", {"measured": measured, "limits": {"cosine": 0.9}}) is passed
+
+
+def test_tasks_have_what_they_need() -> None:
+    tasks = FIELDS["tasks"]
+    for wrong, message in (
+        ([*tasks, tasks[0]], "is named twice"),
+        ([*tasks, "no-such-task"], "no-such-task"),
+        ([], "at least 1"),
+        ([task for task in tasks if task != "embed"], "embed and the section embedding"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Manifest.model_validate(changed("tasks", wrong))
+    with pytest.raises(ValueError, match="embed and the section embedding come together"):
+        Manifest.model_validate(changed("embedding", None))
+    with pytest.raises(ValueError, match="fill-mask needs a mask token"):
+        Manifest.model_validate(
+            changed("tokenizer", FIELDS["tokenizer"] | {"mask_id": None, "mask_token": None})
+        )
+    with pytest.raises(
+        ValueError, match=r"text-classification and the section heads.sequence_class"
+    ):
+        Manifest.model_validate(changed("heads", {"token_classification": {"labels": LABELS}}))
+    for heads in ({"no_head": {}}, {"embedding": {}}):
+        with pytest.raises(ValueError, match="has options"):
+            Manifest.model_validate(changed("heads", FIELDS["heads"] | heads))
+    assert not accepts("heads.token_classification", {"labels": []})
+    assert not accepts(
+        "heads.sequence_classification", {"labels": [], "problem_type": "regression"}
+    )
+    assert not accepts("heads.sequence_classification", {"labels": ["a"], "problem_type": "other"})
+
+
+def test_a_default_prompt_is_one_of_the_prompts() -> None:
+    assert accepts("embedding.default_prompt", "query")
+    assert not accepts("embedding.default_prompt", "other")
+
+
+def test_the_specification_of_a_graph_follows_from_the_manifest() -> None:
+    spec = manifest().graph_spec(Layout.PACKED)
+    assert (spec.layout, spec.token_types, spec.layers) == (Layout.PACKED, True, 4)
+    assert str(spec.pooling) == "mean"
+    assert spec.heads == tuple(head.name for head in manifest().graph_heads)
+    no_types = Manifest.model_validate(changed("architecture.type_vocab_size", 0))
+    assert no_types.graph_spec(Layout.DENSE).token_types is False
+    only_qa = changed("tasks", ["qa"]) | {"embedding": None, "heads": {}}
+    assert Manifest.model_validate(only_qa).graph_spec(Layout.DENSE).pooling is None
+
+
+def test_a_manifest_comes_back_from_its_bytes_only() -> None:
+    data = manifest().to_bytes()
+    assert Manifest.from_bytes(data) == manifest()
+    assert manifest().digest in data.decode()
+    assert manifest().reference == "tiny@3"
+    with pytest.raises(ValueError, match="digest does not match"):
+        Manifest.from_bytes(data.replace(b'"tiny"', b'"tinx"'))
+    with pytest.raises(ValueError, match="schema_version is 2; this release reads 1"):
+        Manifest.from_bytes(data.replace(b'"schema_version": 1', b'"schema_version": 2'))
+    with pytest.raises(ValueError, match="schema_version is None"):
+        Manifest.from_bytes(b"{}")
+    with pytest.raises(ValueError, match="a manifest is a JSON object"):
+        Manifest.from_bytes(b"[]")
+    with pytest.raises(ValueError, match="it is not JSON"):
+        Manifest.from_bytes(b"{")
+    with pytest.raises(ValueError, match="nested too deeply"):
+        Manifest.from_bytes(b'{"a":' * 100_000)
+
+
+def test_a_manifest_is_frozen_and_has_no_other_fields() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        manifest().version = 4  # type: ignore[misc]
+    assert not accepts("architecture.more", 1)
+    assert not accepts("more", 1)

@@ -1,0 +1,225 @@
+"""Costs, rates and limits of time in the batching, with a clock by hand."""
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloze.model_store.heads import HEADS
+from cloze.service.batching import watchdog
+from cloze.service.batching.activity import Activity
+from cloze.service.batching.cost import (
+    BatchCostModel,
+    _fit,
+    _largest_runnable,
+    largest_batch,
+    measure_cost,
+)
+from cloze.service.batching.drain_rate import DrainRate
+from cloze.service.batching.watchdog import Watchdog
+from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR
+
+
+def test_the_limit_of_a_batch_makes_its_fixed_part_small() -> None:
+    # 19 x 10 ms is the time in which 10 ms are a twentieth; a token takes 10 us + 128 x 0.01 us.
+    model = BatchCostModel(0.01, 1e-5, 1e-8)
+    assert model.batch_tokens(10.0) == 16384
+    assert BatchCostModel(0.001, 1e-5, 1e-8).batch_tokens(10.0) == int(0.019 / 1.128e-5)
+    assert BatchCostModel(0.01, 1e-5, 1e-8).batch_tokens(0.05) == int(0.04 / 1.128e-5)
+    assert BatchCostModel(0.01, 1e-5, 1e-8).batch_tokens(0.011) == 512
+    assert BatchCostModel(0.01, 1e-5, 1e-8, 1024).batch_tokens(10.0) == 1024
+    assert BatchCostModel(0.01, 1e-5, 1e-8, 256).batch_tokens(0.011) == 256
+
+
+def test_only_a_fixed_part() -> None:
+    assert BatchCostModel(0.01, 0.0, 0.0).batch_tokens(0.01) == 16384
+    assert BatchCostModel(0.01, 0.0, 0.0).batch_tokens(0.009) == 512
+    assert BatchCostModel(0.01, 0.0, 0.0, 256).batch_tokens(0.009) == 256
+
+
+def test_a_cost_model_shows_its_units() -> None:
+    shown = str(BatchCostModel(0.0015, 2e-6, 3e-9, 512))
+    assert shown.startswith("one takes 1.50 ms and 2000 ns per token, 3.00 ns per pair")
+    assert shown.endswith("up to 512 tokens ran")
+
+
+def test_a_fit_finds_the_coefficients_and_none_below_zero() -> None:
+    rows = np.array([(1.0, t, t * n) for t in (512, 1024, 4096) for n in (32, 128)])
+    assert _fit(rows, rows @ [0.002, 1e-5, 1e-8]) == pytest.approx([0.002, 1e-5, 1e-8], rel=1e-6)
+    fixed, per_token, per_square = _fit(rows, rows @ [0.002, 1e-5, -1e-9])
+    assert per_square == 0
+    assert fixed > 0
+    assert per_token > 0
+
+
+class Clocked:
+    """An engine whose batches take a known time, and that fails above a number of tokens."""
+
+    def __init__(self, most: int = 10**9) -> None:
+        self.now, self.most = 0.0, most
+        self.batches: list[list[int]] = []
+        self.runs = 0
+
+    def run(self, batch: Any) -> None:
+        lengths = [len(encoding) for encoding in batch]
+        if sum(lengths) > self.most:
+            raise RuntimeError("no memory\nfor it")
+        self.batches.append(lengths)
+        self.runs += 1
+        slow = 5.0 if self.runs % 4 == 2 else 0.0  # the warm-up, and noise that the fastest avoids
+        self.now += 0.002 + 1e-5 * sum(lengths) + 1e-8 * sum(n * n for n in lengths) + slow
+
+
+def test_costs_are_measured_by_the_fastest_run() -> None:
+    engine: Any = Clocked()
+    model = measure_cost(engine, [HEADS["embedding"]], 512, lambda: engine.now)
+    assert (model.fixed, model.per_token, model.per_square) == pytest.approx(
+        (0.002, 1e-5, 1e-8), rel=1e-3
+    )
+    assert model.max_tokens == 16384
+    assert max(engine.batches[0]) == 512, "the largest batch runs first"
+    assert {max(batch) for batch in engine.batches[1:]} == {32, 128, 512}
+    assert len(engine.batches) == 1 + 3 * 6 * 4
+
+
+def test_a_size_that_does_not_run_is_halved(caplog: pytest.LogCaptureFixture) -> None:
+    engine: Any = Clocked(most=3000)
+    assert _largest_runnable(engine, [HEADS["embedding"]], 128) == 2048
+    assert "a batch of 4096 tokens does not run; trying half of it: no memory" in caplog.text
+    assert "for it" not in caplog.text
+    nothing: Any = Clocked(most=10)
+    with pytest.raises(RuntimeError, match="no memory"):
+        _largest_runnable(nothing, [HEADS["embedding"]], 128)
+
+
+def test_the_largest_batch_has_all_that_needs_memory() -> None:
+    heads = [HEADS["embedding"], HEADS["masked_lm"]]
+    batch = largest_batch(heads, 128, 2048)
+    lengths = [len(encoding) for encoding in batch]
+    assert lengths[0] == 128
+    assert sum(lengths) == 2048
+    assert len(batch) == MAX_PADDING_FACTOR * 2048 // 128
+    assert max(lengths[1:]) - min(lengths[1:]) <= 1
+    assert batch[0].vocabulary_rows == MAX_BATCH_VOCABULARY_ROWS
+    assert all(encoding.vocabulary_rows == 0 for encoding in batch[1:])
+    assert all(list(encoding.requests) == ["embedding"] for encoding in batch[1:])
+    assert [len(e) for e in largest_batch(heads, 4096, 2048)] == [4096]
+
+
+# ---- the rate ----------------------------------------------------------------------------------
+
+
+def test_a_rate_is_measured_while_others_wait() -> None:
+    rate = DrainRate()
+    rate.batch_ended(0.0, 999, waiting=True)  # began before the window
+    rate.batch_ended(0.1, 100, waiting=True)
+    assert rate.tokens_per_s == 0, "the window is too short"
+    rate.batch_ended(0.25, 100, waiting=True)
+    assert rate.tokens_per_s == 800
+    rate.batch_ended(0.75, 50, waiting=True)
+    assert rate.tokens_per_s == pytest.approx(800 + 0.3 * (100 - 800))
+
+
+def test_an_idle_queue_has_no_rate() -> None:
+    rate = DrainRate()
+    rate.batch_ended(0.0, 10, waiting=True)
+    rate.batch_ended(0.2, 10, waiting=False)
+    rate.batch_ended(5.0, 10, waiting=True)
+    rate.batch_ended(5.5, 100, waiting=False)
+    assert rate.tokens_per_s == 200
+    rate.batch_ended(6.5, 100, waiting=False)
+    assert rate.tokens_per_s == 200
+
+
+def test_a_window_of_more_than_ten_seconds_is_dropped() -> None:
+    rate = DrainRate()
+    rate.batch_ended(0.0, 10, waiting=True)
+    rate.batch_ended(10.0, 100, waiting=True)
+    assert rate.tokens_per_s == 10
+    rate.batch_ended(20.1, 1000, waiting=True)
+    assert rate.tokens_per_s == 10
+    rate.batch_ended(21.1, 100, waiting=True)
+    assert rate.tokens_per_s == pytest.approx(10 + 0.3 * 90)
+
+
+def test_one_busy_worker_is_alone() -> None:
+    activity = Activity()
+    assert not activity.is_alone
+    activity.begin()
+    assert activity.is_alone
+    activity.begin()
+    assert not activity.is_alone
+    activity.end()
+    assert activity.is_alone
+
+
+# ---- the watchdog ------------------------------------------------------------------------------
+
+
+class Ticks:
+    """Ends the waits of `Watchdog.watch` at once; each moves the clock."""
+
+    def __init__(self, dog: Watchdog, monkeypatch: pytest.MonkeyPatch, *steps: float) -> None:
+        self.now, self._steps, self._dog = 0.0, iter(steps), dog
+        self.periods: list[float] = []
+        self.during: Any = lambda: None
+        monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(dog._ended, "wait", self.wait)
+
+    def wait(self, period_s: float) -> bool:
+        self.periods.append(period_s)
+        step = next(self._steps, None)
+        if step is None:
+            return True
+        self.now += step
+        return False
+
+
+def hung(monkeypatch: pytest.MonkeyPatch, predicted_s: float | None, *steps: float) -> list[str]:
+    reasons: list[str] = []
+    dog = Watchdog(8.0, reasons.append)
+    dog.began(3, predicted_s)
+    assert dog.busy == {3}
+    ticks = Ticks(dog, monkeypatch, *steps)
+    dog.watch()
+    assert set(ticks.periods) == {2.0}
+    return reasons
+
+
+def test_a_run_may_take_ten_times_its_prediction_and_the_margin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # 10 x 0.2 s + 8 s: five periods pass, and one more shows that nothing is left.
+    assert hung(monkeypatch, 0.2, *[2.0] * 5) == []
+    assert hung(monkeypatch, 0.2, *[2.0] * 6) == ["a run took longer than 10.0 s"]
+    assert hung(monkeypatch, None, *[2.0] * 34) == []
+    assert hung(monkeypatch, None, *[2.0] * 35) == ["a run took longer than 68.0 s"]
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert hung(monkeypatch, 0.2, 1000.0, 2.0, 2.0) == []
+    assert len(hung(monkeypatch, 0.2, 1000.0, 2.0, 2.0, 2.0, 2.0)) == 1
+
+
+def test_a_run_that_ended_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons: list[str] = []
+    dog = Watchdog(8.0, reasons.append)
+    dog.began(1, 0.2)
+    dog.finished(1)
+    dog.finished(1)
+    assert dog.busy == set()
+    Ticks(dog, monkeypatch, *[2.0] * 20)
+    dog.watch()
+    assert reasons == []
+
+
+def test_a_watch_ends() -> None:
+    dog = Watchdog(1000.0, lambda _: None)
+    thread = threading.Thread(target=dog.watch)
+    thread.start()
+    dog.end()
+    thread.join(20)
+    assert not thread.is_alive()

@@ -1,0 +1,361 @@
+"""Keys, clients, errors and paths of requests, without a server."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from cloze.service import core
+from cloze.service.core import Forbidden, InvalidRequest, Overloaded, StartupError, Unauthorized
+from cloze.service.http import keys as keys_module
+from cloze.service.http.caller import Callers, request_id, timeout_s
+from cloze.service.http.errors import (
+    STATUS,
+    describe_error,
+    describe_service_error,
+    rejection,
+)
+from cloze.service.http.keys import Key, KeyEntry, Keys, Scope, check_scope
+from cloze.service.http.paths import Paths
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def entry(limit: int | None = None, *scopes: Scope) -> KeyEntry:
+    return KeyEntry(
+        sha256=digest("k"), scopes=list(scopes or (Scope.INFERENCE,)), requests_per_minute=limit
+    )
+
+
+# ---- the rate of a key -------------------------------------------------------------------------
+
+
+def sent(key: Key, now: float, most: int = 1000) -> int:
+    """Return how many requests a key may send at once."""
+    for count in range(most):
+        try:
+            key.count(now)
+        except Overloaded:
+            return count
+    return most
+
+
+def test_a_key_may_send_its_requests_at_once_and_no_more_after_an_idle_hour() -> None:
+    key = Key("team", entry(60))
+    assert sent(key, 100.0) == 60
+    assert sent(key, 100.0) == 0
+    assert sent(key, 103.0) == 3
+    assert sent(key, 3703.0) == 60
+
+
+def test_a_refused_key_is_told_when_to_come_back() -> None:
+    key = Key("team", entry(6))
+    assert sent(key, 0.0) == 6
+    with pytest.raises(Overloaded, match="the key team may send 6 requests per minute") as caught:
+        key.count(2.0)
+    assert caught.value.reason is core.Rejection.KEY_LIMIT
+    assert caught.value.retry_after_s == 8 or 8 <= caught.value.retry_after_s < 10
+    key.count(10.0)
+    with pytest.raises(Overloaded):
+        key.count(19.0)
+    key.count(20.5)
+
+
+def test_a_key_without_a_limit_is_not_counted() -> None:
+    assert sent(Key("team", entry(None)), 0.0) == 1000
+
+
+# ---- the file of keys --------------------------------------------------------------------------
+
+TABLE = '[{name}]\nsha256 = "{digest}"\nscopes = ["inference", "metrics"]\n'
+
+
+def file_of(path: Path, **keys: str) -> Path:
+    path.write_text(
+        "".join(TABLE.format(name=name, digest=digest(key)) for name, key in keys.items())
+    )
+    return path
+
+
+def test_a_key_is_found_by_its_hash(tmp_path: Path) -> None:
+    keys = Keys(file_of(tmp_path / "keys", one="first", two="second"))
+    for header, name in (
+        (b"Bearer first", "one"),
+        (b"bearer second", "two"),
+        (b"BEARER   first  ", "one"),
+        (b"Bearer third", None),
+        (b"Basic first", None),
+        (b"first", None),
+        (b"", None),
+    ):
+        key = keys.find(header)
+        assert (key.name if key else None) == name
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "has no key; make one with"),
+        ("[one", "is no TOML"),
+        ('[one]\nsha256 = "abc"\nscopes = ["inference"]', "sha256"),
+        ("x = 1", "a key: "),
+        (TABLE.format(name="one", digest=digest("k")) + "more = 1", "more"),
+        (f'[one]\nsha256 = "{digest("k")}"\nscopes = []', "scopes"),
+        (f'[one]\nsha256 = "{digest("k")}"\nscopes = ["root"]', "scopes"),
+        (TABLE.format(name="one", digest=digest("k")) + "requests_per_minute = 0", "requests_per"),
+    ],
+)
+def test_files_of_keys_that_are_refused(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "keys").write_text(text)
+    with pytest.raises(StartupError, match=problem):
+        Keys(tmp_path / "keys")
+    with pytest.raises(StartupError, match="cannot be read: No such file"):
+        Keys(tmp_path / "missing")
+
+
+def test_a_file_of_keys_has_a_limit(tmp_path: Path) -> None:
+    file = file_of(tmp_path / "keys", one="first")
+    text = file.read_text()
+    file.write_text(text + "#" * (1_000_000 - len(text)))
+    assert Keys(file).find(b"Bearer first")
+    file.write_text(file.read_text() + "#")
+    with pytest.raises(StartupError, match="has more than 1000000 bytes"):
+        Keys(file)
+
+
+def changed(file: Path, seconds: int) -> None:
+    """Give a file another time, as if it was written later."""
+    os.utime(file, (seconds, seconds))
+
+
+def test_a_changed_file_is_read_again_and_counts_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(keys_module.time, "monotonic", lambda: now)
+    file = file_of(tmp_path / "keys", one="first", two="second")
+    changed(file, 1)
+    keys = Keys(file)
+    one, two = keys.find(b"Bearer first"), keys.find(b"Bearer second")
+    file_of(file, one="first", two="other", three="third")
+    changed(file, 2)
+    now += 0.9
+    assert keys.find(b"Bearer third") is None, "the file is looked at once per second"
+    now += 0.2
+    assert keys.find(b"Bearer third") is not None
+    assert keys.find(b"Bearer first") is one, "an unchanged key keeps its count"
+    assert keys.find(b"Bearer second") is None
+    assert keys.find(b"Bearer other") is not two
+    file.write_text("no toml")
+    changed(file, 3)
+    now += 1.1
+    assert keys.find(b"Bearer third") is not None
+    assert "the old keys stay" in caplog.text
+    file.write_text("")
+    changed(file, 4)
+    now += 1.1
+    assert keys.find(b"Bearer first") is None, "a file without keys allows nobody"
+
+
+def test_a_key_needs_the_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = Key("team", entry(1, Scope.METRICS))
+    with pytest.raises(Unauthorized, match="Authorization: Bearer KEY"):
+        check_scope(None, Scope.INFERENCE)
+    with pytest.raises(Forbidden, match="the key team lacks the scope inference"):
+        check_scope(key, Scope.INFERENCE)
+    check_scope(key, Scope.METRICS)  # what was forbidden was not counted
+    with pytest.raises(Overloaded):
+        check_scope(key, Scope.METRICS)
+
+
+# ---- clients -----------------------------------------------------------------------------------
+
+
+def scope(peer: str | None = "10.0.0.1", **headers: str) -> dict[str, Any]:
+    sent = [(n.replace("_", "-").encode(), v.encode("latin-1")) for n, v in headers.items()]
+    return {"type": "http", "client": (peer, 1) if peer else None, "headers": sent}
+
+
+def forwarded(*values: str, peer: str = "10.0.0.1") -> dict[str, Any]:
+    made = scope(peer)
+    made["headers"] = [(b"x-forwarded-for", value.encode()) for value in values]
+    return made
+
+
+def test_a_client_is_its_address() -> None:
+    assert Callers().name(scope("192.0.2.7")) == "192.0.2.7"
+    assert Callers().name(scope(None)) == ""
+    assert Callers().name(forwarded("192.0.2.1")) == "10.0.0.1", "no proxy is trusted"
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        (["192.0.2.1"], "192.0.2.1"),
+        (["203.0.113.9, 192.0.2.1"], "192.0.2.1"),  # the first hop is the client's own word
+        (["192.0.2.1, 10.0.0.2"], "192.0.2.1"),  # a second trusted proxy
+        (["203.0.113.9", "192.0.2.1"], "192.0.2.1"),
+        (["10.0.0.3, 10.0.0.2"], "10.0.0.3"),
+        (["not an address"], "not an address"),
+        (["x" * 70], "x" * 64),
+        ([], "10.0.0.1"),
+    ],
+)
+def test_a_trusted_proxy_names_the_client(values: list[str], name: str) -> None:
+    callers = Callers(["10.0.0.0/24"])
+    assert callers.name(forwarded(*values)) == name
+    assert callers.name(forwarded(*values, peer="192.0.2.99")) == "192.0.2.99"
+
+
+def test_a_client_with_a_key_is_its_key(tmp_path: Path) -> None:
+    callers = Callers(keys=Keys(file_of(tmp_path / "keys", one="first")))
+    request = scope(authorization="Bearer first")
+    assert callers.name(request) == "key one"
+    assert callers.key(request) is callers.key(request)
+    assert callers.name(scope(authorization="Bearer other")) == "10.0.0.1"
+    assert callers.key(scope()) is None
+    assert Callers().key(scope(authorization="Bearer first")) is None
+    with pytest.raises(ValueError, match="does not appear to be"):
+        Callers(["nonsense"])
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [("1", 0.001), ("1500", 1.5), ("30000", 30.0), ("0001", 0.001)]
+)
+def test_a_request_states_its_time(value: str, seconds: float) -> None:
+    assert timeout_s(scope(x_request_timeout_ms=value), 30.0) == seconds
+
+
+@pytest.mark.parametrize("value", ["0", "30001", "-1", "1.5", "", "1e3", "\u00b2", "1" * 16])
+def test_other_times_are_refused(value: str) -> None:
+    with pytest.raises(
+        InvalidRequest, match="x-request-timeout-ms: a whole number from 1 to 30000"
+    ):
+        timeout_s(scope(x_request_timeout_ms=value), 30.0)
+
+
+def test_a_request_without_a_time_has_none() -> None:
+    assert timeout_s(scope(), 30.0) is None
+
+
+def test_ids_of_requests() -> None:
+    good = "aZ09._:/+=-" + "x" * 117
+    assert request_id(scope(x_request_id=good)) == good.encode()
+    for wrong in ("", good + "x", "a b", "a\n", "\u00e9"):
+        made = request_id(scope(x_request_id=wrong))
+        assert made != wrong.encode("latin-1")
+        assert len(made) == 16
+    assert request_id(scope()) != request_id(scope())
+
+
+# ---- errors ------------------------------------------------------------------------------------
+
+
+def test_every_error_has_its_status_and_its_kind() -> None:
+    """Clients choose by these whether to try again; a change is a change of the API."""
+    assert {kind.__name__: row for kind, row in STATUS.items()} == {
+        "MalformedRequest": (400, "Validation"),
+        "EmptyRequest": (400, "Empty"),
+        "Unauthorized": (401, "Validation"),
+        "Forbidden": (403, "Validation"),
+        "UnknownModel": (404, "Validation"),
+        "SlowRequest": (408, "Validation"),
+        "ReloadRefused": (409, "Backend"),
+        "RequestTooLarge": (413, "Validation"),
+        "UnsupportedEncoding": (415, "Validation"),
+        "InvalidRequest": (422, "Validation"),
+        "WrongTask": (424, "Backend"),
+        "Overloaded": (429, "Overloaded"),
+        "ClientGone": (499, "Validation"),
+        "EngineFailed": (500, "Backend"),
+        "ShuttingDown": (503, "Unhealthy"),
+        "EngineDead": (503, "Unhealthy"),
+        "DeadlineExceeded": (504, "Overloaded"),
+    }
+    concrete = {
+        kind
+        for kind in vars(core).values()
+        if isinstance(kind, type) and issubclass(kind, core.ServiceError)
+    } - {core.ServiceError, core.RequestError}
+    assert STATUS.keys() == concrete
+
+
+@pytest.mark.parametrize(
+    ("error", "headers"),
+    [
+        (core.ShuttingDown("x"), {"retry-after": "1"}),
+        (core.EngineDead("x"), {"retry-after": "1"}),
+        (core.Unauthorized("x"), {"www-authenticate": "Bearer"}),
+        (core.UnsupportedEncoding("x"), {"accept-encoding": "gzip"}),
+        (core.SlowRequest("x"), {"connection": "close"}),
+        (core.DeadlineExceeded("x"), {}),
+        (core.InvalidRequest("x"), {}),
+    ],
+)
+def test_headers_of_errors(error: core.ServiceError, headers: dict[str, str]) -> None:
+    described = describe_service_error(error)
+    assert described.headers == headers
+    assert (described.message, described.error) == ("x", error)
+
+
+def test_a_refusal_says_when_to_come_back() -> None:
+    assert describe_service_error(Overloaded("x", 7)).headers["retry-after"] == "7"
+
+
+def test_why_the_server_s_state_lets_a_request_fail() -> None:
+    memory = Overloaded("x", 1, core.Rejection.MEMORY)
+    assert rejection(memory) is core.Rejection.MEMORY
+    assert rejection(core.DeadlineExceeded("x")) is core.Rejection.TIMEOUT
+    assert rejection(core.ShuttingDown("x")) is core.Rejection.SHUTTING_DOWN
+    assert rejection(core.EngineDead("x")) is core.Rejection.ENGINE_DEAD
+    assert rejection(core.InvalidRequest("x")) is None
+    assert rejection(ValueError()) is None
+
+
+def described(error: Exception) -> Any:
+    request = Request(
+        {"type": "http", "method": "PUT", "path": "/x", "headers": [], "server": ("h", 1)}
+    )
+    return describe_error(request, error)
+
+
+def test_errors_of_the_router_and_of_bugs() -> None:
+    missing = described(HTTPException(404))
+    assert (missing.status, missing.message) == (404, "there is no route '/x'; see /docs")
+    other = described(HTTPException(405, headers={"allow": "GET"}))
+    assert (other.status, other.message) == (405, "/x does not answer PUT")
+    assert other.headers == {"allow": "GET"}
+    assert described(HTTPException(418, "tea")).message == "tea"
+    bug = described(ValueError("secret"))
+    assert (bug.status, bug.kind, bug.message) == (
+        500,
+        "Backend",
+        "an internal error; it was logged",
+    )
+    assert described(core.EmptyRequest("x")).status == 400
+
+
+# ---- paths -------------------------------------------------------------------------------------
+
+
+def test_routes_of_paths() -> None:
+    paths = Paths(["/embed", "/models/{name}", "/v2/models/{name}/infer", "/a.b/{x}"])
+    for path, route in (
+        ("/embed", "/embed"),
+        ("/embed/", None),
+        ("/models/x", "/models/{name}"),
+        ("/models/", None),
+        ("/models/x/y", None),
+        ("/v2/models/x/infer", "/v2/models/{name}/infer"),
+        ("/v2/models/x/infer/more", None),
+        ("/a.b/c", "/a.b/{x}"),
+        ("/aXb/c", None),
+        ("/models/{name}", "/models/{name}"),
+    ):
+        assert paths.route(path) == route

@@ -1,0 +1,135 @@
+"""Lines of the access log, and the bytes of probes."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from cloze.service.core import Timings
+from cloze.service.http.access_log import AccessLog, AccessRecord, RequestCost, _line
+from cloze.service.http.probes import Probes
+
+TIMINGS = Timings(tokenize_s=0.001, queue_s=0.002, inference_s=0.003)
+COST = RequestCost(2, 30, TIMINGS)
+
+
+def record(status: int = 200, **changes: Any) -> AccessRecord:
+    fields: dict[str, Any] = {
+        "time": 1_700_000_000.125, "request_id": "r1", "method": "POST", "route": "/embed",
+        "model": "bert@1", "status": status, "seconds": 0.0123456, "cost": COST, "error": "",
+    }  # fmt: skip
+    return AccessRecord(**(fields | changes))
+
+
+class Written:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+
+    def flush(self, wait_s: float) -> None:
+        pass
+
+
+def logged(*records: AccessRecord, level: int = logging.INFO, share: float = 1.0) -> list[str]:
+    writer: Any = Written()
+    log = AccessLog("json", level, share, frozenset({"/health"}), writer)
+    for one in records:
+        log.add(one)
+    log.flush(0.0)
+    return [json.loads(line)["route"] + str(json.loads(line)["status"]) for line in writer.lines]
+
+
+def test_a_line_of_json() -> None:
+    line = _line("json", record())
+    assert line.endswith("\n")
+    values = json.loads(line)
+    assert values.pop("time").startswith("2023-11-14T22:13:20.125")
+    assert values == {
+        "level": "info", "message": "request", "method": "POST", "route": "/embed", "status": 200,
+        "id": "r1", "model": "bert@1", "texts": 2, "tokens": 30,
+        "ms": {"total": 12.35, "tokenize": 1.0, "queue": 2.0, "inference": 3.0},
+    }  # fmt: skip
+    error = json.loads(_line("json", record(429, cost=None, model="", error="wait")))
+    assert (error["level"], error["error"], error["ms"]) == ("warning", "wait", {"total": 12.35})
+    assert "model" not in error
+    assert "texts" not in error
+
+
+def test_a_line_of_text() -> None:
+    line = _line("text", record())
+    assert ",125 INFO POST /embed 200 id=r1 model=bert@1 texts=2 tokens=30 total_ms=12.35 " in line
+    assert line.endswith("tokenize_ms=1.0 queue_ms=2.0 inference_ms=3.0\n")
+
+
+def test_levels_of_statuses() -> None:
+    levels = {status: record(status).level for status in (200, 399, 400, 499, 500)}
+    assert levels == {
+        200: logging.INFO, 399: logging.INFO, 400: logging.WARNING, 499: logging.WARNING,
+        500: logging.ERROR,
+    }  # fmt: skip
+
+
+def test_which_requests_are_logged() -> None:
+    all_of_them = [
+        record(),
+        record(400),
+        record(500),
+        record(route="/health"),
+        record(503, route="/health"),
+    ]
+    assert logged(*all_of_them) == ["/embed200", "/embed400", "/embed500", "/health503"]
+    assert logged(*all_of_them, level=logging.WARNING) == ["/embed400", "/embed500", "/health503"]
+    assert logged(*all_of_them, level=logging.DEBUG)[3] == "/health200"
+    assert logged(*all_of_them, share=0.0) == ["/embed400", "/embed500", "/health503"]
+    assert 10 < len(logged(*[record()] * 200, share=0.3)) < 120
+
+
+# ---- probes ------------------------------------------------------------------------------------
+
+GOOD = (
+    b"GET /health HTTP/1.1\r\nHost: cloze:8000\r\nUser-Agent: kube\r\nAccept: */*\r\n"
+    b"Accept-Encoding: gzip\r\nConnection: Close\r\n\r\n"
+)
+
+
+def answer(received: bytes, hosts: frozenset[bytes] = frozenset()) -> bytes | None:
+    return Probes({b"/health": lambda: b'"up"', b"/ready": lambda: None}, hosts)._answer(received)
+
+
+def test_a_probe_is_answered() -> None:
+    sent = answer(GOOD)
+    assert sent is not None
+    head, body = sent.split(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\ndate: ")
+    assert b"\r\ncontent-length: 4\r\ncontent-type: application/json\r\nx-request-id: " in head
+    assert head.endswith(b"\r\nconnection: close")
+    assert body == b'"up"'
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"GET", b"PUT"),
+        (b"/health", b"/other"),
+        (b"/health", b"/ready"),
+        (b"HTTP/1.1", b"HTTP/1.0"),
+        (b"Connection: Close\r\n", b""),
+        (b"Connection: Close", b"Connection: keep-alive"),
+        (b"Host: cloze:8000\r\n", b""),
+        (b"User-Agent: kube", b"Authorization: x"),
+        (b"User-Agent: kube", b"Accept: again"),
+        (b"\r\n\r\n", b"\r\n"),
+        (b"\r\n\r\n", b"\r\n\r\nGET /"),
+    ],
+)
+def test_all_else_goes_the_usual_way(old: bytes, new: bytes) -> None:
+    assert old in GOOD
+    assert answer(GOOD.replace(old, new)) is None
+
+
+def test_a_probe_is_for_an_accepted_host() -> None:
+    assert answer(GOOD, frozenset({b"cloze"})) is not None
+    assert answer(GOOD, frozenset({b"other"})) is None

@@ -1,0 +1,209 @@
+"""Messages between processes arrive as they were sent, field by field."""
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import pytest
+
+from cloze.model_store.batch import Encoding
+from cloze.model_store.heads.embedding import EmbeddingRequest, EmbeddingResult
+from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
+from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
+from cloze.service import core
+from cloze.service.core import BatchResult, Overloaded, Rejection
+from cloze.service.processes.frames import (
+    Answer,
+    Cancel,
+    EngineModel,
+    Greeting,
+    MalformedMessage,
+    Run,
+    decode_answer,
+    decode_request,
+    encode,
+    encode_answer,
+    encode_run,
+)
+
+SHARED = {"embedding": EmbeddingRequest()}
+MASKED = {"masked_lm": MaskedLMRequest([1, 2], 3, [7])}
+
+
+def encoding(ids: Sequence[int], types: Sequence[int], requests: dict) -> Encoding:
+    return Encoding(np.array(ids, np.int32), np.array(types, np.int32), requests)
+
+
+ENCODINGS = [
+    encoding([1, 2, 3], [0, 0, 1], SHARED),
+    encoding([4, 5], [1, 1], MASKED),
+    encoding([6], [0], SHARED),
+]
+
+
+def arrived(run: Run) -> Run:
+    decoded = decode_request(encode_run(run))
+    assert isinstance(decoded, Run)
+    return decoded
+
+
+def answered(answer: Answer) -> Answer:
+    decoded = decode_answer(encode_answer(answer))
+    assert isinstance(decoded, Answer)
+    return decoded
+
+
+def test_every_field_of_a_run_arrives() -> None:
+    run = Run(11, 12.5, 3, True, ENCODINGS, True, "someone", 4.5, "00-ab-cd-01")
+    decoded = arrived(run)
+    fields = ("number", "deadline", "model", "accepted", "later_round", "client", "max_wait_s")
+    assert [getattr(decoded, name) for name in (*fields, "trace")] == [
+        11, 12.5, 3, True, True, "someone", 4.5, "00-ab-cd-01",
+    ]  # fmt: skip
+    assert [e.input_ids.tolist() for e in decoded.encodings] == [[1, 2, 3], [4, 5], [6]]
+    assert [e.token_type_ids.tolist() for e in decoded.encodings] == [[0, 0, 1], [1, 1], [0]]
+    assert [dict(e.requests) for e in decoded.encodings] == [SHARED, MASKED, SHARED]
+
+
+def test_defaults_of_a_run_are_those_of_a_plain_request() -> None:
+    decoded = arrived(Run(1, 2.0, 0, False, ENCODINGS[:1]))
+    assert (decoded.accepted, decoded.later_round, decoded.client) == (False, False, "")
+    assert (decoded.max_wait_s, decoded.trace) == (None, "")
+
+
+def test_shared_requests_are_sent_once() -> None:
+    decoded = arrived(Run(1, 2.0, 0, False, ENCODINGS))
+    assert decoded.encodings[0].requests is decoded.encodings[2].requests
+    assert decoded.encodings[0].requests is not decoded.encodings[1].requests
+
+
+def test_a_greeting_and_a_cancellation_arrive() -> None:
+    greeting = Greeting([EngineModel("bert@1", "fp32"), EngineModel("qa@2", "int8")])
+    assert decode_answer(encode(greeting)) == greeting
+    assert decode_request(encode(Cancel(7))) == Cancel(7)
+
+
+def test_results_arrive_at_their_encodings() -> None:
+    masks = MaskedLMResult(
+        np.array([[3.0, 2.0]], np.float32),
+        np.array([[30, 20]]),
+        np.array([4.0], np.float32),
+        np.array([[0.5]], np.float32),
+    )
+    tokens = [TokenEmbeddingResult(np.full((n, 2), n, np.float32)) for n in (3, 1)]
+    outputs = [
+        {"token_embedding": tokens[0], "masked_lm": masks},
+        {},
+        {"token_embedding": tokens[1], "embedding": EmbeddingResult(np.ones(2, np.float32))},
+    ]
+    answer = answered(Answer(5, BatchResult(outputs, 0.25, 0.75), 1.5))
+    assert (answer.number, answer.wait_s) == (5, 1.5)
+    assert isinstance(answer.outcome, BatchResult)
+    assert (answer.outcome.queue_s, answer.outcome.inference_s) == (0.25, 0.75)
+    first, second, third = answer.outcome.outputs
+    assert first.keys() == {"token_embedding", "masked_lm"}
+    assert second == {}
+    assert third.keys() == {"token_embedding", "embedding"}
+    assert first["token_embedding"].embeddings.tolist() == [[3, 3]] * 3
+    assert third["token_embedding"].embeddings.tolist() == [[1, 1]]
+    assert first["masked_lm"].top_ids.tolist() == [[30, 20]]
+    assert first["masked_lm"].top_ids.dtype == np.int64
+    assert first["masked_lm"].logsumexp.tolist() == [4]
+    assert first["masked_lm"].target_logits.tolist() == [[0.5]]
+
+
+def test_results_of_one_shape_arrive() -> None:
+    outputs = [{"embedding": EmbeddingResult(np.array([n, n + 0.5], np.float32))} for n in range(3)]
+    answer = answered(Answer(1, BatchResult(outputs, 0.0, 0.0)))
+    assert isinstance(answer.outcome, BatchResult)
+    assert [o["embedding"].embedding.tolist() for o in answer.outcome.outputs] == [
+        [0, 0.5],
+        [1, 1.5],
+        [2, 2.5],
+    ]
+
+
+@pytest.mark.parametrize("reason", list(Rejection))
+def test_a_refusal_keeps_its_reason_and_its_time(reason: Rejection) -> None:
+    answer = answered(Answer(9, Overloaded("full", 17, reason), 2.5))
+    assert isinstance(answer.outcome, Overloaded)
+    assert (str(answer.outcome), answer.outcome.retry_after_s) == ("full", 17)
+    assert answer.outcome.reason is reason
+    assert (answer.number, answer.wait_s) == (9, 2.5)
+
+
+@pytest.mark.parametrize(
+    "kind", [core.DeadlineExceeded, core.ClientGone, core.InvalidRequest, core.EngineDead]
+)
+def test_other_errors_keep_their_kind(kind: type[core.ServiceError]) -> None:
+    answer = answered(Answer(9, kind("why"), 2.5))
+    assert type(answer.outcome) is kind
+    assert str(answer.outcome) == "why"
+    assert answer.wait_s == 2.5
+
+
+def changed(message: bytes, old: object, new: object) -> bytes:
+    """Return a message with another value in the place of one value."""
+    fields = msgspec.msgpack.decode(message)
+    fields[fields.index(old)] = new
+    return msgspec.msgpack.encode(fields)
+
+
+RUN = encode_run(Run(1, 2.0, 77, False, ENCODINGS[:2]))
+MODEL, LENGTHS, REQUEST_OF = 77, [3, 2], [0, 1]
+IDS = np.array([1, 2, 3, 4, 5], np.int32).tobytes()
+TYPES = np.array([0, 0, 1, 1, 1], np.int32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (MODEL, -1),
+        (LENGTHS, []),
+        (LENGTHS, [3, 3]),
+        (LENGTHS, [3, 1]),
+        (LENGTHS, [5, 0]),
+        (REQUEST_OF, [0]),
+        (REQUEST_OF, [0, 1, 1]),
+        (REQUEST_OF, [0, 2]),
+        (REQUEST_OF, [0, -1]),
+        (IDS, bytes(4 * 6)),
+        (IDS, bytes(4 * 4)),
+        (TYPES, bytes(4 * 6)),
+        (TYPES, bytes(4 * 4)),
+        (TYPES, bytes(3)),
+    ],
+)
+def test_a_malformed_run_is_refused(old: object, new: object) -> None:
+    with pytest.raises(MalformedMessage):
+        decode_request(changed(RUN, old, new))
+
+
+def test_a_length_that_fits_no_array_is_explained() -> None:
+    with pytest.raises(MalformedMessage, match="6 tokens have 5 ids and 5 types"):
+        decode_request(changed(RUN, LENGTHS, [3, 3]))
+
+
+def test_an_answer_cannot_claim_more_results_than_it_has_bytes() -> None:
+    message = encode_answer(Answer(1, BatchResult([{}] * 99, 0.0, 0.0)))
+    size = len(message)  # a claim of one byte
+    answer = decode_answer(changed(message, 99, size))
+    assert isinstance(answer, Answer)
+    assert isinstance(answer.outcome, BatchResult)
+    assert len(answer.outcome.outputs) == size
+    with pytest.raises(MalformedMessage, match="do not fit"):
+        decode_answer(changed(message, 99, size + 1))
+
+
+def test_columns_must_be_the_fields_of_the_head_in_order() -> None:
+    outputs = [{"token_embedding": TokenEmbeddingResult(np.ones((2, 1), np.float32))}] * 2
+    message = encode_answer(Answer(1, BatchResult(outputs, 0.0, 0.0)))
+    (columns,) = [f for f in msgspec.msgpack.decode(message) if isinstance(f, list)]
+    (column,) = columns
+    for place, value in ((1, "logits"), (3, [0]), (4, [[2, 1], [3, 1]]), (2, "float31")):
+        wrong = [*column]
+        wrong[place] = value
+        with pytest.raises(MalformedMessage):
+            decode_answer(changed(message, columns, [wrong]))
+    with pytest.raises(MalformedMessage):
+        decode_answer(changed(message, columns, [column, column]))

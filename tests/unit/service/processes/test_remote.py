@@ -1,0 +1,275 @@
+"""The queue of a front end, with engine processes that are played by hand."""
+
+import asyncio
+import struct
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloze.model_store.batch import Encoding
+from cloze.service.core import BatchResult, EngineDead, Overloaded, ShuttingDown
+from cloze.service.processes import frames
+from cloze.service.processes.remote import EngineLink, RemoteQueue
+
+
+class Wire:
+    """The transport of a link: decodes what the front end sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[frames.Run | frames.Cancel] = []
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def writelines(self, parts: list[bytes]) -> None:
+        length, message = parts
+        assert struct.unpack("=I", length) == (len(message),)
+        self.sent.append(frames.decode_request(message))
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def runs(self) -> list[frames.Run]:
+        return [message for message in self.sent if isinstance(message, frames.Run)]
+
+
+class Engines:
+    """Links to engine processes, and a queue on them."""
+
+    def __init__(self, count: int = 1) -> None:
+        self.up = asyncio.Event()
+        self.links = [
+            EngineLink(Path(f"engine-{n}.sock"), ["bert@1"], self.up) for n in range(count)
+        ]
+        self.wires: list[Wire] = []
+        self.queue = RemoteQueue(self.links, 0)
+
+    def start(self, number: int = 0, reference: str = "bert@1") -> Wire:
+        wire: Any = Wire()
+        self.wires.append(wire)
+        self.links[number].connection_made(wire)
+        greeting = frames.Greeting([frames.EngineModel(reference, "int8")])
+        self.links[number].received(memoryview(frames.encode(greeting)))
+        return wire
+
+    def answer(self, number: int, run: frames.Run, outcome: Any, wait_s: float = 0.0) -> None:
+        message = frames.encode_answer(frames.Answer(run.number, outcome, wait_s))
+        self.links[number].received(memoryview(message))
+
+    def submit(self, tokens: int = 3, **options: Any) -> Future[BatchResult]:
+        array = np.arange(tokens, dtype=np.int32)
+        return self.queue.submit([Encoding(array, array)], time.monotonic() + 60, **options)
+
+
+RESULT = BatchResult([{}], 0.25, 0.5)
+
+
+def on_loop(test: Callable[[], None]) -> None:
+    async def run() -> None:
+        test()
+
+    asyncio.run(run())
+
+
+def test_a_request_is_sent_and_answered() -> None:
+    def test() -> None:
+        engines = Engines()
+        assert engines.queue.dead == "engine-0 has not started yet"
+        assert engines.queue.precision() == ""
+        wire = engines.start()
+        assert engines.up.is_set()
+        assert engines.queue.dead is None
+        assert engines.queue.precision() == "int8"
+        future = engines.submit(3, client="someone", max_wait_s=2.5, accepted=True, trace="t")
+        assert engines.queue.queued_tokens == 3
+        (run,) = wire.runs
+        assert (run.client, run.max_wait_s, run.accepted, run.trace) == ("someone", 2.5, True, "t")
+        assert (run.model, run.later_round) == (0, False)
+        engines.answer(0, run, RESULT)
+        assert future.result(0).queue_s == 0.25
+        assert engines.queue.queued_tokens == 0
+        engines.answer(0, run, RESULT)  # a late answer belongs to nobody
+
+    on_loop(test)
+
+
+def test_an_error_of_the_engine_ends_the_request() -> None:
+    def test() -> None:
+        engines = Engines()
+        wire = engines.start()
+        future = engines.submit()
+        engines.answer(0, wire.runs[0], Overloaded("full", 7))
+        assert isinstance(future.exception(0), Overloaded)
+        assert engines.queue.queued_tokens == 0
+
+    on_loop(test)
+
+
+def test_requests_go_to_the_running_engine_with_the_fewest_tokens() -> None:
+    def test() -> None:
+        engines = Engines(3)
+        one, two = engines.start(0), engines.start(1)
+        for tokens in (5, 3, 1, 1):
+            engines.submit(tokens)
+        assert [len(run.encodings[0]) for run in one.runs] == [5]
+        assert [len(run.encodings[0]) for run in two.runs] == [3, 1, 1]
+        assert engines.queue.queued_tokens == 10
+
+    on_loop(test)
+
+
+def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
+    def test() -> None:
+        engines = Engines()
+        wire = engines.start()
+        future = engines.submit()
+        assert future.cancel()
+        assert wire.sent[-1] == frames.Cancel(wire.runs[0].number)
+        assert engines.queue.queued_tokens == 0
+        assert future.done()
+
+    on_loop(test)
+
+
+def test_without_an_engine_requests_fail_at_once() -> None:
+    def test() -> None:
+        engines = Engines()
+        with pytest.raises(EngineDead, match="engine-0 has not started yet"):
+            engines.submit()
+
+    on_loop(test)
+
+
+def test_requests_wait_for_the_process_that_replaces_theirs() -> None:
+    def test() -> None:
+        engines = Engines()
+        first = engines.start()
+        sent = engines.submit(3)
+        engines.links[0].lost()
+        assert engines.queue.dead == "the process of engine-0 ended"
+        assert engines.links[0].keeps_requests
+        kept = engines.submit(4)
+        assert len(first.runs) == 1
+        cancelled = engines.submit(5)
+        cancelled.cancel()
+        second = engines.start()
+        assert not engines.links[0].keeps_requests
+        assert [len(run.encodings[0]) for run in second.runs] == [3, 4]
+        assert [run.later_round for run in second.runs] == [True, False], "one was admitted before"
+        assert not sent.done()
+        assert not kept.done()
+        for run in second.runs:
+            engines.answer(0, run, RESULT)
+        assert sent.result(0)
+        assert kept.result(0)
+
+    on_loop(test)
+
+
+def test_a_request_that_was_sent_to_two_engines_is_given_up() -> None:
+    def test() -> None:
+        engines = Engines()
+        engines.start()
+        twice = engines.submit()
+        engines.links[0].lost()
+        engines.start()
+        once = engines.submit()
+        engines.links[0].lost()
+        assert isinstance(twice.exception(0), EngineDead)
+        assert not once.done()
+
+    on_loop(test)
+
+
+def test_requests_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EngineLink._RESTART_S == 15
+    monkeypatch.setattr(EngineLink, "_RESTART_S", 0.01)
+
+    async def run() -> None:
+        engines = Engines()
+        engines.start()
+        future = engines.submit()
+        engines.links[0].lost()
+        with pytest.raises(EngineDead, match="the process of engine-0 ended"):
+            await asyncio.wrap_future(future)
+        with pytest.raises(EngineDead):
+            engines.submit()
+
+    asyncio.run(run())
+
+
+def test_kept_requests_have_a_limit() -> None:
+    def test() -> None:
+        engines = Engines()
+        engines.start()
+        engines.links[0].lost()
+        most = EngineLink._MAX_KEPT_TOKENS
+        assert most == 262_144
+        engines.submit(most)
+        with pytest.raises(EngineDead):
+            engines.submit(1)
+
+    on_loop(test)
+
+
+def test_a_kept_request_goes_to_the_engine_that_starts_again() -> None:
+    def test() -> None:
+        engines = Engines(2)
+        engines.start(1)
+        engines.links[1].lost()
+        engines.submit()
+        assert [link.tokens for link in engines.links] == [0, 3]
+        assert engines.queue.dead == "engine-0 has not started yet; the process of engine-1 ended"
+
+    on_loop(test)
+
+
+def test_an_engine_with_other_models_is_not_used() -> None:
+    def test() -> None:
+        engines = Engines()
+        engines.start(reference="bert@2")
+        assert engines.queue.dead == "engine-0 serves other models than this front end"
+        assert not engines.up.is_set()
+
+    on_loop(test)
+
+
+def test_a_draining_queue_takes_only_what_was_accepted() -> None:
+    def test() -> None:
+        engines = Engines()
+        engines.start()
+        assert not engines.queue.draining
+        engines.queue.drain()
+        assert engines.queue.draining
+        with pytest.raises(ShuttingDown):
+            engines.submit()
+        engines.submit(accepted=True)
+        engines.submit(later_round=True)
+        assert engines.queue.queued_tokens == 6
+
+    on_loop(test)
+
+
+def test_a_closed_queue_fails_what_is_pending() -> None:
+    async def run() -> None:
+        engines = Engines()
+        engines.start()
+        future = engines.submit()
+        engines.queue.close()
+        with pytest.raises(ShuttingDown, match="before this request was answered"):
+            await asyncio.wrap_future(future)
+        with pytest.raises(ShuttingDown):
+            engines.submit(accepted=True)
+        engines.links[0].lost()
+        assert not engines.links[0].keeps_requests
+
+    asyncio.run(run())

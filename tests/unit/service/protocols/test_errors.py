@@ -1,0 +1,37 @@
+"""Errors in the shapes of the protocols."""
+
+import pytest
+
+from cloze.service.core import InvalidRequest, UnknownModel
+from cloze.service.http.errors import ErrorInfo
+from cloze.service.protocols import error_body, openai
+
+
+@pytest.mark.parametrize(
+    ("status", "sent", "kind"),
+    [
+        (400, 400, "invalid_request_error"),
+        (401, 401, "invalid_request_error"),
+        (422, 400, "invalid_request_error"),
+        (424, 424, "invalid_request_error"),
+        (429, 429, "rate_limit_error"),
+        (499, 499, "invalid_request_error"),
+        (500, 500, "server_error"),
+        (503, 503, "server_error"),
+        (504, 504, "server_error"),
+    ],
+)
+def test_an_error_of_openai_s_protocol(status: int, sent: int, kind: str) -> None:
+    info = ErrorInfo(status, "Validation", "why", InvalidRequest("why"))
+    error = {"message": "why", "type": kind, "param": None, "code": None}
+    assert openai.write_error(info) == (sent, {"error": error})
+
+
+def test_an_unknown_model_has_a_code() -> None:
+    info = ErrorInfo(404, "Validation", "why", UnknownModel("why"))
+    assert openai.write_error(info)[1]["error"]["code"] == "model_not_found"
+
+
+def test_an_error_of_the_native_protocol() -> None:
+    info = ErrorInfo(504, "Overloaded", "why", InvalidRequest("why"))
+    assert error_body.write_error(info) == (504, {"error": "why", "error_type": "Overloaded"})

@@ -1,0 +1,284 @@
+"""Bytes and tensors on the wire: what is read, what is refused, and what is written."""
+
+import io
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from starlette.requests import Request
+
+from cloze.service.core import EmptyRequest, InvalidRequest, MalformedRequest
+from cloze.service.http.routes import NPY
+from cloze.service.protocols import binary_tensors, vectors
+from cloze.service.protocols.lenient import LenientModel, ignored_fields
+from cloze.service.protocols.tensors import TaskTensors, Tensor
+from cloze.service.tasks import TASKS
+from cloze.service.tasks.nsp import NspLabel
+from cloze.service.tasks.text_classification import LabelScore
+
+# ---- binary tensors ----------------------------------------------------------------------------
+
+
+def packed(*texts: bytes) -> bytes:
+    return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+
+
+def test_the_json_ends_where_the_header_says() -> None:
+    head, rest = binary_tensors.split(b'{"a":1}xyz', "7")
+    assert (head, bytes(rest)) == (b'{"a":1}', b"xyz")
+    head, rest = binary_tensors.split(b"{}", "2")
+    assert (head, bytes(rest)) == (b"{}", b"")
+    head, rest = binary_tensors.split(b"{}", None)
+    assert (head, bytes(rest)) == (b"{}", b"")
+
+
+@pytest.mark.parametrize("length", ["0", "3", "-1", "x", "", "1" * 16, "\u00b2", "1.0"])
+def test_lengths_outside_the_body(length: str) -> None:
+    with pytest.raises(MalformedRequest, match="a whole number from 1 to the 2 bytes of the body"):
+        binary_tensors.split(b"{}", length)
+
+
+def test_texts_are_their_bytes() -> None:
+    texts = ["red", "", "é\N{SNOWMAN}"]
+    data = packed(*(text.encode() for text in texts))
+    assert binary_tensors.read_texts(memoryview(data), "text", 3) == texts
+    assert binary_tensors.write(Tensor("text", "BYTES", texts)) == data
+    assert binary_tensors.read_texts(memoryview(b""), "text", 0) == []
+    with pytest.raises(InvalidRequest, match="text has over 2 texts, the limit"):
+        binary_tensors.read_texts(memoryview(data), "text", 2)
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (packed(b"red")[:-1], "text ends within text 0"),
+        (packed(b"red") + b"\1\0\0", "text ends within text 1"),
+        (packed(b"red", b"x")[:-1], "text ends within text 1"),
+        (packed(b"red", b"\xff"), "text has a text, 1, that is not UTF-8"),
+    ],
+)
+def test_cut_and_malformed_texts(data: bytes, problem: str) -> None:
+    with pytest.raises(InvalidRequest, match=problem):
+        binary_tensors.read_texts(memoryview(data), "text", 9)
+
+
+def test_numbers_are_little_endian() -> None:
+    big = np.array([[1, 2]], ">f4")
+    assert binary_tensors.write(Tensor("x", "FP32", big)) == struct.pack("<2f", 1, 2)
+    assert Tensor("x", "FP32", big).shape == (1, 2)
+    assert Tensor("x", "BYTES", ["a", "b"]).shape == (2,)
+
+
+# ---- tensors of tasks --------------------------------------------------------------------------
+
+
+def names(task: str) -> tuple[list[str], list[str]]:
+    tensors = TaskTensors(TASKS[task])
+    shown = [f"{t.name} {t.datatype} {list(t.shape)}" for t in tensors.outputs]
+    return [t.name for t in tensors.inputs], shown
+
+
+def test_tensors_follow_from_the_types_of_a_task() -> None:
+    assert names("embed") == (["text"], ["embedding FP32 [-1, -1]", "count INT64 [-1]"])
+    assert names("qa")[0] == ["question", "context"]
+    assert names("similarity") == (
+        ["source_sentence", "sentences"],
+        ["result BYTES [-1]", "count INT64 [-1]", "score FP32 [-1]"],
+    )
+    inputs, outputs = names("text-classification")
+    assert inputs == ["text", "text_pair"]
+    assert outputs == [
+        "result BYTES [-1]", "count INT64 [-1]", "label BYTES [-1]", "score FP32 [-1]",
+    ]  # fmt: skip
+    assert names("nsp")[0] == ["text", "next"]
+    assert "start INT64 [-1]" in names("token-classification")[1]
+
+
+def test_rows_of_tensors_are_the_objects_of_a_task() -> None:
+    to_inputs = TaskTensors(TASKS["qa"]).to_inputs
+    made = to_inputs({"question": ["a", "b"], "context": ["c", "d"]})
+    assert [(one.question, one.context) for one in made] == [("a", "c"), ("b", "d")]
+    assert TaskTensors(TASKS["embed"]).to_inputs({"text": ["a", "b"]}) == ["a", "b"]
+    classify = TaskTensors(TASKS["text-classification"]).to_inputs
+    assert classify({"text": ["a"]}) == ["a"]
+    assert classify({"text": ["a"], "text_pair": ["b"]})[0].text_pair == "b"
+    one = TaskTensors(TASKS["similarity"]).to_inputs(
+        {"source_sentence": ["a"], "sentences": ["b", "c"]}
+    )
+    assert (one.source_sentence, one.sentences) == ("a", ["b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("task", "tensors", "error", "problem"),
+    [
+        ("qa", {"question": ["a"]}, InvalidRequest, "lacks the tensor context; qa needs it"),
+        (
+            "qa",
+            {"question": ["a"], "context": ["b"], "x": ["c"]},
+            InvalidRequest,
+            "has a tensor 'x'",
+        ),
+        ("qa", {"question": ["a"], "context": []}, EmptyRequest, "context is empty"),
+        ("qa", {"question": ["a"], "context": ["b", "c"]}, InvalidRequest, "question 1, context 2"),
+        (
+            "similarity",
+            {"source_sentence": ["a", "b"], "sentences": ["c"]},
+            InvalidRequest,
+            "needs exactly 1",
+        ),
+        (
+            "similarity",
+            {"source_sentence": ["a"], "sentences": []},
+            EmptyRequest,
+            "sentences is empty",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit(
+    task: str, tensors: dict, error: type[Exception], problem: str
+) -> None:
+    with pytest.raises(error, match=problem):
+        TaskTensors(TASKS[task]).to_inputs(tensors)
+
+
+def written(task: str, value: Any, asked: list[str] | None = None) -> dict[str, Any]:
+    return {
+        t.name: t.data if isinstance(t.data, list) else t.data.tolist()
+        for t in TaskTensors(TASKS[task]).to_outputs(value, asked, len(value))
+    }
+
+
+def test_columns_of_results() -> None:
+    value = [[LabelScore("a", 0.5), LabelScore("b", 0.25)], [LabelScore("c", 1.0)]]
+    assert written("text-classification", value) == {
+        "result": [
+            '[{"label":"a","score":0.5},{"label":"b","score":0.25}]',
+            '[{"label":"c","score":1.0}]',
+        ],
+        "count": [2, 1],
+        "label": ["a", "b", "c"],
+        "score": [0.5, 0.25, 1],
+    }
+    assert written("text-classification", value, ["score"]) == {"score": [0.5, 0.25, 1]}
+    ranked = written("nsp", [[NspLabel("IsNext", 0.5)]])
+    assert ranked.keys() == {"result", "count", "label", "score"}, "no entry has an index"
+    assert written("nsp", [[NspLabel("IsNext", 0.5)]], ["index", "text"]) == {
+        "index": [0],
+        "text": [""],
+    }
+    assert written("similarity", [0.5, 0.25])["score"] == [0.5, 0.25]
+    assert written("similarity", [0.5, 0.25])["count"] == [1, 1]
+
+
+def test_vectors_and_their_counts() -> None:
+    assert written("embed", np.eye(2, dtype=np.float32)) == {
+        "embedding": [[1, 0], [0, 1]], "count": [1, 1],
+    }  # fmt: skip
+    several = [np.ones((2, 1), np.float32), np.zeros((1, 1), np.float32)]
+    assert written("embed-all", several) == {"embedding": [[1], [1], [0]], "count": [2, 1]}
+    assert written("embed-all", several, ["count"]) == {"count": [2, 1]}
+
+
+# ---- vectors -----------------------------------------------------------------------------------
+
+
+def asking(accept: str | None = None) -> Request:
+    headers = [] if accept is None else [(b"accept", accept.encode())]
+    return Request({"type": "http", "headers": headers})
+
+
+RAW = "application/octet-stream"
+ROWS = np.array([[0.5, -1.0, 0.0], [2.0, 0.25, -0.5]], np.float32)
+
+
+def response_of(accept: str | None) -> tuple[bytes, dict[str, str]]:
+    response = vectors.respond(asking(accept), ROWS)
+    return bytes(response.body), {n.decode(): v.decode() for n, v in response.raw_headers}
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [None, "", "*/*", "application/json", "text/html", f"{RAW};q=0.5, application/json", f"{RAW};q=0",
+     f"application/json, {RAW}", f"{RAW}, application/json", "application/*", f"{RAW};q=0.2, */*;q=0.3"],
+)  # fmt: skip
+def test_vectors_are_json_unless_another_type_is_preferred(accept: str | None) -> None:
+    body, headers = response_of(accept)
+    assert json.loads(body) == ROWS.tolist()
+    assert headers["content-type"] == "application/json"
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        RAW,
+        f"{RAW};q=0.5",
+        f"application/json;q=0.5, {RAW}",
+        RAW.upper(),
+        f"text/html, {RAW} ; dtype=float32",
+    ],
+)
+def test_vectors_are_raw_bytes_if_preferred(accept: str) -> None:
+    body, headers = response_of(accept)
+    assert body == ROWS.astype("<f4").tobytes()
+    assert headers["content-type"] == RAW
+    assert (headers["x-dtype"], headers["x-shape"]) == ("float32", "2,3")
+    assert "x-scale" not in headers
+
+
+def test_vectors_of_fewer_bits() -> None:
+    body, headers = response_of(f"{RAW}; dtype=float16")
+    assert np.frombuffer(body, "<f2").tolist() == ROWS.ravel().tolist()
+    body, headers = response_of(f'{RAW}; dtype="int8"')
+    assert np.frombuffer(body, np.int8).tolist() == [32, -64, 0, 127, 16, -32]
+    assert float(headers["x-scale"]) == pytest.approx(2 / 127)
+    body, headers = response_of(f"{RAW}; dtype=ubinary")
+    assert np.frombuffer(body, np.uint8).tolist() == [0b10000000, 0b11000000]
+    assert headers["x-shape"] == "2,1"
+    zeros, scale = vectors.DTYPES["int8"](np.zeros((1, 2), np.float32))
+    assert (zeros.tolist(), scale) == ([[0, 0]], 1.0)
+    for accept in (f"{RAW}; dtype=float64", f"{NPY}; dtype="):
+        with pytest.raises(InvalidRequest, match="Accept asks for dtype"):
+            vectors.check(asking(accept))
+    vectors.check(asking(f"{RAW}; dtype=int8"))
+
+
+def test_vectors_in_the_format_of_numpy() -> None:
+    body, headers = response_of(NPY)
+    assert np.load(io.BytesIO(body)).tolist() == ROWS.tolist()
+    assert headers["content-type"] == NPY
+
+
+def test_lists_of_arrays_have_their_lengths() -> None:
+    several = [ROWS, ROWS[:1]]
+    response = vectors.respond_lists(asking(RAW), several)
+    headers = dict(response.raw_headers)
+    assert (headers[b"x-lengths"], headers[b"x-shape"]) == (b"2,1", b"3,3")
+    assert bytes(response.body) == np.concatenate(several).tobytes()
+    response = vectors.respond_lists(asking(), several)
+    assert json.loads(bytes(response.body)) == [rows.tolist() for rows in several]
+
+
+# ---- unknown fields ----------------------------------------------------------------------------
+
+
+class Inner(LenientModel):
+    known: int = 0
+
+
+class Outer(LenientModel):
+    parameters: Inner | None = None
+
+
+def test_unknown_fields_are_named_in_a_warning() -> None:
+    def warned(**fields: Any) -> Any:
+        return ignored_fields(Outer.model_validate(fields))
+
+    assert warned() == warned(parameters={"known": 1}) == ()
+    assert warned(a=1, parameters={"b": 2}) == ("ignored unknown fields: a, parameters.b",)
+    many = {f"f{n}": 1 for n in range(9)}
+    assert warned(**many) == ("ignored unknown fields: f0, f1, f2, f3, f4, f5, f6, f7 and 1 more",)
+    assert " more" not in warned(**dict(list(many.items())[:8]))[0]
+    assert warned(**{"x" * 41: 1}) == (f"ignored unknown fields: {'x' * 40}",)
+    assert warned(**{"é\n": 1}) == ("ignored unknown fields: \\xe9\\n",)

@@ -1,0 +1,122 @@
+"""A model without weights: its tokenizer, its manifest and limits, and outputs by hand."""
+
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from cloze.model_store import Bundle, Manifest
+from cloze.model_store.heads import HEADS
+from cloze.service.tasks import TASKS
+from cloze.service.tasks.task import PreparedRequest, TaskCall, TaskContext, TaskLimits
+from cloze.service.tokenizer import Tokenizer
+from tests.vocabulary import vocabulary
+
+VOCABULARY = vocabulary()
+ID = {token: number for number, token in enumerate(VOCABULARY)}
+CLS, SEP, MASK, UNK = ID["[CLS]"], ID["[SEP]"], ID["[MASK]"], ID["[UNK]"]
+
+LABELS = ("O", "B-PER", "I-PER", "LOC")
+LIMITS = TaskLimits(
+    max_tokens=12,
+    max_masks=3,
+    max_top_k=50,
+    max_results=60,
+    max_request_tokens=400,
+    max_text_characters=200,
+    max_request_texts=4,
+)
+
+
+def ids(text: str) -> list[int]:
+    """Return the ids of tokens that stand between spaces."""
+    return [ID[token] for token in text.split()]
+
+
+def manifest(**changes: Any) -> Manifest:
+    """Return the manifest of a model of every task."""
+    tasks = [head.task for head in HEADS.values()]
+    stored = {"size": 1, "sha256": "0" * 64}
+    fields = {
+        "name": "tiny",
+        "version": 3,
+        "created": "2026-01-01T00:00:00Z",
+        "tasks": tasks,
+        "architecture": {
+            "family": "bert", "vocab_size": len(VOCABULARY), "hidden_size": 4, "layers": 4, "heads": 1,
+            "intermediate_size": 8, "max_positions": 16, "type_vocab_size": 2, "activation": "gelu",
+            "layer_norm_eps": 1e-12, "parameters": 100,
+        },
+        "source": {"kind": "directory", "location": "x", "revision": None, "weights_sha256": "0" * 64},
+        "license": None,
+        "tokenizer": {
+            "file": "tokenizer.json", "vocab_size": len(VOCABULARY), "lowercase": True, "cls_id": CLS,
+            "sep_id": SEP, "mask_id": MASK, "mask_token": "[MASK]",
+        },
+        "limits": {"max_tokens": 12},
+        "embedding": {
+            "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 10, "projected": False,
+            "prompts": {"query": "ask : ", "long": "the first of the year is in the old house"},
+        },
+        "heads": {
+            "sequence_classification": {"labels": LABELS, "problem_type": "single_label_classification"},
+            "token_classification": {"labels": LABELS},
+        },
+        "graph": {"file": "g.onnx", "layout": "dense", "precision": "fp32", "opset": 20, "operators": {"MatMul": 6}},
+        "parity": {"tolerance": 1e-4, "batches": [1], "lengths": [3], "max_error": {"embeddings": 1e-6}, "golden_file": "golden.json"},
+        "files": dict.fromkeys(("tokenizer.json", "g.onnx", "golden.json"), stored),
+    } | changes  # fmt: skip
+    return Manifest.model_validate(fields)
+
+
+def context(limits: TaskLimits = LIMITS, /, **changes: Any) -> TaskContext:
+    """Return the context of a call; `changes` replace fields of the manifest."""
+    described = manifest(**changes)
+    with TemporaryDirectory() as folder:
+        backend = Backend(
+            models.WordPiece(dict(ID.items()), unk_token="[UNK]", max_input_chars_per_word=100)
+        )  # fmt: skip
+        backend.normalizer = normalizers.BertNormalizer()
+        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        backend.decoder = decoders.WordPiece()
+        backend.add_special_tokens(["[CLS]", "[SEP]", "[MASK]"])
+        backend.save(str(Path(folder) / "tokenizer.json"))
+        return TaskContext(described, Tokenizer(Bundle(described, Path(folder))), limits)
+
+
+CONTEXT = context()
+
+
+def limited(**changes: int) -> TaskContext:
+    """Return the context with other limits."""
+    return replace(CONTEXT, limits=replace(LIMITS, **changes))
+
+
+def prepared(
+    task: str, inputs: Any, with_context: TaskContext = CONTEXT, /, **parameters: Any
+) -> PreparedRequest[Any]:
+    """Return a call of a task, prepared."""
+    made = TASKS[task].parameters.model_validate(parameters)
+    return TASKS[task].prepare(TaskCall(inputs, made), with_context)
+
+
+def decoded(
+    task: str,
+    request: PreparedRequest[Any],
+    outputs: list[Any],
+    with_context: TaskContext = CONTEXT,
+) -> Any:
+    """Return the result of a prepared call."""
+    return TASKS[task].decode(request, outputs, with_context)
+
+
+def tokens(request: PreparedRequest[Any]) -> list[str]:
+    """Return the tokens of each encoding."""
+    return [" ".join(VOCABULARY[i] for i in e.input_ids.tolist()) for e in request.encodings]
+
+
+def types(request: PreparedRequest[Any]) -> list[list[int]]:
+    return [e.token_type_ids.tolist() for e in request.encodings]

@@ -1,0 +1,144 @@
+"""Answers from the logits of a context's windows, by hand."""
+
+import numpy as np
+import pytest
+
+from cloze.service.tasks.answer_spans import (
+    QaAnswer,
+    QaDetails,
+    QaOptions,
+    Question,
+    best_answers,
+)
+from cloze.service.tokenizer import Spans
+
+CONTEXT = "red doors open Red"
+SPANS = Spans([1, 2, 3, 4, 5], [(0, 3), (4, 8), (8, 9), (10, 14), (15, 18)], [0, 1, 1, 2, 3])
+OPTIONS = QaOptions(max_seq_len=12, max_answer_len=3, max_question_len=4)
+QUESTION = Question(CONTEXT, SPANS, 3, [(0, 5)])
+
+
+def window(*context: tuple[float, float], cls: tuple[float, float] = (0.0, 0.0)) -> np.ndarray:
+    """Return logits of [CLS], a question of 1 token, [SEP], the context and [SEP]."""
+    other = (50.0, 50.0)  # not part of the softmax
+    return np.array([cls, other, other, *context, other], np.float32)
+
+
+LOW = (-9.0, -9.0)
+
+
+def only(answers: object) -> QaAnswer:
+    assert isinstance(answers, QaAnswer)
+    return answers
+
+
+def test_the_best_span_is_the_product_of_start_and_end() -> None:
+    logits = window(LOW, (5.0, -9.0), (-9.0, 4.0), LOW, LOW)
+    answer = only(best_answers(QUESTION, [logits], OPTIONS))
+    assert (answer.answer, answer.start, answer.end) == ("doors", 4, 9)
+    starts = np.exp([0, -9, 5, -9, -9, -9])
+    ends = np.exp([0, -9, -9, 4, -9, -9])
+    expected = starts[2] / starts.sum() * ends[3] / ends.sum()
+    assert answer.score == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_end_before_the_start_is_no_answer() -> None:
+    logits = window((-9.0, 5.0), LOW, LOW, (5.0, -9.0), LOW)
+    assert only(best_answers(QUESTION, [logits], OPTIONS)).answer in ("red", "open")
+
+
+def test_an_answer_has_at_most_so_many_tokens() -> None:
+    options = QaOptions(12, 3, 4, align_to_words=False)
+    logits = window((5.0, -9.0), LOW, (-9.0, 3.0), (-9.0, 4.0), LOW)
+    assert only(best_answers(QUESTION, [logits], options)).answer == "red doors"
+    options = QaOptions(12, 4, 4, align_to_words=False)
+    assert only(best_answers(QUESTION, [logits], options)).answer == "red doors open"
+
+
+def test_an_answer_ends_with_words_unless_asked_otherwise() -> None:
+    start_inside = window(LOW, LOW, (5.0, 5.0), LOW, LOW)
+    assert only(best_answers(QUESTION, [start_inside], OPTIONS)).answer == "doors"
+    end_inside = window(LOW, (5.0, 5.0), LOW, LOW, LOW)
+    assert only(best_answers(QUESTION, [end_inside], OPTIONS)).answer == "doors"
+    as_found = QaOptions(12, 3, 4, align_to_words=False)
+    assert only(best_answers(QUESTION, [end_inside], as_found)).answer == "door"
+
+
+def test_words_are_not_extended_beyond_their_window() -> None:
+    question = Question(CONTEXT, SPANS, 3, [(0, 2), (2, 5)])
+    first, second = window(LOW, (5.0, 5.0)), window(LOW, LOW, LOW)
+    assert only(best_answers(question, [first, second], OPTIONS)).answer == "door"
+    first, second = window(LOW, LOW), window((5.0, 5.0), LOW, LOW)
+    assert only(best_answers(question, [first, second], OPTIONS)).answer == "s"
+
+
+def test_spans_of_one_text_add_their_scores() -> None:
+    options = QaOptions(12, 1, 4, top_k=5, align_to_words=False)
+    logits = window((1.0, 1.0), (1.2, 1.2), LOW, LOW, (1.0, 1.0), cls=(-9.0, -9.0))
+    answers = best_answers(QUESTION, [logits], options)
+    assert isinstance(answers, list)
+    assert (answers[0].answer, answers[0].start, answers[0].end) == ("red", 0, 3)
+    assert answers[1].answer == "door"
+    shares = np.exp([-9, 1, 1.2, -9, -9, 1])
+    shares /= shares.sum()
+    assert answers[0].score == pytest.approx(2 * shares[1] ** 2, rel=1e-4)
+    assert [a.score for a in answers] == sorted((a.score for a in answers), reverse=True)
+
+
+def test_the_answers_are_the_best_of_all_windows() -> None:
+    question = Question(CONTEXT, SPANS, 3, [(0, 3), (2, 5)])
+    options = QaOptions(12, 1, 4, top_k=2)
+    first = window((1.0, 1.0), LOW, LOW)
+    second = window(LOW, (3.0, 3.0), LOW)
+    answers = best_answers(question, [first, second], options)
+    assert isinstance(answers, list)
+    assert [a.answer for a in answers] == ["open", "red"]
+    assert [(a.start, a.end) for a in answers] == [(10, 14), (0, 3)]
+
+
+def test_no_answer_has_the_least_score_of_all_windows() -> None:
+    question = Question(CONTEXT, SPANS, 3, [(0, 3), (2, 5)])
+    options = QaOptions(12, 1, 4, top_k=3, handle_impossible_answer=True)
+    sure = window((1.0, 1.0), LOW, LOW, cls=(9.0, 9.0))
+    unsure = window(LOW, (1.0, 1.0), LOW, cls=(0.0, 1.0))
+    answers = best_answers(question, [sure, unsure], options)
+    assert isinstance(answers, list)
+    (nothing,) = [a for a in answers if a.answer == ""]
+    starts, ends = np.exp([0, -9, 1, -9]), np.exp([1, -9, 1, -9])
+    assert nothing.score == pytest.approx(
+        float(starts[0] / starts.sum() * ends[0] / ends.sum()), rel=1e-4
+    )
+    assert (nothing.start, nothing.end) == (0, 0)
+    without = best_answers(question, [sure, unsure], QaOptions(12, 1, 4, top_k=3))
+    assert isinstance(without, list)
+    assert all(a.answer for a in without)
+
+
+def test_details_name_the_best_span_of_each_window_and_its_rank() -> None:
+    question = Question(CONTEXT, SPANS, 3, [(0, 3), (3, 5)])
+    options = QaOptions(12, 1, 4, top_k=1, details=True)
+    doubtful = window((1.0, 1.0), LOW, LOW, cls=(2.0, 2.0))
+    sure = window((3.0, 3.0), LOW)
+    details = best_answers(question, [doubtful, sure], options)
+    assert isinstance(details, QaDetails)
+    assert [a.answer for a in details.answers] == ["open"]
+    first, second = details.windows
+    assert (first.start, first.end, second.start, second.end) == (0, 9, 10, 18)
+    assert (first.best.answer, first.rank) == ("red", 2)
+    assert first.reason == "1 answer has a higher score; the window rather has no answer"
+    assert (second.best.answer, second.rank, second.reason) == ("open", 1, "returned")
+    assert first.no_answer > first.best.score
+    assert second.no_answer < second.best.score
+
+
+def test_details_count_the_answers_above() -> None:
+    question = Question(CONTEXT, SPANS, 3, [(0, 1), (1, 3), (3, 4)])
+    options = QaOptions(12, 2, 4, top_k=1, details=True)
+    logits = [window((1.0, 1.0)), window((2.0, -9.0), (-9.0, 2.0)), window((3.0, 3.0))]
+    details = best_answers(question, logits, options)
+    assert isinstance(details, QaDetails)
+    assert [w.reason for w in details.windows] == [
+        "2 answers have a higher score",
+        "1 answer has a higher score",
+        "returned",
+    ]

@@ -1,0 +1,389 @@
+"""Labels of texts and of tokens, next sentences and scores of texts, from outputs by hand."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloze.model_store.heads.masked_lm import MaskedLMResult
+from cloze.model_store.heads.next_sentence import NextSentenceResult
+from cloze.model_store.heads.sequence_classification import SequenceClassificationResult
+from cloze.model_store.heads.token_classification import TokenClassificationResult
+from cloze.service.core import InvalidRequest
+from cloze.service.tasks.nsp import Candidates, Pair
+from cloze.service.tasks.task import TextUsage
+from cloze.service.tasks.text_classification import TextPair
+from tests.unit.service.tasks.model import (
+    LABELS,
+    context,
+    decoded,
+    ids,
+    limited,
+    prepared,
+    tokens,
+    types,
+)
+
+ELEVEN = "a b c d e f g h i j k"
+
+
+def label_outputs(*rows: list[float]) -> list[dict[str, Any]]:
+    name = "sequence_classification"
+    return [{name: SequenceClassificationResult(np.array(row, np.float32))} for row in rows]
+
+
+def softmax(row: list[float]) -> list[float]:
+    total = sum(map(math.exp, row))
+    return [math.exp(value) / total for value in row]
+
+
+def test_labels_are_ranked_by_their_softmax() -> None:
+    request = prepared("text-classification", "the door")
+    assert tokens(request) == ["[CLS] the door [SEP]"]
+    assert request.results == 1
+    [labels] = decoded("text-classification", request, label_outputs([1, 3, 0, 2]))
+    assert [one.label for one in labels] == ["B-PER", "LOC", "O", "I-PER"]
+    assert [one.score for one in labels] == pytest.approx(softmax([3, 2, 1, 0]), rel=1e-5)
+
+
+def test_fewer_labels_and_other_functions() -> None:
+    logits = label_outputs([1, 3, 0, 2])
+    request = prepared("text-classification", ["the"], top_k=2, function_to_apply="sigmoid")
+    [labels] = decoded("text-classification", request, logits)
+    assert [one.label for one in labels] == ["B-PER", "LOC"]
+    assert labels[0].score == pytest.approx(1 / (1 + math.exp(-3)))
+    request = prepared("text-classification", "the", function_to_apply="none", top_k=1)
+    assert decoded("text-classification", request, logits)[0][0].score == 3
+
+
+@pytest.mark.parametrize(
+    ("problem", "score"),
+    [
+        ("single_label_classification", softmax([3, 2, 1, 0])[0]),
+        ("multi_label_classification", 1 / (1 + math.exp(-3))),
+        ("regression", 3.0),
+    ],
+)
+def test_the_function_follows_from_the_problem_type(problem: str, score: float) -> None:
+    heads = {
+        "sequence_classification": {"labels": LABELS, "problem_type": problem},
+        "token_classification": {"labels": LABELS},
+    }
+    model = context(heads=heads)
+    request = prepared("text-classification", "the", model)
+    [labels] = decoded("text-classification", request, label_outputs([1, 3, 0, 2]), model)
+    assert labels[0].score == pytest.approx(score)
+
+
+def test_pairs_are_one_sequence() -> None:
+    pair = TextPair(text="the door", text_pair="red")
+    request = prepared("text-classification", [pair, TextPair(text="a")])
+    assert tokens(request) == ["[CLS] the door [SEP] red [SEP]", "[CLS] a [SEP]"]
+    assert types(request) == [[0, 0, 0, 0, 1, 1], [0, 0, 0]]
+
+
+def test_long_texts_are_cut_at_the_end_asked_for() -> None:
+    request = prepared("text-classification", ELEVEN, return_usage=True)
+    assert tokens(request) == ["[CLS] a b c d e f g h i j [SEP]"]
+    assert (request.truncated, request.usage) == (1, [TextUsage(13, 12)])
+    request = prepared("text-classification", ELEVEN, truncation_direction="left")
+    assert tokens(request) == ["[CLS] b c d e f g h i j k [SEP]"]
+    assert prepared("text-classification", "a").truncated == 0
+    with pytest.raises(InvalidRequest, match="inputs has 13 tokens; the model reads 12"):
+        prepared("text-classification", ELEVEN, long_text="error")
+
+
+def test_windows_of_a_long_text_have_the_mean_of_their_scores() -> None:
+    request = prepared(
+        "text-classification", ["a", ELEVEN], long_text="window", return_usage=True,
+        function_to_apply="none",
+    )  # fmt: skip
+    assert tokens(request) == [
+        "[CLS] a [SEP]",
+        "[CLS] a b c d e f g h i j [SEP]",
+        "[CLS] i j k [SEP]",
+    ]
+    assert request.truncated == 0
+    assert request.usage == [TextUsage(3, 3), TextUsage(13, 13, [(0, 19), (16, 21)])]
+    logits = label_outputs([1, 2, 3, 4], [4, 0, 0, 2], [0, 1, 0, 6])
+    one, long = decoded("text-classification", request, logits)
+    assert next((x.label, x.score) for x in one) == ("LOC", 4)
+    assert [(x.label, x.score) for x in long] == [
+        ("LOC", 4), ("O", 2), ("B-PER", 0.5), ("I-PER", 0),
+    ]  # fmt: skip
+
+
+def test_a_long_pair_has_no_windows() -> None:
+    pair = TextPair(text="a b c d e", text_pair="f g h i")
+    assert len(prepared("text-classification", pair, long_text="window").encodings) == 1
+    pair = TextPair(text="a b c d e", text_pair="f g h i j")
+    with pytest.raises(InvalidRequest, match="inputs is a pair of 13 tokens"):
+        prepared("text-classification", pair, long_text="window")
+    request = prepared("text-classification", pair, return_usage=True)
+    assert tokens(request) == ["[CLS] a b c d [SEP] f g h i j [SEP]"]
+    assert (request.truncated, request.usage) == (1, [TextUsage(13, 12)])
+
+
+def test_labels_are_limited() -> None:
+    prepared("text-classification", "a", top_k=50)
+    for top_k in (0, 51):
+        with pytest.raises(InvalidRequest, match="top_k must be between 1 and 50"):
+            prepared("text-classification", "a", top_k=top_k)
+
+
+# ---- next sentence -----------------------------------------------------------------------------
+
+
+def pair_outputs(*rows: list[float]) -> list[dict[str, Any]]:
+    return [{"next_sentence": NextSentenceResult(np.array(row, np.float32))} for row in rows]
+
+
+def test_a_pair_has_two_labels() -> None:
+    request = prepared("nsp", Pair(text="the door", next="red"), return_usage=True)
+    assert tokens(request) == ["[CLS] the door [SEP] red [SEP]"]
+    assert types(request) == [[0, 0, 0, 0, 1, 1]]
+    assert request.usage == [TextUsage(6, 6)]
+    labels = decoded("nsp", request, pair_outputs([2, 1]))
+    assert [one.label for one in labels] == ["IsNext", "NotNext"]
+    assert [one.score for one in labels] == pytest.approx(softmax([2, 1]), rel=1e-5)
+
+
+def test_a_list_of_pairs_has_a_list_of_labels() -> None:
+    request = prepared("nsp", [Pair(text="a", next="b"), Pair(text="b", next="a")])
+    assert tokens(request) == ["[CLS] a [SEP] b [SEP]", "[CLS] b [SEP] a [SEP]"]
+    labels = decoded("nsp", request, pair_outputs([2, 1], [1, 2]))
+    assert labels[0][0].score == pytest.approx(labels[1][1].score)
+    assert labels[0][0].score > 0.5 > labels[1][0].score
+    assert request.usage is None
+
+
+def test_candidates_are_ranked() -> None:
+    request = prepared("nsp", Candidates(text="the", candidates=["a", "b", "c"]))
+    ranked = decoded("nsp", request, pair_outputs([0, 1], [2, 1], [1, 1]))
+    assert [(one.index, one.text) for one in ranked] == [(1, "b"), (2, "c"), (0, "a")]
+    assert ranked[1].score == pytest.approx(0.5)
+
+
+def test_a_long_pair_is_cut_or_refused() -> None:
+    pair = Pair(text="a b c d e", next="f g h i j")
+    request = prepared("nsp", pair, return_usage=True)
+    assert tokens(request) == ["[CLS] a b c d [SEP] f g h i j [SEP]"]
+    assert (request.truncated, request.usage) == (1, [TextUsage(13, 12)])
+    with pytest.raises(InvalidRequest, match=r"inputs has 13 tokens; .* long_text is error"):
+        prepared("nsp", pair, long_text="error")
+    prepared("nsp", Pair(text="a b c d e", next="f g h i"), long_text="error")
+    with pytest.raises(InvalidRequest, match=r"inputs.candidates\[0\] has 13 tokens"):
+        prepared("nsp", Candidates(text=pair.text, candidates=[pair.next]), long_text="error")
+
+
+# ---- scores of texts ---------------------------------------------------------------------------
+
+
+def log_probabilities(*values: float) -> list[dict[str, Any]]:
+    nothing = np.zeros((1, 0), np.float32)
+    return [
+        {
+            "masked_lm": MaskedLMResult(
+                nothing, nothing, np.array([5.0], np.float32), np.array([[5 + v]], np.float32)
+            )
+        }
+        for v in values
+    ]
+
+
+def test_each_token_is_scored_behind_a_mask() -> None:
+    request = prepared("score", "the reds", return_usage=True)
+    assert tokens(request) == [
+        "[CLS] [MASK] red ##s [SEP]",
+        "[CLS] the [MASK] ##s [SEP]",
+        "[CLS] the red [MASK] [SEP]",
+    ]
+    asked = [encoding.requests["masked_lm"] for encoding in request.encodings]
+    assert [list(one.positions) for one in asked] == [[1], [2], [3]]
+    assert [list(one.targets) for one in asked] == [[i] for i in ids("the red ##s")]
+    assert (request.results, request.usage, request.truncated) == (3, [TextUsage(5, 5)], 0)
+    score = decoded("score", request, log_probabilities(-1, -2, -4))
+    assert score.score == pytest.approx(-7)
+    assert [(t.token, t.start, t.end, t.log_probability) for t in score.tokens] == [
+        ("the", 0, 3, -1), ("red", 4, 7, -2), ("##s", 7, 8, -4),
+    ]  # fmt: skip
+
+
+def test_a_list_of_texts_has_a_list_of_scores() -> None:
+    request = prepared("score", ["a b", "c"])
+    scores = decoded("score", request, log_probabilities(-1, -2, -4))
+    assert [one.score for one in scores] == [-3, -4]
+
+
+def test_long_texts_are_scored_as_asked() -> None:
+    with pytest.raises(InvalidRequest, match="inputs has 13 tokens; the model reads 12"):
+        prepared("score", ELEVEN)
+    prepared("score", ELEVEN[:-2])
+    cut = prepared("score", ELEVEN, long_text="truncate", return_usage=True)
+    assert (len(cut.encodings), cut.truncated, cut.usage) == (10, 1, [TextUsage(13, 12)])
+    around = prepared("score", ELEVEN + " l", long_text="window", return_usage=True)
+    assert (len(around.encodings), around.truncated, around.usage) == (12, 0, [TextUsage(14, 14)])
+    assert tokens(around)[0] == "[CLS] [MASK] b c d e f g h i j [SEP]"
+    assert tokens(around)[6] == "[CLS] b c d e f [MASK] h i j k [SEP]"
+    assert tokens(around)[11] == "[CLS] c d e f g h i j k [MASK] [SEP]"
+
+
+def test_scores_are_limited() -> None:
+    # 2 texts of 4 tokens: 4 copies of 6 tokens each.
+    texts = ["a b c d", "e f g h"]
+    prepared("score", texts, limited(max_request_tokens=48, max_results=8))
+    with pytest.raises(InvalidRequest, match=r"up to inputs\[1\] the masked copies hold 48 tokens"):
+        prepared("score", texts, limited(max_request_tokens=47))
+    with pytest.raises(InvalidRequest, match="the texts need 8 predictions; the limit is 7"):
+        prepared("score", texts, limited(max_results=7))
+    with pytest.raises(InvalidRequest, match="which has no probability"):
+        prepared("score", "the [MASK]")
+    with pytest.raises(InvalidRequest, match="has no token"):
+        prepared("score", " ")
+
+
+# ---- labels of tokens --------------------------------------------------------------------------
+
+
+def token_outputs(*windows: list[list[float]]) -> list[dict[str, Any]]:
+    """Return outputs whose softmax are the given scores; [CLS] and [SEP] get no sense."""
+    other = [1e-9, 1e-9, 1e-9, 1.0]
+    return [
+        {
+            "token_classification": TokenClassificationResult(
+                np.log(np.array([other, *window, other], np.float32)) + 3
+            )
+        }
+        for window in windows
+    ]
+
+
+OUT = [0.97, 0.01, 0.01, 0.01]
+BEGIN = [0.1, 0.7, 0.1, 0.1]
+IN = [0.1, 0.1, 0.7, 0.1]
+LOC = [0.1, 0.1, 0.1, 0.7]
+
+
+def groups(
+    text: str, rows: list[list[float]], **parameters: Any
+) -> list[tuple[str, str, int, int]]:
+    request = prepared("token-classification", text, **parameters)
+    entities = decoded("token-classification", request, token_outputs(rows))
+    return [(e.entity_group, e.word, e.start, e.end) for e in entities]
+
+
+def test_neighbours_of_one_label_are_one_entity() -> None:
+    assert groups("the red door by paris", [OUT, BEGIN, IN, OUT, LOC]) == [
+        ("PER", "red door", 4, 12),
+        ("LOC", "paris", 16, 21),
+    ]
+
+
+def test_b_begins_a_new_entity_and_i_may_begin_one() -> None:
+    assert groups("a b c", [BEGIN, BEGIN, IN]) == [("PER", "a", 0, 1), ("PER", "b c", 2, 5)]
+    assert groups("a b c", [IN, IN, LOC]) == [("PER", "a b", 0, 3), ("LOC", "c", 4, 5)]
+    assert groups("a b c", [LOC, LOC, OUT]) == [("LOC", "a b", 0, 3)]
+
+
+def test_an_entity_has_the_mean_score_of_its_tokens() -> None:
+    request = prepared("token-classification", ["a b"])
+    rows = [[0.1, 0.8, 0.05, 0.05], [0.1, 0.2, 0.6, 0.1]]
+    [[entity]] = decoded("token-classification", request, token_outputs(rows))
+    assert entity.score == pytest.approx(0.7, rel=1e-4)
+    assert request.results == 1  # 4 tokens
+
+
+def test_labels_may_be_ignored() -> None:
+    assert groups("a b", [OUT, LOC], ignore_labels=["LOC"]) == [("O", "a", 0, 1)]
+    assert groups("a b", [OUT, LOC], ignore_labels=[]) == [("O", "a", 0, 1), ("LOC", "b", 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "label"), [("simple", None), ("first", "PER"), ("average", "LOC"), ("max", "LOC")]
+)
+def test_a_word_gets_one_label(strategy: str, label: str | None) -> None:
+    # "reds" has two pieces. The first is rather B-PER, the second clearly LOC.
+    first, second = [0.1, 0.5, 0.0001, 0.4], [0.01, 0.01, 0.01, 0.97]
+    found = groups("reds", [first, second], aggregation_strategy=strategy)
+    if label is None:
+        assert found == [("PER", "red", 0, 3), ("LOC", "##s", 3, 4)]
+    else:
+        assert found == [(label, "reds", 0, 4)]
+
+
+def test_every_token_is_a_result_if_asked() -> None:
+    request = prepared("token-classification", "the reds", aggregation_strategy="none")
+    entities = decoded("token-classification", request, token_outputs([OUT, BEGIN, LOC]))
+    assert [(e.entity, e.index, e.word, e.start, e.end) for e in entities] == [
+        ("B-PER", 2, "red", 4, 7),
+        ("LOC", 3, "##s", 7, 8),
+    ]
+    assert entities[0].score == pytest.approx(0.7, rel=1e-4)
+
+
+def test_an_unknown_token_is_shown_as_it_stands() -> None:
+    assert groups("a \N{SNOWMAN}", [OUT, LOC]) == [("LOC", "\N{SNOWMAN}", 2, 3)]
+    assert groups("a \N{SNOWMAN}", [BEGIN, LOC], aggregation_strategy="first") == [
+        ("PER", "a", 0, 1),
+        ("LOC", "\N{SNOWMAN}", 2, 3),
+    ]
+
+
+def test_windows_give_one_entity_where_they_overlap() -> None:
+    request = prepared("token-classification", ELEVEN, stride=4, return_usage=True)
+    assert tokens(request) == ["[CLS] a b c d e f g h i j [SEP]", "[CLS] g h i j k [SEP]"]
+    assert request.usage == [TextUsage(13, 13, [(0, 19), (12, 21)])]
+    first = [OUT] * 6 + [BEGIN, IN, OUT, LOC]  # "g h" and "j"
+    second = [BEGIN, IN, IN, OUT, OUT]  # "g h i": longer
+    entities = decoded("token-classification", request, token_outputs(first, second))
+    assert [(e.entity_group, e.word) for e in entities] == [("PER", "g h i"), ("LOC", "j")]
+    surer = [0.01, 0.01, 0.01, 0.97]
+    first, second = [OUT] * 6 + [LOC, OUT, OUT, OUT], [surer, OUT, OUT, OUT, LOC]
+    entities = decoded("token-classification", request, token_outputs(first, second))
+    assert [(e.word, round(e.score, 2)) for e in entities] == [("g", 0.97), ("k", 0.7)]
+
+
+def test_long_texts_are_cut_by_default() -> None:
+    request = prepared("token-classification", [ELEVEN], return_usage=True)
+    assert tokens(request) == ["[CLS] a b c d e f g h i j [SEP]"]
+    assert (request.truncated, request.usage) == (1, [TextUsage(13, 12)])
+    request = prepared("token-classification", ELEVEN[:-2], return_usage=True)
+    assert (request.truncated, request.usage) == (0, [TextUsage(12, 12)])
+    with pytest.raises(InvalidRequest, match=r"inputs has 13 tokens; .* long_text is error"):
+        prepared("token-classification", ELEVEN, long_text="error")
+    request = prepared("token-classification", ELEVEN, long_text="window")
+    assert tokens(request)[1] == "[CLS] i j k [SEP]"  # a quarter of ten tokens is shared
+    with pytest.raises(InvalidRequest, match="has no token"):
+        prepared("token-classification", " ")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"stride": -1}, "stride must be between 0 and 9"),
+        ({"stride": 10}, "stride must be between 0 and 9"),
+        ({"stride": 1, "long_text": "truncate"}, "but long_text is truncate"),
+        ({"stride": 1, "aggregation_strategy": "none"}, "stride needs an aggregation_strategy"),
+        (
+            {"long_text": "window", "aggregation_strategy": "none"},
+            "long_text window needs an aggregation_strategy",
+        ),
+    ],
+)
+def test_contradicting_parameters(parameters: dict, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        prepared("token-classification", "a", **parameters)
+
+
+def test_parameters_that_agree() -> None:
+    prepared("token-classification", "a", stride=0)
+    prepared("token-classification", "a", stride=9, long_text="window")
+
+
+def test_large_logits_do_not_overflow() -> None:
+    pair = prepared("nsp", Pair(text="a", next="b"))
+    assert [one.score for one in decoded("nsp", pair, pair_outputs([2000, -2000]))] == [1, 0]
+    text = prepared("text-classification", "a")
+    [labels] = decoded("text-classification", text, label_outputs([2000, 0, -2000, 1]))
+    assert (labels[0].label, labels[0].score) == ("O", 1)

@@ -1,0 +1,416 @@
+"""Embeddings of texts, spans, tokens and words: what is run, and vectors from outputs by hand."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloze.model_store.heads import Pooling
+from cloze.model_store.heads.embedding import EmbeddingResult
+from cloze.model_store.heads.layer_embedding import LayerEmbeddingResult
+from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
+from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
+from cloze.service.core import EmptyRequest, InvalidRequest, WrongTask
+from cloze.service.tasks.embed import normalized
+from cloze.service.tasks.similarity import SimilarityInputs, TokenPair
+from cloze.service.tasks.task import TextUsage
+from tests.unit.service.tasks.model import (
+    CLS,
+    ID,
+    SEP,
+    VOCABULARY,
+    context,
+    decoded,
+    ids,
+    limited,
+    manifest,
+    prepared,
+    tokens,
+)
+
+# Embeddings read 10 tokens, 8 of them of the text.
+NINE = "a b c d e f g h i"
+
+
+def vectors(*rows: list[float]) -> list[dict[str, Any]]:
+    return [{"embedding": EmbeddingResult(np.array(row, np.float32))} for row in rows]
+
+
+def without(*tasks: str, **changes: Any) -> Any:
+    """Return the context of a model without some tasks."""
+    kept = [task for task in manifest().tasks if task not in tasks]
+    return context(tasks=kept, **changes)
+
+
+def recipe(**changes: Any) -> dict[str, Any]:
+    return {
+        "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 10, "projected": False,
+    } | changes  # fmt: skip
+
+
+def test_a_vector_has_length_one_if_the_model_says_so() -> None:
+    request = prepared("embed", "the door")
+    assert tokens(request) == ["[CLS] the door [SEP]"]
+    assert list(request.encodings[0].requests) == ["embedding"]
+    assert (request.results, request.truncated, request.usage) == (1, 0, None)
+    outputs = vectors([3, 0, 4, 0])
+    np.testing.assert_allclose(decoded("embed", request, outputs), [[0.6, 0, 0.8, 0]], rtol=1e-6)
+    raw = prepared("embed", ["the door"], normalize=False)
+    assert decoded("embed", raw, outputs).tolist() == [[3, 0, 4, 0]]
+    model = context(embedding=recipe(normalize=False))
+    raw = prepared("embed", "the", model)
+    assert decoded("embed", raw, outputs, model).tolist() == [[3, 0, 4, 0]]
+    scaled = prepared("embed", "the", model, normalize=True)
+    np.testing.assert_allclose(decoded("embed", scaled, outputs, model)[0][0], 0.6, rtol=1e-6)
+
+
+def test_a_vector_of_zeros_stays_zero() -> None:
+    assert normalized(np.zeros((1, 3), np.float32)).tolist() == [[0, 0, 0]]
+
+
+def test_leading_dimensions_are_kept_and_then_scaled() -> None:
+    request = prepared("embed", "the", dimensions=2)
+    np.testing.assert_allclose(decoded("embed", request, vectors([3, 4, 9, 9])), [[0.6, 0.8]])
+    whole = prepared("embed", "the", dimensions=4, normalize=False)
+    assert decoded("embed", whole, vectors([3, 4, 9, 9])).tolist() == [[3, 4, 9, 9]]
+    for dimensions in (0, 5):
+        with pytest.raises(InvalidRequest, match="dimensions must be between 1 and 4"):
+            prepared("embed", "the", dimensions=dimensions)
+
+
+def test_prompts_are_put_before_a_text() -> None:
+    request = prepared("embed", "the", prompt_name="query", return_usage=True)
+    assert tokens(request) == ["[CLS] ask : the [SEP]"]
+    assert request.usage == [TextUsage(5, 5)]
+    with pytest.raises(InvalidRequest, match=r"'no' is not one of .* \('query', 'long'\)"):
+        prepared("embed", "the", prompt_name="no")
+    model = context(embedding=recipe(prompts={"q": "ask "}, default_prompt="q"))
+    assert tokens(prepared("embed", "the", model)) == ["[CLS] ask the [SEP]"]
+    model = context(embedding=recipe())
+    with pytest.raises(InvalidRequest, match=r"\(none\)"):
+        prepared("embed", "the", model, prompt_name="q")
+
+
+def test_ids_are_a_text_with_or_without_its_special_tokens() -> None:
+    assert tokens(prepared("embed", ids("the door"))) == ["[CLS] the door [SEP]"]
+    assert tokens(prepared("embed", [[CLS, *ids("the door"), SEP], "a"])) == [
+        "[CLS] the door [SEP]",
+        "[CLS] a [SEP]",
+    ]
+    last = len(VOCABULARY) - 1
+    assert prepared("embed", [[0, last]]).encodings[0].input_ids.tolist() == [CLS, 0, last, SEP]
+    for wrong in ([-1, 5], [5, last + 1]):
+        with pytest.raises(
+            InvalidRequest, match=f"inputs has token ids from {wrong[0]} to {wrong[1]}"
+        ):
+            prepared("embed", wrong)
+    with pytest.raises(EmptyRequest, match=r"inputs\[1\] is empty; it needs at least 1 token id"):
+        prepared("embed", ["a", []])
+    with pytest.raises(EmptyRequest, match="empty list"):
+        prepared("embed", [])
+    with pytest.raises(EmptyRequest, match=r"inputs\[0\] is empty; it needs at least 1 character"):
+        prepared("embed", [""])
+
+
+def test_long_texts_are_cut_where_the_recipe_says() -> None:
+    request = prepared("embed", [NINE, NINE[:-2]], return_usage=True)
+    assert tokens(request) == ["[CLS] a b c d e f g h [SEP]"] * 2
+    assert request.truncated == 1
+    assert request.usage == [TextUsage(11, 10), TextUsage(10, 10)]
+    assert tokens(prepared("embed", NINE, truncation_direction="left")) == [
+        "[CLS] b c d e f g h i [SEP]"
+    ]
+    with pytest.raises(InvalidRequest, match="inputs has 11 tokens; the model reads 10"):
+        prepared("embed", NINE, truncate=False)
+    prepared("embed", NINE[:-2], truncate=False)
+
+
+def test_windows_have_the_mean_vector_by_their_tokens() -> None:
+    request = prepared(
+        "embed", ["a", f"{NINE} j k l"], long_text="window", return_usage=True, normalize=False
+    )
+    assert tokens(request) == [
+        "[CLS] a [SEP]",
+        "[CLS] a b c d e f g h [SEP]",
+        "[CLS] g h i j k l [SEP]",
+    ]
+    assert request.usage == [TextUsage(3, 3), TextUsage(14, 14, [(0, 15), (12, 23)])]
+    result = decoded("embed", request, vectors([1, 2, 3, 4], [9, 0, 0, 0], [0, 9, 0, 0]))
+    np.testing.assert_allclose(result, [[1, 2, 3, 4], [5, 4, 0, 0]], rtol=1e-6)
+    assert result.dtype == np.float32
+
+
+def test_windows_begin_with_the_prompt() -> None:
+    request = prepared("embed", NINE, long_text="window", prompt_name="query", return_usage=True)
+    assert tokens(request) == [
+        "[CLS] ask : a b c d e f [SEP]",
+        "[CLS] ask : f g h i [SEP]",
+    ]
+    assert request.usage == [TextUsage(13, 13, [(0, 11), (10, 17)])]
+    short = prepared("embed", "a b", long_text="window", prompt_name="query", return_usage=True)
+    assert tokens(short) == ["[CLS] ask : a b [SEP]"]
+    assert short.usage == [TextUsage(6, 6)]
+    with pytest.raises(InvalidRequest, match="the prompt of 10 tokens leaves no room"):
+        prepared("embed", "a", long_text="window", prompt_name="long")
+    by_ids = prepared("embed", ids(NINE), long_text="window", return_usage=True)
+    assert by_ids.usage == [TextUsage(11, 11)]
+    assert len(by_ids.encodings) == 2
+
+
+# ---- layers ------------------------------------------------------------------------------------
+
+
+def layers_of(**parameters: Any) -> Any:
+    return prepared("embed", "the", **parameters).encodings[0].requests
+
+
+@pytest.mark.parametrize(
+    ("layers", "vectors"),
+    [
+        ("first", [{0: 1}]),
+        ("second-to-last", [{3: 1}]),
+        ("sum-last-four", [{1: 1, 2: 1, 3: 1, 4: 1}]),
+        ("concat-last-four", [{1: 1}, {2: 1}, {3: 1}, {4: 1}]),
+        ("sum-all", [{1: 1, 2: 1, 3: 1, 4: 1}]),
+    ],
+)
+def test_layers_of_a_model_of_four(layers: str, vectors: list[dict[int, float]]) -> None:
+    request = layers_of(layers=layers)["layer_embedding"]
+    assert request.vectors == vectors
+    assert request.pooling is Pooling.MEAN
+
+
+def test_the_model_s_own_vectors_need_no_layers() -> None:
+    assert list(layers_of(layers="last", pooling="mean")) == ["embedding"]
+    other = layers_of(pooling="cls")["layer_embedding"]
+    assert (other.vectors, other.pooling) == ([{4: 1.0}], Pooling.CLS)
+    assert layers_of(pooling="max", layers="first")["layer_embedding"].vectors == [{0: 1.0}]
+
+
+def test_vectors_of_several_layers_are_joined() -> None:
+    request = prepared("embed", "the", layers="concat-last-four", normalize=False)
+    outputs = [
+        {"layer_embedding": LayerEmbeddingResult(np.arange(16, dtype=np.float32).reshape(4, 4))}
+    ]
+    assert decoded("embed", request, outputs).tolist() == [list(range(16))]
+    prepared("embed", "the", layers="concat-last-four", dimensions=16)
+    with pytest.raises(InvalidRequest, match="dimensions must be between 1 and 16"):
+        prepared("embed", "the", layers="concat-last-four", dimensions=17)
+
+
+def test_layers_that_a_model_does_not_have() -> None:
+    architecture = manifest().architecture.model_dump() | {"layers": 3}
+    for layers in ("sum-last-four", "concat-last-four"):
+        with pytest.raises(
+            InvalidRequest, match=f"layers {layers} needs 4 layers; the model has 3"
+        ):
+            prepared("embed", "the", context(architecture=architecture), layers=layers)
+    prepared("embed", "the", context(architecture=architecture), layers="sum-all")
+    with pytest.raises(WrongTask, match="export tiny@3 with --task embed-layers too"):
+        prepared("embed", "the", without("embed-layers"), pooling="cls")
+    for projected in (None, True):
+        with pytest.raises(WrongTask, match="without layers after its pooling"):
+            prepared("embed", "the", context(embedding=recipe(projected=projected)), pooling="cls")
+
+
+# ---- spans -------------------------------------------------------------------------------------
+
+
+def test_spans_are_the_means_of_their_tokens() -> None:
+    # the: 0 to 3, red: 4 to 7, ##s: 7 to 8, door: 9 to 13
+    request = prepared(
+        "embed", "the reds door", spans=[(0, 3), (4, 8), (5, 10), (0, 13)], normalize=False
+    )
+    assert list(request.encodings[0].requests) == ["token_embedding"]
+    assert request.results == 6
+    rows = np.array([[90], [1], [2], [4], [9], [91]], np.float32)
+    outputs = [{"token_embedding": TokenEmbeddingResult(rows)}]
+    result = decoded("embed", request, outputs)
+    assert result.ravel().tolist() == [1, 3, 5, 4]
+    assert result.dtype == np.float32
+
+
+def test_spans_end_where_the_next_begins() -> None:
+    request = prepared("embed", "the reds", spans=[(3, 4), (3, 5), (7, 8)][1:], normalize=False)
+    rows = np.array([[90], [1], [2], [4], [91]], np.float32)
+    result = decoded("embed", request, [{"token_embedding": TokenEmbeddingResult(rows)}])
+    assert result.ravel().tolist() == [2, 4]
+    with pytest.raises(InvalidRequest, match=r"spans\[0\] has no token among the 5"):
+        prepared("embed", "the reds", spans=[(3, 4)])
+
+
+@pytest.mark.parametrize(
+    ("span", "wrong"),
+    [
+        ((0, 8), False),
+        ((7, 8), False),
+        ((0, 9), True),
+        ((3, 3), True),
+        ((4, 3), True),
+        ((-1, 3), True),
+    ],
+)
+def test_spans_are_parts_of_the_text(span: tuple[int, int], wrong: bool) -> None:
+    if wrong:
+        with pytest.raises(InvalidRequest, match=rf"spans\[0\] is \({span[0]}, {span[1]}\)"):
+            prepared("embed", "the reds", spans=[span])
+    else:
+        prepared("embed", "the reds", spans=[span])
+
+
+def test_what_spans_need() -> None:
+    spans = [(0, 3)]
+    for parameters in ({"pooling": "mean"}, {"layers": "last"}):
+        with pytest.raises(InvalidRequest, match="leave out pooling, layers"):
+            prepared("embed", "the", spans=spans, **parameters)
+    with pytest.raises(InvalidRequest, match="long_text window takes several"):
+        prepared("embed", "the", spans=spans, long_text="window")
+    with pytest.raises(WrongTask, match="--task embed-all too"):
+        prepared("embed", "the", without("embed-all"), spans=spans)
+    with pytest.raises(WrongTask, match="the pooling of tiny@3 is cls"):
+        prepared("embed", "the", context(embedding=recipe(pooling="cls")), spans=spans)
+    for projected in (None, True):
+        with pytest.raises(WrongTask, match="without layers after its pooling"):
+            prepared("embed", "the", context(embedding=recipe(projected=projected)), spans=spans)
+    assert prepared("embed", ["the"], spans=spans).results == 3
+    for several in (["the", "a"], ids("the")):
+        with pytest.raises(InvalidRequest, match="inputs has token ids, or several texts"):
+            prepared("embed", several, spans=spans)
+    with pytest.raises(EmptyRequest, match="at least 1 span"):
+        prepared("embed", "the", spans=[])
+    prepared("embed", "the", spans=spans * 4)
+    with pytest.raises(InvalidRequest, match="spans has 5 spans; the limit is 4"):
+        prepared("embed", "the", spans=spans * 5)
+
+
+# ---- tokens ------------------------------------------------------------------------------------
+
+
+def test_vectors_of_tokens_with_their_places() -> None:
+    rows = np.arange(10, dtype=np.float32).reshape(5, 2)
+    outputs = [{"token_embedding": TokenEmbeddingResult(rows)}]
+    request = prepared("embed-all", "the reds")
+    assert (request.results, request.usage) == (5, None)
+    assert decoded("embed-all", request, outputs)[0].tolist() == rows.tolist()
+    request = prepared("embed-all", ["the reds"], return_offsets=True)
+    [result] = decoded("embed-all", request, outputs)
+    assert result.offsets == [None, (0, 3), (4, 7), (7, 8), None]
+    request = prepared("embed-all", "the", return_offsets=True, prompt_name="query")
+    assert request.state == [[None, None, None, (0, 3), None]]
+    cut = prepared("embed-all", NINE, return_offsets=True)
+    assert cut.state[0][1:-1] == [(n, n + 1) for n in range(0, 16, 2)]
+    cut = prepared("embed-all", NINE, return_offsets=True, truncation_direction="left")
+    assert cut.state[0][1:-1] == [(n, n + 1) for n in range(2, 18, 2)]
+    with pytest.raises(
+        InvalidRequest, match="inputs is a list of token ids, which have no offsets"
+    ):
+        prepared("embed-all", ids("the"), return_offsets=True)
+    assert prepared("embed-all", ids("the")).state is None
+
+
+def test_vectors_of_tokens_are_limited() -> None:
+    prepared("embed-all", ["a b c", "d"], limited(max_results=8))
+    with pytest.raises(InvalidRequest, match="asks for 8 vectors; the limit is 7"):
+        prepared("embed-all", ["a b c", "d"], limited(max_results=7))
+
+
+# ---- words -------------------------------------------------------------------------------------
+
+
+def test_words_of_a_text_with_their_weights() -> None:
+    result = SparseEmbeddingResult(np.array([2.5, 0.5], np.float32), np.array(ids("door red")))
+    request = prepared("embed-sparse", ["the door"], top_k=2)
+    asked = request.encodings[0].requests["sparse_embedding"]
+    assert (asked.tokens, asked.top_k, request.results) == (4, 2, 2)
+    [words] = decoded("embed-sparse", request, [{"sparse_embedding": result}])
+    assert [(w.index, w.value) for w in words] == [(ID["door"], 2.5), (ID["red"], 0.5)]
+    named = prepared("embed-sparse", "the door", return_tokens=True)
+    [words] = decoded("embed-sparse", named, [{"sparse_embedding": result}])
+    assert [(w.index, w.value, w.token) for w in words] == [
+        (ID["door"], 2.5, "door"),
+        (ID["red"], 0.5, "red"),
+    ]
+
+
+def test_words_are_limited() -> None:
+    assert prepared("embed-sparse", "a").encodings[0].requests["sparse_embedding"].top_k == 50
+    assert len(prepared("embed-sparse", ["a", "b"]).encodings) == 2  # the default is no request
+    prepared("embed-sparse", ["a", "b"], top_k=30)
+    with pytest.raises(InvalidRequest, match="asks for 62 words; the limit is 60"):
+        prepared("embed-sparse", ["a", "b"], top_k=31)
+    for top_k in (0, 51):
+        with pytest.raises(InvalidRequest, match="top_k must be between 1 and 50"):
+            prepared("embed-sparse", "a", top_k=top_k)
+    whole = limited(max_top_k=10**6, max_results=10**6)
+    assert prepared("embed-sparse", "a", whole, top_k=len(VOCABULARY))
+    with pytest.raises(InvalidRequest, match="top_k must be between"):
+        prepared("embed-sparse", "a", whole, top_k=len(VOCABULARY) + 1)
+
+
+# ---- similarity --------------------------------------------------------------------------------
+
+
+def compared(*sentences: str) -> SimilarityInputs:
+    return SimilarityInputs(source_sentence="the door", sentences=list(sentences))
+
+
+def test_sentences_are_compared_by_their_cosine() -> None:
+    request = prepared("similarity", compared("a", "b"), return_usage=True)
+    assert tokens(request) == ["[CLS] the door [SEP]", "[CLS] a [SEP]", "[CLS] b [SEP]"]
+    assert request.usage == [TextUsage(4, 4), TextUsage(3, 3), TextUsage(3, 3)]
+    cosines = decoded("similarity", request, vectors([2, 0, 0, 0], [3, 4, 0, 0], [-5, 0, 0, 0]))
+    assert cosines == pytest.approx([0.6, -1])
+
+
+def test_sentences_are_limited() -> None:
+    prepared("similarity", compared("a", "b", "c"))
+    with pytest.raises(InvalidRequest, match="has 4 texts; the limit is 3"):
+        prepared("similarity", compared("a", "b", "c", "d"))
+    with pytest.raises(EmptyRequest, match="sentences is an empty list"):
+        prepared("similarity", compared())
+    with pytest.raises(EmptyRequest, match=r"inputs.sentences\[1\] is empty"):
+        prepared("similarity", compared("a", ""))
+    with pytest.raises(EmptyRequest, match=r"inputs.source_sentence is empty"):
+        prepared("similarity", SimilarityInputs(source_sentence="", sentences=["a"]))
+
+
+def test_details_pair_the_tokens_that_are_most_alike() -> None:
+    request = prepared("similarity", compared("red sun"), details=True)
+    assert sorted(request.encodings[0].requests) == ["embedding", "token_embedding"]
+    assert request.results == 8
+    # [CLS] and [SEP] of the sentence are like "the", but are no words.
+    source = np.array([[1, 1], [1, 0], [3, 4], [1, 1]], np.float32)
+    sentence = np.array([[1, 0], [0, 2], [2, 0.5], [1, 0]], np.float32)
+    outputs = vectors([1, 0, 0, 0], [1, 0, 0, 0])
+    for output, rows in zip(outputs, (source, sentence), strict=True):
+        output["token_embedding"] = TokenEmbeddingResult(rows)
+    [result] = decoded("similarity", request, outputs)
+    length = math.hypot(2, 0.5)
+    assert result.score == pytest.approx(1)
+    assert result.pairs == [
+        TokenPair((0, 3), (4, 7), pytest.approx(2 / length)),
+        TokenPair((4, 8), (0, 3), pytest.approx(0.8)),
+    ]
+
+
+def test_details_are_the_ten_best_pairs_at_most() -> None:
+    # The recipe reads 8 tokens of a text, so that a longer limit is needed for more pairs.
+    model = context(
+        limited(max_tokens=16).limits, limits={"max_tokens": 16}, embedding=recipe(max_tokens=16)
+    )
+    text = SimilarityInputs(source_sentence="a b c d e f g h i j k l", sentences=["a"])
+    request = prepared("similarity", text, model, details=True)
+    outputs = vectors([1, 0, 0, 0], [1, 0, 0, 0])
+    outputs[0]["token_embedding"] = TokenEmbeddingResult(np.ones((14, 2), np.float32))
+    outputs[1]["token_embedding"] = TokenEmbeddingResult(np.ones((3, 2), np.float32))
+    [result] = decoded("similarity", request, outputs, model)
+    assert len(result.pairs) == 10
+
+
+def test_what_details_need() -> None:
+    with pytest.raises(WrongTask, match=r"details need vectors of tokens; .* --task embed-all too"):
+        prepared("similarity", compared("a"), without("embed-all"), details=True)
+    prepared("similarity", compared("a"), limited(max_results=7), details=True)
+    with pytest.raises(InvalidRequest, match="details need 7 vectors; the limit is 6"):
+        prepared("similarity", compared("a"), limited(max_results=6), details=True)

@@ -1,0 +1,434 @@
+"""Fill-mask: which texts, masks and targets are run, and what their outputs mean."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloze.model_store.heads.masked_lm import MaskedLMResult
+from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.tasks import TASKS
+from cloze.service.tasks.task import TaskCall, TextUsage
+from tests.unit.service.tasks.model import (
+    CLS,
+    CONTEXT,
+    ID,
+    MASK,
+    SEP,
+    VOCABULARY,
+    decoded,
+    ids,
+    limited,
+    prepared,
+    tokens,
+)
+
+
+def request_of(encoding: Any) -> Any:
+    return encoding.requests["masked_lm"]
+
+
+def outputs(*results: MaskedLMResult) -> list[dict[str, Any]]:
+    return [{"masked_lm": result} for result in results]
+
+
+def top(*masks: dict[str, float]) -> MaskedLMResult:
+    """Return a result with the probabilities of the likeliest tokens of each mask."""
+    return MaskedLMResult(
+        np.log(np.array([list(mask.values()) for mask in masks], np.float32)) + 2,
+        np.array([[ID[token] for token in mask] for mask in masks]),
+        np.full(len(masks), 2, np.float32),
+        np.zeros((len(masks), 0), np.float32),
+    )
+
+
+def of_targets(*masks: list[float]) -> MaskedLMResult:
+    """Return a result with the probabilities of the targets at each mask."""
+    return MaskedLMResult(
+        np.zeros((len(masks), 0), np.float32),
+        np.zeros((len(masks), 0), np.int64),
+        np.full(len(masks), 2, np.float32),
+        np.log(np.array(masks, np.float32)) + 2,
+    )
+
+
+def test_a_mask_is_predicted_among_the_whole_vocabulary() -> None:
+    request = prepared("fill-mask", "the [MASK] door", top_k=2)
+    assert tokens(request) == ["[CLS] the [MASK] door [SEP]"]
+    asked = request_of(request.encodings[0])
+    assert (list(asked.positions), asked.top_k, list(asked.targets)) == ([2], 2, [])
+    assert (request.results, request.truncated, request.usage) == (2, 0, None)
+    predictions = decoded("fill-mask", request, outputs(top({"red": 0.5, "old": 0.25})))
+    assert [(p.token, p.token_str, p.sequence) for p in predictions] == [
+        (ID["red"], "red", "the red door"),
+        (ID["old"], "old", "the old door"),
+    ]
+    assert [p.score for p in predictions] == pytest.approx([0.5, 0.25], rel=1e-5)
+
+
+def test_five_predictions_are_the_default() -> None:
+    assert request_of(prepared("fill-mask", "[MASK]").encodings[0]).top_k == 5
+
+
+def test_several_masks_keep_the_special_tokens_and_the_other_masks() -> None:
+    request = prepared("fill-mask", ["[MASK] red [MASK]"], top_k=1)
+    assert request.results == 2
+    [masks] = decoded("fill-mask", request, outputs(top({"a": 0.5}, {"door": 0.25})))
+    assert [mask[0].sequence for mask in masks] == [
+        "[CLS] a red [MASK] [SEP]",
+        "[CLS] [MASK] red door [SEP]",
+    ]
+    assert [mask[0].score for mask in masks] == pytest.approx([0.5, 0.25], rel=1e-5)
+
+
+def test_targets_are_ranked_and_repeated_ones_are_one() -> None:
+    request = prepared("fill-mask", "the [MASK]", targets=["moon", "sun", "moon", "red"], top_k=2)
+    asked = request_of(request.encodings[0])
+    assert (asked.top_k, list(asked.targets)) == (0, ids("moon sun red"))
+    assert request.warnings == ()
+    predictions = decoded("fill-mask", request, outputs(of_targets([0.1, 0.3, 0.2])))
+    assert [p.token_str for p in predictions] == ["sun", "red"]
+    assert [p.score for p in predictions] == pytest.approx([0.3, 0.2], rel=1e-5)
+    assert predictions[0].sequence == "the sun"
+
+
+def test_a_target_of_several_pieces_stands_for_its_first_with_a_warning() -> None:
+    request = prepared("fill-mask", "the [MASK]", targets=["reds", " ", "sun"])
+    assert list(request_of(request.encodings[0]).targets) == ids("red sun")
+    assert request.warnings == (
+        "target 'reds' is not in the vocabulary; 'red' stands for it",
+        "target ' ' is not in the vocabulary and was left out",
+    )
+    with pytest.raises(InvalidRequest, match="none of the targets"):
+        prepared("fill-mask", "the [MASK]", targets=[" "])
+    assert list(
+        request_of(prepared("fill-mask", "[MASK]", targets="sun").encodings[0]).targets
+    ) == ids("sun")
+
+
+def test_words_of_several_pieces_are_scored_piece_by_piece() -> None:
+    request = prepared(
+        "fill-mask", "the [MASK] door", targets=["reds", "old"], targets_as="words", top_k=1
+    )
+    assert tokens(request) == [
+        "[CLS] the [MASK] [MASK] door [SEP]",
+        "[CLS] the red [MASK] door [SEP]",
+        "[CLS] the [MASK] door [SEP]",
+    ]
+    asked = [request_of(encoding) for encoding in request.encodings]
+    assert [list(one.positions) for one in asked] == [[2], [3], [2]]
+    assert [list(one.targets) for one in asked] == [ids("red"), ids("##s"), ids("old")]
+    assert request.results == 3
+    results = [of_targets([0.5]), of_targets([0.5]), of_targets([0.2])]
+    [best] = decoded("fill-mask", request, outputs(*results))
+    assert (best.tokens, best.token_str, best.sequence) == (ids("red ##s"), "reds", "the reds door")
+    assert best.score == pytest.approx(0.25, rel=1e-5)
+
+
+def test_words_at_several_masks() -> None:
+    request = prepared(
+        "fill-mask", ["[MASK] or [MASK]"], targets=["sun", "moon"], targets_as="words"
+    )
+    assert [list(request_of(e).positions) for e in request.encodings] == [[1], [1], [3], [3]]
+    results = [of_targets([p]) for p in (0.1, 0.2, 0.4, 0.3)]
+    [masks] = decoded("fill-mask", request, outputs(*results))
+    assert [[w.token_str for w in mask] for mask in masks] == [["moon", "sun"], ["sun", "moon"]]
+    assert masks[1][0].sequence == "[CLS] [MASK] or sun [SEP]"
+
+
+@pytest.mark.parametrize("target", ["[MASK]", "\N{SNOWMAN}", " "])
+def test_what_is_no_word_of_the_vocabulary_is_left_out_with_a_warning(target: str) -> None:
+    request = prepared("fill-mask", "the [MASK]", targets=[target, "sun"], targets_as="words")
+    assert [list(request_of(e).targets) for e in request.encodings] == [ids("sun")]
+    (warning,) = request.warnings
+    assert warning == f"target {target!a} is not in the vocabulary and was left out"
+    with pytest.raises(InvalidRequest, match="none of the targets is a word"):
+        prepared("fill-mask", "the [MASK]", targets=[target], targets_as="words")
+
+
+def test_words_with_the_same_pieces_are_one() -> None:
+    request = prepared("fill-mask", "[MASK]", targets=["sun", "SUN"], targets_as="words")
+    assert len(request.encodings) == 1
+
+
+def test_an_original_has_its_probability_and_its_rank() -> None:
+    request = prepared("fill-mask", ["the [MASK]"], original=["sun"], top_k=1)
+    asked = request_of(request.encodings[0])
+    assert (asked.top_k, list(asked.targets)) == (1, list(range(len(VOCABULARY))))
+    assert request.results == 1
+    logits = np.zeros((1, len(VOCABULARY)), np.float32)
+    logits[0, ids("sun moon red")] = [1, 2, 3]
+    result = MaskedLMResult(
+        np.array([[3.0]], np.float32), np.array([ids("red")]), np.array([4.0], np.float32), logits
+    )
+    [answer] = decoded("fill-mask", request, outputs(result))
+    original = answer.original
+    assert (original.token, original.token_str, original.rank) == (ID["sun"], "sun", 3)
+    assert original.score == pytest.approx(math.exp(1 - 4))
+    assert [p.token_str for p in answer.predictions] == ["red"]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "original", "message"),
+    [
+        (["[MASK]", "[MASK]"], ["sun"], "original has 1 words, but inputs has 2 texts"),
+        (["[MASK]"], ["reds"], "original 'reds' is not a token"),
+        (["[MASK]"], ["\N{SNOWMAN}"], r"original '\\u2603' is not a token"),
+        (["[MASK] [MASK]"], ["sun"], r"inputs\[0\] holds 2 mask tokens"),
+    ],
+)
+def test_originals_that_cannot_be_ranked(inputs: list, original: list, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        prepared("fill-mask", inputs, original=original)
+
+
+def test_at_most_so_many_originals_are_ranked() -> None:
+    wide = limited(max_request_texts=100, max_results=1000, max_request_tokens=10_000)
+    assert len(prepared("fill-mask", ["[MASK]"] * 64, wide, original=["sun"] * 64).encodings) == 64
+    with pytest.raises(InvalidRequest, match="at most 64 texts, got 65"):
+        prepared("fill-mask", ["[MASK]"] * 65, wide, original=["sun"] * 65)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"top_k": 0}, "top_k must be between 1 and 50, got 0"),
+        ({"top_k": 51}, "top_k must be between 1 and 50, got 51"),
+        ({"targets": ["a"] * 51}, "targets has 51 tokens; the limit is 50"),
+        ({"targets": ["sun", "a" * 201]}, r"targets\[1\] has 201 characters; the limit is 200"),
+        ({"decode": "beam", "targets": ["a"]}, "leave out targets"),
+        ({"targets_as": "words"}, "targets_as words needs targets"),
+        ({"original": "sun", "targets": ["a"]}, "leave out targets and decode"),
+        ({"original": "sun", "decode": "beam"}, "leave out targets and decode"),
+    ],
+)
+def test_parameters_out_of_their_limits(parameters: dict, message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        prepared("fill-mask", "[MASK]", **parameters)
+
+
+def test_parameters_at_their_limits() -> None:
+    prepared("fill-mask", "[MASK]", top_k=50)
+    prepared("fill-mask", "[MASK]", targets=["a"] * 50)
+    prepared("fill-mask", "[MASK]", targets=["a" * 200])
+
+
+def test_predictions_and_masks_are_limited_per_request() -> None:
+    assert prepared("fill-mask", ["[MASK]"] * 3, top_k=20).results == 60
+    with pytest.raises(InvalidRequest, match="more than 60 predictions"):
+        prepared("fill-mask", ["[MASK] [MASK]", "[MASK] [MASK]"], top_k=16)
+    prepared("fill-mask", "[MASK] [MASK] [MASK]", top_k=1)
+    with pytest.raises(InvalidRequest, match="holds 4 mask tokens; the limit is 3"):
+        prepared("fill-mask", "[MASK] [MASK] [MASK] [MASK]", top_k=1)
+    with pytest.raises(InvalidRequest, match=r"holds no mask token; put \[MASK\]"):
+        prepared("fill-mask", "the door")
+    with pytest.raises(InvalidRequest, match=r"sequences would hold more than \d+ tokens"):
+        prepared("fill-mask", "the [MASK]", limited(max_request_tokens=1), top_k=50)
+
+
+def test_calls_that_take_long() -> None:
+    def takes_long(**parameters: Any) -> bool:
+        task = TASKS["fill-mask"]
+        return task.takes_long(TaskCall("[MASK]", task.parameters.model_validate(parameters)))
+
+    assert not takes_long()
+    assert not takes_long(targets=["a"])
+    assert takes_long(decode="beam")
+    assert takes_long(targets=["a"], targets_as="words")
+    assert takes_long(original="a")
+
+
+# ---- long texts: the model reads 12 tokens -----------------------------------------------------
+
+NINE = "a b c d e f g h i"
+
+
+def test_a_long_text_is_cut_at_its_end() -> None:
+    request = prepared("fill-mask", f"[MASK] {NINE} j k", return_usage=True)
+    assert tokens(request) == [f"[CLS] [MASK] {NINE} [SEP]"]
+    assert request.truncated == 1
+    assert request.usage == [TextUsage(14, 12)]
+    request = prepared("fill-mask", f"[MASK] {NINE}", return_usage=True)
+    assert (request.truncated, request.usage) == (0, [TextUsage(12, 12)])
+
+
+def test_a_mask_that_would_be_cut_is_refused() -> None:
+    prepared("fill-mask", f"{NINE} [MASK] j")
+    with pytest.raises(InvalidRequest, match=r"mask token at token 11, but .* only the first 10"):
+        prepared("fill-mask", f"{NINE} j [MASK] k")
+
+
+def test_a_window_has_the_masks_in_its_middle() -> None:
+    text = "a b c d e f g h [MASK] i j k l m n o"
+    request = prepared("fill-mask", text, long_text="window", return_usage=True)
+    assert tokens(request) == ["[CLS] d e f g h [MASK] i j k l [SEP]"]
+    assert request.usage == [TextUsage(18, 12, [(6, 30)])]
+    assert text[6:30] == "d e f g h [MASK] i j k l"
+    assert request.truncated == 1
+    request = prepared("fill-mask", "[MASK] " + text.replace("[MASK]", "x"), long_text="window")
+    assert tokens(request) == ["[CLS] [MASK] a b c d e f g h x [SEP]"]
+    request = prepared("fill-mask", text.replace("[MASK]", "x") + " [MASK]", long_text="window")
+    assert tokens(request) == ["[CLS] x i j k l m n o [MASK] [SEP]".replace("x", "h x")]
+
+
+def test_masks_farther_apart_than_a_window_are_refused() -> None:
+    apart = "[MASK] a b c d e f g h [MASK]"
+    prepared("fill-mask", f"x x {apart} x", long_text="window")
+    with pytest.raises(
+        InvalidRequest, match="has 11 tokens from its first to its last mask; a window has 10"
+    ):
+        prepared("fill-mask", f"x x {apart.replace('h', 'h i')} x", long_text="window")
+
+
+def test_a_long_text_is_refused_if_asked() -> None:
+    prepared("fill-mask", f"[MASK] {NINE}", long_text="error")
+    with pytest.raises(InvalidRequest, match="inputs has 13 tokens; the model reads 12"):
+        prepared("fill-mask", f"[MASK] {NINE} j", long_text="error")
+    for parameters in ({"decode": "beam"}, {"targets": ["sun"], "targets_as": "words"}):
+        with pytest.raises(InvalidRequest, match="inputs has 13 tokens"):
+            prepared("fill-mask", f"[MASK] {NINE} j", **parameters)
+
+
+def test_the_longest_target_takes_room() -> None:
+    words = {"targets": ["reds", "sun"], "targets_as": "words"}
+    prepared("fill-mask", "[MASK] a b c d e f g h", **words)
+    with pytest.raises(InvalidRequest, match=r"has 13 tokens with its longest target; .* reads 12"):
+        prepared("fill-mask", f"[MASK] {NINE}", **words)
+    with pytest.raises(InvalidRequest, match=r"the longest target has 11 tokens; .* reads 12"):
+        prepared("fill-mask", "[MASK]", targets=["qwtzuiopxyv"], targets_as="words")
+    prepared("fill-mask", "[MASK]", targets=["qwtzuiopxy"], targets_as="words")
+
+
+def test_words_are_limited_by_the_tokens_and_encodings_of_the_request() -> None:
+    # 2 masks x 3 sub-tokens x (3 + 2 + 1) tokens.
+    words = {"targets": ["reds", "sun"], "targets_as": "words"}
+    text = "[MASK] [MASK] a"
+    prepared("fill-mask", text, limited(max_request_tokens=36), **words)
+    with pytest.raises(InvalidRequest, match=r"the targets take 36 tokens; .* is 35"):
+        prepared("fill-mask", text, limited(max_request_tokens=35), **words)
+    prepared("fill-mask", text, limited(max_results=10), **words)
+    with pytest.raises(InvalidRequest, match="the targets need 6 predictions; the limit is 5"):
+        prepared(
+            "fill-mask",
+            text,
+            limited(max_results=5),
+            targets_as="words",
+            targets=["reds", "sun"],
+            top_k=1,
+        )
+
+
+# ---- masks filled together ---------------------------------------------------------------------
+
+
+def test_independent_fillings_are_the_best_products() -> None:
+    request = prepared("fill-mask", "[MASK] [MASK]", decode="independent", top_k=3)
+    assert [list(request_of(e).positions) for e in request.encodings] == [[1, 2]]
+    assert request_of(request.encodings[0]).top_k == 3
+    assert request.results == 6
+    result = top({"the": 0.6, "a": 0.3, "an": 0.1}, {"sun": 0.5, "moon": 0.4, "red": 0.05})
+    assert request.advance is not None
+    assert request.advance(outputs(result), CONTEXT) is None
+    fillings = decoded("fill-mask", request, [])
+    assert [f.token_strs for f in fillings] == [["the", "sun"], ["the", "moon"], ["a", "sun"]]
+    assert [f.score for f in fillings] == pytest.approx([0.3, 0.24, 0.15], rel=1e-4)
+    assert fillings[0].tokens == ids("the sun")
+    assert fillings[0].sequence == "the sun"
+
+
+def test_left_to_right_takes_the_likeliest_token_after_the_first_mask() -> None:
+    request = prepared("fill-mask", ["[MASK] red [MASK]"], decode="left-to-right", top_k=2)
+    assert [list(request_of(e).positions) for e in request.encodings] == [[1]]
+    assert request_of(request.encodings[0]).top_k == 2
+    assert request.advance is not None
+    second = request.advance(outputs(top({"the": 0.5, "a": 0.25})), CONTEXT)
+    assert second is not None
+    assert tokens(second) == ["[CLS] the red [MASK] [SEP]", "[CLS] a red [MASK] [SEP]"]
+    assert [list(request_of(e).positions) for e in second.encodings] == [[3], [3]]
+    assert [request_of(e).top_k for e in second.encodings] == [1, 1]
+    assert second.advance is not None
+    assert second.advance(outputs(top({"sun": 0.2}), top({"moon": 0.8})), CONTEXT) is None
+    [fillings] = decoded("fill-mask", second, [])
+    assert [f.sequence for f in fillings] == ["a red moon", "the red sun"]
+    assert [f.score for f in fillings] == pytest.approx([0.2, 0.1], rel=1e-4)
+
+
+def test_a_beam_keeps_five_hypotheses_and_extends_each() -> None:
+    request = prepared("fill-mask", "[MASK] [MASK]", decode="beam", top_k=1)
+    assert request_of(request.encodings[0]).top_k == 5
+    assert request.advance is not None
+    first = {"the": 0.3, "a": 0.25, "of": 0.2, "and": 0.15, "to": 0.1}
+    second = request.advance(outputs(top(first)), CONTEXT)
+    assert second is not None
+    assert len(second.encodings) == 5
+    assert [request_of(e).top_k for e in second.encodings] == [5] * 5
+    flat = {"sun": 0.2, "moon": 0.2, "red": 0.2, "tree": 0.2, "door": 0.2}
+    peaked = {"sun": 0.9, "moon": 0.025, "red": 0.025, "tree": 0.025, "door": 0.025}
+    assert second.advance is not None
+    rounds = [top(flat), top(peaked), top(flat), top(flat), top(flat)]
+    assert second.advance(outputs(*rounds), CONTEXT) is None
+    [best] = decoded("fill-mask", second, [])
+    assert best.token_strs == ["a", "sun"]
+    assert best.score == pytest.approx(0.225, rel=1e-4)
+
+
+def test_texts_with_fewer_masks_wait_for_the_others() -> None:
+    request = prepared("fill-mask", ["[MASK]", "[MASK] [MASK]"], decode="left-to-right", top_k=1)
+    assert len(request.encodings) == 2
+    assert request.advance is not None
+    second = request.advance(outputs(top({"the": 0.5}), top({"a": 0.5})), CONTEXT)
+    assert second is not None
+    assert tokens(second) == ["[CLS] a [MASK] [SEP]"]
+    assert second.advance is not None
+    assert second.advance(outputs(top({"sun": 0.5})), CONTEXT) is None
+    one, two = decoded("fill-mask", second, [])
+    assert [one[0].sequence, two[0].sequence] == ["the", "a sun"]
+
+
+@pytest.mark.parametrize(
+    ("method", "top_k", "need", "results"),
+    [("independent", 1, 5, 2), ("left-to-right", 3, 20, 6), ("beam", 3, 30, 50)],
+)
+def test_the_rounds_of_joint_fillings_are_limited(
+    method: str, top_k: int, need: int, results: int
+) -> None:
+    # A text of 3 tokens with [CLS] and [SEP]: 5 tokens per round and hypothesis, 2 masks.
+    text = "[MASK] [MASK] a"
+    prepared(
+        "fill-mask",
+        text,
+        limited(max_request_tokens=need, max_results=results),
+        decode=method,
+        top_k=top_k,
+    )
+    with pytest.raises(InvalidRequest, match=f"decode {method} takes {need} tokens"):
+        prepared(
+            "fill-mask", text, limited(max_request_tokens=need - 1), decode=method, top_k=top_k
+        )
+    with pytest.raises(
+        InvalidRequest, match=f"compares {results} predictions; .* is {results - 1}|more than"
+    ):
+        prepared(
+            "fill-mask",
+            text,
+            limited(max_request_tokens=need, max_results=results - 1),
+            decode=method,
+            top_k=top_k,
+        )
+
+
+def test_special_tokens_frame_each_text() -> None:
+    [encoding] = prepared("fill-mask", "[MASK]").encodings
+    assert encoding.input_ids.tolist() == [CLS, MASK, SEP]
+    assert encoding.token_type_ids.tolist() == [0, 0, 0]
+
+
+def test_a_beam_is_as_wide_as_the_fillings_that_are_asked_for() -> None:
+    [encoding] = prepared("fill-mask", "[MASK]", decode="beam", top_k=7).encodings
+    assert request_of(encoding).top_k == 7
+
+
+def test_an_original_is_a_text() -> None:
+    with pytest.raises(EmptyRequest, match="original is empty"):
+        prepared("fill-mask", ["[MASK]"], original=[""])

@@ -1,0 +1,107 @@
+"""Windows of long texts, and what is to happen to a text that is too long."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.tasks.long_text import TruncationParameters, WindowBudget, characters
+from cloze.service.tasks.task import (
+    check_range,
+    check_results,
+    check_text,
+    input_name,
+    listed,
+)
+from cloze.service.tasks.windows import window_count, windows
+from tests.unit.service.tasks.model import LIMITS
+
+
+def test_windows_overlap_by_the_stride_and_end_with_the_text() -> None:
+    assert windows(10, 4, 1) == [(0, 4), (3, 7), (6, 10)]
+    assert windows(11, 4, 1) == [(0, 4), (3, 7), (6, 10), (9, 11)]
+    assert windows(4, 4, 3) == [(0, 4)]
+    assert windows(5, 4, 0) == [(0, 4), (4, 5)]
+    assert windows(2, 4, 1) == [(0, 2)]
+
+
+@given(st.integers(0, 60), st.integers(1, 12), st.data())
+def test_the_count_is_that_of_the_windows(tokens: int, size: int, data: st.DataObject) -> None:
+    stride = data.draw(st.integers(0, size - 1))
+    assert window_count(tokens, size, stride) == len(windows(tokens, size, stride))
+
+
+def test_a_budget_counts_whole_windows_with_their_special_tokens() -> None:
+    budget = WindowBudget(LIMITS)  # 400 tokens per request
+    assert budget.divide(20, 8, "inputs") == windows(20, 8, 2)  # 3 windows x 10
+    assert budget.divide(8, 8, "inputs", stride=0) == [(0, 8)]  # 40 tokens so far
+    budget.divide(36 * 8, 8, "inputs", stride=0)  # 360 more: the limit itself
+    with pytest.raises(InvalidRequest, match=r"up to last .* hold 410 tokens; .* is 400"):
+        budget.divide(1, 8, "last")
+
+
+def test_characters_of_windows() -> None:
+    assert characters([(0, 2), (1, 3)], [(0, 3), (4, 6), (7, 12)]) == [(0, 6), (4, 12)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice"),
+    [
+        ({}, "truncate"),
+        ({"truncate": True}, "truncate"),
+        ({"truncate": False}, "error"),
+        ({"long_text": "error"}, "error"),
+        ({"long_text": "truncate"}, "truncate"),
+        ({"long_text": "error", "truncate": False}, "error"),
+        ({"long_text": "truncate", "truncate": True}, "truncate"),
+    ],
+)
+def test_the_choice_for_a_long_text(fields: dict, choice: str) -> None:
+    assert TruncationParameters(**fields).choice == choice
+
+
+@pytest.mark.parametrize(("truncate", "long_text"), [(True, "error"), (False, "truncate")])
+def test_contradicting_parameters_are_refused(truncate: bool, long_text: str) -> None:
+    parameters = TruncationParameters(truncate=truncate, long_text=long_text)
+    with pytest.raises(InvalidRequest, match=f"truncate {str(truncate).lower()} contradicts"):
+        _ = parameters.choice
+
+
+def test_a_cut_is_refused_by_the_parameter_that_forbids_it() -> None:
+    TruncationParameters().check_cut("inputs", 14, 12)
+    with pytest.raises(InvalidRequest, match="inputs has 14 tokens; the model reads 12, and trunc"):
+        TruncationParameters(truncate=False).check_cut("inputs", 14, 12)
+    with pytest.raises(InvalidRequest, match="and long_text is error"):
+        TruncationParameters(long_text="error").check_cut("inputs", 14, 12)
+
+
+def test_the_side_to_cut() -> None:
+    assert not TruncationParameters().keep_end
+    assert not TruncationParameters(truncation_direction="Right").keep_end
+    assert TruncationParameters(truncation_direction="LEFT").keep_end
+
+
+def test_one_input_or_a_list() -> None:
+    assert listed("a", LIMITS) == ["a"]
+    assert listed(["a"] * 4, LIMITS) == ["a"] * 4
+    with pytest.raises(EmptyRequest):
+        listed([], LIMITS)
+    with pytest.raises(InvalidRequest, match="5 texts; the limit is 4"):
+        listed(["a"] * 5, LIMITS)
+    assert (input_name(3, many=True), input_name(3, many=False)) == ("inputs[3]", "inputs")
+
+
+def test_limits_are_inclusive() -> None:
+    check_text("a" * 200, "inputs", LIMITS)
+    with pytest.raises(InvalidRequest, match="inputs has 201 characters; the limit is 200"):
+        check_text("a" * 201, "inputs", LIMITS)
+    with pytest.raises(EmptyRequest, match="inputs is empty"):
+        check_text("", "inputs", LIMITS)
+    check_results(60, "the texts need", LIMITS)
+    with pytest.raises(InvalidRequest, match="the texts need 61 predictions; the limit is 60"):
+        check_results(61, "the texts need", LIMITS)
+    check_range(2, 2, 4, "top_k")
+    check_range(4, 2, 4, "top_k")
+    for value in (1, 5):
+        with pytest.raises(InvalidRequest, match=f"top_k must be between 2 and 4, got {value}"):
+            check_range(value, 2, 4, "top_k")

@@ -1,0 +1,160 @@
+"""Question answering: the windows of a context, their limits, and who gets which answer."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloze.model_store.heads.span import SpanResult
+from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.tasks import TASKS
+from cloze.service.tasks.qa import QaPair
+from cloze.service.tasks.task import TextUsage
+from tests.unit.service.tasks.model import (
+    context,
+    decoded,
+    limited,
+    manifest,
+    prepared,
+    tokens,
+    types,
+)
+
+# The model reads 12 tokens: [CLS], the question, [SEP], 7 tokens of a context, [SEP].
+ASKED = "who is"
+SEVEN = "a b c d e f g"
+
+
+def pair(passage: str, question: str = ASKED) -> QaPair:
+    return QaPair(question=question, context=passage)
+
+
+def test_a_short_context_is_one_window() -> None:
+    request = prepared("qa", pair(SEVEN), return_usage=True)
+    assert tokens(request) == [f"[CLS] who is [SEP] {SEVEN} [SEP]"]
+    assert types(request) == [[0] * 4 + [1] * 8]
+    assert request.usage == [TextUsage(12, 12)]
+    assert request.truncated == 0
+    assert list(request.encodings[0].requests) == ["span"]
+
+
+def test_a_long_context_is_divided() -> None:
+    # The stride is half the sequence, 6 tokens.
+    request = prepared("qa", [pair(f"{SEVEN} h i")], return_usage=True)
+    assert tokens(request) == [
+        "[CLS] who is [SEP] a b c d e f g [SEP]",
+        "[CLS] who is [SEP] b c d e f g h [SEP]",
+        "[CLS] who is [SEP] c d e f g h i [SEP]",
+    ]
+    assert request.usage == [TextUsage(14, 14, [(0, 13), (2, 15), (4, 17)])]
+    request = prepared("qa", pair(f"{SEVEN} h i"), doc_stride=1)
+    assert tokens(request)[1:] == ["[CLS] who is [SEP] g h i [SEP]"]
+    # A stride of half the sequence would leave nothing new: half the window instead.
+    request = prepared("qa", pair(f"{SEVEN} h", "who is a b c"))
+    assert tokens(request)[:2] == [
+        "[CLS] who is a b c [SEP] a b c d [SEP]",
+        "[CLS] who is a b c [SEP] c d e f [SEP]",
+    ]
+
+
+def test_each_question_gets_the_answer_of_its_windows() -> None:
+    request = prepared("qa", [pair("a b"), pair("c d")], max_answer_len=1)
+    logits = np.full((7, 2), -9, np.float32)
+    first, second = logits.copy(), logits.copy()
+    first[5] = second[4] = 5
+    outputs = [{"span": SpanResult(rows)} for rows in (first, second)]
+    answers = decoded("qa", request, outputs)
+    assert [a.answer for a in answers] == ["b", "c"]
+    one = prepared("qa", pair("a b"), max_answer_len=1)
+    assert decoded("qa", one, outputs[:1]).answer == "b"
+
+
+def test_a_long_question_is_cut() -> None:
+    request = prepared(
+        "qa", pair("a", "who is the old king"), max_question_len=2, return_usage=True
+    )
+    assert tokens(request) == ["[CLS] who is [SEP] a [SEP]"]
+    assert (request.truncated, request.usage) == (1, [TextUsage(9, 6)])
+    with pytest.raises(
+        InvalidRequest, match=r"inputs.question has 5 tokens; max_question_len is 2"
+    ):
+        prepared("qa", pair("a", "who is the old king"), max_question_len=2, long_text="error")
+    prepared("qa", pair("a"), max_question_len=2, long_text="error")
+
+
+def test_a_long_context_is_cut_or_refused_if_asked() -> None:
+    request = prepared("qa", pair(f"{SEVEN} h"), long_text="truncate", return_usage=True)
+    assert tokens(request) == [f"[CLS] who is [SEP] {SEVEN} [SEP]"]
+    assert (request.truncated, request.usage) == (1, [TextUsage(13, 12)])
+    with pytest.raises(InvalidRequest, match="inputs has 13 tokens; the model reads 12"):
+        prepared("qa", pair(f"{SEVEN} h"), long_text="error")
+    prepared("qa", pair(SEVEN), long_text="error")
+    assert prepared("qa", pair(SEVEN), long_text="truncate").truncated == 0
+
+
+def test_a_window_may_be_shorter_than_the_model_allows() -> None:
+    request = prepared("qa", pair(SEVEN), max_seq_len=8, doc_stride=0)
+    assert tokens(request) == [
+        "[CLS] who is [SEP] a b c [SEP]",
+        "[CLS] who is [SEP] d e f [SEP]",
+        "[CLS] who is [SEP] g [SEP]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("top_k", 1, 50),
+        ("max_answer_len", 1, 12),
+        ("max_question_len", 1, 12),
+        ("max_seq_len", 8, 12),
+        ("doc_stride", 0, 6),
+    ],
+)
+def test_parameters_have_limits(name: str, low: int, high: int) -> None:
+    for value in (low, high):
+        prepared("qa", pair("a"), **{name: value})
+    for value in (low - 1, high + 1):
+        with pytest.raises(InvalidRequest, match=f"{name} must be between {low} and {high}"):
+            prepared("qa", pair("a"), **{name: value})
+
+
+def test_defaults_are_those_of_the_pipeline_within_the_model() -> None:
+    options = prepared("qa", pair("a")).state.options
+    assert (options.max_answer_len, options.max_seq_len, options.max_question_len) == (12, 12, 12)
+    wide = context(
+        limited(max_tokens=500).limits, architecture=manifest().architecture.model_dump()
+    )
+    options = prepared("qa", pair("a"), wide).state.options
+    assert (options.max_answer_len, options.max_seq_len, options.max_question_len) == (15, 384, 64)
+    assert (options.top_k, options.doc_stride, options.align_to_words) == (1, None, True)
+    assert (options.handle_impossible_answer, options.details) == (False, False)
+
+
+def test_a_request_is_limited() -> None:
+    prepared("qa", [pair("a")] * 4, top_k=15)
+    with pytest.raises(InvalidRequest, match="asks for 64 answers; the limit is 60"):
+        prepared("qa", [pair("a")] * 4, top_k=16)
+    prepared("qa", [pair("a")] * 2, limited(max_request_tokens=24))
+    with pytest.raises(InvalidRequest, match=r"up to inputs\[1\] the windows hold 24 tokens"):
+        prepared("qa", [pair("a")] * 2, limited(max_request_tokens=23))
+
+
+def test_texts_without_tokens_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"inputs.context has no token"):
+        prepared("qa", pair(" "))
+    with pytest.raises(InvalidRequest, match=r"inputs\[0\].question has no token"):
+        prepared("qa", [pair("a", " ")])
+    with pytest.raises(EmptyRequest, match=r"inputs.context is empty"):
+        prepared("qa", pair(""))
+    with pytest.raises(EmptyRequest, match=r"inputs.question is empty"):
+        prepared("qa", pair("a", ""))
+    with pytest.raises(InvalidRequest, match=r"inputs.question leaves no room for the context"):
+        prepared("qa", pair("a", "a b c d e f g h i"))
+    prepared("qa", pair("a", "a b c d e f g h"))
+
+
+def test_a_task_is_served_by_models_with_its_heads() -> None:
+    assert TASKS["qa"].is_served_by(manifest())
+    fewer: dict[str, Any] = {"tasks": [task for task in manifest().tasks if task != "qa"]}
+    assert not TASKS["qa"].is_served_by(manifest(**fewer))

@@ -1,0 +1,84 @@
+"""What every task declares: names on the wire, limits, and examples that the task accepts."""
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter
+
+from cloze.service.tasks import TASKS
+from cloze.service.tasks.task import PreparedRequest, TaskCall, TaskLimits
+from tests.unit.service.tasks.model import context
+
+WIDE = context(
+    TaskLimits(
+        max_tokens=128,
+        max_masks=8,
+        max_top_k=100,
+        max_results=10_000,
+        max_request_tokens=100_000,
+        max_text_characters=10_000,
+    ),
+    limits={"max_tokens": 128},
+    architecture=context().manifest.architecture.model_dump() | {"max_positions": 128},
+    embedding=context().manifest.embedding.model_dump() | {"max_tokens": 128},  # type: ignore[union-attr]
+)
+
+
+def test_names_routes_and_fields_on_the_wire() -> None:
+    """Clients depend on these names; a change is a change of the API."""
+    assert {name: (task.route, task.own_fields) for name, task in TASKS.items()} == {
+        "fill-mask": ("/fill-mask", ()),
+        "score": ("/score", ()),
+        "nsp": ("/nsp", ("next", "candidates")),
+        "embed": ("/embed", ()),
+        "embed-all": ("/embed_all", ()),
+        "embed-sparse": ("/embed_sparse", ()),
+        "similarity": ("/similarity", ("source_sentence",)),
+        "text-classification": ("/classify", ("text_pair",)),
+        "token-classification": ("/token-classification", ()),
+        "qa": ("/qa", ("question",)),
+    }
+    assert all(task.name == name for name, task in TASKS.items())
+    assert {name for name, task in TASKS.items() if task.vectors} == {"embed", "embed-all"}
+
+
+def test_a_request_has_at_most_2048_texts() -> None:
+    assert WIDE.limits.max_request_texts == 2048
+
+
+def test_a_prepared_request_says_what_was_not_asked_for() -> None:
+    request = PreparedRequest([], None)
+    assert (request.results, request.truncated, request.warnings) == (0, 0, ())
+    assert (request.usage, request.advance) == (None, None)
+
+
+EXAMPLES = [
+    pytest.param(name, dict(example.body), id=f"{name}-{example.title}")
+    for name, task in TASKS.items()
+    for example in task.examples
+]
+
+
+@pytest.mark.parametrize(("name", "body"), EXAMPLES)
+def test_a_task_accepts_its_examples(name: str, body: dict[str, Any]) -> None:
+    task = TASKS[name]
+    inputs = TypeAdapter(task.inputs).validate_python(body.pop("inputs"))
+    values = body.pop("parameters", {}) | body
+    parameters = task.parameters.model_validate(values)
+    assert task.prepare(TaskCall(inputs, parameters), WIDE).encodings
+    task.takes_long(TaskCall(inputs, parameters))
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_task_accepts_the_examples_of_its_schema(name: str) -> None:
+    adapter = TypeAdapter(TASKS[name].inputs)
+    for example in adapter.json_schema().get("examples", []):
+        adapter.validate_python(example)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_parameters_have_defaults_and_refuse_others(name: str) -> None:
+    task = TASKS[name]
+    assert task.parameters.model_validate({}) == task.parameters()
+    with pytest.raises(ValueError, match="extra"):
+        task.parameters.model_validate({"no_such_parameter": 1})

@@ -125,7 +125,7 @@ BAD: list[tuple[str, JSON | bytes, int, str, str]] = [
     ("/embed", {"inputs": [{}] * 40_000}, 413, "Validation", r"the body has over 32768 texts, lists and objects"),
     ("/embed", b"[" * 100_000, 413, "Validation", r"the body has over 32768 texts, lists and objects"),
     ("/embed", {"inputs": [1] * 1_100_000}, 413, "Validation", r"the body has over 1081344 values"),
-    ("/embed", {"inputs": [1] * 1_000_000 + [True]}, 422, "Validation", r"list of integers; element 1000000 is none"),
+    ("/embed", {"inputs": [1] * 1_000_000 + [True]}, 422, "Validation", r"list of integers; element 1000000 is another value"),
     ("/qa", {"inputs": PAIR} | {f"unknown{n}": 1 for n in range(9)}, 422, "Validation", r"^unknown0: Extra inputs are not permitted$"),
     ("/qa", {"inputs": PAIR, "x" * 1000: 1}, 422, "Validation", r"^x{80}: Extra inputs"),
     ("/fill-mask", {"inputs": "[MASK]", "parameters": {"targets": ["zzz"] * 1001}}, 422, "Validation", r"targets has 1001 tokens; the limit is 1000"),

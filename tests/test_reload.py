@@ -320,9 +320,9 @@ def test_the_series_of_replaced_models_leave(
     with serve(store.root, CLOZE_IDLE_TIMEOUT_MS="1000") as server:
 
         def counts(version: int) -> list[str]:
-            label = f'model="bert",version="{version}"'
+            labels = ('model="bert"', f'version="{version}"')
             lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-            return [line for line in lines if label in line]
+            return [line for line in lines if all(label in line for label in labels)]
 
         def not_found() -> float:
             label = 'cloze_requests_total{model="",route="other",status="404",version=""}'
@@ -345,7 +345,7 @@ def test_the_series_of_replaced_models_leave(
 def test_old_processes_end_and_new_ones_are_kept_running(
     store: Store, checkpoints: dict[str, Path]
 ) -> None:
-    with running_server(store.root, "--frontends", "2", CLOZE_IDLE_TIMEOUT_MS="1000") as server:
+    with start("--frontends", "2")(store.root, CLOZE_IDLE_TIMEOUT_MS="1000") as server:
         supervisor = server.process.pid
         old = [*children(supervisor, 'engine-0"'), *children(supervisor, 'frontend-1"')]
         with httpx.Client() as client:  # a connection that stays open and idle

@@ -110,7 +110,8 @@ def _check_ids(ids: list[Any]) -> list[Any]:
         part = ids[start : start + _IDS_AT_ONCE]
         if set(map(type, part)) != {int}:
             index = next(index for index, item in enumerate(part) if type(item) is not int)
-            message = f"Input should be a list of integers; element {start + index} is none"
+            place = f"element {start + index}"
+            message = f"Input should be a list of integers; {place} is another value"
             raise PydanticCustomError("ids", message)
     return ids
 

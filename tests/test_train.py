@@ -6,6 +6,8 @@ import itertools
 import json
 import math
 import re
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from copy import deepcopy
@@ -17,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from scipy.stats import spearmanr
 from sentence_transformers import SentenceTransformer
+from torch import Tensor
 from transformers import (
     AutoTokenizer,
     BertForPreTraining,
@@ -30,15 +33,21 @@ from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import DataError
 from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
 from cloze.export.evaluation.pairs import ScoredPair, similarity
-from cloze.export.evaluation.scorer import embeddings, span_logits
-from cloze.export.evaluation.sentences import Sentence, complete, read_sentences
+from cloze.export.evaluation.scorer import (
+    embeddings,
+    next_sentence_logits,
+    score_masks,
+    span_logits,
+)
+from cloze.export.evaluation.sentences import Completion, Sentence, complete, read_sentences
 from cloze.export.evaluation.squad import read_questions
 from cloze.export.heads import SPAN
 from cloze.export.model import Model
-from cloze.export.publish import export
+from cloze.export.publish import ExportOptions, export
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.average import average
+from cloze.export.train.batches import TextBatch
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.distill import distill, kept_layers, make_student
 from cloze.export.train.embedding_objective import EmbeddingData, EmbeddingObjective
@@ -46,9 +55,9 @@ from cloze.export.train.errors import TrainError
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.loop import train
 from cloze.export.train.no_answer import calibrate
-from cloze.export.train.objectives import SpanBoundary, masked_loss
+from cloze.export.train.objectives import MaskedText, SpanBoundary, masked_loss
 from cloze.export.train.optimisation import learning_rate, make_optimizer
-from cloze.export.train.pairs import SentenceObjective
+from cloze.export.train.pairs import UNPAIRED, SentenceObjective
 from cloze.export.train.pretrain import fill_positions, pretrain
 from cloze.export.train.progress import Progress, read_log
 from cloze.export.train.questions import finetune_questions
@@ -74,6 +83,7 @@ from cloze.export.train.vocabulary import SpecialIds
 from cloze.export.train.windows import make_windows
 from cloze.model_store import Store
 from cloze.model_store.heads import Pooling
+from cloze.model_store.manifest import Precision, Weights
 from tests.training import ACTS, PEOPLE, PLACES, tiny_recipe, write_stories
 
 CPU = torch.device("cpu")
@@ -329,12 +339,34 @@ def test_a_batch_of_single_sentences_has_no_pair_to_learn_from(
     trained: Path, stories: Path, tmp_path: Path
 ) -> None:
     """A mean over no pair would be no number, and would end the run."""
-    recipe = further_recipe(
-        pretraining=Pretraining(single=0.99), phases=[Phase(tokens=32, sequences=2, steps=8)]
-    )
+    recipe = further_recipe(phases=[Phase(tokens=32, sequences=2, steps=8, single=0.99)])
     pretrain([stories], recipe, run_options(tmp_path), source=str(trained))
     losses = [line["loss"] for line in read_log(tmp_path)]
     assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_a_pair_weighs_the_same_beside_single_sentences(trained: Path) -> None:
+    module = MaskedText(load_checkpoint(str(trained)).model, Pretraining()).eval()
+    ids = torch.randint(5, 50, (4, 12))
+
+    def sentence_loss(labels: list[int]) -> Tensor:
+        batch = TextBatch(
+            input_ids=ids,
+            token_type_ids=torch.zeros_like(ids),
+            attention_mask=torch.ones_like(ids, dtype=torch.bool),
+            positions=torch.tensor([1]),
+            labels=torch.tensor([7]),
+            spans=torch.tensor([[1, 1]]),
+            repeats=torch.zeros((0, 2), dtype=torch.int64),
+            next_labels=torch.tensor(labels),
+            first_positions=None,
+            tokens=ids.numel(),
+        )
+        with torch.inference_mode():
+            return module(batch)[1]["sentence_loss"]
+
+    both = [sentence_loss([1, UNPAIRED, UNPAIRED, UNPAIRED]), sentence_loss([UNPAIRED, 0, 1, 0])]
+    torch.testing.assert_close(sentence_loss([1, 0, 1, 0]), sum(both))
 
 
 def tasks_of(folder: Path) -> list[str]:
@@ -771,6 +803,29 @@ def test_the_loss_and_its_gradient_are_those_of_autograd() -> None:
     torch.testing.assert_close(gradient, logits.grad)
 
 
+def test_the_unlikelihood_of_repeats_has_the_gradient_of_autograd() -> None:
+    """Two repeats in one row, and one that is nearly certain."""
+    torch.manual_seed(0)
+    logits = torch.randn(7, 31)
+    logits[4, 9] += 6
+    logits.requires_grad_()
+    labels = torch.randint(10, 31, (7,))
+    repeats = torch.tensor([[2, 0], [2, 5], [4, 9], [6, 3]])
+    loss, figures = masked_loss(logits * 3, labels, 0.1, repeats, unlikelihood=2.5)
+    (loss * 2).backward()
+    gradient, logits.grad = logits.grad, None
+    entropy = torch.nn.functional.cross_entropy(logits * 3, labels)
+    chance = (logits * 3).softmax(1)[repeats[:, 0], repeats[:, 1]].clamp(max=0.999)
+    expected = entropy + 0.1 * (logits * 3).logsumexp(1).square().mean()
+    expected = expected - 2.5 * (1 - chance).log().sum() / 7
+    (expected * 2).backward()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(figures["repeats"], torch.tensor(1 / 7))
+    bounded = torch.arange(7) != 4  # the bound has no gradient, ours goes on pushing
+    torch.testing.assert_close(gradient[bounded], logits.grad[bounded])
+    assert gradient[4, 9] > logits.grad[4, 9]
+
+
 @pytest.mark.parametrize(
     "pretraining",
     [
@@ -1178,8 +1233,15 @@ def test_sentences_count_their_first_word(trained: Path, tmp_path: Path) -> None
     file.write_text(f"{masked}\tnothing, {likeliest.word.upper()}\n{masked}\tnothing\n")
     said: list[str] = []
     data = EvaluationData([], [], [], 1.0, sentences=(file,))
-    assert evaluate(subject, data, tmp_path, said.append) == {"first_words": 0.5}
+    measured = evaluate(subject, data, tmp_path, said.append)
+    assert measured == {"first_words": 0.5, "first_words_repeats": 0}
     assert said == [f"right: {masked} {likeliest.word}", f"wrong: {masked} {likeliest.word}"]
+
+
+def test_a_wrong_word_of_the_sentence_is_a_repeat() -> None:
+    sentence = Sentence("The Moon is not the [MASK].", ("sun", "not"))
+    found = {word: Completion(sentence, word).repeats for word in ("moon", "not", "sea")}
+    assert found == {"moon": True, "not": False, "sea": False}
 
 
 @pytest.mark.parametrize(
@@ -1200,9 +1262,45 @@ def test_bad_sentences_are_refused(tmp_path: Path, line: str, reason: str) -> No
         read_sentences(tmp_path / "nowhere.tsv")
 
 
-@pytest.mark.parametrize("name", ["first-impressions", "further-impressions"])
-def test_the_sentences_of_the_project_are_complete(name: str) -> None:
-    assert len(read_sentences(ROOT / "export" / "evaluation" / f"{name}.tsv")) == 20
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("first-impressions", 20), ("further-impressions", 20), ("drawn-sentences", 100)],
+)
+def test_the_sentences_of_the_project_are_complete(name: str, count: int) -> None:
+    assert len(read_sentences(ROOT / "export" / "evaluation" / f"{name}.tsv")) == count
+
+
+@pytest.mark.parametrize("weights", [Weights.FP32, Weights.INT8])
+def test_a_bundle_becomes_a_checkpoint_again(
+    weights: Weights, trained: Path, tmp_path: Path
+) -> None:
+    """scripts/checkpoint-from-bundle writes the numbers that the bundle's graph computes with."""
+    store, folder = Store(tmp_path / "store"), tmp_path / "checkpoint"
+    options = ExportOptions(precisions=(Precision.INT8,), weights=weights)
+    export(str(trained), "known", store, options)
+    script = ROOT / "scripts" / "checkpoint-from-bundle"
+    subprocess.run(
+        [sys.executable, script, "known", folder, tmp_path / "store"],
+        check=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    bundle, checkpoint = (open_subject(name, store, CPU) for name in ("bundle:known", str(folder)))
+    assert checkpoint.heads >= bundle.heads
+    tokenizer = bundle.tokenizer.tokenizer
+    ids = np.array([tokenizer.encode("The old owl saw the [MASK] .").ids])
+    zeros, position = np.zeros_like(ids), np.array([6])
+    label = np.array([tokenizer.token_to_id("moon")])
+    (_, expected), (_, found) = (
+        score_masks(subject.scorer, ids, zeros, position, label, k=1)
+        for subject in (bundle, checkpoint)
+    )
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    np.testing.assert_allclose(
+        next_sentence_logits(checkpoint.scorer, ids, zeros),
+        next_sentence_logits(bundle.scorer, ids, zeros),
+        atol=1e-4,
+    )
 
 
 def test_perplexity_is_that_of_the_true_tokens(trained: Path, stories: Path) -> None:

@@ -423,8 +423,8 @@ def test_a_document_of_unknown_words_is_no_loss_of_nothing(
         ),
         (
             '"nsp"',
-            '"none"\nsingle = 0.5',
-            "pretraining: single needs sentence = 'nsp' or 'sop'",
+            '"nsp"\nunlikelihood = 1.0',
+            "pretraining: unlikelihood needs repeats_from and method = 'mlm'",
         ),
         (
             '"nsp"',

@@ -294,6 +294,36 @@ def test_short_sequences_hide_no_word_that_they_repeat(
     assert hidden(len(input_ids)) == hidden(0)
 
 
+@settings(deadline=None)
+@given(ids, st.integers(0, 2**32))
+def test_short_sequences_name_the_words_that_a_mask_would_repeat(
+    input_ids: np.ndarray, seed: int
+) -> None:
+    """Visible words that are neither common nor pieces; common words may be hidden twice."""
+    common = np.zeros(V, bool)
+    common[: V // 2] = True
+    rule = replace(masking(Unit.WHOLE_WORD, 0.5), repeats_from=len(input_ids) + 1, common=common)
+    masked = rule(input_ids, np.random.default_rng(seed))
+    visible = set(np.delete(input_ids, masked.positions).tolist())
+    words = {token for token in visible if not (SPECIAL | CONTINUES | common)[token]}
+    expected = [
+        (index, token)
+        for index, label in enumerate(masked.labels)
+        for token in sorted(words - {label})
+    ]
+    assert [tuple(pair) for pair in masked.repeats.tolist()] == expected
+    longer = replace(rule, repeats_from=len(input_ids))(input_ids, np.random.default_rng(seed))
+    assert not len(longer.repeats)
+
+
+def test_a_short_sequence_hides_common_words_that_it_repeats() -> None:
+    common = np.zeros(V, bool)
+    common[7] = True
+    rule = replace(masking(Unit.TOKEN, 0.9), repeats_from=48, common=common)
+    masked = rule(np.array([2, 7, 9, 9, 8, 7, 3]), np.random.default_rng(0))
+    assert masked.labels.tolist() == [7, 8, 7]
+
+
 @pytest.mark.parametrize("unit", list(Unit))
 def test_masking_has_the_papers_shares(unit: Unit) -> None:
     """15 % chosen; of those 80 % [MASK], 10 % random, 10 % as they were."""
@@ -471,6 +501,34 @@ def test_a_source_has_its_share_of_what_is_sampled(
     assert np.mean(seconds) == pytest.approx(share, abs=0.2)
 
 
+def test_second_texts_come_from_the_source_of_the_first(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """All of them, from another document; a source of one document has none of its own."""
+    files = [*_two_sources(tmp_path), tmp_path / "lone.txt"]
+    files[-1].write_text(STORIES[0].text)
+    prepared = prepare_corpus(
+        files, tokenizer, tmp_path / "prepared", held_out=0.0, report=lambda _: None
+    )
+    source = sequences(prepared, tokenizer, SentenceObjective.NSP, same_source=1.0)
+    origins = prepared.train.origin_of
+    documents = [_tokens(prepared, number) for number in range(len(origins))]
+    sources_met = set()
+    for number in range(len(source)):
+        sequence, home = source.make(number, source.rng(number)), source.document(number)
+        if sequence.label == IS_NEXT:
+            continue
+        second = split(sequence, tokenizer)[1]
+        is_lone = (origins == origins[home]).sum() == 1
+        assert any(
+            _contains(tokens, second)
+            for other, tokens in enumerate(documents)
+            if other != home and (is_lone or origins[other] == origins[home])
+        )
+        sources_met.add(int(origins[home]))
+    assert sources_met == set(origins.tolist())
+
+
 @given(
     st.lists(st.integers(0, 2), min_size=3, max_size=300), st.floats(0.05, 0.9), st.integers(0, 99)
 )
@@ -520,8 +578,10 @@ def text_batches(
     recipe: Pretraining,
     phases: list[Phase],
     seed: int = 1,
+    *,
+    interleaved: bool = False,
 ) -> TextBatches:
-    plan = BatchPlan(recipe, phases, seed)
+    plan = BatchPlan(recipe, phases, seed, interleaved=interleaved)
     described = describe_tokenizer(tokenizer)
     return TextBatches(corpus.train, plan, make_masking(described, recipe), special_ids(described))
 
@@ -593,6 +653,43 @@ def test_longer_phases_are_told(tokenizer: Tokenizer, corpus: PreparedCorpus) ->
     ] + [None] * 2
 
 
+def test_interleaved_phases_read_what_phases_one_after_the_other_read(
+    tokenizer: Tokenizer, corpus: PreparedCorpus
+) -> None:
+    """The steps of the phases alternate, in proportion; each phase keeps its batches in order."""
+    recipe = Pretraining()
+    phases = [
+        Phase(tokens=24, sequences=16, steps=40, single=0.9),
+        Phase(tokens=40, sequences=8, steps=20),
+    ]
+    plain = text_batches(corpus, tokenizer, recipe, phases)
+    mixed = text_batches(corpus, tokenizer, recipe, phases, interleaved=True)
+    order = [mixed.phase(step) for step in range(60)]
+    assert all(sorted(order[first : first + 3]) == [0, 0, 1] for first in range(0, 60, 3))
+    by_phase = [step for phase in (0, 1) for step in range(60) if order[step] == phase]
+    for step, other_step in enumerate(by_phase):
+        expected, batch = plain(step, 0), mixed(other_step, 0)
+        assert (batch.input_ids == expected.input_ids).all()
+        assert (batch.next_labels == expected.next_labels).all()
+    labels = np.concatenate([plain(step, 0).next_labels for step in range(40)])
+    assert 0.8 < (labels == UNPAIRED).mean() < 1, "the phase of single sentences"
+    assert not any((plain(step, 0).next_labels == UNPAIRED).any() for step in range(40, 60))
+
+
+def test_repeats_of_a_batch_belong_to_their_rows(
+    tokenizer: Tokenizer, corpus: PreparedCorpus
+) -> None:
+    recipe = Pretraining(repeats_from=41)
+    batch = text_batches(
+        corpus, tokenizer, recipe, [Phase(tokens=40, sequences=8, steps=1, single=0.5)]
+    )(0, 0)
+    assert len(batch.repeats)
+    for index, token in batch.repeats.tolist():
+        row = batch.input_ids[batch.positions[index] // 40]
+        assert (row == token).any()
+        assert batch.labels[index] != token
+
+
 def test_a_share_of_examples_is_one_sentence(tokenizer: Tokenizer, corpus: PreparedCorpus) -> None:
     examples = sequences(corpus, tokenizer, SentenceObjective.NSP, single=0.5)
     made = [examples.make(number, examples.rng(number)) for number in range(len(examples))]
@@ -608,6 +705,21 @@ def test_a_share_of_examples_is_one_sentence(tokenizer: Tokenizer, corpus: Prepa
             first = examples.start(number)
             inside = set(range(first + 1, first + len(example.input_ids) - 2))
             assert not inside & starts, "one sentence, or the part of one that fits"
+
+
+def test_single_sentences_need_no_sentence_objective(
+    tokenizer: Tokenizer, corpus: PreparedCorpus
+) -> None:
+    examples = sequences(corpus, tokenizer, SentenceObjective.NONE, single=0.99)
+    starts = set(corpus.train.sentences.tolist())
+    crossed = 0
+    for number in range(len(examples)):
+        example = examples.make(number, examples.rng(number))
+        assert example.label is None
+        first = examples.start(number)
+        inside = range(first + 1, first + len(example.input_ids) - 2)
+        crossed += bool(starts.intersection(inside))
+    assert crossed < 0.1 * len(examples)
 
 
 @settings(deadline=None, max_examples=20)

@@ -5,6 +5,7 @@ A file has one sentence per line, a tab, and the accepted words separated by com
     I drink a cup of [MASK] in the morning.<TAB>coffee,tea
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,12 @@ class Completion:
     def is_right(self) -> bool:
         """Whether the word is accepted."""
         return self.word.lower() in self.sentence.words
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the word is not accepted, and stands in the sentence already."""
+        words = re.findall(r"\w+", self.sentence.text.lower())
+        return not self.is_right and self.word.lower() in words
 
 
 def read_sentences(file: Path) -> list[Sentence]:

@@ -27,7 +27,7 @@ _MAX_EPOCHS = 1_000_000
 """Upper bound on the epochs of a phase, so that two phases never share an epoch number."""
 
 _CACHED_EPOCHS = 2
-"""A batch can contain examples of two epochs."""
+"""Per phase: a batch can contain examples of two epochs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,8 @@ class TextBatch:
         positions: int64 [M], positions of the chosen tokens.
         labels: int64 [M], original tokens at these positions.
         spans: int64 [M, 2], first and last position of the run of chosen tokens around each one.
+        repeats: int64 [R, 2], the index of a chosen token, and a token that would repeat a word of
+            a short sequence there.
         next_labels: int64 [B], `UNPAIRED` for a single sentence; empty without a sentence
             objective.
         first_positions: int64 [B], position embedding of each sequence's first token; None: all 0.
@@ -53,6 +55,7 @@ class TextBatch:
     positions: Tensor
     labels: Tensor
     spans: Tensor
+    repeats: Tensor
     next_labels: Tensor
     first_positions: Tensor | None
     tokens: int
@@ -81,6 +84,11 @@ def collate(rows: list[_Row], length: int, first_positions: list[int] | None = N
         mask[row, :size] = True
     positions = [masked.positions + row * length for row, (_, masked) in enumerate(rows)]
     spans = [masked.spans + row * length for row, (_, masked) in enumerate(rows)]
+    firsts = np.cumsum([0, *(len(masked.labels) for _, masked in rows)])
+    repeats = [
+        masked.repeats + np.array([first, 0])
+        for first, (_, masked) in zip(firsts[:-1], rows, strict=True)
+    ]
     next_labels = [example.label for example, _ in rows if example.label is not None]
     return TextBatch(
         input_ids=torch.from_numpy(input_ids),
@@ -89,6 +97,7 @@ def collate(rows: list[_Row], length: int, first_positions: list[int] | None = N
         positions=torch.from_numpy(np.concatenate(positions)),
         labels=torch.from_numpy(np.concatenate([masked.labels for _, masked in rows])),
         spans=torch.from_numpy(np.concatenate(spans)),
+        repeats=torch.from_numpy(np.concatenate(repeats)),
         next_labels=torch.tensor(next_labels, dtype=torch.int64),
         first_positions=None if first_positions is None else torch.tensor(first_positions),
         tokens=int(mask.sum()),
@@ -143,6 +152,7 @@ class BatchPlan:
         seed: seed of all random draws.
         accumulation: batches per step.
         weights: sampling weights by source, see `sampling_shares`; empty: equal sampling.
+        interleaved: whether the steps of the phases alternate, in proportion to their numbers.
     """
 
     pretraining: Pretraining
@@ -150,6 +160,15 @@ class BatchPlan:
     seed: int
     accumulation: int = 1
     weights: Mapping[str, float] = field(default_factory=dict)
+    interleaved: bool = False
+
+    def phase_of_steps(self) -> NDArray[np.int64]:
+        """Return int64 [steps], the index of each step's phase."""
+        phase_of = np.repeat(np.arange(len(self.phases)), [phase.steps for phase in self.phases])
+        if not self.interleaved:
+            return phase_of
+        places = [(np.arange(phase.steps) + 0.5) / phase.steps for phase in self.phases]
+        return phase_of[np.argsort(np.concatenate(places), kind="stable")]
 
 
 class TextBatches:
@@ -173,7 +192,8 @@ class TextBatches:
         self._lengths: dict[tuple[int, int], int] = {}
         self._ends: list[list[int]] = [[] for _ in plan.phases]
         self._epochs: dict[tuple[int, int], EpochExamples] = {}
-        self.steps = sum(phase.steps for phase in plan.phases)
+        self._phase_of = plan.phase_of_steps()
+        self.steps = len(self._phase_of)
         self._row(0, 0, masking)  # raises before the run starts if the corpus does not suffice
 
     def grows_from(self, step: int) -> int | None:
@@ -181,24 +201,21 @@ class TextBatches:
 
         Otherwise return None.
         """
-        first, longest = 0, 0
-        for phase in self._plan.phases:
-            if step == first and phase.tokens > longest > 0:
-                return longest
-            first, longest = first + phase.steps, max(longest, phase.tokens)
-        return None
+        tokens = np.asarray([phase.tokens for phase in self._plan.phases])
+        lengths = tokens[self._phase_of[: step + 1]]
+        longest = int(lengths[:-1].max(initial=0))
+        return longest if 0 < longest < lengths[-1] else None
 
     def phase(self, step: int) -> int:
         """Return the index of the phase of a step."""
-        ends = np.cumsum([phase.steps for phase in self._plan.phases])
-        return int(np.searchsorted(ends, step, "right"))
+        return int(self._phase_of[step])
 
     def __call__(self, step: int, part: int) -> TextBatch:
         """Return the ``part``-th batch of a step."""
         plan = self._plan
         index = self.phase(step)
-        phase, first_step = plan.phases[index], sum(phase.steps for phase in plan.phases[:index])
-        number = ((step - first_step) * plan.accumulation + part) * phase.sequences
+        phase, step_of_phase = plan.phases[index], int((self._phase_of[:step] == index).sum())
+        number = (step_of_phase * plan.accumulation + part) * phase.sequences
         masking = self._masking.at(step / max(1, self.steps - 1))
         rows = [self._row(index, number + row, masking) for row in range(phase.sequences)]
         first_positions = None
@@ -252,7 +269,7 @@ class TextBatches:
         """Return the examples of an epoch, from the cache if possible."""
         plan = self._plan
         if (phase, epoch) not in self._epochs:
-            while len(self._epochs) >= _CACHED_EPOCHS:
+            while len(self._epochs) >= _CACHED_EPOCHS * len(plan.phases):
                 del self._epochs[next(iter(self._epochs))]
             options = ExampleOptions(
                 length=plan.phases[phase].tokens,
@@ -261,7 +278,8 @@ class TextBatches:
                 seed=plan.seed,
                 epoch=phase * _MAX_EPOCHS + (epoch if plan.pretraining.dynamic else 0),
                 short=plan.pretraining.short,
-                single=plan.pretraining.single,
+                single=plan.phases[phase].single,
+                same_source=plan.pretraining.same_source,
                 weights=plan.weights,
             )
             self._epochs[phase, epoch] = EpochExamples(self._corpus, options)

@@ -177,7 +177,7 @@ def evaluate(
         )
     if MASKED_LM in subject.heads:
         for file in data.sentences:
-            figures[file.stem.replace("-", "_")] = _measure_sentences(subject, file, report)
+            figures |= _measure_sentences(subject, file, report)
     if data.questions and SPAN in subject.heads:
         figures |= _measure_questions(subject, data)
     return figures
@@ -327,13 +327,21 @@ def _next_sentence_accuracy(subject: Subject, pairs: list[TrainingExample]) -> f
     return correct / len(pairs)
 
 
-def _measure_sentences(subject: Subject, file: Path, report: Report) -> float:
-    """Report the first word for each sentence of a file; return the share of accepted words."""
+def _measure_sentences(subject: Subject, file: Path, report: Report) -> dict[str, float]:
+    """Report the first word for each sentence of a file.
+
+    Returns:
+        The share of accepted words, and the share of words that repeat one of their sentence.
+    """
     completions = complete(read_sentences(file), subject.tokenizer, subject.scorer)
     for completion in completions:
         mark = "right" if completion.is_right else "wrong"
         report(f"{mark}: {completion.sentence.text} {completion.word}")
-    return sum(completion.is_right for completion in completions) / len(completions)
+    name = file.stem.replace("-", "_")
+    return {
+        name: sum(completion.is_right for completion in completions) / len(completions),
+        f"{name}_repeats": sum(each.repeats for each in completions) / len(completions),
+    }
 
 
 def _measure_questions(subject: Subject, data: EvaluationData) -> dict[str, float]:

@@ -60,7 +60,9 @@ class ExampleOptions:
         epoch: number of the epoch; each epoch cuts and pairs the text differently.
         short: share of examples that are cut to a random length, as in google-research/bert, so
             that the model also learns short texts.
-        single: share of examples that are one sentence, with a sentence objective.
+        single: share of examples that are one sentence.
+        same_source: share of random second texts that come from the source of the first text, if
+            the source has another document.
         weights: sampling weights, see `sampling_shares`; empty: all text is sampled equally.
     """
 
@@ -71,6 +73,7 @@ class ExampleOptions:
     epoch: int
     short: float = 0.1
     single: float = 0.0
+    same_source: float = 0.0
     weights: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -108,6 +111,8 @@ class EpochExamples:
                 "the corpus weights leave text of one document, "
                 "but next-sentence prediction needs at least 2"
             )
+        self._origin_of = corpus.origin_of[document_of] if options.same_source else None
+        self._sampled_of: dict[int, NDArray[np.int64]] = {}
 
     def _draw_order(self, rng: np.random.Generator) -> NDArray[np.int64]:
         """Draw the segments of the epoch in random order."""
@@ -137,10 +142,13 @@ class EpochExamples:
         segment = int(self._order[number])
         start, end = self._segments[segment]
         tokens, sentence = self._corpus.tokens, self._options.sentence
+        is_single = self._options.single > 0 and rng.random() < self._options.single
+        if is_single:
+            end = self._first_sentence_end(start, end)
         if sentence is SentenceObjective.NONE:
             return self._join(tokens[start:end], None, None)
-        if self._options.single and rng.random() < self._options.single:
-            return self._join(tokens[start : self._first_sentence_end(start, end)], None, UNPAIRED)
+        if is_single:
+            return self._join(tokens[start:end], None, UNPAIRED)
         at_sentence, cut = self._split_position(start, end, rng)
         first, second = tokens[start:cut], tokens[cut:end]
         if rng.random() < 0.5:
@@ -177,8 +185,11 @@ class EpochExamples:
         The text starts with a sentence if and only if the true second text does. Otherwise the
         start of the second text would reveal the label.
         """
+        pool = self._sampled
+        if self._options.same_source and rng.random() < self._options.same_source:
+            pool = self._segments_of_source(segment)
         while True:
-            other = int(self._sampled[rng.integers(len(self._sampled))])
+            other = int(pool[rng.integers(len(pool))])
             if self._document_of[other] != self._document_of[segment]:
                 break
         sentences = self._corpus.sentences
@@ -190,6 +201,19 @@ class EpochExamples:
             start = int(rng.integers(start + 1, end))
         document_end = int(sentences[self._corpus.documents[self._document_of[other] + 1]])
         return self._corpus.tokens[start : min(start + size, document_end)]
+
+    def _segments_of_source(self, segment: int) -> NDArray[np.int64]:
+        """Return the sampled segments of the source of ``segment``.
+
+        Return all sampled segments if the source has no other document.
+        """
+        assert self._origin_of is not None
+        origin = int(self._origin_of[segment])
+        if origin not in self._sampled_of:
+            alike = self._sampled[self._origin_of[self._sampled] == origin]
+            several = self._document_of[alike[0]] != self._document_of[alike[-1]]
+            self._sampled_of[origin] = alike if several else self._sampled
+        return self._sampled_of[origin]
 
     def _join(
         self,

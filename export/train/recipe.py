@@ -168,6 +168,7 @@ class Phase(_Table):
     tokens: Annotated[int, Field(ge=8, description="tokens per sequence, special tokens included")]
     sequences: Annotated[Size, Field(description="sequences per batch")]
     steps: Count
+    single: Annotated[Share, Field(description="share of examples that are one sentence")] = 0.0
 
 
 class Pretraining(_Table):
@@ -194,9 +195,18 @@ class Pretraining(_Table):
         Field(
             ge=0,
             description="in sequences of fewer tokens, words that occur more than once "
-            "are not predicted; 0: they are",
+            "are not predicted, except common words; 0: they are",
         ),
     ] = 0
+    # Welleck et al. 2020, "Neural Text Generation With Unlikelihood Training", equation 4.
+    unlikelihood: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="weight of the loss of predicting again a word of a sequence "
+            "shorter than repeats_from",
+        ),
+    ] = 0.0
     # Chowdhery et al. 2022, "PaLM", section 5: 1e-4 * log(Z)^2 keeps the softmax
     # normaliser Z near 1.
     z_loss: Annotated[
@@ -230,11 +240,16 @@ class Pretraining(_Table):
             gt=0, description="weight of the sentence objective's loss; masked tokens have weight 1"
         ),
     ] = 1.0
-    short: Annotated[Share, Field(description="share of sequences cut to a random length")] = 0.1
-    single: Annotated[
-        Share,
-        Field(description="share of examples that are one sentence; with nsp or sop"),
+    same_source: Annotated[
+        float,
+        Field(
+            ge=0,
+            le=1,
+            description="nsp: share of the second texts of other documents "
+            "that come from the source of the first text",
+        ),
     ] = 0.0
+    short: Annotated[Share, Field(description="share of sequences cut to a random length")] = 0.1
     shifted: Annotated[
         Share,
         Field(
@@ -256,10 +271,10 @@ class Pretraining(_Table):
     def _fits_together(self) -> "Pretraining":
         if self.span_boundary and (self.unit is not Unit.SPAN or self.method != "mlm"):
             raise ValueError("span_boundary = true needs unit = 'span' and method = 'mlm'")
-        if self.single and self.sentence is SentenceObjective.NONE:
-            raise ValueError("single needs sentence = 'nsp' or 'sop'")
         if self.repeats_from and self.unit is Unit.SPAN:
             raise ValueError("repeats_from needs unit = 'token' or 'whole-word'")
+        if self.unlikelihood and not (self.repeats_from and self.method == "mlm"):
+            raise ValueError("unlikelihood needs repeats_from and method = 'mlm'")
         if self.method == "rtd" and self.sentence is not SentenceObjective.NONE:
             raise ValueError("method = 'rtd' has no sentence objective; it needs sentence = 'none'")
         if self.method == "rtd" and (self.keep_embeddings or self.z_loss):
@@ -288,6 +303,9 @@ class PretrainRecipe(Recipe):
     pretraining: Pretraining = Pretraining()
     optimisation: Optimisation = Optimisation()
     phases: Annotated[list[Phase], Field(min_length=1)]
+    interleaved: Annotated[
+        bool, Field(description="the steps of the phases alternate, in proportion to their numbers")
+    ] = False
     held_out: Annotated[Share, Field(description="share of the documents that are held out")] = 0.05
 
     @model_validator(mode="after")
@@ -371,6 +389,9 @@ class DistillRecipe(Recipe):
     pretraining: Pretraining = Pretraining(sentence=SentenceObjective.NONE)
     optimisation: Optimisation = Optimisation(learning_rate=5e-4)
     phases: Annotated[list[Phase], Field(min_length=1)]
+    interleaved: Annotated[
+        bool, Field(description="the steps of the phases alternate, in proportion to their numbers")
+    ] = False
     temperature: Annotated[float, Field(gt=0)] = 2.0
     soft_weight: Annotated[float, Field(ge=0)] = 5.0
     masked_weight: Annotated[float, Field(ge=0)] = 2.0

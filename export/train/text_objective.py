@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cloze.export.tokenizer import CheckpointTokenizer
@@ -19,6 +20,12 @@ from cloze.export.train.vocabulary import CONTINUATION, special_ids
 
 _EVALUATION_BATCHES = 8
 """Held-out batches per phase."""
+
+_COMMON_SHARE = 0.5
+"""Share of a text that its common tokens make up: "the", "of", "he" and punctuation."""
+
+_COUNTED_TOKENS = 2_000_000
+"""Tokens that suffice to find the common ones."""
 
 
 class TextObjective:
@@ -83,6 +90,10 @@ class TextRecipe(Protocol):
         """Return the lengths and sizes of batches."""
 
     @property
+    def interleaved(self) -> bool:
+        """Return whether the phases alternate."""
+
+    @property
     def optimisation(self) -> Optimisation:
         """Return the settings of the optimiser, which hold the batches per step."""
 
@@ -95,8 +106,9 @@ def text_batches(corpus: Corpus, recipe: TextRecipe, tokenizer: CheckpointTokeni
         recipe.seed,
         recipe.optimisation.accumulation,
         recipe.corpus.weights,
+        recipe.interleaved,
     )
-    masking = make_masking(tokenizer, recipe.pretraining)
+    masking = make_masking(tokenizer, recipe.pretraining, common=common_tokens(corpus, tokenizer))
     return TextBatches(corpus, plan, masking, special_ids(tokenizer))
 
 
@@ -110,7 +122,8 @@ def held_out_batches(
     Returns:
         One list of batches per phase; empty if the held-out documents do not suffice.
     """
-    masking = make_masking(tokenizer, recipe.pretraining).at(1.0)
+    common = common_tokens(corpus, tokenizer)
+    masking = make_masking(tokenizer, recipe.pretraining, common=common).at(1.0)
     weights = weights_of_part(corpus, recipe.corpus.weights)
     held_out = []
     for phase in recipe.phases:
@@ -125,10 +138,24 @@ def held_out_batches(
     return held_out
 
 
+def common_tokens(corpus: Corpus, tokenizer: CheckpointTokenizer) -> NDArray[np.bool_]:
+    """Return bool [V], the most frequent tokens, which make up half of the text."""
+    step = max(1, len(corpus.tokens) // _COUNTED_TOKENS)
+    counts = np.bincount(corpus.tokens[::step], minlength=tokenizer.tokenizer.get_vocab_size())
+    order = np.argsort(-counts, kind="stable")
+    more_frequent = np.cumsum(counts[order]) - counts[order]
+    common = np.zeros(len(counts), bool)
+    common[order[more_frequent < _COMMON_SHARE * counts.sum()]] = True
+    return common
+
+
 def make_masking(
-    tokenizer: CheckpointTokenizer, recipe: Pretraining, replace: tuple[float, float] = (0.8, 0.1)
+    tokenizer: CheckpointTokenizer,
+    recipe: Pretraining,
+    replace: tuple[float, float] = (0.8, 0.1),
+    common: NDArray[np.bool_] | None = None,
 ) -> Masking:
-    """Return the masking of a recipe for a vocabulary. `Masking` describes ``replace``."""
+    """Return the masking of a recipe for a vocabulary; see `Masking` for the arguments."""
     special = np.zeros(tokenizer.tokenizer.get_vocab_size(), bool)
     continues = np.zeros_like(special)
     names = frozenset(tokenizer.special_tokens.values())
@@ -144,4 +171,5 @@ def make_masking(
         replace,
         recipe.final_rate,
         recipe.repeats_from,
+        common,
     )

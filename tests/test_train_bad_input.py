@@ -513,7 +513,7 @@ def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_pat
     Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")).save(
         str(folder / "tokenizer.json")
     )
-    assert refused(*command) == "the tokenizer has no [CLS] token, which BERT needs"
+    assert refused(*command) == "the tokenizer has no [CLS] token, which the model needs"
     tokens = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2}
     Tokenizer(models.WordPiece(tokens, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
     assert refused(*command) == "the tokenizer has no mask token, which training needs"

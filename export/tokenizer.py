@@ -177,9 +177,10 @@ def _open(
 
 def _names(tokenizer: Tokenizer, given: Mapping[str, str]) -> dict[str, str]:
     """Return the names of the special tokens: the given ones, else those of the vocabulary."""
+    tokens = tokenizer.get_vocab()
     usual = {
-        key: name if tokenizer.token_to_id(name) is not None else BYTE_LEVEL_TOKENS[key]
-        for key, name in SPECIAL_TOKENS.items()
+        key: other if other in tokens and SPECIAL_TOKENS[key] not in tokens else SPECIAL_TOKENS[key]
+        for key, other in BYTE_LEVEL_TOKENS.items()
     }
     return usual | dict(given)
 

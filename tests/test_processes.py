@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, multiprocess
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 
-from cloze.service.core import Overloaded, Rejection
+from cloze.service.core import ExpectedWait, Overloaded, Rejection
 from cloze.service.metrics import forget_other_models
 from cloze.service.processes import frames
 from cloze.service.processes.child import Child
@@ -31,11 +31,11 @@ def test_a_long_life_ends_the_delay_of_restarts(
 
 @pytest.mark.parametrize("reason", Rejection)
 def test_a_refusal_keeps_its_reason_between_processes(reason: Rejection) -> None:
-    sent = frames.Answer(7, Overloaded("the queue is full", 3, reason), 1.5)
+    sent = frames.Answer(7, Overloaded("the queue is full", 3, reason), ExpectedWait(1.5, 0.5))
     received = frames.decode_answer(frames.encode_answer(sent))
     assert isinstance(received, frames.Answer)
     assert isinstance(received.outcome, Overloaded)
-    assert (received.number, received.wait_s) == (7, 1.5)
+    assert (received.number, received.wait) == (7, ExpectedWait(1.5, 0.5))
     assert str(received.outcome) == "the queue is full"
     assert (received.outcome.retry_after_s, received.outcome.reason) == (3, reason)
 

@@ -166,7 +166,7 @@ def test_special_tokens_may_have_other_names(tmp_path: Path) -> None:
         ({}, "no tokenizer"),
         ({"vocab.txt": b"hello\nworld\n"}, "not a WordPiece vocabulary"),
         ({"vocab.txt": b"\xff\xfe\x00"}, "not UTF-8"),
-        ({"vocab.txt": b"[UNK]\n[CLS]\na\n"}, "no </s> token"),
+        ({"vocab.txt": b"[UNK]\n[CLS]\na\n"}, r"no \[SEP\] token"),
         ({"tokenizer.json": b"{"}, "damaged"),
         (
             {

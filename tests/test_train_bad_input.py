@@ -499,7 +499,10 @@ def test_a_device_that_none_is_called(stories: Path, tmp_path: Path, name: str) 
 def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_path: Path) -> None:
     folder = tmp_path / "vocabulary"
     command = [*pretrain_command(tmp_path / "run", RECIPE, stories), "--vocab", folder]
-    missing = f"{folder} holds no tokenizer: neither tokenizer.json nor vocab.txt"
+    missing = (
+        f"{folder} holds no tokenizer: neither tokenizer.json, nor vocab.txt, "
+        "nor vocab.json with merges.txt"
+    )
     assert refused(*command) == missing
     folder.mkdir()
     assert refused(*command) == missing
@@ -510,7 +513,7 @@ def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_pat
     Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]")).save(
         str(folder / "tokenizer.json")
     )
-    assert refused(*command) == "the tokenizer has no [CLS] token, which BERT needs"
+    assert refused(*command) == "the tokenizer has no [CLS] token, which the model needs"
     tokens = {"[UNK]": 0, "[CLS]": 1, "[SEP]": 2}
     Tokenizer(models.WordPiece(tokens, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
     assert refused(*command) == "the tokenizer has no mask token, which training needs"

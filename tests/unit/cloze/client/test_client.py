@@ -3,6 +3,8 @@
 import asyncio
 import inspect
 import json
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -279,7 +281,16 @@ def test_defaults() -> None:
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Record the waits before retries instead of waiting."""
     recorded: list[float] = []
-    monkeypatch.setattr(clients.time, "sleep", recorded.append)
+    sleeping = threading.get_ident()
+
+    def sleep(seconds: float) -> None:
+        if threading.get_ident() == sleeping:
+            recorded.append(seconds)
+        else:  # a thread of another library; without a wait, it would spin
+            really_sleep(seconds)
+
+    really_sleep = time.sleep
+    monkeypatch.setattr(clients.time, "sleep", sleep)
     monkeypatch.setattr(clients.random, "uniform", lambda low, high: (low + high) / 2)
     return recorded
 

@@ -47,6 +47,9 @@ def arrived(run: Run) -> Run:
     return decoded
 
 
+WAIT = core.ExpectedWait(2.5, 0.25)
+
+
 def answered(answer: Answer) -> Answer:
     decoded = decode_answer(encode_answer(answer))
     assert isinstance(decoded, Answer)
@@ -54,11 +57,20 @@ def answered(answer: Answer) -> Answer:
 
 
 def test_every_field_of_a_run_arrives() -> None:
-    run = Run(11, 12.5, 3, True, ENCODINGS, True, "someone", 4.5, "00-ab-cd-01")
+    run = Run(11, 12.5, 3, True, ENCODINGS, True, "someone", 4.5, "00-ab-cd-01", True)
     decoded = arrived(run)
-    fields = ("number", "deadline", "model", "accepted", "later_round", "client", "max_wait_s")
+    fields = (
+        "number",
+        "deadline",
+        "model",
+        "accepted",
+        "later_round",
+        "client",
+        "timeout_s",
+        "returning",
+    )
     assert [getattr(decoded, name) for name in (*fields, "trace")] == [
-        11, 12.5, 3, True, True, "someone", 4.5, "00-ab-cd-01",
+        11, 12.5, 3, True, True, "someone", 4.5, True, "00-ab-cd-01",
     ]  # fmt: skip
     assert [e.input_ids.tolist() for e in decoded.encodings] == [[1, 2, 3], [4, 5], [6]]
     assert [e.token_type_ids.tolist() for e in decoded.encodings] == [[0, 0, 1], [1, 1], [0]]
@@ -68,7 +80,7 @@ def test_every_field_of_a_run_arrives() -> None:
 def test_defaults_of_a_run_are_those_of_a_plain_request() -> None:
     decoded = arrived(Run(1, 2.0, 0, False, ENCODINGS[:1]))
     assert (decoded.accepted, decoded.later_round, decoded.client) == (False, False, "")
-    assert (decoded.max_wait_s, decoded.trace) == (None, "")
+    assert (decoded.timeout_s, decoded.trace, decoded.returning) == (None, "", False)
 
 
 def test_shared_requests_are_sent_once() -> None:
@@ -96,8 +108,8 @@ def test_results_arrive_at_their_encodings() -> None:
         {},
         {"token_embedding": tokens[1], "embedding": EmbeddingResult(np.ones(2, np.float32))},
     ]
-    answer = answered(Answer(5, BatchResult(outputs, 0.25, 0.75), 1.5))
-    assert (answer.number, answer.wait_s) == (5, 1.5)
+    answer = answered(Answer(5, BatchResult(outputs, 0.25, 0.75), WAIT))
+    assert (answer.number, answer.wait) == (5, WAIT)
     assert isinstance(answer.outcome, BatchResult)
     assert (answer.outcome.queue_s, answer.outcome.inference_s) == (0.25, 0.75)
     first, second, third = answer.outcome.outputs
@@ -125,21 +137,21 @@ def test_results_of_one_shape_arrive() -> None:
 
 @pytest.mark.parametrize("reason", list(Rejection))
 def test_a_refusal_keeps_its_reason_and_its_time(reason: Rejection) -> None:
-    answer = answered(Answer(9, Overloaded("full", 17, reason), 2.5))
+    answer = answered(Answer(9, Overloaded("full", 17, reason), WAIT))
     assert isinstance(answer.outcome, Overloaded)
     assert (str(answer.outcome), answer.outcome.retry_after_s) == ("full", 17)
     assert answer.outcome.reason is reason
-    assert (answer.number, answer.wait_s) == (9, 2.5)
+    assert (answer.number, answer.wait) == (9, WAIT)
 
 
 @pytest.mark.parametrize(
     "kind", [core.DeadlineExceeded, core.ClientGone, core.InvalidRequest, core.EngineDead]
 )
 def test_other_errors_keep_their_kind(kind: type[core.ServiceError]) -> None:
-    answer = answered(Answer(9, kind("why"), 2.5))
+    answer = answered(Answer(9, kind("why"), WAIT))
     assert type(answer.outcome) is kind
     assert str(answer.outcome) == "why"
-    assert answer.wait_s == 2.5
+    assert answer.wait == WAIT
 
 
 def changed(message: bytes, old: object, new: object) -> bytes:
@@ -198,7 +210,11 @@ def test_an_answer_cannot_claim_more_results_than_it_has_bytes() -> None:
 def test_columns_must_be_the_fields_of_the_head_in_order() -> None:
     outputs = [{"token_embedding": TokenEmbeddingResult(np.ones((2, 1), np.float32))}] * 2
     message = encode_answer(Answer(1, BatchResult(outputs, 0.0, 0.0)))
-    (columns,) = [f for f in msgspec.msgpack.decode(message) if isinstance(f, list)]
+    columns = next(
+        field
+        for field in msgspec.msgpack.decode(message)
+        if isinstance(field, list) and isinstance(field[0], list)
+    )
     (column,) = columns
     for place, value in ((1, "logits"), (3, [0]), (4, [[2, 1], [3, 1]]), (2, "float31")):
         wrong = [*column]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cloze.model_store.batch import Encoding
-from cloze.service.core import BatchResult, EngineDead, Overloaded, ShuttingDown
+from cloze.service.core import BatchResult, EngineDead, ExpectedWait, Overloaded, ShuttingDown
 from cloze.service.processes import frames
 from cloze.service.processes.remote import EngineLink, RemoteQueue
 
@@ -62,7 +62,8 @@ class Engines:
         return wire
 
     def answer(self, number: int, run: frames.Run, outcome: Any, wait_s: float = 0.0) -> None:
-        message = frames.encode_answer(frames.Answer(run.number, outcome, wait_s))
+        wait = ExpectedWait(wait_s, 0.0)
+        message = frames.encode_answer(frames.Answer(run.number, outcome, wait))
         self.links[number].received(memoryview(message))
 
     def submit(self, tokens: int = 3, **options: Any) -> Future[BatchResult]:
@@ -89,10 +90,10 @@ def test_a_request_is_sent_and_answered() -> None:
         assert engines.up.is_set()
         assert engines.queue.dead is None
         assert engines.queue.precision() == "int8"
-        future = engines.submit(3, client="someone", max_wait_s=2.5, accepted=True, trace="t")
+        future = engines.submit(3, client="someone", timeout_s=2.5, accepted=True, trace="t")
         assert engines.queue.queued_tokens == 3
         (run,) = wire.runs
-        assert (run.client, run.max_wait_s, run.accepted, run.trace) == ("someone", 2.5, True, "t")
+        assert (run.client, run.timeout_s, run.accepted, run.trace) == ("someone", 2.5, True, "t")
         assert (run.model, run.later_round) == (0, False)
         engines.answer(0, run, RESULT)
         assert future.result(0).queue_s == 0.25

@@ -1,9 +1,12 @@
 """The HTTP application: the routes of all protocols, and the middleware around them."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from importlib.metadata import version
 from typing import Any
 
+import orjson
 from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
@@ -17,7 +20,7 @@ from cloze.service.http.connection import Connection, DirectRoutes
 from cloze.service.http.errors import STATUS
 from cloze.service.http.openapi import document
 from cloze.service.http.page import ASSETS, docs_handler, part_handlers
-from cloze.service.http.routes import Handler, Route
+from cloze.service.http.routes import JSON, Handler, Route
 from cloze.service.protocols import ErrorResponder, ProtocolContext, WireProtocol
 from cloze.service.tracing import Tracing
 
@@ -54,13 +57,16 @@ def create_app(
     for path, handlers in _by_path(routes).items():
         app.add_route(path, _by_method(handlers), methods=list(handlers))
     parts = part_handlers()
-    for path, handler in (parts | {"/docs": docs_handler(_TITLE)}).items():
+    app.openapi = _openapi(routes)  # type: ignore[method-assign]
+    # FastAPI's own route writes the document again for each request, on the event loop.
+    app.router.routes[:] = [r for r in app.routes if getattr(r, "path", "") != "/openapi.json"]
+    pages = {"/docs": docs_handler(_TITLE), "/openapi.json": _openapi_handler(app.openapi)}
+    for path, handler in (parts | pages).items():
         app.add_route(path, handler, methods=["GET"])
     _create_request_series(context, routes)
     responder = ErrorResponder(protocols)
     for error_type in (ServiceError, HTTPException, Exception):
         app.add_exception_handler(error_type, responder.respond)
-    app.openapi = _openapi(routes)  # type: ignore[method-assign]
     direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
     app.add_middleware(DirectRoutes, handlers=direct, respond=responder.respond)
     protect(app)
@@ -111,3 +117,13 @@ def _create_request_series(context: ProtocolContext, routes: Sequence[Route]) ->
 
 def _openapi(routes: Sequence[Route]) -> Callable[[], dict[str, Any]]:
     return lambda: document(_TITLE, version(DISTRIBUTION), _DESCRIPTION, routes)
+
+
+def _openapi_handler(make_document: Callable[[], dict[str, Any]]) -> Handler:
+    """Return the handler of the document, which is written once, on a thread."""
+    written = lru_cache(1)(lambda: orjson.dumps(make_document()))
+
+    async def answer(_: Request) -> Response:
+        return Response(await asyncio.to_thread(written), media_type=JSON)
+
+    return answer

@@ -274,10 +274,11 @@ def _parse(data: bytes, length: str | None, limits: ApiLimits) -> InferBody:
         size = (tensor.parameters or {}).get("binary_data_size")
         if size is not None:
             name = ascii(tensor.name)[1:-1][:80]
-            if not isinstance(size, int) or size < 0 or start + size > len(binary):
+            if not isinstance(size, int):
+                raise InvalidRequest(f"{name} has a binary_data_size that is no whole number")
+            if size < 0 or start + size > len(binary):
                 raise InvalidRequest(
-                    f"{name} has the binary_data_size {ascii(size)[:40]}; "
-                    f"{len(binary) - start} bytes are left"
+                    f"{name} has the binary_data_size {size}; {len(binary) - start} bytes are left"
                 )
             if tensor.data is not None:
                 raise InvalidRequest(f"{name} has both data and binary_data_size")

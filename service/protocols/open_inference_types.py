@@ -29,7 +29,7 @@ class InferBody(WireModel):
     """The body of ``POST /v2/models/{model}/infer``."""
 
     inputs: list[InferInput]
-    id: str | None = Field(None, description="returned with the answer")
+    id: str | None = Field(None, max_length=1024, description="returned with the answer")
     outputs: list[InferOutput] | None = Field(None, description="the default is all")
     parameters: dict[str, Any] | None = Field(
         None, description="parameters of the task, and binary_data_output"

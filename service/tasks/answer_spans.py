@@ -8,13 +8,45 @@ spans with the same text are added. The ends of an answer are moved to the ends 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from cloze.service.core import Float32
+from cloze.service.abandonment import check_awaited
+from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.long_text import LongText
 from cloze.service.tokenizer import Spans
+
+_SPAN_BYTES: Final = 256
+"""Memory of a span besides its text."""
+
+_MOST_BYTES: Final = 24_000_000
+"""Most memory of spans at once. Spans overlap, so they may need many times their context's."""
+
+
+class SpanMemory:
+    """Bounds the spans of one request: those of one context, and the answers of those before."""
+
+    def __init__(self) -> None:
+        self._kept = self._held = 0
+
+    def add(self, characters: int) -> None:
+        """Count a span, whose text is kept twice: as it is, and in lower case.
+
+        Raises:
+            InvalidRequest: the spans need too much memory.
+        """
+        self._held += _SPAN_BYTES + 2 * characters
+        if self._held > _MOST_BYTES:
+            raise InvalidRequest(
+                f"the spans of the windows need more than {_MOST_BYTES} bytes, the limit; "
+                "send fewer contexts, or lower top_k, max_answer_len or doc_stride"
+            )
+
+    def keep(self, answers: Sequence["QaAnswer"]) -> None:
+        """Count the answers to a question, whose other spans are dropped."""
+        self._kept += sum(_SPAN_BYTES + len(answer.answer) for answer in answers)
+        self._held = self._kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +125,10 @@ class QaOptions:
 
 
 def best_answers(
-    question: Question, logits: Sequence[Float32], options: QaOptions
+    question: Question,
+    logits: Sequence[Float32],
+    options: QaOptions,
+    memory: SpanMemory | None = None,
 ) -> Answers | QaDetails:
     """Return the best answers to a question.
 
@@ -101,10 +136,16 @@ def best_answers(
         question: the question's context and windows.
         logits: the logits [tokens, 2] of each window.
         options: the parameters of the request.
+        memory: the memory of the request's spans; None: there is one question.
+
+    Raises:
+        InvalidRequest: the spans need too much memory.
     """
-    windows = _search(question, logits, options)
+    memory = memory or SpanMemory()
+    windows = _search(question, logits, options, memory)
     ranked = _ranked(windows, options)
     answers = ranked[: options.top_k]
+    memory.keep(answers)
     if options.details:
         return _details(question, windows, ranked, answers)
     return answers[0] if len(answers) == 1 else answers
@@ -117,13 +158,16 @@ class _Window(NamedTuple):
     no_answer: float
 
 
-def _search(question: Question, logits: Sequence[Float32], options: QaOptions) -> list[_Window]:
+def _search(
+    question: Question, logits: Sequence[Float32], options: QaOptions, memory: SpanMemory
+) -> list[_Window]:
     """Return the best spans of each window."""
     # Several spans may have the same text after they are extended to whole words.
     count = options.top_k * 2 + 10 if options.align_to_words else options.top_k
     offsets = question.spans.offsets
     windows = []
     for window, window_logits in zip(question.windows, logits, strict=True):
+        check_awaited()
         scores = _scores(window_logits, question.context_start, window[1] - window[0])
         spans = []
         for score, first, last in _best_spans(scores[1:], count, options.max_answer_len):
@@ -131,6 +175,7 @@ def _search(question: Question, logits: Sequence[Float32], options: QaOptions) -
             if options.align_to_words:
                 tokens = _whole_words(question.spans, tokens, window)
             start, end = offsets[tokens[0]][0], offsets[tokens[1]][1]
+            memory.add(end - start)
             spans.append(QaAnswer(question.context[start:end], score, start, end))
         windows.append(_Window(spans, float(scores[0, 0] * scores[0, 1])))
     return windows

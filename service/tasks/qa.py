@@ -18,6 +18,7 @@ from cloze.service.tasks.answer_spans import (
     QaDetails,
     QaOptions,
     Question,
+    SpanMemory,
     best_answers,
 )
 from cloze.service.tasks.long_text import LongText, UsageParameters, characters, too_long
@@ -209,13 +210,17 @@ def _stride(options: QaOptions, window_tokens: int, name: str) -> int:
 def decode(
     prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], _: TaskContext
 ) -> _Result | list[_Result]:
-    """Return the best answers to one question, or a list of answers if the inputs are a list."""
-    rest = iter(outputs)
+    """Return the best answers to one question, or a list of answers if the inputs are a list.
+
+    Raises:
+        InvalidRequest: the answers need too much memory.
+    """
+    rest, memory = iter(outputs), SpanMemory()
     state = prepared.state
     results: list[_Result] = []
     for question in state.questions:
         logits = [next(rest)[span.HEAD.name].logits for _ in question.windows]
-        results.append(best_answers(question, logits, state.options))
+        results.append(best_answers(question, logits, state.options, memory))
     return results if state.many else results[0]
 
 

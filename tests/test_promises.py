@@ -325,11 +325,11 @@ def test_2_batch_mates_of_a_poisonous_text_get_their_answers(
                 assert response.json()["error_type"] == "Backend"
             else:
                 np.testing.assert_allclose(response.json(), expected[text], atol=1e-5)
-        assert metric(
-            faulty, r'cloze_batch_sequences_bucket\{le="1.0",model="bert",version="1"\}'
-        ) < metric(faulty, r'cloze_batch_sequences_count\{model="bert",version="1"\}'), (
-            "some must have shared a batch, or this shows nothing"
-        )
+        alone = r'cloze_batch_sequences_bucket\{le="1.0",model="bert",version="1"\}'
+        all_batches = r'cloze_batch_sequences_count\{model="bert",version="1"\}'
+        # Some must have shared a batch, or this shows nothing. An engine process counts a batch
+        # after its answers.
+        wait_until(lambda: metric(faulty, alone) < metric(faulty, all_batches))
         assert httpx.get(f"{faulty.url}/healthz").status_code == 200
 
 

@@ -182,7 +182,7 @@ def test_a_bundle_of_a_run_has_the_licence_that_the_command_names(
 def test_a_field_of_a_recipe_of_distillation_is_used_or_refused() -> None:
     used = {
         "method", "unit", "rate", "final_rate", "repeats_from", "dynamic", "short", "sentence",
-        "keep_embeddings", "embedding_weight", "embedding_tokens",
+        "keep_embeddings", "embedding_weight", "embedding_tokens", "unlikelihood",
     }  # fmt: skip
     single = {"sentence": SentenceObjective.NONE}
     for name, field in Pretraining.model_fields.items():

@@ -373,7 +373,7 @@ _NOT_DISTILLED = frozenset(
         "span_boundary",
         "z_loss",
         "sentence_weight",
-        "single",
+        "same_source",
         "shifted",
         "generator",
         "generator_weight",

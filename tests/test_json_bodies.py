@@ -74,6 +74,7 @@ def test_corners(data: bytes, size: int) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
+        (b'{"ids":[1e-' + b"0" * 200_000 + b"1]}", "a number has over 1024 characters"),
         (b"[" + b"1," * 40_000 + b"1]", None),
         (b"[" + b"1," * 40_000 + b"]", "byte 80"),
         (b"[" + b"1," * 40_000 + b",1]", "byte 80"),
@@ -90,6 +91,11 @@ def test_errors_of_large_bodies(data: bytes, message: str | None) -> None:
         return
     with pytest.raises(MalformedRequest, match=message):
         load(data, NO_LIMITS)
+
+
+def test_a_text_may_hold_any_number() -> None:
+    data = b'["' + b"1" * 200_000 + b'"]'
+    assert load(data, NO_LIMITS) == orjson.loads(data)
 
 
 @pytest.mark.parametrize("unit", [b"[]", b"{}", b'""', b'{"a":1}', b"[[]]"])

@@ -22,6 +22,10 @@ PIECE_BYTES = 65_536
 _MAX_DEPTH = 1024
 """Most lists and objects inside each other: the limit of orjson."""
 
+_MAX_NUMBER = 1024
+"""Most characters of a number in a piece that has no comma; the parser takes a number at once."""
+
+_LONG_NUMBER = re.compile(rb"[-+.0-9eE]{%d}" % (_MAX_NUMBER + 1))
 _BRACKET = re.compile(rb"[][{}]")
 _NOT_JSON = "the body is not JSON"
 
@@ -116,6 +120,8 @@ def _masked_pieces(data: bytes, limits: BodyLimits, size: int) -> Iterator[bytes
         scanned += len(masked)
         cut = len(piece) + masked.rfind(b",")
         has_comma = cut >= len(piece)
+        if not has_comma and _LONG_NUMBER.search(masked):
+            raise MalformedRequest(f"{_NOT_JSON}: a number has over {_MAX_NUMBER} characters")
         piece += masked
         if has_comma:
             yield bytes(piece[:cut])

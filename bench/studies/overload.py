@@ -124,7 +124,8 @@ async def refusal_s(subject: MeasuredServer, requests: Sequence[Request]) -> flo
         before = loop_s(server)
         load = await closed_loop(server.url, requests, clients=8 * CLIENTS, seconds=3)
         seconds = loop_s(server) - before - load.requests * answer_s
-    return seconds / load.statuses[429]
+    refused = load.statuses[429]  # none if the requests state their own limit
+    return seconds / refused if refused else 0.0
 
 
 async def measure(

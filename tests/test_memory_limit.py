@@ -56,6 +56,21 @@ def test_the_bodies_of_a_client_wait_in_the_order_of_their_arrival() -> None:
     asyncio.run(play())
 
 
+def test_a_body_that_gives_up_no_longer_stands_in_the_way() -> None:
+    async def play() -> None:
+        memory = MemoryLimit("bodies", 200 * KB, 5.0)
+        await hold(memory, "a", 60 * KB)
+        large, small = await start(memory, "a", 70 * KB), await start(memory, "a", 30 * KB)
+        await settle()
+        assert not small.done()
+        large.cancel()
+        await settle()
+        assert small.done()
+        assert (await small).size == 30 * KB
+
+    asyncio.run(play())
+
+
 def test_a_client_holds_half_at_most_and_another_gets_the_rest() -> None:
     async def play() -> None:
         memory = MemoryLimit("bodies", 200 * KB, 0.02)

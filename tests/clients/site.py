@@ -1,6 +1,6 @@
 """Reads the documentation site from files in headless Chromium; prints what it saw as JSON.
 
-python site.py CHROMIUM FOLDER WORDS
+python site.py CHROMIUM FOLDER WORDS TITLE
 """
 
 import json
@@ -10,8 +10,8 @@ from pathlib import Path
 from playwright.sync_api import sync_playwright
 
 
-def main(chromium: str, folder: str, words: str) -> None:
-    """Open the first page, search for `words`, and open the first result."""
+def main(chromium: str, folder: str, words: str, title: str) -> None:
+    """Open the first page, search for `words`, and open the result that names `title`."""
     messages: list[str] = []
     schemes: set[str] = set()
     with sync_playwright() as playwright:
@@ -24,14 +24,14 @@ def main(chromium: str, folder: str, words: str) -> None:
         page.wait_for_load_state("load")
         page.keyboard.press("/")
         page.keyboard.type(words)
-        result = page.get_by_role("option").first
+        result = page.get_by_role("option").filter(has_text=title).first
         result.wait_for()
-        first = result.inner_text()
+        found = result.inner_text()
         result.click()
         page.wait_for_url("**/decisions/**")
         opened = page.locator("h1").inner_text()
         browser.close()
-    seen = {"first": first, "opened": opened, "messages": messages, "schemes": sorted(schemes)}
+    seen = {"found": found, "opened": opened, "messages": messages, "schemes": sorted(schemes)}
     print(json.dumps(seen))
 
 

@@ -50,14 +50,17 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
 
 
 def _dispatch_doc(task_routes: Mapping[str, TaskRoute]) -> RouteDoc:
-    examples = [next(iter(route.doc.examples.items())) for route in task_routes.values()]
+    examples: dict[str, Mapping[str, Any]] = {}
+    for name, route in task_routes.items():
+        title, body = next(iter(route.doc.examples.items()))
+        examples[f"{name}: {title}"] = body
     return RouteDoc(
         summary="The task that fits the body, for clients that know only this address",
         tag="tasks",
         result=Any,
         error_body=ErrorBody,
         body=DispatchBody,
-        examples=dict(examples),
+        examples=examples,
         media_types=(RAW, NPY),
         headers={**TIMING_HEADERS, **vectors.HEADERS},
         errors=tuple(sorted({status for status, _ in STATUS.values()})),

@@ -6,7 +6,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.http.openapi import document
+from cloze.service.protocols import PROTOCOLS
 from cloze.service.tasks import TASKS
 from tests.unit.service.protocols.service import Service
 
@@ -167,6 +169,28 @@ def test_examples_have_titles(described: dict[str, Any]) -> None:
     assert titles["/predict"] == ["One text", "A text and a pair"]
     assert titles["/rerank"] == titles["/v1/embeddings"] == ["Two texts"]
     assert [title.partition(": ")[0] for title in titles["/"]] == list(TASKS), "one per task"
+
+
+def test_examples_fit_their_schemas(described: dict[str, Any]) -> None:
+    for path, operations in described["paths"].items():
+        if body := operations.get("post", {}).get("requestBody"):
+            content = body["content"]["application/json"]
+            for title, example in content["examples"].items():
+                value = example["value"]
+                schema = content["schema"] | {"components": described["components"]}
+                jsonschema.validate(value, schema)
+                known = described["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+                assert value.keys() <= known["properties"].keys() | {"parameters"}, (path, title)
+                assert value.get("model", SHIPPED_NAMES[0]) in SHIPPED_NAMES
+
+
+def test_paths_of_protocols() -> None:
+    assert {protocol.name: protocol.prefixes for protocol in PROTOCOLS} == {
+        "native": ("/",),
+        "tei": ("/predict", "/rerank", "/tokenize", "/decode"),
+        "openai": ("/v1/", "/embeddings"),
+        "open-inference": ("/v2",),
+    }
 
 
 OBJECT = {"source_sentence": "a", "sentences": ["b"]}

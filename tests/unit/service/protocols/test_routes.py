@@ -332,6 +332,8 @@ def test_a_classifier_of_one_label_ranks_first(tmp_path: Path) -> None:
         response = made.post("/rerank", body)
         assert response.headers["x-ranked-by"] == "classifier"
         assert ok(response) == [{"index": 1, "score": 6.0}, {"index": 0, "score": 5.0}]
+        long = body | {"texts": ["b", "a b c d e f g h i j k l"], "truncate": False}
+        assert refused(made.post("/rerank", long))[1].startswith("texts[1] has ")
         response = made.post("/rerank", body | {"model": "tiny"})
         assert response.headers["x-ranked-by"] == "similarity"
 
@@ -552,6 +554,10 @@ def test_bytes_that_are_refused(service: Service) -> None:
     for options, message in (
         (binary([sized("text", 5, 1)], packed("a") + b"xyz"), "3 bytes after the JSON belong to no"),
         (binary([sized("text", len(texts), 4)], texts), "text has over 3 texts, the limit"),
+        (
+            binary([sized("text", 5, 1), sized("more", 7, 1)], packed("a") + b"123"),
+            "more has the binary_data_size 7; 3 bytes are left",
+        ),
         (binary([sized("text", 6, 1)], packed("a")), "text has the binary_data_size 6; 5 bytes are"),
     ):
         response = service.ask("POST", "/v2/models/tiny.embed/infer", **options)

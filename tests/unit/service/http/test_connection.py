@@ -76,7 +76,9 @@ class World:
 
     def series(self) -> list[str]:
         text = self.metrics.exposition("")[0].decode()
-        return [line for line in text.splitlines() if line.startswith("cloze") and line[-4:] != " 0.0"]
+        return [
+            line for line in text.splitlines() if line.startswith("cloze") and line[-4:] != " 0.0"
+        ]
 
 
 async def answers(scope: Any, receive: Any, send: Any) -> None:
@@ -219,9 +221,7 @@ def test_an_error_of_a_direct_handler_is_answered() -> None:
         raise ValueError
 
     world = World(answers)
-    world.connection._app = DirectRoutes(
-        answers, {"/embed": fails, "/of/x": bug}, world._respond
-    )
+    world.connection._app = DirectRoutes(answers, {"/embed": fails, "/of/x": bug}, world._respond)
     asyncio.run(world.ask())
     assert world.sent[1]["body"] == b"Overloaded"
     with pytest.raises(ValueError):  # noqa: PT011

@@ -295,4 +295,3 @@ def test_requests_that_wait_to_start_count(clock: Clock) -> None:
 def test_keys_of_a_scope() -> None:
     """Other modules read them by their names."""
     assert (ARRIVED, CLIENT, RETURNING) == ("cloze.arrived", "cloze.client", "cloze.returning")
-

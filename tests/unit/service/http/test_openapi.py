@@ -89,7 +89,10 @@ def test_a_route_with_a_body() -> None:
     }  # fmt: skip
     for error in errors.values():
         assert error["content"] == {JSON: {"schema": {"$ref": "#/components/schemas/Wrong"}}}
-    more = {status: set(error["headers"]) - {"x-request-id", "x-model"} for status, error in errors.items()}
+    more = {
+        status: set(error["headers"]) - {"x-request-id", "x-model"}
+        for status, error in errors.items()
+    }
     assert more == {"415": {"accept-encoding"}, "429": {"retry-after"}, "499": set(), "422": set()}
     assert errors["429"]["headers"]["retry-after"]["schema"] == {"type": "integer"}
     assert errors["415"]["headers"]["accept-encoding"]["schema"] == {"type": "string"}
@@ -98,9 +101,7 @@ def test_a_route_with_a_body() -> None:
 def test_routes_without_bodies() -> None:
     nothing = RouteDoc("a", "b", None, Wrong)
     something = RouteDoc("a", "b", Told, Wrong, Asked)
-    made = written(
-        Route("GET", "/x", handler, nothing), Route("POST", "/x", handler, something)
-    )
+    made = written(Route("GET", "/x", handler, nothing), Route("POST", "/x", handler, something))
     assert set(made["paths"]["/x"]) == {"get", "post"}
     operation = made["paths"]["/x"]["get"]
     assert operation["operationId"] == "get_x"
@@ -110,7 +111,9 @@ def test_routes_without_bodies() -> None:
     assert list(operation["responses"]["200"]["headers"]) == ["x-request-id"]
     assert "examples" not in made["paths"]["/x"]["post"]["requestBody"]["content"][JSON]
     only_text = RouteDoc("a", "b", list[str], Wrong)
-    assert written(Route("GET", "/y", handler, only_text))["components"]["schemas"].keys() == {"Wrong"}
+    assert written(Route("GET", "/y", handler, only_text))["components"]["schemas"].keys() == {
+        "Wrong"
+    }
 
 
 # ---- pages -------------------------------------------------------------------------------------

@@ -163,7 +163,7 @@ def test_young_requests_get_timers_in_the_order_of_their_start(play: Any) -> Non
 
 def test_a_client_that_leaves(play: Any) -> None:
     async def run() -> None:
-        with pytest.raises(ClientGone, match="^the client closed its connection$"):
+        with pytest.raises(ClientGone, match=r"^the client closed its connection$"):
             await read(watch_of(), request(b"1", 2.0, "leaves"), answer_s=20)
         with pytest.raises(ClientGone, match="before its body was whole"):
             await read(watch_of(), request(b"1", 2.0, "leaves", b"2"))
@@ -278,9 +278,7 @@ def test_a_body_that_is_announced_holds_it_from_its_beginning_on(play: Any) -> N
 def test_what_a_slow_body_held_in_advance_is_released(play: Any) -> None:
     async def run() -> None:
         bodies = MemoryLimit("bodies", 4 * LARGE)
-        asked = request(
-            bytes(SMALL_BYTES + 1), 3.0, bytes(LARGE), content_length=str(2 * LARGE)
-        )
+        asked = request(bytes(SMALL_BYTES + 1), 3.0, bytes(LARGE), content_length=str(2 * LARGE))
         task = asyncio.create_task(read(watch_of(bodies=bodies), asked, answer_s=1))
         await asyncio.sleep(0.9)
         assert bodies._held == 2 * LARGE
@@ -383,12 +381,14 @@ def test_a_body_of_several_parts(play: Any) -> None:
 def test_bodies_that_are_too_large(play: Any) -> None:
     async def run() -> None:
         asked = request(b"1234", content_length="4")
-        with pytest.raises(RequestTooLarge, match="^the body has 4 bytes; the limit is 3$"):
+        with pytest.raises(RequestTooLarge, match=r"^the body has 4 bytes; the limit is 3$"):
             await read(watch_of(), asked, limit=3)
         assert asked._receive.__self__.parts == [b"1234"], "it is refused before it arrives"  # type: ignore[attr-defined]
         parts = [b"12"] * 20
         asked = request(*parts)
-        with pytest.raises(RequestTooLarge, match="^the body has at least 26 bytes; the limit is 3"):
+        with pytest.raises(
+            RequestTooLarge, match=r"^the body has at least 26 bytes; the limit is 3"
+        ):
             await read(watch_of(), asked, limit=3)
         assert len(asked._receive.__self__.parts) == 7, "eight times the limit is discarded"  # type: ignore[attr-defined]
         with pytest.raises(RequestTooLarge, match="at least 4 bytes"):
@@ -419,9 +419,7 @@ def test_other_encodings(play: Any, encoding: str) -> None:
         with pytest.raises(UnsupportedEncoding) as refused:
             await read(watch_of(), asked)
         shown = ascii(encoding)[:60]
-        assert str(refused.value) == (
-            f"the body's Content-Encoding is {shown}; send gzip, or none"
-        )
+        assert str(refused.value) == (f"the body's Content-Encoding is {shown}; send gzip, or none")
 
     play(run())
 
@@ -492,9 +490,9 @@ def test_members_of_gzip_data() -> None:
     named = empty[:3] + b"\x08" + empty[4:10] + b"n" * 600_000 + b"\0" + empty[10:]
     assert content(named)[1] == [0, 0, 0], "a piece reads a part of the data"
     for broken in (b"no gzip", gzip.compress(b"a") + b"more", gzip.compress(b"a") * 2 + b"\0"):
-        with pytest.raises(MalformedRequest, match="^the body is not gzip: "):
+        with pytest.raises(MalformedRequest, match=r"^the body is not gzip: "):
             content(broken)
-    with pytest.raises(MalformedRequest, match="^the body is not gzip: it ends too early$"):
+    with pytest.raises(MalformedRequest, match=r"^the body is not gzip: it ends too early$"):
         content(gzip.compress(b"abc" * 99) + gzip.compress(b"d")[:-1])
 
 
@@ -601,7 +599,7 @@ def test_four_errors_of_the_first_field_are_named() -> None:
         validate(Many, {"a": 1, "b": 2, "inner": {}})
     shown = "; ".join(f"inner.{name}: Field required" for name in "abcd")
     assert str(refused.value) == shown
-    with pytest.raises(InvalidRequest, match="^a: Field required$"):
+    with pytest.raises(InvalidRequest, match=r"^a: Field required$"):
         validate(Many, {})
 
 

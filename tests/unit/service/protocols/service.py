@@ -68,7 +68,7 @@ class HandEngine:
     reason = "the test says so"
     supports_varlen = False
 
-    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:  # noqa: ARG002
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         if any(ID["war"] in encoding.input_ids for encoding in batch):
             raise RuntimeError("a poisoned encoding")
         return [_outputs(encoding) for encoding in batch]
@@ -217,6 +217,6 @@ def _application(routes: Iterable[Route]) -> Starlette:
 class OneLabel(HandEngine):
     """The engine of a classifier of one label, whose logit is the length of the sequence."""
 
-    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:  # noqa: ARG002
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         rows = [np.array([len(encoding)], np.float32) for encoding in batch]
         return [{"sequence_classification": SequenceClassificationResult(row)} for row in rows]

@@ -14,9 +14,11 @@ from cloze.service.core import EmptyRequest, InvalidRequest, MalformedRequest
 from cloze.service.http.routes import NPY
 from cloze.service.protocols import binary_tensors, vectors
 from cloze.service.protocols.lenient import LenientModel, ignored_fields
+from cloze.service.protocols.native import task_route
 from cloze.service.protocols.tensors import TaskTensors, Tensor
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.nsp import NspLabel, RankedCandidate
+from cloze.service.tasks.task import NoParameters
 from cloze.service.tasks.text_classification import LabelScore
 
 # ---- binary tensors ----------------------------------------------------------------------------
@@ -300,3 +302,13 @@ def test_unknown_fields_are_named_in_a_warning() -> None:
     assert " more" not in warned(**dict(list(many.items())[:8]))[0]
     assert warned(**{"x" * 41: 1}) == (f"ignored unknown fields: {'x' * 40}",)
     assert warned(**{"é\n": 1}) == ("ignored unknown fields: \\xe9\\n",)
+
+
+# ---- bodies of tasks ---------------------------------------------------------------------------
+
+
+def test_a_task_without_parameters_takes_none() -> None:
+    task = replace(TASKS["score"], parameters=NoParameters)
+    assert task_route(task).body.model_fields.keys() == {"inputs", "model"}
+    body = task_route(task).body.model_validate({"inputs": "a"})
+    assert task_route(task).to_call(body).parameters == NoParameters()

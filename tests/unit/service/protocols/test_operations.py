@@ -149,9 +149,7 @@ def test_who_may_reload(tmp_path: Path, service: Service) -> None:
 
 
 def test_the_limits_that_settings_give(no_variables: None) -> None:
-    settings = Settings(
-        max_request_texts=5000, max_request_bytes=2048, max_request_tokens=7000
-    )
+    settings = Settings(max_request_texts=5000, max_request_bytes=2048, max_request_tokens=7000)
     limits = ApiLimits.of(settings)
     assert limits.max_request_texts == 5000
     assert (limits.body.max_bytes, limits.body.max_parts) == (2048, 80_000)

@@ -18,7 +18,9 @@ from cloze.service.http.watch import ANSWER_BYTES
 from cloze.service.tasks import TASKS
 from tests.unit.service.protocols.service import OneLabel, Service
 
-CLASSES = {"sequence_classification": {"labels": ["a", "b", "c", "d"], "problem_type": "regression"}}
+CLASSES = {
+    "sequence_classification": {"labels": ["a", "b", "c", "d"], "problem_type": "regression"}
+}
 CLASSIFIER = {
     "name": "classes", "tasks": ("text-classification",), "embedding": None, "heads": CLASSES,
 }  # fmt: skip
@@ -105,9 +107,7 @@ def test_headers_of_an_answer(service: Service) -> None:
     assert service.seen["cloze.model"] == "small@1"
     cost = service.seen["cloze.cost"]
     assert (cost.texts, cost.tokens) == (2, 13)
-    total_ms = 1000 * (
-        cost.timings.tokenize_s + cost.timings.queue_s + cost.timings.inference_s
-    )
+    total_ms = 1000 * (cost.timings.tokenize_s + cost.timings.queue_s + cost.timings.inference_s)
     assert int(response.headers["x-compute-time"]) == round(total_ms)
     parts = {
         "x-tokenization-time": cost.timings.tokenize_s,
@@ -139,9 +139,9 @@ def test_the_number_of_texts_of_a_request(
 
 def test_requests_without_the_engine_are_not_in_its_histograms(alone: Service) -> None:
     ok(alone.post("/tokenize", {"inputs": "the"}))
-    assert 'tokenize' not in _stages(alone)
+    assert "tokenize" not in _stages(alone)
     ok(alone.post("/embed", {"inputs": "the"}))
-    assert 'tokenize' in _stages(alone)
+    assert "tokenize" in _stages(alone)
 
 
 def _stages(service: Service) -> str:
@@ -152,7 +152,12 @@ def _stages(service: Service) -> str:
 
 
 def test_the_model_that_a_request_names(service: Service) -> None:
-    for model, served in ((None, "tiny@3"), ("tiny", "tiny@3"), ("tiny@2", "tiny@2"), ("small", "small@1")):
+    for model, served in (
+        (None, "tiny@3"),
+        ("tiny", "tiny@3"),
+        ("tiny@2", "tiny@2"),
+        ("small", "small@1"),
+    ):
         ok(service.post("/embed", {"inputs": "the", "model": model}))
         assert service.seen["cloze.model"] == served
     assert refused(service.post("/embed", {"inputs": "a", "model": "x"}))[0] == 404
@@ -260,9 +265,10 @@ def test_what_is_served_chooses_between_tasks_with_equal_bodies(tmp_path: Path) 
             "no served model can do embed",
         )
     with Service(tmp_path, [EMBEDDER]) as neither:
-        assert "and neither of them" in refused(
-            neither.post("/", {"inputs": "a", "parameters": {}})
-        )[1]
+        assert (
+            "and neither of them"
+            in refused(neither.post("/", {"inputs": "a", "parameters": {}}))[1]
+        )
     offered = {"embed": TASKS["embed"], "qa": TASKS["qa"]}
     with Service(tmp_path, tasks=offered) as few:
         assert dispatched(few, "[MASK]") == {"float"}, "nobody offers fill-mask"
@@ -449,7 +455,9 @@ def test_an_answer_in_tensors(service: Service) -> None:
     answer = ok(infer(service, "small.embed", tensor("text", "the"), outputs=[{"name": "count"}]))
     assert "id" not in answer
     assert [row["name"] for row in answer["outputs"]] == ["count"]
-    older = ok(service.post("/v2/models/tiny.embed/versions/2/infer", {"inputs": [tensor("text", "a")]}))
+    older = ok(
+        service.post("/v2/models/tiny.embed/versions/2/infer", {"inputs": [tensor("text", "a")]})
+    )
     assert older["model_version"] == "2"
     assert service.seen["cloze.model"] == "tiny@2"
     parameters = {"parameters": {"normalize": False}}
@@ -466,7 +474,10 @@ def test_an_answer_in_tensors(service: Service) -> None:
 def binary(tensors: list[dict[str, Any]], packed: bytes, **fields: Any) -> dict[str, Any]:
     """Return the options of a request with bytes after its JSON."""
     head = json.dumps({"inputs": tensors} | fields).encode()
-    return {"content": head + packed, "headers": {"inference-header-content-length": str(len(head))}}
+    return {
+        "content": head + packed,
+        "headers": {"inference-header-content-length": str(len(head))},
+    }
 
 
 def packed(*texts: str) -> bytes:
@@ -552,13 +563,19 @@ def test_requests_of_tensors_that_are_refused(
 def test_bytes_that_are_refused(service: Service) -> None:
     texts = packed("a", "b", "c", "d")
     for options, message in (
-        (binary([sized("text", 5, 1)], packed("a") + b"xyz"), "3 bytes after the JSON belong to no"),
+        (
+            binary([sized("text", 5, 1)], packed("a") + b"xyz"),
+            "3 bytes after the JSON belong to no",
+        ),
         (binary([sized("text", len(texts), 4)], texts), "text has over 3 texts, the limit"),
         (
             binary([sized("text", 5, 1), sized("more", 7, 1)], packed("a") + b"123"),
             "more has the binary_data_size 7; 3 bytes are left",
         ),
-        (binary([sized("text", 6, 1)], packed("a")), "text has the binary_data_size 6; 5 bytes are"),
+        (
+            binary([sized("text", 6, 1)], packed("a")),
+            "text has the binary_data_size 6; 5 bytes are",
+        ),
     ):
         response = service.ask("POST", "/v2/models/tiny.embed/infer", **options)
         assert response.status_code == 400

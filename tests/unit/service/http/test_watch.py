@@ -2,6 +2,8 @@
 
 import asyncio
 import gzip
+import sys
+import threading
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
@@ -112,6 +114,8 @@ def test_the_limits_of_both_phases(play: Any, limit_s: float) -> None:
 def test_a_request_within_its_time_is_left_alone(play: Any) -> None:
     async def run() -> None:
         watch = watch_of(0.5)
+        assert await read(watch, request(b"1")) == b"1"
+        await asyncio.sleep(1)
         assert await read(watch, request(b"12", 0.4, b"3"), answer_s=0.49) == b"123"
         with pytest.raises(DeadlineExceeded):
             await read(watch, request(b"12", 0.4, b"3"), answer_s=0.51)
@@ -401,10 +405,13 @@ def test_bodies_that_are_too_large(play: Any) -> None:
 def test_a_body_that_is_too_large_holds_nothing(play: Any) -> None:
     async def run() -> None:
         bodies = MemoryLimit("bodies", 10 * LARGE)
-        asked = request(bytes(LARGE), bytes(LARGE), 3.0, b"1")
+        part = bytes(LARGE)
+        references = sys.getrefcount(part)
+        asked = request(part, bytes(LARGE), 3.0, b"1")
         task = asyncio.create_task(read(watch_of(bodies=bodies), asked, limit=LARGE))
         await asyncio.sleep(1)
         assert bodies._held == 0
+        assert sys.getrefcount(part) == references, "its parts are let go"
         with pytest.raises(RequestTooLarge):
             await task
 
@@ -497,8 +504,6 @@ def test_members_of_gzip_data() -> None:
 
 
 def test_small_bodies_run_on_the_loop_and_large_ones_on_threads() -> None:
-    import threading
-
     async def run() -> None:
         own = threading.get_ident()
         assert PIECE_BYTES == 65_536

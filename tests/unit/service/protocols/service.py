@@ -67,8 +67,10 @@ class HandEngine:
     precision = Precision.FP32
     reason = "the test says so"
     supports_varlen = False
+    runs = 0
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        self.runs += 1
         if any(ID["war"] in encoding.input_ids for encoding in batch):
             raise RuntimeError("a poisoned encoding")
         return [_outputs(encoding) for encoding in batch]
@@ -131,10 +133,9 @@ class Service:
         tasks: the tasks that the server offers.
         callers: names the clients.
         api_limits: the limits of the HTTP interface.
-        bodies: the memory of bodies.
-        answers: the memory of answers.
 
     Attributes:
+        engine: the engine of all models.
         state: the state of the server.
         scope: keys for the scopes of requests.
         seen: the scope of the last request, as the application left it.
@@ -151,11 +152,12 @@ class Service:
     ) -> None:
         save_tokenizer(folder)
         limits = SchedulerLimits(1, 512, 100_000, 30.0)
+        self.engine = HandEngine()
         self.queues: list[Scheduler] = []
         pipelines = []
         for changes in described:
             bundle = Bundle(manifest(**changes), folder)
-            self.queues.append(Scheduler(HandEngine(), limits))
+            self.queues.append(Scheduler(self.engine, limits))
             served = ServedModel(bundle, self.queues[-1], lambda: "fp32")
             pipelines.append(Pipeline(served, LIMITS))
         self.state, self.scope = State(), dict[str, Any]()

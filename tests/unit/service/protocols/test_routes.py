@@ -177,6 +177,24 @@ def test_a_large_answer_is_held_until_it_is_read(service: Service) -> None:
     assert ANSWER_BYTES not in service.seen
 
 
+def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
+    many = {"inputs": [[109] * 8] * 290}
+    for client in ("x", "x", "y"):
+        alone._runner.run(alone.answers.begin(client))
+    status, message = refused(alone.post("/embed_all", many, x_request_timeout_ms="400"))
+    assert (status, message) == (504, "no answer within the limit of 400 ms")
+    assert alone.seen["cloze.rejection"] is Rejection.TIMEOUT
+    ok(alone.post("/embed_all", {"inputs": "the"}, x_request_timeout_ms="400"))
+
+
+def test_a_wrong_header_is_found_before_the_engine_runs(alone: Service) -> None:
+    accept = f"{RAW}; dtype=int4"
+    assert alone.post("/embed", {"inputs": "the"}, accept=accept).status_code == 422
+    assert alone.engine.runs == 0
+    ok(alone.post("/embed", {"inputs": "the"}))
+    assert alone.engine.runs == 1
+
+
 def test_errors_of_the_engine_and_of_texts(service: Service) -> None:
     status, message = refused(service.post("/embed", {"inputs": "war"}))
     assert (status, message) == (500, "the engine cannot run this input (RuntimeError)")
@@ -328,7 +346,8 @@ def test_ranks_by_embeddings(service: Service) -> None:
     assert status == 422
     assert message.startswith("texts[0] has 14 tokens")
     assert refused(service.post("/rerank", {"query": "", "texts": ["a"]}))[1].startswith("query is")
-    assert refused(service.post("/rerank", {"query": "a", "texts": []}))[1].startswith("texts is")
+    status, message = refused(service.post("/rerank", {"query": "a", "texts": []}))
+    assert (status, message) == (400, "texts is an empty list; it needs at least 1 text")
 
 
 def test_a_classifier_of_one_label_ranks_first(tmp_path: Path) -> None:
@@ -455,6 +474,8 @@ def test_an_answer_in_tensors(service: Service) -> None:
     answer = ok(infer(service, "small.embed", tensor("text", "the"), outputs=[{"name": "count"}]))
     assert "id" not in answer
     assert [row["name"] for row in answer["outputs"]] == ["count"]
+    every = ok(infer(service, "small.embed", tensor("text", "the"), outputs=[]))
+    assert len(every["outputs"]) == 2
     older = ok(
         service.post("/v2/models/tiny.embed/versions/2/infer", {"inputs": [tensor("text", "a")]})
     )

@@ -104,6 +104,7 @@ def test_a_key_is_found_by_its_hash(tmp_path: Path) -> None:
         (b"BEARER   first  ", "one"),
         (b"Bearer third", None),
         (b"Basic first", None),
+        (b"Digest first", None),
         (b"first", None),
         (b"", None),
     ):

@@ -93,6 +93,24 @@ def test_errors_name_their_place(data: bytes, message: str) -> None:
     assert str(refused.value) == f"the body is not JSON: {message}"
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[[1, [x, [2, 3]], 4], [5, 6]]",
+        b"[[1, [2, x], 4], [5, 6]]",
+        b"[[[1], [[2], x, [[3, 4]]]], 5]",
+        b"[[1, 2], [3, [4, 5], x]]",
+        b'{"a": {"b": [1, 2]}, "c": x, "d": {"e": [3]}}',
+        b'[{"a": [1, 2, {"b": x}], "c": [[]]}]',
+        b'[1, {"a": 2, "b": [[3], {"c": [4]}, x, [5]]}]',
+    ],
+)
+@pytest.mark.parametrize("size", range(4, 40, 3))
+def test_the_place_of_a_wrong_value_is_the_same_in_every_size(data: bytes, size: int) -> None:
+    with pytest.raises(MalformedRequest, match=rf" at byte {data.index(b'x')}$"):
+        load(data, FREE, size)
+
+
 def test_lists_and_objects_may_be_1024_deep() -> None:
     for begin, end in ((b"[1,", b"]"), (b'{"b":1,"a":', b"}")):
         deep = begin * 1024 + b"0" + end * 1024

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Coroutine, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -123,6 +124,19 @@ def test_a_request_within_its_time_is_left_alone(play: Any) -> None:
         assert len(asyncio.all_tasks()) == 1
         assert not watch._young
         assert not watch._ticking
+
+    play(run())
+
+
+def test_one_timer_serves_all_young_requests(play: Any) -> None:
+    async def run() -> None:
+        loop: Any = asyncio.get_running_loop()
+        watch, timers = watch_of(), []
+        with ExitStack() as stack:
+            for _ in range(5):
+                stack.enter_context(watch.request(request()))
+                timers.append(len(loop._scheduled))
+        assert timers == [1] * 5
 
     play(run())
 
@@ -579,6 +593,28 @@ def test_errors_of_shapes(value: Any, message: str) -> None:
         validate(Whole, value)
     assert str(refused.value).startswith(message)
     assert "secret" not in str(refused.value)
+
+
+class Containers(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    numbers: dict[str, int] = {}
+    pair: tuple[int, int] = (1, 2)
+    rows: list[int] = []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("numbers", "numbers: Input should be an object"),
+        ("pair", "pair: Input should be a valid array"),
+        ("rows", "rows: Input should be a valid array"),
+    ],
+)
+def test_errors_are_in_the_terms_of_json(name: str, message: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        validate(Containers, {name: 3})
+    assert str(refused.value) == message
 
 
 class Many(BaseModel):

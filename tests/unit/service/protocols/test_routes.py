@@ -392,6 +392,31 @@ def test_every_model_tokenizes_and_those_that_embed_are_first(tmp_path: Path) ->
         assert made.seen["cloze.model"] == "masks@3"
 
 
+def test_which_models_may_answer_a_route(tmp_path: Path) -> None:
+    """The gate refuses requests while all of them are full; the first one is the default's."""
+    masks = {"name": "masks", "tasks": ("fill-mask",), "embedding": None, "heads": {}}
+    both = {"name": "both", "heads": RANKER["heads"], "tasks": ("text-classification", "embed")}
+    with Service(tmp_path, [masks, {}, both]) as made:
+        models = {
+            route.path: None if route.models is None else [m.reference for m in route.models]
+            for route in made.routes
+            if (route.method, route.path) != ("GET", "/")
+        }
+        queues = {queue for r in made.routes for _, queue in r.models or ()}
+        assert queues == set(made.queues)
+    every = ["masks@3", "tiny@3", "both@3"]
+    embedding = ["tiny@3", "both@3"]
+    assert models["/fill-mask"] == ["masks@3", "tiny@3"]
+    assert models["/embed"] == models["/v1/embeddings"] == models["/embeddings"] == embedding
+    assert models["/rerank"] == ["both@3", "tiny@3"]
+    assert models["/predict"] == ["tiny@3", "both@3"]
+    assert models["/tokenize"] == models["/decode"] == [*embedding, "masks@3"]
+    assert models["/"] == models["/v2/models/{model}/infer"] == every
+    assert models["/v2/models/{model}/versions/{version}/infer"] == every
+    for path in ("/metrics", "/admin/reload", "/v1/models", "/v2", "/v2/models/{model}"):
+        assert models[path] is None
+
+
 # ---- OpenAI ------------------------------------------------------------------------------------
 
 

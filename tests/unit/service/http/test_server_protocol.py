@@ -361,6 +361,20 @@ def test_the_body_and_the_answer_have_limits_elsewhere() -> None:
     play(run)
 
 
+def test_a_body_that_ends_after_its_answer_leaves_the_connection_idle() -> None:
+    async def run() -> None:
+        transport = World().connect()
+        transport.protocol.data_received(post("/unread", b"12", length=4))
+        await settle()
+        assert statuses(transport) == [200]
+        await asyncio.sleep(5)
+        transport.protocol.data_received(b"34")
+        await asyncio.sleep(100)
+        assert transport.closed_at == pytest.approx(60.0)
+
+    play(run)
+
+
 def test_a_short_header_time_is_kept_exactly() -> None:
     async def run() -> None:
         transport = World(ConnectionLimits(0.5, 60.0, 9)).connect()

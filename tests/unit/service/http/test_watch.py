@@ -141,6 +141,20 @@ def test_one_timer_serves_all_young_requests(play: Any) -> None:
     play(run())
 
 
+def test_a_request_gets_a_timer_of_its_own_when_it_is_older_than_a_tick(play: Any) -> None:
+    async def run() -> None:
+        watch = watch_of()
+        with watch.request(request()) as first:
+            await asyncio.sleep(0.03)
+            with watch.request(request()) as second:
+                await asyncio.sleep(0.021)
+                assert (first._is_old, second._is_old) == (True, False)
+                await asyncio.sleep(0.05)
+                assert second._is_old
+
+    play(run())
+
+
 def test_the_limit_that_a_request_states(play: Any) -> None:
     async def run() -> None:
         watch = watch_of(30.0)

@@ -8,7 +8,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -154,7 +154,7 @@ def run(number: int = 7, tokens: int = 3, **terms: Any) -> frames.Run:
 @pytest.fixture
 def on_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[Callable[[Process], Awaitable[None]]], None]]:
+) -> Callable[[Callable[[Process], Awaitable[None]]], None]:
     """Return what runs a test on an event loop, with a process."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
 
@@ -168,7 +168,7 @@ def on_loop(
 
         asyncio.run(main())
 
-    yield on_loop
+    return on_loop
 
 
 OnLoop = Callable[[Callable[[Process], Awaitable[None]]], None]

@@ -130,7 +130,7 @@ def test_a_path_that_is_too_long_leaves_no_socket(tmp_path: Path, listener: sock
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
     before = len(list(Path("/proc/self/fd").iterdir()))
-    with pytest.raises(StartupError, match="engine-0.sock: .*; set TMPDIR to a short path"):
+    with pytest.raises(StartupError, match=r"engine-0\.sock: .*; set TMPDIR to a short path"):
         generation(folder, listener)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 

@@ -100,7 +100,6 @@ class Child:
         finally:
             os.close(ready_writer)
         self.started = time.monotonic()
-        self.close_reports()
         self.reports = ready
 
     def listen(self) -> bool:

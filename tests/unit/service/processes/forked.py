@@ -42,14 +42,15 @@ if told("fail"):
 while told("wait"):
     time.sleep(0.01)
 note("ready")
+os.write(child["ready"], b"1")
 while os.getppid() == child["parent"]:
-    if not told("silent"):
+    if os.path.exists(folder + "/beats") and not told("silent"):
         os.write(child["ready"], b"1")
     time.sleep(0.02)
 """
 """A child that notes what happens to it. Files of its folder say what it does: ``fail-NAME`` holds
-the exit code of its start, with ``wait-NAME`` it is not ready, with ``silent-NAME`` it does not
-report, and with ``stay-NAME`` it does not end when it retires."""
+the exit code of its start, with ``wait-NAME`` it is not ready, with ``beats`` it goes on to report
+unless there is ``silent-NAME``, and with ``stay-NAME`` it does not end when it retires."""
 
 COMMAND = (sys.executable, "-S", "-c", CHILD)
 

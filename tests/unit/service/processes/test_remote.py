@@ -293,7 +293,7 @@ def test_the_expected_wait_is_the_shortest_of_the_running_engines(
         monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
         for number, wait_s in enumerate((5.0, 3.0, 1.0)):
             wire = engines.start(number)
-            engines.queue.submit([], now[0] + 60, client="a")
+            engines.submit(3, client="a")
             engines.answer(number, wire.runs[-1], RESULT, wait_s)
             engines.links[number].dead = "not now"
         assert engines.queue.expected_wait("a", 3, None) == NO_WAIT

@@ -259,7 +259,6 @@ class Supervisor:
 def _signal_pipe() -> int:
     """Return a descriptor that becomes readable after a signal."""
     reader, writer = os.pipe()
-    os.set_blocking(reader, False)
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
     return reader

@@ -36,7 +36,9 @@ signal.signal(signal.SIGUSR1, retire)
 signal.signal(signal.SIGTERM, end)
 note("start")
 with open(f"{folder}/config-{name}", "w") as config:
-    config.write(sys.argv[1])
+    json.dump(child | {"environment": dict(os.environ)}, config)
+for descriptor in child["listeners"]:
+    os.fstat(descriptor)
 if told("fail"):
     sys.exit(int(open(f"{folder}/fail-{name}").read()))
 while told("wait"):

@@ -71,7 +71,13 @@ def test_a_child_that_is_not_kept_does_not_start_again(
 ) -> None:
     child = made(listener)
     child.is_kept = False
+    gauges = [tmp_path / f"gauge_livesum_engine-{number}.db" for number in (0, 1)]
+    for file in gauges:
+        file.touch()
+    child.reports = os.open("/dev/null", os.O_RDONLY)
     child.note_end(0, tmp_path)
+    assert child.reports is None
+    assert [file.exists() for file in gauges] == [False, True], "its gauges end with it"
     assert (child.process, child.started, child.delay_s) == (None, 0.0, 0.25)
     assert child.kind == "engine"
 

@@ -43,6 +43,7 @@ from cloze.service.processes.start import ChildConfig
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import Settings
 from tests import encodings
+from tests.test_tracing import collecting
 from tests.unit.service.processes.forked import Fork, forked, publish
 from tests.unit.service.tasks.model import manifest
 
@@ -393,6 +394,29 @@ async def asked(path: Path, fork: Fork) -> None:
             fork.send(signal.SIGTERM)
         connecting.cancel()
         await asyncio.gather(connecting, return_exceptions=True)
+
+
+def test_a_process_sends_its_last_spans(path: Path) -> None:
+    publish(path.parent / "store")
+    with collecting() as (collector, url), socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        context, reader, writer = engine_fork(
+            path, lambda *_: FakeEngine(), listener=listener, traces_endpoint=url
+        )
+        with context as fork:
+            os.close(writer)
+            with socket.socket(socket.AF_UNIX) as front_end:
+                front_end.connect(str(path))
+                message = frames.encode_run(run(trace=f"00-{'a' * 32}-{'b' * 16}-01"))
+                front_end.sendall(struct.pack("=I", len(message)) + message)
+                received = b""
+                while b"embedding" not in received:
+                    received += front_end.recv(10_000)
+                fork.send(signal.SIGTERM)
+            assert fork.code() == 0, fork.log
+        os.close(reader)
+        assert len(collector.spans) == 1
 
 
 def test_a_process_that_cannot_start_says_why(path: Path) -> None:

@@ -1,7 +1,9 @@
 """The queue of a front end, with engine processes that are played by hand."""
 
 import asyncio
+import concurrent.futures
 import struct
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -21,7 +23,9 @@ from cloze.service.core import (
     ShuttingDown,
 )
 from cloze.service.processes import frames, remote
-from cloze.service.processes.remote import EngineLink, RemoteQueue
+from cloze.service.processes.remote import EngineLink, RemoteQueue, _settle
+from tests.leaping_loop import run_leaping
+from tests.waiting import wait_until
 
 
 class Wire:
@@ -416,3 +420,81 @@ def test_a_link_connects_again_and_closes_at_the_end(tmp_path: Path) -> None:
         server.close()
 
     asyncio.run(main())
+
+
+def test_a_cancelled_request_wakes_those_who_wait_for_it() -> None:
+    def test() -> None:
+        engines = Engines()
+        engines.start()
+        future = engines.submit()
+        thread = threading.Thread(target=lambda: concurrent.futures.wait([future], 20))
+        thread.start()
+        wait_until(lambda: bool(future._waiters))  # type: ignore[attr-defined]
+        future.cancel()
+        thread.join(10)
+        assert not thread.is_alive()
+
+    on_loop(test)
+
+
+def test_a_request_is_not_cancelled_at_an_engine_that_is_gone() -> None:
+    def test() -> None:
+        engines = Engines()
+        wire = engines.start()
+        future = engines.submit()
+        engines.links[0].lost()
+        future.cancel()
+        assert len(wire.sent) == 1
+        assert engines.queue.queued_tokens == 0
+
+    on_loop(test)
+
+
+def test_a_future_that_has_ended_keeps_its_end() -> None:
+    future: Future[BatchResult] = Future()
+    future.cancel()
+    _settle(future, RESULT)
+    _settle(future, EngineDead("late"))
+    assert future.cancelled()
+
+
+def test_time_for_the_next_process_counts_from_the_first_loss() -> None:
+    async def main() -> tuple[float, float]:
+        engines = Engines()
+        loop = asyncio.get_running_loop()
+        engines.start()
+        future = engines.submit()
+        engines.links[0].lost()
+        await asyncio.sleep(10)
+        engines.links[0].lost()
+        ends: list[float] = []
+        future.add_done_callback(lambda _: ends.append(loop.time()))
+        await asyncio.sleep(60)
+        assert isinstance(future.exception(0), EngineDead)
+        assert not engines.links[0].keeps_requests
+        engines.start()
+        later = engines.submit()
+        await asyncio.sleep(60)
+        assert not later.done(), "nothing gives up while an engine runs"
+        engines.links[0].lost()
+        begin = loop.time()
+        later.add_done_callback(lambda _: ends.append(loop.time() - begin))
+        await asyncio.sleep(60)
+        return ends[0], ends[1]
+
+    assert run_leaping(main()) == (15.0, 15.0)
+
+
+def test_an_engine_with_other_models_ends_no_wait() -> None:
+    async def main() -> None:
+        engines = Engines()
+        engines.start()
+        future = engines.submit()
+        engines.links[0].lost()
+        engines.start(reference="bert@2")
+        assert engines.links[0].keeps_requests
+        await asyncio.sleep(60)
+        error = future.exception(0)
+        assert str(error) == "the engine is dead: engine-0 serves other models than this front end"
+
+    run_leaping(main())

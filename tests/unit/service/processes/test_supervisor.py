@@ -6,6 +6,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -162,6 +163,9 @@ def test_children_are_told_what_they_need(server: Server) -> None:
     assert engine["settings"]["model"] == front_end["settings"]["model"] == ["tiny@1"]
     assert engine["listeners"] != front_end["listeners"]
     assert len(engine["listeners"]) == len(front_end["listeners"]) == 1
+    for child in (engine, front_end):
+        assert child["environment"]["PROMETHEUS_MULTIPROC_DIR"] == str(server.folder)
+        assert child["environment"]["PATH"] == os.environ["PATH"]
 
 
 def test_a_signal_ends_a_start(server: Server) -> None:
@@ -241,6 +245,16 @@ def test_a_child_that_does_not_report_is_replaced(
         assert server.names("start").count("engine-0") == 1
 
 
+def stop_for(seconds: float, *pids: int) -> None:
+    """Stop processes for so long."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    end = time.monotonic() + seconds
+    wait_until(lambda: time.monotonic() > end)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+
+
 def test_nobody_is_replaced_when_all_processes_were_stopped(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,18 +263,7 @@ def test_nobody_is_replaced_when_all_processes_were_stopped(
     server.tell("beats")
     with server.serving():
         pids = [pid for event, _, pid in server.events if event == "start"]
-        for pid in (server.fork.pid, *pids):
-            os.kill(pid, signal.SIGSTOP)
-        stopped = (server.folder / "events").stat().st_mtime
-        marker = server.folder / "clock"
-
-        def has_passed() -> bool:
-            marker.touch()
-            return marker.stat().st_mtime > stopped + 1.5
-
-        wait_until(has_passed)
-        for pid in (server.fork.pid, *pids):
-            os.kill(pid, signal.SIGCONT)
+        stop_for(1.5, server.fork.pid, *pids)
         os.kill(server.pids("frontend-1")[0], signal.SIGKILL)  # so that the supervisor has looked
         wait_until(lambda: len(server.pids("frontend-1", "ready")) == 2)
         assert "it is replaced" not in server.fork.log
@@ -322,6 +325,45 @@ def test_a_reload_waits_until_the_last_one_has_ended(server: Server) -> None:
         until_reloaded(server, 1)
         assert server.restarts("frontend") == 0
         assert server.stop() == 0
+
+
+def test_processes_that_only_start_are_not_ready_after_a_stop(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_LOOK_EVERY_S", 0.1)
+    waits = server.tell("wait", "engine-1.2")
+    with server.serving():
+        server.reload()
+        wait_until(lambda: server.pids("engine-1.2") != [])
+        stop_for(0.5, server.fork.pid)
+        os.kill(server.pids("frontend-1")[0], signal.SIGKILL)  # so that the supervisor has looked
+        wait_until(lambda: len(server.pids("frontend-1", "ready")) == 2)
+        assert server.report.changes is None
+        assert "frontend-0.2" not in server.names("start")
+        waits.unlink()
+        until_reloaded(server, 2)
+
+
+def series(file: Path) -> set[str]:
+    values: Any = MmapedDict.read_all_values_from_file(str(file))
+    return {json.loads(key)[2]["version"] for key, *_ in values}
+
+
+def test_the_metrics_of_replaced_processes_leave(server: Server) -> None:
+    with server.serving():
+        counters = server.folder / "counter_frontend-1.db"
+        written: Any = MmapedDict(str(counters))
+        for version in ("1", "2", "3"):
+            labels = {"model": "tiny", "version": version}
+            written.write_value(json.dumps(["cloze_x", "cloze_x_total", labels, "help"]), 1.0, 0.0)
+        written.close()
+        gauges = server.folder / "gauge_livesum_engine-0.db"
+        gauges.touch()
+        publish(server.store)
+        server.reload()
+        until_reloaded(server, 2)
+        wait_until(lambda: series(counters) == {"2"})
+        assert not gauges.exists()
 
 
 def refused(server: Server, reason: str) -> None:

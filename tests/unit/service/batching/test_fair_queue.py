@@ -247,6 +247,18 @@ def test_what_could_end_too_late_goes_before_turns(now: list[float]) -> None:
     assert queue.took(1, rate=10.0) == [12], "the others have no deadline"
 
 
+@pytest.mark.parametrize(("left_s", "first"), [(0.06, 20), (0.04, 10)])
+def test_turns_decide_while_a_twentieth_of_a_second_is_left(
+    now: list[float], left_s: float, first: int
+) -> None:
+    now[0] = 1000.0 - left_s
+    queue = Queue()
+    queue.put("a", 20)
+    # Due at 1001 s, after a second of work.
+    queue.put("b", 10, deadline=now[0] + (1001.01 - now[0]) / 0.9)
+    assert queue.took(1, rate=10.0) == [first]
+
+
 def test_without_a_rate_turns_decide(now: list[float]) -> None:
     queue = Queue()
     queue.put("a", 20)

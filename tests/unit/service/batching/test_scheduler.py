@@ -216,6 +216,41 @@ def test_limits_that_are_not_set_do_not_limit() -> None:
     assert (LIMITS.batch_latency_s, LIMITS.max_wait_s) == (0.0, 0.0)
 
 
+def test_a_batch_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stepped()
+    (worker, _) = made.workers
+    now, durations = [1000.0], iter([0.5, 0.0])
+    monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now[0])
+
+    class Timed(FakeEngine):
+        def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+            now[0] += next(durations)
+            return super().run(batch, alone=alone)
+
+    made._engine = Timed()
+    for rate in (20.0, 20.0 + 0.1 * (10 / 1e-9 - 20.0)):
+        future = made.submit([sized(10)], 2000.0)
+        made.look(worker)
+        made.run(worker)
+        assert made._admission.tokens_per_s == pytest.approx(rate)
+        assert future.result(0)
+
+
+def test_a_dead_engine_runs_nothing_more() -> None:
+    made = stepped()
+    (worker, _) = made.workers
+    future = made.submit([sized(10)], later())
+    made.look(worker)
+    made._die("it hangs")
+    made.run(worker)
+    engine: Any = made._engine
+    assert engine.batches == []
+    assert str(future.exception(0)) == "the engine is dead: it hangs"
+    assert made.deaths == ["it hangs"]
+    made._die("again")
+    assert (made.deaths, made.dead) == (["it hangs"], "it hangs")
+
+
 # ---- requests -----------------------------------------------------------------------------------
 
 

@@ -221,9 +221,6 @@ class OnCuda:
     def get_providers(self) -> list[str]:
         return list(self.providers) if CUDA in self.names else ["CPUExecutionProvider"]
 
-    def disable_fallback(self) -> None:
-        """Do nothing."""
-
     def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
         return Scripted().run(wanted, feeds)
 

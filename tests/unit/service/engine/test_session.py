@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 import sys
 import types
 import weakref
@@ -24,6 +25,11 @@ from cloze.service.engine.session import (
     temporary_folder,
 )
 from tests.unit.service.engine.test_engine import TABLE, write_graph
+
+
+def test_the_runtime_sends_no_telemetry() -> None:
+    assert os.environ["ORT_DISABLE_TELEMETRY"] == "1"
+
 
 # ---- on a CPU -----------------------------------------------------------------------------------
 

@@ -189,7 +189,8 @@ def supervisor(folder: Path, *reports: ReloadReport) -> Iterator[list[int]]:
 
 
 def asked(folder: Path, *, draining: bool = False) -> Changes:
-    return asyncio.run(ask_supervisor(os.getpid(), folder, lambda: draining))
+    asking = ask_supervisor(os.getpid(), folder, lambda: draining)
+    return asyncio.run(asyncio.wait_for(asking, 10))
 
 
 def test_only_a_report_of_a_later_reload_counts(tmp_path: Path) -> None:

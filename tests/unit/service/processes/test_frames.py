@@ -283,3 +283,24 @@ def test_a_view_of_a_message_is_decoded() -> None:
     assert run.number == 1
     with pytest.raises(ValueError, match="read-only"):
         run.encodings[0].input_ids[0] = 9
+
+
+def test_every_field_of_a_result_must_be_there() -> None:
+    masks = MaskedLMResult(
+        np.array([[3.0]], np.float32),
+        np.array([[30]]),
+        np.array([4.0], np.float32),
+        np.array([[0.5]], np.float32),
+    )
+    message = encode_answer(Answer(1, BatchResult([{"masked_lm": masks}], 0.0, 0.0)))
+    fields = msgspec.msgpack.decode(message)
+    columns = next(each for each in fields if isinstance(each, list) and isinstance(each[0], list))
+    with pytest.raises(MalformedMessage, match="TypeError"):
+        decode_answer(changed(message, columns, columns[:-1]))
+
+
+def test_a_request_that_is_nested_too_deeply_is_malformed() -> None:
+    requests = msgspec.msgpack.decode(RUN)[6]
+    deep = msgspec.Raw(b"\x91" * 100_000 + b"\x00")
+    with pytest.raises(MalformedMessage, match="RecursionError"):
+        decode_request(changed(RUN, requests, [{"masked_lm": deep}, {}]))

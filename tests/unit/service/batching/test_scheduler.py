@@ -291,6 +291,24 @@ def test_a_drain_refuses_new_requests_only() -> None:
             made.submit([sized(5)], later(), **options)
 
 
+def test_what_was_admitted_in_an_earlier_round_is_next() -> None:
+    made = stepped()
+    (worker, _) = made.workers
+    made.submit([sized(10)], later())
+    made.submit([sized(11)], later(), later_round=True)
+    made.look(worker)
+    assert [len(queued.encoding) for queued in worker.batch] == [11]
+
+
+def test_a_stated_time_limit_has_its_own_line() -> None:
+    made = stepped()
+    made._admission.tokens_per_s = 10.0
+    made.submit([sized(10)], later(), timeout_s=5.0, client="a")
+    made.submit([sized(4)], later(), client="a")
+    assert made.expected_wait("a", 1, 5.0).seconds == pytest.approx(2.0)
+    assert made.expected_wait("a", 1, None).seconds == pytest.approx(0.8)
+
+
 def test_a_request_comes_back_only_if_it_says_so() -> None:
     made = stepped(max_wait_s=1.0)
     made._admission.tokens_per_s = 10.0

@@ -97,6 +97,7 @@ def test_packed_weights_lie_in_a_file_beside_the_graph(
     original = ort.InferenceSession
 
     def opened(file: Path, options: Any, **rest: Any) -> Any:
+        assert rest == {"providers": ["CPUExecutionProvider"], "enable_fallback": 0}
         if options.optimized_model_filepath:
             written.append(
                 {name: options.get_session_config_entry(name) for name in sessions._PREPARE}

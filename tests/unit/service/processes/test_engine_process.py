@@ -1,6 +1,7 @@
 """An engine process: its front ends, its answers, its figures, and its end."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -364,7 +365,9 @@ def test_a_process_answers_until_sigterm(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        context, reader, writer = engine_fork(path, make_engine, listener=listener)
+        context, reader, writer = engine_fork(
+            path, make_engine, listener=listener, log_format="json"
+        )
         with context as fork:
             os.close(writer)
             assert os.read(reader, 1) == b"1"
@@ -373,7 +376,8 @@ def test_a_process_answers_until_sigterm(path: Path) -> None:
             assert os.read(reader, 100).strip(b"1") == b""
             assert os.read(reader, 100) == b""
         os.close(reader)
-    assert "serving tiny@1" in (path.parent / "output").read_text()
+    lines = [json.loads(line) for line in (path.parent / "output").read_text().splitlines()]
+    assert any("serving tiny@1" in json.dumps(line) for line in lines)
     assert list(path.parent.glob("*_engine-0.db")), "the metrics have the name of the process"
 
 

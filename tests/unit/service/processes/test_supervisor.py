@@ -446,11 +446,16 @@ def test_a_server_leaves_no_folder(
     monkeypatch.setattr(tempfile, "tempdir", str(folders))
     monkeypatch.setenv("CLOZE_GUPS", "1")
     admin = tmp_path / "admin.sock"
-    settings = Settings(model_store=server.store, frontends=1, port=0, admin_socket=admin)
+    settings = Settings(
+        model_store=server.store, frontends=1, port=0, admin_socket=admin, log_format="json"
+    )
     run: Callable[[], int] = lambda: supervise(settings, server.command)  # noqa: E731
     with forked(run, tmp_path / "output") as fork:
         wait_until(lambda: "1 front ends are ready" in fork.log)
         (folder,) = folders.iterdir()
+        assert folder.name.startswith("cloze-")
+        lines = [json.loads(line) for line in fork.log.splitlines()]
+        assert any("1 front ends are ready" in json.dumps(line) for line in lines)
         server.folder = folder
         assert "the variable CLOZE_GUPS is not a setting" in fork.log
         front_end = json.loads((folder / "config-frontend-0").read_text())

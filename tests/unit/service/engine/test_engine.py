@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
 from cloze.model_store import Bundle
+from cloze.model_store.installation import install_command
 from cloze.model_store.layouts import Feeds
 from cloze.model_store.manifest import Precision
 from cloze.service.core import Device, StartupError
@@ -346,5 +347,6 @@ def test_two_builds_of_the_runtime_are_one_too_many(
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.27.0\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(StartupError, match="both onnxruntime and onnxruntime-gpu are installed"):
+    with pytest.raises(StartupError, match="both onnxruntime and onnxruntime-gpu") as caught:
         sessions.providers()
+    assert f"uninstall both, then: {install_command('cpu')} (or gpu" in str(caught.value)

@@ -187,6 +187,9 @@ class Changes:
 Reload = Callable[[], Awaitable[Changes]]
 """Serves what the store, the keys and the certificate hold now, or raises `ReloadRefused`."""
 
+BUSY: Final = "another reload is under way, or its old models still answer requests; ask again"
+"""Why a reload that is asked for by a request is refused at once; a signal waits."""
+
 
 class StartupError(Exception):
     """The server cannot start because of a setting, a bundle, a device or a port.

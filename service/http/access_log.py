@@ -84,6 +84,9 @@ class AccessLog:
         self._writer = writer
         self._waiting: deque[AccessRecord] = deque()
         self._formatting = threading.Lock()
+
+    def begin(self) -> None:
+        """Begin to write what is added, until the process ends."""
         threading.Thread(target=self._write_often, name="access log", daemon=True).start()
         atexit.register(self.flush, _WRITE_EVERY_S)
 

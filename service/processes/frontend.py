@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import uvloop
 
@@ -56,7 +57,7 @@ class EngineProcesses:
             await asyncio.wait_for(self._up.wait(), _ENGINE_WAIT_S)
 
 
-async def serve(config: ChildConfig) -> None:
+async def run_front_end(config: ChildConfig) -> None:
     """Answer HTTP until SIGTERM.
 
     Raises:
@@ -65,11 +66,13 @@ async def serve(config: ChildConfig) -> None:
     engines = EngineProcesses(config)
     service = app.front_end(config.settings, engines)
     folder = config.engine_sockets[0].parent
-    service.on_reload(lambda: ask_supervisor(config.parent, folder, lambda: service.draining))
+    service.reload_elsewhere = partial(
+        ask_supervisor, config.parent, folder, is_draining=lambda: service.draining
+    )
     async with asyncio.TaskGroup() as tasks:
         connections = [tasks.create_task(link.run()) for link in engines.links]
         await engines.wait_for_one()
-        await server.serve(
+        await server.answer_http(
             service,
             config.settings,
             [socket.socket(fileno=descriptor) for descriptor in config.listeners],
@@ -86,7 +89,7 @@ def main() -> int:
     server.begin(config.settings)
     write_as(config.name)
     try:
-        uvloop.run(serve(config))
+        uvloop.run(run_front_end(config))
     except StartupError as error:
         sys.stderr.write(f"cloze: {error}\n")
         return 2

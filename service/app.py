@@ -28,7 +28,6 @@ from cloze.service.core import (
     ShuttingDown,
     StartupError,
 )
-from cloze.service.http.access_log import AccessLog
 from cloze.service.http.answers import Answers
 from cloze.service.http.caller import Callers
 from cloze.service.http.connection import Connection, DirectRoutes
@@ -38,6 +37,7 @@ from cloze.service.http.keys import Keys
 from cloze.service.http.memory_limit import MemoryLimit
 from cloze.service.http.starts import Starts
 from cloze.service.http.watch import RequestWatch
+from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics, ModelInfo, QueueState
 from cloze.service.pipeline import Models, Pipeline, task_limits
 from cloze.service.protocols import (

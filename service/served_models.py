@@ -23,7 +23,7 @@ from cloze.service.core import (
     StartupError,
     first_line,
 )
-from cloze.service.memory_need import check_memory
+from cloze.service.graph_choice import check_memory
 from cloze.service.settings import CPU_BATCH_TOKENS, Settings
 
 log = logging.getLogger("cloze")

@@ -10,12 +10,12 @@ from starlette.responses import Response
 
 from cloze.service.abandonment import run_on_thread
 from cloze.service.core import EmptyRequest, InvalidRequest
-from cloze.service.http.access_log import RequestCost
 from cloze.service.http.bodies import receive, run_anywhere
 from cloze.service.http.gate import GateModel
 from cloze.service.http.memory_limit import SMALL_BYTES
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.http.watch import WatchedRequest
+from cloze.service.logs import RequestCost
 from cloze.service.pipeline import Models, Pipeline, TaskResult
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.tasks import Task, TaskCall

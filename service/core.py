@@ -7,7 +7,7 @@
     |   +-- MalformedRequest    the body is not JSON
     |   +-- SlowRequest         the body did not arrive in time
     |   +-- InvalidRequest      a value is malformed or out of its limits
-    |   +-- EmptyRequest        the request has no text
+    |   +-- EmptyRequest        the request has no text, or an empty one
     |   +-- RequestTooLarge     the body has more bytes than the limit
     |   +-- Unauthorized        the request has no valid API key
     |   +-- Forbidden           the key lacks the scope, or the host is another
@@ -53,8 +53,35 @@ class ServiceError(Exception):
     """The reason why a request gets no result. The client receives the message."""
 
 
+class Location(tuple[str | int, ...]):
+    """A place in a request: names of fields, and numbers of elements.
+
+    As text it is like ``inputs[3].question``.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        shown = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in self)
+        return "".join(shown).removeprefix(".")
+
+    def below(self, *parts: str | int) -> "Location":
+        """Return a place within this one."""
+        return Location((*self, *parts))
+
+
 class RequestError(ServiceError):
-    """The request is wrong; a retry of the same request fails again."""
+    """The request is wrong; a retry of the same request fails again.
+
+    Attributes:
+        problem: what is wrong.
+        at: the place of what is wrong, with which the message begins; None: the problem names it,
+            or has no single place.
+    """
+
+    def __init__(self, problem: str, at: Location | None = None) -> None:
+        super().__init__(f"{at} {problem}" if at else problem)
+        self.problem, self.at = problem, at
 
 
 class MalformedRequest(RequestError):
@@ -70,7 +97,7 @@ class InvalidRequest(RequestError):
 
 
 class EmptyRequest(RequestError):
-    """The request has no text."""
+    """The request has no text, or one of its texts is empty."""
 
 
 class RequestTooLarge(RequestError):

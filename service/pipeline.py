@@ -54,6 +54,7 @@ class TaskResult(NamedTuple):
         truncated: number of texts that were cut.
         warnings: messages for the client, in ASCII.
         timings: the time of each part of the request.
+        texts: number of texts, pairs or questions of the request.
         is_large: whether writing the value may take milliseconds.
         usage: how much of each input was used; None unless the client asks.
     """
@@ -63,6 +64,7 @@ class TaskResult(NamedTuple):
     truncated: int
     warnings: tuple[str, ...]
     timings: Timings
+    texts: int = 1
     is_large: bool = False
     usage: Sequence[TextUsage] | None = None
 
@@ -191,6 +193,7 @@ class Pipeline:
         tokenized = time.monotonic()
         batch = await self._run_engine(prepared.encodings, terms)
         tokens, truncated = sum(map(len, prepared.encodings)), prepared.truncated
+        texts = prepared.texts
         warnings, usage = prepared.warnings, prepared.usage
         queue_s, inference_s = batch.queue_s, batch.inference_s
         while prepared.advance is not None:
@@ -214,6 +217,7 @@ class Pipeline:
             truncated=truncated,
             warnings=warnings,
             timings=Timings(tokenized - started, queue_s, inference_s, started),
+            texts=texts,
             is_large=is_large,
             usage=usage,
         )

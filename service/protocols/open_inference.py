@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
-from cloze.service.core import InvalidRequest, UnknownModel, WrongTask
+from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask
 from cloze.service.http.bodies import parse, read_body, run_anywhere, validate
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
 from cloze.service.http.routes import JSON, RAW, BytesResponse, Handler, Route, RouteDoc
@@ -88,10 +88,7 @@ class _TaskModel:
             texts[tensor.name] = _texts(tensor)
         given = body.parameters or {}
         given = {name: value for name, value in given.items() if name not in _OWN_PARAMETERS}
-        try:
-            parameters = validate(self.task.parameters, given)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"parameters.{error}") from None
+        parameters = validate(self.task.parameters, given, Location(("parameters",)))
         return TaskCall(self.tensors.to_inputs(texts), parameters)
 
     def _respond(self, request: Request, body: InferBody, result: TaskResult) -> Response:

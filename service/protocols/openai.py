@@ -154,7 +154,7 @@ _EMBEDDINGS: Final = TaskRoute(
         headers=TIMING_HEADERS,
         errors=tuple(sorted(set(map(without_422, ERROR_STATUSES)))),
     ),
-    names={"inputs": "input"},
+    names={("inputs",): "input"},
 )
 
 

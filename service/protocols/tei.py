@@ -199,9 +199,9 @@ _RERANK: Final = TaskRoute(
     ),
     warnings=ignored_fields,
     names={
-        "inputs.source_sentence": "query",
-        "inputs.sentences": "texts",
-        "inputs": "texts",
+        ("inputs", "source_sentence"): "query",
+        ("inputs", "sentences"): "texts",
+        ("inputs",): "texts",
     },
     serving=_ranking,
 )
@@ -278,7 +278,7 @@ _DECODE: Final = TaskRoute(
         one_text={"ids": [2, 43, 1596, 18, 3]},
     ),
     warnings=ignored_fields,
-    names={"inputs": "ids"},
+    names={("inputs",): "ids"},
     serving=_all_models,
 )
 

@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cloze.model_store import Bundle
 from cloze.service.application import PAGES, Snapshot, create_app, protected
 from cloze.service.batching.promises import Promises
 from cloze.service.core import (
@@ -81,14 +80,6 @@ class Registries:
 DEFAULT_REGISTRIES: Final = Registries(TASKS, PROTOCOLS)
 
 
-class RemoteEngines(Protocol):
-    """The connections of a front end to engines in other processes."""
-
-    def models(self, bundles: Sequence[Bundle]) -> list[ServedModel]:
-        """Return the served models, in the order of their bundles."""
-        ...
-
-
 def single_process(
     settings: Settings,
     make_engine: EngineFactory | None = None,
@@ -113,17 +104,16 @@ def single_process(
     return Service(settings, registries, metrics, models, opener=opener, tracing=tracing)
 
 
-def front_end(settings: Settings, engines: RemoteEngines) -> "Service":
+def front_end(settings: Settings, models: Sequence[ServedModel]) -> "Service":
     """Return a service whose engines run in other processes, which a supervisor restarts.
 
     Args:
         settings: the operator's settings.
-        engines: the connections to the engine processes.
+        models: the served models, in the order of preference.
 
     Raises:
-        StartupError: the store is empty, or a bundle does not open.
+        StartupError: the keys or a tokenizer cannot be read.
     """
-    models = engines.models(open_bundles(settings))
     tracing = make_tracing(settings, operations.QUIET_ROUTES)
     return Service(settings, DEFAULT_REGISTRIES, Metrics(shared=True), models, tracing=tracing)
 

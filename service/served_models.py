@@ -177,11 +177,7 @@ class LocalModels:
             engine.precision,
             engine.reason,
         )
-        return ServedModel(bundle, queue, _precision_of(engine))
-
-
-def _precision_of(engine: Engine) -> Callable[[], str]:
-    return lambda: engine.precision
+        return ServedModel(bundle, queue, lambda: engine.precision)
 
 
 def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:

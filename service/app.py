@@ -93,15 +93,24 @@ def single_process(
         registries: the tasks and protocols to offer.
 
     Raises:
-        StartupError: the store is empty, a bundle does not open, or the device is missing.
+        StartupError: the store is empty, a bundle does not open, or the device is missing; or the
+            keys or the certificate cannot be read.
     """
     bundles = open_bundles(settings)
+    # An error of the operator is found before the models take their time.
+    Certificate(settings.tls_certificate, settings.tls_key).check()
+    if settings.keys_file is not None:
+        Keys(settings.keys_file)
     metrics = Metrics()
     tracing = make_tracing(settings, operations.QUIET_ROUTES)
     callbacks = EngineCallbacks(with_spans(metrics.observe_batch, tracing))
     opener = LocalModels(settings, callbacks, make_engine)
     models = opener.open(bundles)
-    return Service(settings, registries, metrics, models, opener=opener, tracing=tracing)
+    try:
+        return Service(settings, registries, metrics, models, opener=opener, tracing=tracing)
+    except BaseException:
+        close_models(models)
+        raise
 
 
 def front_end(settings: Settings, models: Sequence[ServedModel]) -> "Service":
@@ -297,7 +306,7 @@ class Service:
     @property
     def dead(self) -> str | None:
         """Why an engine is dead; None while all engines run."""
-        reasons = (model.queue.dead for model in self.snapshot.by_name.values())
+        reasons = (p.model.queue.dead for p in self.snapshot.models.pipelines)
         return next((reason for reason in reasons if reason is not None), None)
 
     def unready(self) -> ServiceError | None:

@@ -129,7 +129,7 @@ class ReloadRefused(RequestError):
 
 
 class Rejection(StrEnum):
-    """Why the server does not answer a request, though the request may be right."""
+    """Why the state of the server keeps a request from its result."""
 
     WAIT = "wait"  # it would wait for too long
     DEADLINE = "deadline"  # it would end after its time limit
@@ -146,7 +146,7 @@ class Overloaded(ServiceError):
 
     Attributes:
         retry_after_s: seconds until the server is likely to admit the request.
-        reason: what there is too much of.
+        reason: why the server refuses the request.
     """
 
     def __init__(
@@ -259,11 +259,11 @@ class RequestTerms(NamedTuple):
 
 
 class ExpectedWait(NamedTuple):
-    """How long a request that arrives now would wait.
+    """The wait of a request that arrives now.
 
     Attributes:
-        seconds: until its first batch.
-        per_request_s: by which the request would delay the next one like it.
+        seconds: seconds until its first batch starts.
+        per_request_s: seconds by which each such request delays the next one.
     """
 
     seconds: float
@@ -277,10 +277,10 @@ class Timings(NamedTuple):
     """The time of each part of a request, in seconds.
 
     Attributes:
-        tokenize_s: until the texts are tokenized.
-        queue_s: until a worker takes the first encoding.
-        inference_s: until the outputs of all encodings are there.
-        began: `time.monotonic` time at which the first part began.
+        tokenize_s: tokenization.
+        queue_s: from then until a worker takes the first encoding, summed over all rounds.
+        inference_s: from then until the last output, summed over all rounds.
+        began: `time.monotonic` time at which the tokenization began.
     """
 
     tokenize_s: float

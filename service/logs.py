@@ -24,7 +24,9 @@ LogFormat = Literal["text", "json"]
 
 _STDERR = 2
 _CHUNK_BYTES = 4096
+"""Bytes that a pipe which is ready for writing takes at once (`PIPE_BUF` of Linux)."""
 _MOST_WAITING = 20_000
+"""Most lines that wait for a reader; further lines are counted and dropped."""
 _LAST_WAIT_S = 1.0
 """Longest wait for a reader at the end of the process, per chunk."""
 

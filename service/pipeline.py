@@ -83,7 +83,7 @@ def task_limits(settings: Settings, manifest: Manifest) -> TaskLimits:
 
 
 async def _at_once() -> None:
-    """Wait for nothing."""
+    """Return at once."""
 
 
 class Completions:

@@ -40,6 +40,9 @@ class NoTransport(asyncio.Transport):
         """Return False."""
         return False
 
+    def resume_reading(self) -> None:
+        """Do nothing."""
+
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Return the addresses of a connection."""
         return ("127.0.0.1", 1) if name in ("peername", "sockname") else default

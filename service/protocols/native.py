@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, create_model
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.http.errors import STATUS
+from cloze.service.http.errors import ERROR_STATUSES
 from cloze.service.http.routes import NPY, RAW, BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
 from cloze.service.protocols import operations, vectors
@@ -63,7 +63,7 @@ def _dispatch_doc(task_routes: Mapping[str, TaskRoute]) -> RouteDoc:
         examples=examples,
         media_types=(RAW, NPY),
         headers={**TIMING_HEADERS, **vectors.HEADERS},
-        errors=tuple(sorted({status for status, _ in STATUS.values()})),
+        errors=ERROR_STATUSES,
     )
 
 
@@ -87,7 +87,7 @@ def task_route(task: Task) -> TaskRoute:
         examples={example.title: example.body for example in task.examples},
         media_types=(RAW, NPY) if task.vectors else (),
         headers={**TIMING_HEADERS, **(vectors.HEADERS if task.vectors else {})},
-        errors=tuple(sorted({status for status, _ in STATUS.values()})),
+        errors=ERROR_STATUSES,
     )
     warnings = ignored_fields if task.name in _SHARED else None
     check = vectors.check if task.vectors else None

@@ -10,13 +10,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.core import Overloaded, Rejection, Timings
 from cloze.service.http import connection as connection_module
-from cloze.service.http.access_log import AccessLog, RequestCost
 from cloze.service.http.answers import CONNECTION, Answers
 from cloze.service.http.connection import OTHER_ROUTE, Connection, DirectRoutes
 from cloze.service.http.gate import _PASSED, ARRIVED
 from cloze.service.http.memory_limit import Hold
 from cloze.service.http.one_write import OneWrite
 from cloze.service.http.watch import ANSWER_BYTES
+from cloze.service.logs import AccessLog, RequestCost
 from cloze.service.metrics import Metrics
 
 

@@ -11,7 +11,6 @@ from starlette.types import Scope
 from cloze.service.batching.promises import PromiseKey, Promises
 from cloze.service.core import BatchResult, ExpectedWait, ServiceError
 from cloze.service.http import gate as gate_module
-from cloze.service.http.access_log import AccessLog
 from cloze.service.http.caller import Callers
 from cloze.service.http.gate import (
     ARRIVED,
@@ -23,6 +22,7 @@ from cloze.service.http.gate import (
     note_start,
 )
 from cloze.service.http.starts import Starts
+from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
 
 

@@ -215,6 +215,7 @@ def test_lines_are_written_soon_by_a_thread_of_the_log() -> None:
 
     writer: Any = Writer()
     log = AccessLog("json", logging.INFO, 1.0, frozenset(), writer)
+    log.begin()
     for status in (200, 201):
         log.add(record(status))
     (thread, first), (_, second) = written.get(timeout=10), written.get(timeout=10)

@@ -25,7 +25,6 @@ from cloze.service.core import (
     SlowRequest,
     UnsupportedEncoding,
 )
-from cloze.service.http import bodies as bodies_module
 from cloze.service.http.answers import Answers
 from cloze.service.http.bodies import parse, read_body, receive, run_anywhere, validate
 from cloze.service.http.caller import Callers
@@ -656,12 +655,3 @@ def test_four_errors_of_the_first_field_are_named() -> None:
     assert str(refused.value) == shown
     with pytest.raises(InvalidRequest, match=r"^a: Field required$"):
         validate(Many, {})
-
-
-def test_names_of_types_are_no_places() -> None:
-    """A field with several types has pydantic's name of each type in the place of its errors."""
-    for part in ("str", "int", "list[int]", "function-after[f(), list]", "Part"):
-        assert bodies_module._location(("inputs", 3, part, "x")) == "inputs.3.x"
-    for part in ("string", "integer", "listed", "a"):
-        assert bodies_module._location(("inputs", part)) == f"inputs.{part}"
-    assert bodies_module._location(("Part",)) == "the body"

@@ -31,7 +31,7 @@ from cloze.model_store.heads.token_classification import TokenClassificationResu
 from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
 from cloze.model_store.manifest import Precision
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
-from cloze.service.core import Changes, Device, ServiceError
+from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
 from cloze.service.http.answers import Answers
 from cloze.service.http.caller import Callers
 from cloze.service.http.json_bodies import BodyLimits
@@ -119,6 +119,14 @@ class State:
     draining: bool = False
     restarts_engines: bool = False
     changes: Changes = field(default_factory=lambda: Changes(["a@2"], ["a@1"], []))
+
+    def unready(self) -> ServiceError | None:
+        if self.dead is not None:
+            return EngineDead(f"the engine is dead: {self.dead}")
+        return ShuttingDown("the server is shutting down") if self.draining else None
+
+    def broken(self) -> ServiceError | None:
+        return None if self.dead is None or self.restarts_engines else self.unready()
 
     async def reload(self) -> Changes:
         return self.changes

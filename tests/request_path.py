@@ -71,7 +71,7 @@ def project_function(code: CodeType, checkout: Path) -> Called | None:
     if code.co_name.startswith("<") or code.co_filename.startswith("<"):
         return None
     file = Path(os.path.realpath(code.co_filename))  # cloze/service is a link
-    if not file.is_relative_to(checkout) or file == HERE:
+    if not file.is_relative_to(checkout) or file == HERE or "site-packages" in file.parts:
         return None
     return Called(str(file.relative_to(checkout)), code.co_qualname)
 

@@ -211,8 +211,8 @@ def test_only_the_answers_of_the_questions_before_are_kept() -> None:
 
 def test_the_spans_of_an_answer_are_counted() -> None:
     memory = SpanMemory()
-    text = "a" * 5_000_000
-    question = Question(text, Spans([1], [(0, len(text))], [0]), 1, [(0, 1)])
+    text = "a" * 10_000_000
+    question = Question(text, Spans([1], [(5_000_000, len(text))], [0]), 1, [(0, 1)])
     logits = [np.zeros((2, 2), np.float32)]
     for _ in range(2):
         best_answers(question, logits, OPTIONS, memory)  # 10 MB of spans, of which 5 stay

@@ -183,6 +183,33 @@ def test_only_some_tasks_take_long() -> None:
             assert task.takes_long(TaskCall("a", task.parameters())) == (name == "score"), name
 
 
+@pytest.mark.parametrize(
+    ("task", "inputs", "parameters"),
+    [
+        ("fill-mask", ["[MASK]", "[MASK]"], {}),
+        ("fill-mask", ["[MASK]", "[MASK]"], {"decode": "beam"}),
+        ("fill-mask", ["[MASK]"], {"targets": ["reds", "a"], "targets_as": "words"}),
+        ("fill-mask", ["[MASK]"], {"original": ["a"]}),
+        ("score", ["a", "b"], {}),
+        ("embed", ["a", LONG], {"long_text": "window"}),
+        ("embed-all", ["a", "b"], {}),
+        ("embed-sparse", ["a", "b"], {}),
+        ("nsp", [Pair(text="a", next="b"), Pair(text="b", next="a")], {}),
+        ("qa", [QaPair(question="a", context="b"), QaPair(question="a", context=LONG)], {}),
+        ("similarity", SimilarityInputs(source_sentence="a", sentences=["b"]), {}),
+        ("text-classification", ["a", TextPair(text="a", text_pair="b"), LONG], {}),
+        ("text-classification", ["a", LONG], {"long_text": "window"}),
+        ("token-classification", ["a", LONG], {"long_text": "window"}),
+    ],
+)
+def test_each_encoding_asks_the_head_of_the_task(
+    task: str, inputs: Any, parameters: dict[str, Any]
+) -> None:
+    request = prepared(task, inputs, **parameters)
+    asked = [tuple(encoding.requests) for encoding in request.encodings]
+    assert asked == [TASKS[task].heads] * len(asked)
+
+
 # ---- what each task returns for several texts --------------------------------------------------
 
 
@@ -198,6 +225,16 @@ def test_scores_of_windows_are_per_text() -> None:
     plain = prepared("text-classification", ["a", "b"], function_to_apply="none")
     results = decoded("text-classification", plain, outputs[:2])
     assert [labels[0].score for labels in results] == [2, 4]
+
+
+def test_the_scores_of_each_text_add_up_to_one() -> None:
+    name = "sequence_classification"
+    request = prepared("text-classification", ["a", "b"])
+    rows = np.array([[1, 2, 3, 4], [9, 0, 0, 0]], np.float32)
+    outputs = [{name: SequenceClassificationResult(row)} for row in rows]
+    for labels, row in zip(decoded("text-classification", request, outputs), rows, strict=True):
+        assert sum(label.score for label in labels) == pytest.approx(1)
+        assert labels[0].score == pytest.approx(np.exp(row.max()) / np.exp(row).sum())
 
 
 def test_vectors_of_windows_are_per_text() -> None:

@@ -274,5 +274,5 @@ def test_a_worker_refuses_another_bundle(runner: Runner, source: Path, store: Pa
     with pytest.raises(BulkError, match="the bundle all@1 is not the one that the run began with"):
         _open_pipeline(other)
     assert digest != other.digest
-    with pytest.raises(BulkError, match=r"all@1"):
+    with pytest.raises(BulkError, match=r"^(?!.*is not the one).*all@1"):
         _open_pipeline(job)  # its graph is no graph

@@ -184,14 +184,21 @@ def test_an_input_that_has_changed_ends_the_run(tmp_path: Path, engine: FakeEngi
 
 
 def test_an_error_that_is_not_expected_is_raised_as_it_is(
-    tmp_path: Path, engine: FakeEngine
+    tmp_path: Path, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also while other chunks wait for their results."""
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 1)
+
     def fail(_: int) -> None:
+        engine.gate.clear()
         raise KeyError("a fault")
 
-    job = job_of(tmp_path, texts("a"))
+    job = job_of(tmp_path, texts(*"abcdefgh"))
     with pytest.raises(BaseExceptionGroup) as error:
-        run_locally(job, job.plan.shards, fail)
+        try:
+            run_locally(job, job.plan.shards, fail)
+        finally:
+            engine.gate.set()
     assert error.group_contains(KeyError)
     assert engine.batches
 

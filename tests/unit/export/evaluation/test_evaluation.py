@@ -144,6 +144,36 @@ def test_the_first_word_of_a_mask() -> None:
         complete([], checkpoint_tokenizer(mask=False), ByHand(likely))
 
 
+def test_a_wrong_word_of_the_sentence_is_a_repetition() -> None:
+    sentence = Sentence("The old King has an old [MASK].", ("crown",))
+    assert Completion(sentence, "king").repeats
+    assert Completion(sentence, "The").repeats
+    assert not Completion(sentence, "door").repeats
+    assert not Completion(sentence, "kin").repeats
+    assert not Completion(Sentence("a crown is a [MASK]", ("crown",)), "crown").repeats
+
+
+def test_each_sentence_gets_its_own_word() -> None:
+    """The mask of a file becomes the tokenizer's; the vocabulary's token is the word."""
+    asked: list[list[int]] = []
+
+    def predict(encoding: Encoding) -> dict[str, Any]:
+        asked.append(encoding.input_ids.tolist())
+        result = likely(encoding)["masked_lm"]
+        word = ID["##s"] if len(asked) == 1 else ID["sun"]
+        return {
+            "masked_lm": MaskedLMResult(
+                result.top_logits, np.array([[word]]), result.logsumexp, result.target_logits
+            )
+        }
+
+    given = [Sentence("red [MASK]", ("x",)), Sentence("[MASK] moon red", ("sun",))]
+    done = complete(given, checkpoint_tokenizer(), ByHand(predict))
+    assert [one.word for one in done] == ["##s", "sun"]
+    assert [one.sentence for one in done] == given
+    assert asked == [[CLS, ID["red"], MASK, SEP], [CLS, MASK, ID["moon"], ID["red"], SEP]]
+
+
 # ---- stereotypes -------------------------------------------------------------------------------
 
 
@@ -360,6 +390,12 @@ def test_figures_of_answers() -> None:
     # A gold answer that is only an article is none.
     assert score({"0": ""}, [asked(0, "the", "red")])["exact_match"] == 0
     assert score({"0": ""}, [asked(0, "the", "a")])["exact_match"] == 100
+
+
+def test_a_question_without_an_answer_is_wrong() -> None:
+    assert score({}, [asked(0, "red"), asked(1, "a red")]) == {"exact_match": 0, "f1": 0}
+    assert score({"1": ""}, [asked(0), asked(1)]) == {"exact_match": 50, "f1": 50}
+    assert score({"0": "red"}, [asked(0, "blue", "red", "old red")])["f1"] == 100
 
 
 def test_the_best_threshold_of_no_answer() -> None:

@@ -215,6 +215,29 @@ def test_sparse_vectors_are_compared_by_their_words() -> None:
     assert figures == {"sparse_cosine_mean": pytest.approx(0.8)}
 
 
+def test_one_bad_text_lowers_the_mean() -> None:
+    def sparse(weight: float) -> SparseEmbeddingResult:
+        return SparseEmbeddingResult(np.array([3, weight], np.float32), np.array([7, 8]))
+
+    bad = first_of(lambda first: sparse(0 if first else 4))
+    figures = measured("sparse_embedding", lambda _: sparse(4), bad)
+    assert figures == {"sparse_cosine_mean": pytest.approx(1 - 0.4 / COUNT)}
+
+    def tokens(x: float) -> TokenEmbeddingResult:
+        return TokenEmbeddingResult(np.array([[x, 1]], np.float32))
+
+    bad_tokens = first_of(lambda first: tokens(-1 if first else 1))
+    figures = measured("token_embedding", lambda _: tokens(1), bad_tokens)
+    assert figures == {"token_embedding_cosine_mean": pytest.approx(1 - 1 / COUNT)}
+
+    def layers(x: float) -> LayerEmbeddingResult:
+        return LayerEmbeddingResult(np.array([[x, 1], [1, 1]], np.float32))
+
+    bad_layers = first_of(lambda first: layers(-1 if first else 1))
+    figures = measured("layer_embedding", lambda _: layers(1), bad_layers)
+    assert figures == {"layer_embedding_cosine_mean": pytest.approx(1 - 1 / COUNT)}
+
+
 def test_rows_of_requests() -> None:
     assert cls_rows([1, None, 1], PLACEMENT) == [0, 5]
     assert token_rows([None, 1, 1], PLACEMENT) == [3, 4, 5, 6, 7, 8]

@@ -63,6 +63,15 @@ def test_every_head_agrees_with_torch(family: str, precision: Precision, tmp_pat
     verified(tmp_path, graphs[precision], made, recipe)
 
 
+@pytest.mark.parametrize("head", list(HEADS))
+def test_each_head_is_complete_without_the_others(head: str, tmp_path: Path) -> None:
+    """Heads share constants, so a head alone has its own."""
+    made, recipe, heads = model(), projected(), (HEADS[head],)
+    graphs = written(tmp_path, made, recipe, [Precision.FP32, Precision.INT8], heads=heads)
+    for precision in graphs:
+        verified(tmp_path, graphs[precision], made, recipe, heads)
+
+
 @pytest.mark.parametrize("weights", [Weights.FP16, Weights.INT8])
 @pytest.mark.parametrize("precision", list(Precision))
 def test_rounded_weights_are_those_of_torch(

@@ -295,6 +295,12 @@ def test_labels_of_a_configuration() -> None:
             read_labels({"id2label": wrong})
 
 
+def test_labels_that_are_wrong_are_shown_up_to_80_characters() -> None:
+    with pytest.raises(ExportError) as error:
+        read_labels({"id2label": {"1": "a" * 200}})
+    assert str(error.value).split("got ")[1] == str({"1": "a" * 200})[:80]
+
+
 def test_the_problem_type_follows_from_the_labels() -> None:
     assert read_options({}).problem_type == "single_label_classification"
     assert read_options({"num_labels": 1}).problem_type == "multi_label_classification"

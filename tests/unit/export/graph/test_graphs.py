@@ -204,7 +204,7 @@ def test_tables_of_fp16_are_fp16(tmp_path: Path) -> None:
     ]
     loaded = onnx.load(tmp_path / graph.file, load_external_data=False).graph
     types = {tensor.name: tensor.data_type for tensor in loaded.initializer}
-    trunk = {name: kind for name, kind in types.items() if name.startswith(("layers", "embedd"))}
+    trunk = {name: kind for name, kind in types.items() if name.startswith(("layers", "embeddings"))}
     assert set(trunk.values()) == {TensorProto.FLOAT16}
     stored_words = [name for name in types if "word" in name]
     assert len(stored_words) == 1  # the table of the trunk is that of the decoder

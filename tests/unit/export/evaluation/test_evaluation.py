@@ -200,6 +200,12 @@ def test_only_shared_tokens_are_scored_and_not_the_special_ones() -> None:
     assert list(bias._shared_tokens(more, less)) == [(0, 1), (1, 1), (0, 3), (1, 2)]
 
 
+def test_long_sentences_of_one_word_share_it() -> None:
+    """The matcher of the standard library leaves out frequent elements unless told otherwise."""
+    more, less = [CLS, *[7] * 250, SEP], [CLS, *[7] * 250, 8, SEP]
+    assert len(list(bias._shared_tokens(more, less))) == 500
+
+
 def test_the_share_of_pairs_that_prefer_the_stereotype() -> None:
     """The probability of a shared token depends on the group that the sentence names."""
     value = {ID["he"]: -1.0, ID["she"]: -2.0, ID["it"]: -1.0}
@@ -336,6 +342,18 @@ def test_questions_with_their_answers(tmp_path: Path) -> None:
     assert not Question("", "", "", "", ((None, "x"),)).is_placed
 
 
+def test_ids_titles_and_places_of_other_types(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    entry = {"id": 5, "question": "w", "answers": [{"text": "b", "answer_start": "2"}]}
+    paragraph = {"context": "b b", "qas": [entry]}
+    file.write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+    assert read_questions([file]) == [Question("5", "", "w", "b b", ((2, "b"),))]
+    entry["is_impossible"] = False
+    assert Question("", "", "", "", ((None, "x"), (3, "y"))).is_placed
+    file.write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+    assert not read_questions([file])[0].impossible
+
+
 def test_the_first_question_of_an_id_is_kept(tmp_path: Path) -> None:
     first = squad_file(tmp_path / "a.json", {"question": "one"})
     second = squad_file(tmp_path / "b.json", {"question": "two"}, {"question": "three"})
@@ -408,6 +426,11 @@ def test_the_best_threshold_of_no_answer() -> None:
     assert best == 50
 
 
+def test_of_equal_thresholds_the_highest_is_taken() -> None:
+    assert best_threshold([asked(0), asked(1)], ["", ""], [5.0, 3.0]) == (100, 5.0)
+    assert best_threshold([asked(0, "a b"), asked(1)], ["b", ""], [1.0, 2.0])[1] == 2.0
+
+
 # ---- the gate's texts --------------------------------------------------------------------------
 
 
@@ -431,6 +454,10 @@ def test_pairs_of_the_gate_have_two_types() -> None:
     single = gate_texts(max_tokens=512).sentences()
     assert ids[0].tolist() == [*single[0][0].tolist(), *single[1][0].tolist()[1:]]
     assert made[1][0][0].tolist() == [*single[0][0].tolist(), *single[7][0].tolist()[1:]]
+    for number, (_, context) in enumerate(texts.QUESTIONS):
+        halves = made[2 * count + number][0][0].tolist()
+        both = tokenizer().encode(context[: len(context) // 2], context[len(context) // 2 :])
+        assert halves == both.ids
     last = made[2 * count - 1][0][0].tolist()
     assert last == [*single[-1][0].tolist(), *single[6][0].tolist()[1:]]
     assert {int(t.max()) for _, t in gate_texts(type_vocab_size=0).sentence_pairs()} == {0}

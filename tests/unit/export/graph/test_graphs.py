@@ -207,6 +207,30 @@ def test_tables_of_fp16_are_fp16(tmp_path: Path) -> None:
     assert len(stored_words) == 1  # the table of the trunk is that of the decoder
 
 
+@pytest.mark.parametrize("precision", list(Precision))
+def test_a_table_of_integers_is_stored_once(precision: Precision, tmp_path: Path) -> None:
+    """The lookup and the decoder read the same integers; no floats are stored beside them."""
+    made = model(hidden_size=32, intermediate_size=64)
+    graph = written(
+        tmp_path, made, EmbeddingRecipe(), [precision], Weights.INT8, (masked_lm.HEAD,)
+    )[precision]
+    loaded = onnx.load(tmp_path / graph.file, load_external_data=False).graph
+    tables = {
+        tensor.name: (tensor.data_type, tuple(tensor.dims))
+        for tensor in loaded.initializer
+        if "word" in tensor.name
+    }
+    assert sorted(tables.values()) == [
+        (TensorProto.FLOAT, (30,)),
+        (TensorProto.INT8, (30, 32)),
+    ]
+    matrices = {t.name: t.data_type for t in loaded.initializer if t.name.startswith("layers")}
+    kinds = [kind for name, kind in matrices.items() if name.endswith("weight.int8")]
+    assert kinds == [TensorProto.INT8] * 12
+    floats = ("query.weight", "up.weight", "query.weight.fp16", "up.weight.fp16")
+    assert not [name for name in matrices if name.endswith(floats)]
+
+
 @torch.no_grad()
 def test_folded_biases_are_exact(tmp_path: Path) -> None:
     """Keys need no bias, and the values' bias is part of the output's."""

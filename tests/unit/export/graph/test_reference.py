@@ -71,6 +71,9 @@ def test_large_scores_do_not_overflow(tmp_path: Path) -> None:
     inputs = [query, query, drawn(2, 8), None, feeds["token_offset"], feeds["cu_seqlens"]]
     result = run(tmp_path, "PackedMultiHeadAttention", inputs, num_heads=1)
     np.testing.assert_allclose(result[0], inputs[2].mean(0), atol=1e-6)
+    inputs[1] = np.array([[100] * 8, [-100] * 8], np.float32)
+    result = run(tmp_path, "PackedMultiHeadAttention", inputs, num_heads=1)
+    np.testing.assert_allclose(result, inputs[2][[0, 0]], atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,7 @@ def test_large_scores_do_not_overflow(tmp_path: Path) -> None:
     [
         ([[1, 0, 2], [3, 4, 5]], "does not match cu_seqlens"),
         ([[0, 1, 2]], "does not match cu_seqlens"),
+        ([[0, 1, 3], [4, 2, 5], [6, 7, 8]], "does not match cu_seqlens"),
         ([[0, 1, 3], [4, 2, 2]], "does not name every cell once"),
         ([[0, 1, 3], [4, 5, 6]], "does not name every cell once"),
     ],

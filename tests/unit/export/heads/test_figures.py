@@ -199,6 +199,20 @@ def test_samples_of_layers_weigh_every_state() -> None:
         assert all(0.5 <= weight <= 1.5 for weight in whole.values())
         assert list(alone.values()) == [1]
     assert {n for request in drawn for n in request.vectors[1]} == {0, 1, 2, 3}  # type: ignore[attr-defined]
+    poolings = {str(request.pooling) for request in drawn}  # type: ignore[attr-defined]
+    assert poolings == {"mean", "cls", "max"}
+
+
+def test_the_64_largest_weights_of_sparse_vectors_are_compared() -> None:
+    asked: list[Any] = []
+
+    def answer(encoding: Encoding) -> SparseEmbeddingResult:
+        asked.append((encoding.requests["sparse_embedding"], len(encoding)))
+        return SparseEmbeddingResult(np.ones(1, np.float32), np.array([1]))
+
+    measured("sparse_embedding", answer, answer)
+    assert len(asked) == 2 * COUNT
+    assert all((request.tokens, request.top_k) == (tokens, 64) for request, tokens in asked)
 
 
 def test_sparse_vectors_are_compared_by_their_words() -> None:

@@ -143,6 +143,12 @@ def test_models_of_one_token_type_have_zeros(tmp_path: Path) -> None:
     spy = Spy(file, Layout.DENSE)
     verify(tmp_path, subject, spy)
     assert {int(feeds["token_type_ids"].max()) for feeds in spy.feeds} == {0}
+    three = tmp_path / "three"
+    three.mkdir()
+    subject, file = under_test(three, type_vocab_size=3)
+    spy = Spy(file, Layout.DENSE)
+    verify(three, subject, spy)
+    assert {int(feeds["token_type_ids"].max()) for feeds in spy.feeds} == {1}
 
 
 @pytest.mark.parametrize(

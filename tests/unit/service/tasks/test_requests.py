@@ -177,6 +177,18 @@ def test_written_sequences_are_limited_to_four_times_the_tokens() -> None:
         prepared("fill-mask", texts, limited(max_request_tokens=9))
 
 
+def test_no_mask_has_more_predictions_than_the_vocabulary_has_tokens() -> None:
+    wide = limited(max_top_k=10**6, max_results=10**6)
+    prepared("fill-mask", "[MASK]", wide, top_k=len(ID))
+    with pytest.raises(InvalidRequest, match=f"top_k must be between 1 and {len(ID)}, got"):
+        prepared("fill-mask", "[MASK]", wide, top_k=len(ID) + 1)
+
+
+def test_the_usage_of_a_short_text() -> None:
+    for task in ("token-classification", "score", "text-classification", "embed"):
+        assert prepared(task, "a b", return_usage=True).usage == [TextUsage(4, 4)], task
+
+
 def test_only_some_tasks_take_long() -> None:
     for name, task in TASKS.items():
         if name != "fill-mask":

@@ -207,6 +207,12 @@ def test_rows_have_at_most_a_thousand_keys() -> None:
         types.add({"one more": 1})
 
 
+def test_tables_may_have_more_columns_than_objects_have_keys(tmp_path: Path) -> None:
+    header = ",".join(f"c{number}" for number in range(1001))
+    plan = plan_of(written(tmp_path / "x.csv", f"{header}\n{header}\n"))
+    assert (len(plan.schema), plan.rows) == (1001, 1)
+
+
 def test_files_of_one_run_have_the_same_columns(tmp_path: Path) -> None:
     first, same = (
         written(tmp_path / "a.csv", "x,y\n1,2\n"),

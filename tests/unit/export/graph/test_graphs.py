@@ -26,7 +26,7 @@ from cloze.model_store.manifest import Graph, Parity, Precision, Weights
 from tests.unit.export.graph.tiny_models import TOKENIZER, checkpoint, model, projected
 
 ALL = tuple(HEADS.values())
-MOST = {Precision.FP32: 1e-6, Precision.FP16: 0.004, Precision.INT8: 0.1}
+MOST = {Precision.FP32: 2e-6, Precision.FP16: 0.006, Precision.INT8: 0.12}
 """The largest errors of these models, far below the tolerances of large ones."""
 
 

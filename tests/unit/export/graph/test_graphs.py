@@ -20,6 +20,7 @@ from cloze.export.rounding import round_weights
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.session import open_session
 from cloze.export.verify import GraphUnderTest, verify
+from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Parity, Precision, Weights
@@ -53,6 +54,9 @@ def verified(
     parity = verify(folder, subject)
     assert max(parity.max_error.values()) < MOST[graph.precision]
     assert set(parity.max_error) == {tensor.name for head in heads for tensor in head.outputs}
+    one = Encoding(np.array([2, 5, 3], np.int32), np.zeros(3, np.int32))
+    declared = onnx.load(folder / graph.file, load_external_data=False).graph.input
+    assert {value.name for value in declared} == set(BatchCodec(subject.spec).pack([one]))
     return parity
 
 

@@ -393,7 +393,7 @@ class Scheduler:
     def _die(self, reason: str) -> None:
         """Declare the engine dead: fail all pending requests and stop the workers."""
         with self._lock:
-            if self._dead is not None or self._closing:
+            if self._closing:  # or dead already
                 return
             self._dead = reason
             self._closing = True

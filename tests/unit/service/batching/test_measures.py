@@ -58,6 +58,29 @@ def test_a_fit_finds_the_coefficients_and_none_below_zero() -> None:
     assert per_token > 0
 
 
+@pytest.mark.parametrize(
+    ("true", "noise", "fitted"),
+    [
+        (
+            [0.004603013, 3.848e-06, 2.8e-07],
+            [1.11, 0.7, 1.15, 1.03, 1.03, 0.87],
+            [0.0041902288, 8.498041468e-06, 1.8819605674e-07],
+        ),
+        (
+            [-0.001653088, 1.5136e-05, -3.5e-08],
+            [1.11, 1.27, 1.07, 0.7, 0.96, 0.93],
+            [8.40946677406744e-05, 9.106957005390182e-06, 0.0],
+        ),
+    ],
+)
+def test_a_fit_minimises_relative_errors(
+    true: list[float], noise: list[float], fitted: list[float]
+) -> None:
+    """The second fit leaves out the coefficient that is the furthest below zero for its column."""
+    rows = np.array([(1.0, t, t * n) for t in (512, 1024, 4096) for n in (32, 128)])
+    assert _fit(rows, rows @ true * noise) == pytest.approx(fitted, rel=1e-6)
+
+
 class Clocked:
     """An engine whose batches take a known time, and that fails above a number of tokens."""
 
@@ -86,6 +109,14 @@ def test_costs_are_measured_by_the_fastest_run() -> None:
     assert max(engine.batches[0]) == 512, "the largest batch runs first"
     assert {max(batch) for batch in engine.batches[1:]} == {32, 128, 512}
     assert len(engine.batches) == 1 + 3 * 6 * 4
+
+
+def test_no_length_is_measured_beyond_the_model() -> None:
+    engine: Any = Clocked(most=1100)
+    model = measure_cost(engine, [HEADS["embedding"]], 100, lambda: engine.now)
+    assert {max(batch) for batch in engine.batches[1:]} == {32, 100}
+    assert {sum(batch) for batch in engine.batches[1:]} == {512, 1024, 500, 1000}
+    assert model.max_tokens == 1024
 
 
 def test_a_size_that_does_not_run_is_halved(caplog: pytest.LogCaptureFixture) -> None:

@@ -95,7 +95,10 @@ def _places(path: str) -> dict[object, list[tuple[int, int]]]:
 
 def _mutant(path: str, number: int, occurrence: int) -> Mutant | None:
     original = (ROOT / path).read_text()
-    source = mutate_code(original, OPERATORS[number], occurrence)
+    try:
+        source = mutate_code(original, OPERATORS[number], occurrence)
+    except AttributeError:  # cosmic-ray's operator of exceptions replaces plain names only
+        return None
     if source is None or source == original:
         return None
     changes = list(_changes(original, source))

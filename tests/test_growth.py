@@ -27,7 +27,6 @@ from cloze.service.tasks.task import (
     TaskCall,
     TaskContext,
     check_text,
-    input_name,
     listed,
 )
 from tests.serving import Server, running_server
@@ -47,27 +46,26 @@ BUG = 7
 """Number of texts for which the task has a bug."""
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
-    texts, many = listed(call.inputs, context.limits), isinstance(call.inputs, list)
-    for index, text in enumerate(texts):
-        check_text(text, input_name(index, many=many), context.limits)
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[None]:
+    texts = listed(call.inputs, context.limits)
+    for at, text in texts:
+        check_text(text, at, context.limits)
     encodings, truncated = [], 0
-    for ids in context.tokenizer.ids(texts):
+    for ids in context.tokenizer.ids([text for _, text in texts]):
         encoding, cut = context.tokenizer.encode(ids, context.limits.max_tokens)
         encoding.requests = {HEAD.name: EmbeddingRequest()}
         encodings.append(encoding)
         truncated += cut
-    return PreparedRequest(encodings, many, truncated=truncated)
+    return PreparedRequest(encodings, None, truncated=truncated)
 
 
 def decode(
-    prepared: PreparedRequest[bool], outputs: Sequence[HeadOutputs], _: TaskContext
-) -> Length | list[Length]:
+    prepared: PreparedRequest[None], outputs: Sequence[HeadOutputs], _: TaskContext
+) -> list[Length]:
     if len(outputs) == BUG:
         raise RuntimeError("a bug")
     vectors = [output[HEAD.name].embedding for output in outputs]
-    lengths = [Length(float((vector @ vector) ** 0.5)) for vector in vectors]
-    return lengths if prepared.state else lengths[0]
+    return [Length(float((vector @ vector) ** 0.5)) for vector in vectors]
 
 
 TOY = Task(
@@ -78,6 +76,7 @@ TOY = Task(
     inputs=str | list[str],
     parameters=NoParameters,
     result=Length | list[Length],
+    alone=(str,),
     prepare=prepare,
     decode=decode,
     examples=(Example("One text", {"inputs": "the king"}),),

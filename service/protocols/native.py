@@ -72,6 +72,14 @@ def task_route(task: Task) -> TaskRoute:
     at_root = task.name in _PARAMETERS_AT_ROOT
     body = _body(task, at_root=at_root)
 
+    def respond(request: Request, request_body: Any, result: TaskResult) -> Response:
+        value = result.value
+        if isinstance(request_body.inputs, task.alone):
+            [value] = value
+        if result.usage is not None:
+            value = {"result": value, "usage": result.usage}
+        return _respond(request, value)
+
     def to_call(request_body: Any) -> TaskCall:
         if at_root:
             return TaskCall(request_body.inputs, request_body)
@@ -91,7 +99,7 @@ def task_route(task: Task) -> TaskRoute:
     )
     warnings = ignored_fields if task.name in _SHARED else None
     check = vectors.check if task.vectors else None
-    return TaskRoute(task.route, task, body, to_call, _respond, doc, warnings, check)
+    return TaskRoute(task.route, task, body, to_call, respond, doc, warnings, check)
 
 
 def _result(task: Task) -> Any:
@@ -134,10 +142,7 @@ def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
     )
 
 
-def _respond(request: Request, _: Any, result: TaskResult) -> Response:
-    value = result.value
-    if result.usage is not None:
-        value = {"result": value, "usage": result.usage}
+def _respond(request: Request, value: Any) -> Response:
     if isinstance(value, np.ndarray):
         return vectors.respond(request, value)
     if isinstance(value, list) and value and isinstance(value[0], np.ndarray):

@@ -24,12 +24,14 @@ from cloze.service.tasks.task import (
     Count,
     CountOrZero,
     Example,
+    Input,
     NotEmpty,
     PreparedRequest,
     Task,
     TaskCall,
     TaskContext,
     check_range,
+    listed,
 )
 
 
@@ -117,8 +119,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     normalize = recipe.normalize if parameters.normalize is None else parameters.normalize
     if parameters.spans is not None:
         return _prepare_spans(call, parameters.spans, dimensions, normalize, context)
-    texts, names = embed_inputs.texts_and_names(call.inputs, context)
-    encoded = embed_inputs.encode(texts, names, parameters, context, request)
+    texts = listed(call.inputs, context.limits)
+    encoded = embed_inputs.encode(texts, parameters, context, request)
     return PreparedRequest(
         encoded.encodings,
         _State(rows, dimensions, normalize, encoded.windows),
@@ -152,7 +154,7 @@ def _prepare_spans(
     if parameters.choice == "window":
         raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
     _check_spans(text, spans, context)
-    encoded = embed_inputs.encode([text], [INPUTS], parameters, context, _TOKENS_REQUEST)
+    encoded = embed_inputs.encode([Input(INPUTS, text)], parameters, context, _TOKENS_REQUEST)
     places = embed_inputs.offsets(text, len(encoded.encodings[0]), parameters, context)
     own = [(token, place) for token, place in enumerate(places) if place is not None]
     starts, ends = [place[0] for _, place in own], [place[1] for _, place in own]

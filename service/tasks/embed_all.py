@@ -14,7 +14,7 @@ from cloze.model_store.heads import token_embedding
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks import embed_inputs
 from cloze.service.tasks.embed_inputs import Offsets, TextParameters
-from cloze.service.tasks.task import Example, PreparedRequest, Task, TaskCall, TaskContext
+from cloze.service.tasks.task import Example, PreparedRequest, Task, TaskCall, TaskContext, listed
 
 _REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
 
@@ -48,11 +48,11 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
             have results, or offsets are asked for of token ids.
     """
     parameters: TokenParameters = call.parameters
-    texts, names = embed_inputs.texts_and_names(call.inputs, context)
-    for name, text in zip(names, texts, strict=True):
+    texts = listed(call.inputs, context.limits)
+    for at, text in texts:
         if parameters.return_offsets and not isinstance(text, str):
-            raise InvalidRequest("is a list of token ids, which have no offsets", name)
-    encoded = embed_inputs.encode(texts, names, parameters, context, _REQUEST)
+            raise InvalidRequest("is a list of token ids, which have no offsets", at)
+    encoded = embed_inputs.encode(texts, parameters, context, _REQUEST)
     tokens, most = sum(map(len, encoded.encodings)), context.limits.max_results
     if tokens > most:
         raise InvalidRequest(f"the request asks for {tokens} vectors; the limit is {most}")
@@ -60,7 +60,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
     if parameters.return_offsets:
         offsets = [
             embed_inputs.offsets(str(text), len(encoding), parameters, context)
-            for text, encoding in zip(texts, encoded.encodings, strict=True)
+            for (_, text), encoding in zip(texts, encoded.encodings, strict=True)
         ]
     return PreparedRequest(
         encoded.encodings,

@@ -1,13 +1,13 @@
 """Texts to embed, which several tasks share: prompts, token ids, long texts, places of tokens."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HeadRequest
-from cloze.service.core import EmptyRequest, InvalidRequest, Location
+from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks.long_text import (
     TruncationParameters,
     UsageParameters,
@@ -15,14 +15,13 @@ from cloze.service.tasks.long_text import (
     characters,
 )
 from cloze.service.tasks.task import (
+    Input,
     NotEmpty,
     TaskContext,
     Text,
     TextUsage,
     TokenIds,
     check_text,
-    input_name,
-    listed,
 )
 
 TextOrIds = str | list[int]
@@ -66,21 +65,8 @@ class EncodedTexts(NamedTuple):
     windows: list[int] | None
 
 
-def texts_and_names(inputs: Any, context: TaskContext) -> tuple[list[TextOrIds], list[Location]]:
-    """Return the texts of `EmbedInputs`, and the name of each text in errors.
-
-    Raises:
-        EmptyRequest: there are no texts.
-        InvalidRequest: there are too many texts.
-    """
-    is_one = isinstance(inputs, str) or (bool(inputs) and isinstance(inputs[0], int))
-    texts: list[TextOrIds] = listed([inputs] if is_one else inputs, context.limits)
-    return texts, [input_name(index, many=not is_one) for index in range(len(texts))]
-
-
 def encode(
-    texts: Sequence[TextOrIds],
-    names: Sequence[Location],
+    texts: Sequence[Input[TextOrIds]],
     parameters: TextParameters,
     context: TaskContext,
     request: Mapping[str, HeadRequest],
@@ -89,7 +75,6 @@ def encode(
 
     Args:
         texts: at least one text, or its token ids.
-        names: name of each text in errors.
         parameters: prompt and truncation.
         context: the model. Without a recipe for embeddings, it has no prompts.
         request: what each encoding asks of the heads.
@@ -102,14 +87,14 @@ def encode(
     recipe = context.manifest.embedding
     max_tokens = recipe.max_tokens if recipe else context.limits.max_tokens
     prompt = prompt_of(context, parameters.prompt_name)
-    ids = _ids(texts, names, prompt, context)
+    ids = _ids(texts, prompt, context)
     if parameters.choice == "window":
-        return _divide(texts, names, ids, prompt, max_tokens, parameters, context, request)
+        return _divide(texts, ids, prompt, max_tokens, parameters, context, request)
     encodings, truncated = [], 0
-    for name, text_ids in zip(names, ids, strict=True):
+    for (at, _), text_ids in zip(texts, ids, strict=True):
         encoding, cut = context.tokenizer.encode(text_ids, max_tokens, keep_end=parameters.keep_end)
         if cut:
-            parameters.check_cut(name, len(text_ids) + 2, max_tokens)
+            parameters.check_cut(at, len(text_ids) + 2, max_tokens)
         encoding.requests = request
         encodings.append(encoding)
         truncated += cut
@@ -123,8 +108,7 @@ def encode(
 
 
 def _divide(
-    texts: Sequence[TextOrIds],
-    names: Sequence[Location],
+    texts: Sequence[Input[TextOrIds]],
     ids: Sequence[Sequence[int]],
     prompt: str,
     max_tokens: int,
@@ -136,7 +120,7 @@ def _divide(
     tokenizer, budget = context.tokenizer, WindowBudget(context.limits)
     encodings, counts = [], []
     usage: list[TextUsage] | None = [] if parameters.return_usage else None
-    for text, name, text_ids in zip(texts, names, ids, strict=True):
+    for (at, text), text_ids in zip(texts, ids, strict=True):
         needs_places = isinstance(text, str) and (prompt or usage is not None)
         places = tokenizer.spans(f"{prompt}{text}").offsets if needs_places else []
         prefix = list(text_ids[: sum(start < len(prompt) for start, _ in places)])
@@ -146,7 +130,7 @@ def _divide(
             raise InvalidRequest(
                 f"the prompt of {len(prefix)} tokens leaves no room; the model reads {max_tokens}"
             )
-        bounds = budget.divide(len(own), room, name) if len(own) > room else [(0, len(own))]
+        bounds = budget.divide(len(own), room, at) if len(own) > room else [(0, len(own))]
         counts.append(len(bounds))
         for first, end in bounds:
             encoding, _ = tokenizer.encode([*prefix, *own[first:end]], max_tokens)
@@ -200,23 +184,21 @@ def prompt_of(context: TaskContext, name: str | None) -> str:
     return prompts[name]
 
 
-def _ids(
-    texts: Sequence[TextOrIds], names: Sequence[Location], prompt: str, context: TaskContext
-) -> list[list[int]]:
+def _ids(texts: Sequence[Input[TextOrIds]], prompt: str, context: TaskContext) -> list[list[int]]:
     """Return the ids of each text without ``[CLS]`` and ``[SEP]``."""
     tokenizer = context.tokenizer
-    for name, text in zip(names, texts, strict=True):
+    for at, text in texts:
         if isinstance(text, str):
-            check_text(text, name, context.limits)
+            check_text(text, at, context.limits)
         elif not text:
-            raise EmptyRequest("is empty; it needs at least 1 token id", name)
+            raise EmptyRequest("is empty; it needs at least 1 token id", at)
         elif not (min(text) >= 0 and max(text) < tokenizer.vocab_size):
             known = f"this model's are 0 to {tokenizer.vocab_size - 1}"
-            raise InvalidRequest(f"has token ids from {min(text)} to {max(text)}; {known}", name)
-    strings = [prompt + text for text in texts if isinstance(text, str)]
+            raise InvalidRequest(f"has token ids from {min(text)} to {max(text)}; {known}", at)
+    strings = [prompt + text for _, text in texts if isinstance(text, str)]
     encoded = iter(tokenizer.ids(strings or [""]))
     ids = []
-    for text in texts:
+    for _, text in texts:
         if isinstance(text, str):
             ids.append(next(encoded))
         else:

@@ -24,6 +24,7 @@ from cloze.service.tasks.task import (
     TaskCall,
     TaskContext,
     check_range,
+    listed,
 )
 
 
@@ -66,7 +67,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
         InvalidRequest: see `embed_inputs.encode`; or the request asks for too many words.
     """
     parameters: SparseParameters = call.parameters
-    texts, names = embed_inputs.texts_and_names(call.inputs, context)
+    texts = listed(call.inputs, context.limits)
     largest = min(context.limits.max_top_k, context.tokenizer.vocab_size)
     top_k = largest if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, largest, "top_k")
@@ -75,7 +76,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
         raise InvalidRequest(
             f"the request asks for {len(texts) * top_k} words; the limit is {most}"
         )
-    encoded = embed_inputs.encode(texts, names, parameters, context, {})
+    encoded = embed_inputs.encode(texts, parameters, context, {})
     for encoding in encoded.encodings:
         request = SparseEmbeddingRequest(len(encoding), top_k)
         encoding.requests = {sparse_embedding.HEAD.name: request}

@@ -19,7 +19,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service.core import InvalidRequest
-from cloze.service.tasks.task import PreparedRequest, TaskContext, input_name
+from cloze.service.tasks.task import Input, PreparedRequest, TaskContext
 from cloze.service.tokenizer import Tokenizer
 
 Method = Literal["independent", "left-to-right", "beam"]
@@ -73,11 +73,10 @@ class JointFilling:
         texts: the texts.
         method: see the module.
         top_k: number of fillings per text.
-        many: whether the inputs are a list.
     """
 
-    def __init__(self, texts: Sequence[_Text], method: Method, top_k: int, *, many: bool) -> None:
-        self._texts, self._method, self._top_k, self._many = texts, method, top_k, many
+    def __init__(self, texts: Sequence[_Text], method: Method, top_k: int) -> None:
+        self._texts, self._method, self._top_k = texts, method, top_k
         self._beam_width = _beam_width(method, top_k)
 
     def next_round(self, tokenizer: Tokenizer) -> PreparedRequest["JointFilling"] | None:
@@ -104,12 +103,9 @@ class JointFilling:
                 text.hypotheses = self._extended(text, [next(results) for _ in text.hypotheses])
         return self.next_round(context.tokenizer)
 
-    def decode(
-        self, _: Sequence[HeadOutputs], context: TaskContext
-    ) -> list[Filling] | list[list[Filling]]:
-        """Return the fillings of one text, or a list if the inputs are a list."""
-        answers = [self._fillings(text, context.tokenizer) for text in self._texts]
-        return answers if self._many else answers[0]
+    def decode(self, _: Sequence[HeadOutputs], context: TaskContext) -> list[list[Filling]]:
+        """Return the fillings of each text."""
+        return [self._fillings(text, context.tokenizer) for text in self._texts]
 
     def _unfinished(self) -> list[_Text]:
         return [text for text in self._texts if text.filled < len(text.masks)]
@@ -156,7 +152,7 @@ class JointFilling:
 
 
 def prepare_jointly(
-    ids: Sequence[Sequence[int]], method: Method, top_k: int, context: TaskContext, *, many: bool
+    ids: Sequence[Input[Sequence[int]]], method: Method, top_k: int, context: TaskContext
 ) -> PreparedRequest[JointFilling]:
     """Prepare texts whose masks are filled together.
 
@@ -166,7 +162,6 @@ def prepare_jointly(
         method: see the module.
         top_k: number of fillings per text.
         context: the model.
-        many: whether the inputs are a list.
 
     Raises:
         InvalidRequest: all rounds of all texts cost more than a request may.
@@ -174,23 +169,23 @@ def prepare_jointly(
     tokenizer, limits = context.tokenizer, context.limits
     beam_width = _beam_width(method, top_k)
     texts, tokens, results = [], 0, 0
-    for index, text in enumerate(ids):
-        name, size = input_name(index, many=many), len(text) + 2
+    for at, text in ids:
+        size = len(text) + 2
         masks = [index + 1 for index in tokenizer.mask_positions(text)]  # after [CLS]
         texts.append(_Text(list(text), masks))
         rounds = 0 if method == "independent" else len(masks) - 1
         tokens += size * (1 + rounds * beam_width)
         if tokens > (most := limits.max_request_tokens):
             raise InvalidRequest(
-                f"up to {name} decode {method} takes {tokens} tokens; the limit of a request is "
+                f"up to {at} decode {method} takes {tokens} tokens; the limit of a request is "
                 f"{most}"
             )
         results += len(masks) * beam_width * (beam_width if method == "beam" else 1)
         if results > (most := limits.max_results):
             raise InvalidRequest(
-                f"up to {name} decode {method} compares {results} predictions; the limit is {most}"
+                f"up to {at} decode {method} compares {results} predictions; the limit is {most}"
             )
-    first = JointFilling(texts, method, top_k, many=many).next_round(tokenizer)
+    first = JointFilling(texts, method, top_k).next_round(tokenizer)
     assert first is not None  # each text has a mask
     return first
 

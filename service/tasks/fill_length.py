@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.long_text import LongText, characters
-from cloze.service.tasks.task import TaskContext, TextUsage
+from cloze.service.tasks.task import Input, TaskContext, TextUsage
 
 
 class Shortener:
@@ -28,19 +28,18 @@ class Shortener:
         self.truncated = 0
         self.usage: list[TextUsage] | None = [] if report else None
 
-    def shortened(self, ids: Sequence[int], text: str, name: Location) -> Sequence[int]:
+    def shortened(self, ids: Sequence[int], text: Input[str]) -> Sequence[int]:
         """Return the ids of a text that the model reads, without special tokens.
 
         Args:
             ids: ids of the text, without special tokens.
             text: the text.
-            name: name of the text in errors.
 
         Raises:
             InvalidRequest: the text has no mask, too many masks, or a mask outside the part that
                 the model reads; or the text is too long.
         """
-        masks = self._masks(ids, name)
+        masks = self._masks(ids, text.at)
         most = self._context.limits.max_tokens
         room = most - 2 - (self._longest - 1)
         if room < 1:
@@ -52,26 +51,28 @@ class Shortener:
             if self._choice == "error":
                 target = " with its longest target" if self._longest > 1 else ""
                 tokens = len(ids) + 2 + self._longest - 1
-                raise InvalidRequest(f"has {tokens} tokens{target}; the model reads {most}", name)
+                raise InvalidRequest(
+                    f"has {tokens} tokens{target}; the model reads {most}", text.at
+                )
             if self._choice == "window":
-                first = _first_of_window(masks, len(ids), room, name)
+                first = _first_of_window(masks, len(ids), room, text.at)
             elif (last := masks[-1] + 1) > room:
                 raise InvalidRequest(
                     f"has a mask token at token {last}, but the model reads only the first "
                     f"{room} of a text; long_text window reads the part around the masks",
-                    name,
+                    text.at,
                 )
             self.truncated += 1
         end = min(len(ids), first + room)
         if self.usage is not None:
             windows = None
             if self._choice == "window" and len(ids) > room:
-                offsets = self._context.tokenizer.spans(text).offsets
+                offsets = self._context.tokenizer.spans(text.value).offsets
                 windows = characters([(first, end)], offsets)
             self.usage.append(TextUsage(len(ids) + 2, end - first + 2, windows))
         return ids[first:end]
 
-    def _masks(self, ids: Sequence[int], name: Location) -> list[int]:
+    def _masks(self, ids: Sequence[int], at: Location) -> list[int]:
         """Return the positions of a text's masks."""
         tokenizer, most = self._context.tokenizer, self._context.limits.max_masks
         masks = tokenizer.mask_positions(ids)
@@ -79,20 +80,20 @@ class Shortener:
             mask = tokenizer.mask_token
             raise InvalidRequest(
                 f"holds no mask token; put {mask} where a word is to be guessed",
-                name,
+                at,
             )
         if len(masks) > most:
-            raise InvalidRequest(f"holds {len(masks)} mask tokens; the limit is {most}", name)
+            raise InvalidRequest(f"holds {len(masks)} mask tokens; the limit is {most}", at)
         return masks
 
 
-def _first_of_window(masks: Sequence[int], tokens: int, room: int, name: Location) -> int:
+def _first_of_window(masks: Sequence[int], tokens: int, room: int, at: Location) -> int:
     """Return the first token of the window that has a text's masks in its middle."""
     between = masks[-1] - masks[0] + 1
     if between > room:
         raise InvalidRequest(
             f"has {between} tokens from its first to its last mask; a window has {room}",
-            name,
+            at,
         )
     middle = (masks[0] + masks[-1] + 1) // 2
     return min(max(middle - room // 2, 0), tokens - room)

@@ -18,6 +18,7 @@ from cloze.service.tasks.long_text import LongText, UsageParameters
 from cloze.service.tasks.task import (
     Count,
     Example,
+    Input,
     PreparedRequest,
     Task,
     TaskCall,
@@ -27,7 +28,6 @@ from cloze.service.tasks.task import (
     Texts,
     check_range,
     check_text,
-    input_name,
     listed,
 )
 
@@ -72,7 +72,7 @@ class _Filling(Protocol):
     """The state of a request."""
 
     def decode(self, outputs: Sequence[HeadOutputs], context: TaskContext) -> Any:
-        """Return the result."""
+        """Return the result for each text."""
 
 
 _TARGETS: Final = Location(("targets",))
@@ -87,15 +87,15 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
     """
     parameters: FillMaskParameters = call.parameters
     tokenizer, limits = context.tokenizer, context.limits
-    texts, many = listed(call.inputs, limits), isinstance(call.inputs, list)
+    texts = listed(call.inputs, limits)
     targets = parameters.targets or []
     targets = [targets] if isinstance(targets, str) else targets
     top_k = 5 if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, min(limits.max_top_k, tokenizer.vocab_size), "top_k")
     _check_targets(parameters, targets, limits)
     targets = list(dict.fromkeys(targets))
-    for index, text in enumerate(texts):
-        check_text(text, input_name(index, many=many), limits)
+    for at, text in texts:
+        check_text(text, at, limits)
     as_words = bool(targets) and parameters.targets_as == "words"
     words = fill_words.vocabulary_words(tokenizer, targets) if as_words else None
     choice = parameters.long_text
@@ -107,23 +107,22 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
     )
     counter = _PredictionCounter(limits, max(top_k, len(targets)))
     ids = []
-    for index, text in enumerate(tokenizer.ids(texts)):
-        name = input_name(index, many=many)
-        ids.append(shortener.shortened(text, texts[index], name))
-        counter.add(len(tokenizer.mask_positions(ids[-1])), len(ids[-1]))
+    for text, text_ids in zip(texts, tokenizer.ids([text for _, text in texts]), strict=True):
+        read = shortener.shortened(text_ids, text)
+        counter.add(len(tokenizer.mask_positions(read)), len(read))
+        ids.append(Input(text.at, read))
     prepared: PreparedRequest[Any]
     if parameters.decode is not None:
-        method = parameters.decode
-        prepared = fill_jointly.prepare_jointly(ids, method, top_k, context, many=many)
+        prepared = fill_jointly.prepare_jointly(ids, parameters.decode, top_k, context)
     elif words is not None:
-        prepared = fill_words.prepare_words(ids, words, top_k, context, many=many)
+        prepared = fill_words.prepare_words(ids, words, top_k, context)
     elif parameters.original is not None:
         originals = parameters.original
         originals = [originals] if isinstance(originals, str) else originals
-        prepared = fill_tokens.prepare_originals(ids, originals, top_k, context, many=many)
+        prepared = fill_tokens.prepare_originals(ids, originals, top_k, context)
         prepared = prepared._replace(results=counter.predictions)
     else:
-        prepared = fill_tokens.prepare_tokens(ids, targets, top_k, context, many=many)
+        prepared = fill_tokens.prepare_tokens(ids, targets, top_k, context)
         prepared = prepared._replace(results=counter.predictions)
     return prepared._replace(truncated=shortener.truncated, usage=shortener.usage, texts=len(texts))
 
@@ -188,7 +187,7 @@ class _PredictionCounter:
 def decode(
     prepared: PreparedRequest[_Filling], outputs: Sequence[HeadOutputs], context: TaskContext
 ) -> Any:
-    """Return the result for one text, or a list of results if the inputs are a list."""
+    """Return the result for each text."""
     return prepared.state.decode(outputs, context)
 
 
@@ -212,6 +211,7 @@ TASK: Final = Task(
     result=_Result | list[_Result],
     prepare=prepare,
     decode=decode,
+    alone=(str,),
     takes_long=_takes_long,
     examples=(
         Example("One text", {"inputs": "Paris is the [MASK] of France."}),

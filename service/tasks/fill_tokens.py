@@ -12,7 +12,7 @@ import numpy as np
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.service.core import InvalidRequest, Location
-from cloze.service.tasks.task import PreparedRequest, TaskContext, check_text, input_name
+from cloze.service.tasks.task import Input, PreparedRequest, TaskContext, check_text
 from cloze.service.tokenizer import Tokenizer
 
 _MOST_RANKED: Final = 64
@@ -58,17 +58,15 @@ class TokenFilling:
     Attributes:
         encodings: the texts.
         top_k: most predictions per mask.
-        many: whether the inputs are a list.
         originals: the token that stood at the only mask of each text; None: not asked for.
     """
 
     encodings: Sequence[Encoding]
     top_k: int
-    many: bool
     originals: Sequence[int] | None = None
 
     def decode(self, outputs: Sequence[HeadOutputs], context: TaskContext) -> Any:
-        """Return the predictions for one text, or a list of them if the inputs are a list."""
+        """Return the predictions for each text."""
         tokenizer = context.tokenizer
         results: list[Masks | RankedOriginal] = []
         for index, (encoding, output) in enumerate(zip(self.encodings, outputs, strict=True)):
@@ -81,16 +79,14 @@ class TokenFilling:
             request: masked_lm.MaskedLMRequest = encoding.requests[masked_lm.HEAD.name]  # type: ignore[assignment]
             masks = _predictions(tokenizer, encoding, result, self.top_k, request.targets)
             results.append(masks[0] if len(masks) == 1 else masks)
-        return results if self.many else results[0]
+        return results
 
 
 def prepare_tokens(
-    ids: Sequence[Sequence[int]],
+    ids: Sequence[Input[Sequence[int]]],
     targets: Sequence[str],
     top_k: int,
     context: TaskContext,
-    *,
-    many: bool,
 ) -> PreparedRequest[TokenFilling]:
     """Prepare texts whose masks tokens fill.
 
@@ -99,23 +95,20 @@ def prepare_tokens(
         targets: the tokens to choose among; none: the whole vocabulary.
         top_k: most predictions per mask.
         context: the model.
-        many: whether the inputs are a list.
 
     Raises:
         InvalidRequest: no target has a token in the vocabulary.
     """
     target_ids, warnings = _target_ids(context.tokenizer, targets)
     encodings = _encodings(ids, 0 if target_ids else top_k, target_ids, context)
-    return PreparedRequest(encodings, TokenFilling(encodings, top_k, many), warnings=warnings)
+    return PreparedRequest(encodings, TokenFilling(encodings, top_k), warnings=warnings)
 
 
 def prepare_originals(
-    ids: Sequence[Sequence[int]],
+    ids: Sequence[Input[Sequence[int]]],
     originals: Sequence[str],
     top_k: int,
     context: TaskContext,
-    *,
-    many: bool,
 ) -> PreparedRequest[TokenFilling]:
     """Prepare texts with one mask each, whose original token is known; see `prepare_tokens`.
 
@@ -134,7 +127,7 @@ def prepare_originals(
     if len(ids) > _MOST_RANKED:
         raise InvalidRequest(f"original takes at most {_MOST_RANKED} texts, got {len(ids)}")
     tokens = []
-    for index, (text, original) in enumerate(zip(ids, originals, strict=True)):
+    for (at, text), original in zip(ids, originals, strict=True):
         check_text(original, Location(("original",)), context.limits)
         pieces = tokenizer.ids([original])[0]
         if len(pieces) != 1 or pieces[0] == tokenizer.unknown_id:
@@ -142,19 +135,21 @@ def prepare_originals(
             raise InvalidRequest(f"original {shown} is not a token of the vocabulary")
         masks = len(tokenizer.mask_positions(text))
         if masks > 1:
-            name = input_name(index, many=many)
-            raise InvalidRequest(f"holds {masks} mask tokens; original takes texts with 1", name)
+            raise InvalidRequest(f"holds {masks} mask tokens; original takes texts with 1", at)
         tokens.append(pieces[0])
     encodings = _encodings(ids, top_k, list(range(tokenizer.vocab_size)), context)
-    return PreparedRequest(encodings, TokenFilling(encodings, top_k, many, tokens))
+    return PreparedRequest(encodings, TokenFilling(encodings, top_k, tokens))
 
 
 def _encodings(
-    ids: Sequence[Sequence[int]], top_k: int, targets: Sequence[int], context: TaskContext
+    ids: Sequence[Input[Sequence[int]]],
+    top_k: int,
+    targets: Sequence[int],
+    context: TaskContext,
 ) -> list[Encoding]:
     tokenizer = context.tokenizer
     encodings = []
-    for text in ids:
+    for _, text in ids:
         encoding, _ = tokenizer.encode(text, context.limits.max_tokens)
         positions = np.flatnonzero(encoding.input_ids == tokenizer.mask_id).tolist()
         request = masked_lm.MaskedLMRequest(positions, top_k, targets)

@@ -13,7 +13,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.service.core import InvalidRequest
-from cloze.service.tasks.task import PreparedRequest, TaskContext, check_results, input_name
+from cloze.service.tasks.task import Input, PreparedRequest, TaskContext, check_results
 from cloze.service.tokenizer import Tokenizer
 
 
@@ -46,13 +46,10 @@ class WordFilling:
         texts: the texts.
         words: ids of the sub-tokens of each word, without repetition.
         top_k: most words per mask in the result.
-        many: whether the inputs are a list.
     """
 
-    def __init__(
-        self, texts: Sequence[_Text], words: Sequence[list[int]], top_k: int, *, many: bool
-    ) -> None:
-        self._texts, self._words, self._top_k, self._many = texts, words, top_k, many
+    def __init__(self, texts: Sequence[_Text], words: Sequence[list[int]], top_k: int) -> None:
+        self._texts, self._words, self._top_k = texts, words, top_k
 
     def encodings(self, tokenizer: Tokenizer) -> list[Encoding]:
         """Return one encoding per text, mask, word and sub-token."""
@@ -64,8 +61,8 @@ class WordFilling:
             for known in range(len(word))
         ]
 
-    def decode(self, outputs: Sequence[HeadOutputs], context: TaskContext) -> Words | list[Words]:
-        """Return the words for one text, or a list if the inputs are a list."""
+    def decode(self, outputs: Sequence[HeadOutputs], context: TaskContext) -> list[Words]:
+        """Return the words for each text."""
         results = iter(output[masked_lm.HEAD.name] for output in outputs)
         answers: list[Words] = []
         for text in self._texts:
@@ -77,7 +74,7 @@ class WordFilling:
                 ]
                 masks.append(self._best(text, mask, scores, context.tokenizer))
             answers.append(masks[0] if len(masks) == 1 else masks)
-        return answers if self._many else answers[0]
+        return answers
 
     def _best(
         self, text: _Text, mask: int, scores: Sequence[float], tokenizer: Tokenizer
@@ -100,12 +97,10 @@ class WordFilling:
 
 
 def prepare_words(
-    ids: Sequence[Sequence[int]],
+    ids: Sequence[Input[Sequence[int]]],
     words: "VocabularyWords",
     top_k: int,
     context: TaskContext,
-    *,
-    many: bool,
 ) -> PreparedRequest[WordFilling]:
     """Prepare texts whose masks words fill.
 
@@ -115,7 +110,6 @@ def prepare_words(
         words: the words.
         top_k: most words per mask in the result.
         context: the model.
-        many: whether the inputs are a list.
 
     Raises:
         InvalidRequest: all texts have more tokens than a request may have.
@@ -123,19 +117,19 @@ def prepare_words(
     tokenizer, limits = context.tokenizer, context.limits
     longest, pieces = words.longest, sum(map(len, words.ids))
     texts, tokens = [], 0
-    for index, text in enumerate(ids):
-        name, size = input_name(index, many=many), len(text) + 2 + longest - 1
+    for at, text in ids:
+        size = len(text) + 2 + longest - 1
         whole = [tokenizer.cls_id, *text, tokenizer.sep_id]
         masks = tokenizer.mask_positions(whole)
         texts.append(_Text(whole, masks))
         tokens += len(masks) * pieces * size
         if tokens > (most := limits.max_request_tokens):
             raise InvalidRequest(
-                f"up to {name} the targets take {tokens} tokens; the limit of a request is {most}"
+                f"up to {at} the targets take {tokens} tokens; the limit of a request is {most}"
             )
     count = sum(len(text.masks) for text in texts) * pieces
     check_results(count, "the targets need", limits)
-    state = WordFilling(texts, words.ids, top_k, many=many)
+    state = WordFilling(texts, words.ids, top_k)
     encodings = state.encodings(tokenizer)
     return PreparedRequest(encodings, state, results=len(encodings), warnings=words.warnings)
 

@@ -26,7 +26,6 @@ from cloze.service.tasks.task import (
     TextUsage,
     WireModel,
     check_text,
-    input_name,
     listed,
 )
 
@@ -85,24 +84,23 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
     inputs, tokenizer, limits = call.inputs, context.tokenizer, context.limits
     parameters: NspParameters = call.parameters
     if isinstance(inputs, Candidates):
-        candidates: list[str] = listed(inputs.candidates, limits)
-        pairs = [(inputs.text, candidate) for candidate in candidates]
-        names = [INPUTS.below("candidates", index) for index in range(len(pairs))]
+        pairs = [
+            (INPUTS.below("candidates", index), inputs.text, candidate)
+            for index, (_, candidate) in enumerate(listed(inputs.candidates, limits))
+        ]
     else:
-        pairs = [(pair.text, pair.next) for pair in listed(inputs, limits)]
-        many = isinstance(inputs, list)
-        names = [input_name(index, many=many) for index in range(len(pairs))]
-    for (first, second), name in zip(pairs, names, strict=True):
-        check_text(first, name.below("text"), limits)
-        check_text(second, name.below("next"), limits)
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each is tokenized once
+        pairs = [(at, pair.text, pair.next) for at, pair in listed(inputs, limits)]
+    for at, first, second in pairs:
+        check_text(first, at.below("text"), limits)
+        check_text(second, at.below("next"), limits)
+    texts = list(dict.fromkeys(text for _, *pair in pairs for text in pair))  # each once
     ids = dict(zip(texts, tokenizer.ids(texts), strict=True))
     encodings, usage, truncated = [], [], 0
-    for (first, second), name in zip(pairs, names, strict=True):
+    for at, first, second in pairs:
         encoding, cut = tokenizer.pair(ids[first], ids[second], limits.max_tokens)
         tokens = len(ids[first]) + len(ids[second]) + tokenizer.pair_tokens
         if cut and parameters.long_text == "error":
-            raise too_long(name, tokens, limits.max_tokens, "long_text is error")
+            raise too_long(at, tokens, limits.max_tokens, "long_text is error")
         encoding.requests = _REQUEST
         encodings.append(encoding)
         usage.append(TextUsage(tokens, len(encoding)))
@@ -121,8 +119,8 @@ _REQUEST: Final = {next_sentence.HEAD.name: next_sentence.NextSentenceRequest()}
 
 def decode(
     prepared: PreparedRequest[Inputs], outputs: Sequence[HeadOutputs], _: TaskContext
-) -> list[NspLabel] | list[list[NspLabel]] | list[RankedCandidate]:
-    """Return the labels of a pair, of each pair of a list, or the candidates, likeliest first."""
+) -> list[list[NspLabel]] | list[RankedCandidate]:
+    """Return the labels of each pair, or the candidates, likeliest first."""
     logits = np.stack([output[next_sentence.HEAD.name].logits for output in outputs])
     exponentials = np.exp(logits - logits.max(1, keepdims=True))
     scores = (exponentials / exponentials.sum(1, keepdims=True)).tolist()
@@ -130,10 +128,7 @@ def decode(
     if isinstance(inputs, Candidates):
         order = sorted(range(len(scores)), key=lambda index: -scores[index][0])
         return [RankedCandidate(i, scores[i][0], inputs.candidates[i]) for i in order]
-    labels = [
-        [NspLabel("IsNext", is_next), NspLabel("NotNext", other)] for is_next, other in scores
-    ]
-    return labels if isinstance(inputs, list) else labels[0]
+    return [[NspLabel("IsNext", is_next), NspLabel("NotNext", other)] for is_next, other in scores]
 
 
 TASK: Final = Task(
@@ -150,6 +145,7 @@ TASK: Final = Task(
     ],
     parameters=NspParameters,
     result=list[NspLabel] | list[list[NspLabel]] | list[RankedCandidate],
+    alone=(Pair,),
     own_fields=("next", "candidates"),
     prepare=prepare,
     decode=decode,

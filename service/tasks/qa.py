@@ -37,7 +37,6 @@ from cloze.service.tasks.task import (
     WireModel,
     check_range,
     check_text,
-    input_name,
     listed,
 )
 from cloze.service.tasks.windows import window_count, windows
@@ -106,7 +105,6 @@ _Result = Answers | QaDetails
 class _State:
     questions: list[Question]
     options: QaOptions
-    many: bool
 
 
 def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
@@ -117,7 +115,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         InvalidRequest: a text has no token, or is too long and long texts are refused; or a
             parameter is out of its limits.
     """
-    pairs, many = listed(call.inputs, context.limits), isinstance(call.inputs, list)
+    pairs = listed(call.inputs, context.limits)
     options, limits = _options(call.parameters, context.limits), context.limits
     if (answers := len(pairs) * options.top_k) > limits.max_results:
         raise InvalidRequest(
@@ -127,28 +125,27 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     encodings: list[Encoding] = []
     usage: list[TextUsage] = []
     truncated = tokens = 0
-    for index, pair in enumerate(pairs):
-        name = input_name(index, many=many)
-        ids, spans = _tokenize(pair, name, context)
+    for at, pair in pairs:
+        ids, spans = _tokenize(pair, at, context)
         cut = ids[: options.max_question_len]
         special = context.tokenizer.pair_tokens
         window_tokens = options.max_seq_len - len(cut) - special
-        stride = _stride(options, window_tokens, name)
+        stride = _stride(options, window_tokens, at)
         whole = len(ids) + len(spans.ids) + special
         if options.long_text == "error" and len(cut) < len(ids):
             most = options.max_question_len
             raise InvalidRequest(
                 f"has {len(ids)} tokens; max_question_len is {most}, and long_text is error",
-                name.below("question"),
+                at.below("question"),
             )
         if options.long_text == "error" and len(spans.ids) > window_tokens:
-            raise too_long(name, whole, options.max_seq_len, "long_text is error")
+            raise too_long(at, whole, options.max_seq_len, "long_text is error")
         read = spans.first(window_tokens) if options.long_text == "truncate" else spans
         truncated += len(cut) < len(ids) or len(read.ids) < len(spans.ids)
         tokens += window_count(len(read.ids), window_tokens, stride) * options.max_seq_len
         if tokens > (most := limits.max_request_tokens):
             raise InvalidRequest(
-                f"up to {name} the windows hold {tokens} tokens; the limit of a request is {most}"
+                f"up to {at} the windows hold {tokens} tokens; the limit of a request is {most}"
             )
         bounds = windows(len(read.ids), window_tokens, stride)
         start = context.tokenizer.second_start(len(cut))
@@ -161,7 +158,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
             encodings.append(encoding)
     return PreparedRequest(
         encodings,
-        _State(questions, options, many),
+        _State(questions, options),
         len(encodings) * _WINDOW_RESULTS,
         truncated,
         usage=usage if options.return_usage else None,
@@ -182,25 +179,25 @@ def _options(parameters: QaParameters, limits: TaskLimits) -> QaOptions:
     return options
 
 
-def _tokenize(pair: QaPair, name: Location, context: TaskContext) -> tuple[list[int], Spans]:
+def _tokenize(pair: QaPair, at: Location, context: TaskContext) -> tuple[list[int], Spans]:
     """Return the question's ids and the context's tokens."""
-    check_text(pair.question, name.below("question"), context.limits)
-    check_text(pair.context, name.below("context"), context.limits)
+    check_text(pair.question, at.below("question"), context.limits)
+    check_text(pair.context, at.below("context"), context.limits)
     ids = context.tokenizer.ids([pair.question])[0]
     spans = context.tokenizer.spans(pair.context)
     if not ids or not spans.ids:
         empty = "context" if ids else "question"
-        raise InvalidRequest("has no token, only spaces or control characters", name.below(empty))
+        raise InvalidRequest("has no token, only spaces or control characters", at.below(empty))
     return ids, spans
 
 
-def _stride(options: QaOptions, window_tokens: int, name: Location) -> int:
+def _stride(options: QaOptions, window_tokens: int, at: Location) -> int:
     """Return the number of context tokens that neighbouring windows share."""
     if window_tokens < 1:
         raise InvalidRequest(
             f"leaves no room for the context: max_seq_len {options.max_seq_len}, "
             f"max_question_len {options.max_question_len}",
-            name.below("question"),
+            at.below("question"),
         )
     if options.doc_stride is None:
         stride = min(options.max_seq_len // 2, _DEFAULT_STRIDE)
@@ -211,8 +208,8 @@ def _stride(options: QaOptions, window_tokens: int, name: Location) -> int:
 
 def decode(
     prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], _: TaskContext
-) -> _Result | list[_Result]:
-    """Return the best answers to one question, or a list of answers if the inputs are a list.
+) -> list[_Result]:
+    """Return the best answers to each question.
 
     Raises:
         InvalidRequest: the answers need too much memory.
@@ -223,7 +220,7 @@ def decode(
     for question in state.questions:
         logits = [next(rest)[span.HEAD.name].logits for _ in question.windows]
         results.append(best_answers(question, logits, state.options, memory))
-    return results if state.many else results[0]
+    return results
 
 
 TASK: Final = Task(
@@ -240,6 +237,7 @@ TASK: Final = Task(
     ],
     parameters=QaParameters,
     result=_Result | list[_Result],
+    alone=(QaPair,),
     own_fields=("question",),
     prepare=prepare,
     decode=decode,

@@ -30,7 +30,6 @@ from cloze.service.tasks.task import (
     TextUsage,
     check_results,
     check_text,
-    input_name,
     listed,
 )
 from cloze.service.tokenizer import Spans
@@ -67,13 +66,7 @@ class ScoreParameters(UsageParameters):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    texts: list[Spans]
-    many: bool
-
-
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
+def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Spans]]:
     """Tokenize the texts, and mask each token of a text in a copy of its own.
 
     Raises:
@@ -83,16 +76,16 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     """
     parameters: ScoreParameters = call.parameters
     limits, choice = context.limits, parameters.long_text or "error"
-    texts, many = listed(call.inputs, limits), isinstance(call.inputs, list)
-    for index, text in enumerate(texts):
-        check_text(text, input_name(index, many=many), limits)
+    texts = listed(call.inputs, limits)
+    for at, text in texts:
+        check_text(text, at, limits)
     scored: list[Spans] = []
     usage: list[TextUsage] = []
     tokens = truncated = 0
-    for index, text in enumerate(texts):
+    for at, text in texts:
         spans = context.tokenizer.spans(text)
-        name, length = input_name(index, many=many), len(spans.ids)
-        _check(spans.ids, name, choice, context)
+        length = len(spans.ids)
+        _check(spans.ids, at, choice, context)
         if length + 2 > limits.max_tokens and choice == "truncate":
             spans, truncated = spans.first(limits.max_tokens - 2), truncated + 1
         scored.append(spans)
@@ -100,14 +93,14 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         tokens += len(spans.ids) * min(len(spans.ids) + 2, limits.max_tokens)
         if tokens > (most := limits.max_request_tokens):
             raise InvalidRequest(
-                f"up to {name} the masked copies hold {tokens} tokens; the limit of a request is "
+                f"up to {at} the masked copies hold {tokens} tokens; the limit of a request is "
                 f"{most}"
             )
     check_results(sum(len(text.ids) for text in scored), "the texts need", limits)
     encodings = [copy for text in scored for copy in _masked_copies(text.ids, context)]
     return PreparedRequest(
         encodings,
-        _State(scored, many),
+        scored,
         results=len(encodings),
         truncated=truncated,
         texts=len(scored),
@@ -115,21 +108,21 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     )
 
 
-def _check(ids: Sequence[int], name: Location, choice: LongText, context: TaskContext) -> None:
+def _check(ids: Sequence[int], at: Location, choice: LongText, context: TaskContext) -> None:
     """Check the tokens of one text."""
     tokenizer, most = context.tokenizer, context.limits.max_tokens
     if not ids:
-        raise InvalidRequest("has no token, only spaces or control characters", name)
+        raise InvalidRequest("has no token, only spaces or control characters", at)
     if len(ids) + 2 > most and choice == "error":
         raise InvalidRequest(
             f"has {len(ids) + 2} tokens; the model reads {most}; long_text window scores "
             "each token in the part around it",
-            name,
+            at,
         )
     if tokenizer.mask_id in ids:
         raise InvalidRequest(
             f"holds {tokenizer.mask_token}, which has no probability; /fill-mask fills it",
-            name,
+            at,
         )
 
 
@@ -152,12 +145,12 @@ def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
 
 
 def decode(
-    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], context: TaskContext
-) -> TextScore | list[TextScore]:
-    """Return the score of one text, or a list of scores if the inputs are a list."""
+    prepared: PreparedRequest[list[Spans]], outputs: Sequence[HeadOutputs], context: TaskContext
+) -> list[TextScore]:
+    """Return the score of each text."""
     results = iter(output[masked_lm.HEAD.name] for output in outputs)
     scores = []
-    for text in prepared.state.texts:
+    for text in prepared.state:
         tokens = [
             ScoredToken(
                 context.tokenizer.token_of(token), start, end, result.target_log_probability()
@@ -165,7 +158,7 @@ def decode(
             for token, (start, end), result in zip(text.ids, text.offsets, results, strict=False)
         ]
         scores.append(TextScore(math.fsum(token.log_probability for token in tokens), tokens))
-    return scores if prepared.state.many else scores[0]
+    return scores
 
 
 TASK: Final = Task(
@@ -183,6 +176,7 @@ TASK: Final = Task(
     result=TextScore | list[TextScore],
     prepare=prepare,
     decode=decode,
+    alone=(str,),
     takes_long=lambda _: True,
     examples=(
         Example("One text", {"inputs": "Paris is the capital of France."}),

@@ -18,6 +18,7 @@ from cloze.service.tasks.embed_inputs import Offsets, TextParameters
 from cloze.service.tasks.task import (
     INPUTS,
     Example,
+    Input,
     PreparedRequest,
     Task,
     TaskCall,
@@ -93,10 +94,10 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
         raise EmptyRequest("is an empty list; it needs at least 1 text", _SENTENCES)
     if count > most:
         raise InvalidRequest(f"has {count} texts; the limit is {most}", _SENTENCES)
-    texts = [inputs.source_sentence, *inputs.sentences]
-    names = [INPUTS.below("source_sentence"), *(_SENTENCES.below(n) for n in range(count))]
+    texts = [Input(INPUTS.below("source_sentence"), inputs.source_sentence)]
+    texts += [Input(_SENTENCES.below(n), text) for n, text in enumerate(inputs.sentences)]
     if not parameters.details:
-        encoded = embed_inputs.encode(texts, names, parameters, context, _VECTORS)
+        encoded = embed_inputs.encode(texts, parameters, context, _VECTORS)
         return PreparedRequest(
             encoded.encodings,
             None,
@@ -105,13 +106,13 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
             texts=len(texts),
         )
     _check_token_vectors(context)
-    encoded = embed_inputs.encode(texts, names, parameters, context, _ALL_VECTORS)
+    encoded = embed_inputs.encode(texts, parameters, context, _ALL_VECTORS)
     tokens, most = sum(map(len, encoded.encodings)), context.limits.max_results
     if tokens > most:
         raise InvalidRequest(f"details need {tokens} vectors; the limit is {most}")
     offsets = [
         embed_inputs.offsets(text, len(encoding), parameters, context)
-        for text, encoding in zip(texts, encoded.encodings, strict=True)
+        for (_, text), encoding in zip(texts, encoded.encodings, strict=True)
     ]
     return PreparedRequest(
         encoded.encodings,

@@ -24,7 +24,7 @@ from cloze.service.tokenizer import Tokenizer
 INPUTS = Location(("inputs",))
 """The place of a call's inputs, as the native protocol names it."""
 
-T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 S = TypeVar("S")
 
 
@@ -171,6 +171,13 @@ class TaskCall(NamedTuple):
     parameters: Any
 
 
+class Input(NamedTuple, Generic[T_co]):
+    """One input of a call, and its place in the request: ``inputs`` or ``inputs[3]``."""
+
+    at: Location
+    value: T_co
+
+
 @dataclass(frozen=True, slots=True)
 class TextUsage:
     """How much of one input the model read.
@@ -238,12 +245,15 @@ class Task:
         summary: one line for the documentation.
         heads: names of the heads that a model needs for the task.
         inputs: the type of a call's inputs: one input, a list of inputs, or either.
+        alone: types of inputs that clients may send without a list; `decode` then returns a list
+            of one result, and the native protocol writes the result without the list.
         parameters: the model of a call's parameters; every field has a default.
         result: the type of the value that `decode` returns, for the documentation.
         prepare: (call, context) -> the tokenized request; raises `InvalidRequest`.
-        decode: (prepared, outputs in the order of the encodings, context) -> the result. The result
-            consists of JSON values and frozen dataclasses, or if `vectors` is set, is a float32
-            array [n, D] or a list of such arrays.
+        decode: (prepared, outputs in the order of the encodings, context) -> the results, one per
+            input unless the inputs are one object that asks for several. They consist of JSON
+            values and frozen dataclasses, or if `vectors` is set, are a float32 array [n, D] or a
+            list of such arrays.
         examples: example requests.
         takes_long: call -> whether `prepare` may take milliseconds for a short body, because one
             text becomes many encodings.
@@ -263,6 +273,7 @@ class Task:
     prepare: Callable[[TaskCall, TaskContext], PreparedRequest[Any]]
     decode: Callable[[PreparedRequest[Any], Sequence[HeadOutputs], TaskContext], Any]
     examples: tuple[Example, ...]
+    alone: tuple[type, ...] = ()
     takes_long: Callable[[TaskCall], bool] = lambda _: False
     vectors: bool = False
     own_fields: tuple[str, ...] = ()
@@ -272,25 +283,23 @@ class Task:
         return {head.name for head in manifest.graph_heads}.issuperset(self.heads)
 
 
-def listed(inputs: T | list[T], limits: TaskLimits) -> list[T]:
-    """Return one input or many as a list.
+def listed(inputs: Any, limits: TaskLimits) -> list[Input[Any]]:
+    """Return the inputs of a call, one or a list, with the place of each.
+
+    A list of token ids is one input.
 
     Raises:
         EmptyRequest: the list is empty.
         InvalidRequest: the list is longer than the limit.
     """
-    texts = inputs if isinstance(inputs, list) else [inputs]
-    if not texts:
+    if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
+        return [Input(INPUTS, inputs)]
+    if not inputs:
         raise EmptyRequest("is an empty list; it needs at least 1 text", INPUTS)
-    if len(texts) > limits.max_request_texts:
+    if len(inputs) > limits.max_request_texts:
         limit = limits.max_request_texts
-        raise InvalidRequest(f"has {len(texts)} texts; the limit is {limit}", INPUTS)
-    return texts
-
-
-def input_name(index: int, *, many: bool) -> Location:
-    """Return the place of one text of a request: ``inputs`` or ``inputs[3]``."""
-    return INPUTS.below(index) if many else INPUTS
+        raise InvalidRequest(f"has {len(inputs)} texts; the limit is {limit}", INPUTS)
+    return [Input(INPUTS.below(index), value) for index, value in enumerate(inputs)]
 
 
 def check_text(text: str, name: Location, limits: TaskLimits) -> None:

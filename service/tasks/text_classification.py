@@ -23,6 +23,7 @@ from cloze.service.tasks.long_text import (
 from cloze.service.tasks.task import (
     Count,
     Example,
+    Input,
     NotEmpty,
     PreparedRequest,
     Task,
@@ -33,7 +34,6 @@ from cloze.service.tasks.task import (
     WireModel,
     check_range,
     check_text,
-    input_name,
     listed,
 )
 
@@ -89,25 +89,23 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     """
     parameters: TextClassificationParameters = call.parameters
     tokenizer, limits = context.tokenizer, context.limits
-    texts: list[str | TextPair] = listed(call.inputs, limits)
-    many = isinstance(call.inputs, list)
+    texts: list[Input[str | TextPair]] = listed(call.inputs, limits)
     if parameters.top_k is not None:
         check_range(parameters.top_k, 1, limits.max_top_k, "top_k")
-    pairs = [(t, None) if isinstance(t, str) else (t.text, t.text_pair) for t in texts]
-    for index, (first, second) in enumerate(pairs):
-        name = input_name(index, many=many)
-        check_text(first, name if isinstance(texts[index], str) else name.below("text"), limits)
+    pairs = [(t, None) if isinstance(t, str) else (t.text, t.text_pair) for _, t in texts]
+    for (at, text), (first, second) in zip(texts, pairs, strict=True):
+        check_text(first, at if isinstance(text, str) else at.below("text"), limits)
         if second is not None:
-            check_text(second, name.below("text_pair"), limits)
+            check_text(second, at.below("text_pair"), limits)
     firsts = tokenizer.ids([first for first, _ in pairs])
     seconds = tokenizer.ids([second or "" for _, second in pairs])
     encoder = _Encoder(parameters, context)
     for index, (first, second) in enumerate(pairs):
-        name = input_name(index, many=many)
+        at = texts[index].at
         if second is None:
-            encoder.add_text(first, firsts[index], name)
+            encoder.add_text(first, firsts[index], at)
         else:
-            encoder.add_pair(firsts[index], seconds[index], name)
+            encoder.add_pair(firsts[index], seconds[index], at)
     function = parameters.function_to_apply or _FUNCTIONS[_labels(context).problem_type]
     windows = encoder.windows if parameters.long_text == "window" else None
     return PreparedRequest(

@@ -35,7 +35,6 @@ from cloze.service.tasks.task import (
     TextUsage,
     check_range,
     check_text,
-    input_name,
     listed,
 )
 from cloze.service.tokenizer import Spans, Tokenizer
@@ -108,7 +107,6 @@ class _State:
     texts: list[_Text]
     strategy: Strategy
     ignored: frozenset[str]
-    many: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     """
     parameters: TokenClassificationParameters = call.parameters
     limits, tokenizer = context.limits, context.tokenizer
-    texts, many = listed(call.inputs, limits), isinstance(call.inputs, list)
+    texts = listed(call.inputs, limits)
     strategy: Strategy = parameters.aggregation_strategy or "simple"
     window_tokens = limits.max_tokens - 2
     choice = _long_text(parameters, strategy, window_tokens)
@@ -155,19 +153,18 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     prepared: list[_Text] = []
     encodings: list[Encoding] = []
     truncated = 0
-    for index, text in enumerate(texts):
-        name = input_name(index, many=many)
-        check_text(text, name, limits)
+    for at, text in texts:
+        check_text(text, at, limits)
         spans = tokenizer.spans(text)
         if not spans.ids:
-            raise InvalidRequest("has no token, only spaces or control characters", name)
+            raise InvalidRequest("has no token, only spaces or control characters", at)
         count = len(spans.ids)
         bounds = [(0, min(window_tokens, count))]
         if count > window_tokens:
             if choice == "error":
-                raise too_long(name, count + 2, limits.max_tokens, "long_text is error")
+                raise too_long(at, count + 2, limits.max_tokens, "long_text is error")
             if choice == "window":
-                bounds = budget.divide(count, window_tokens, name, parameters.stride)
+                bounds = budget.divide(count, window_tokens, at, parameters.stride)
             else:
                 truncated += 1
         if usage is not None:
@@ -179,7 +176,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
             encoding.requests = _REQUEST
             encodings.append(encoding)
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
-    state = _State(prepared, strategy, ignored, many)
+    state = _State(prepared, strategy, ignored)
     results = sum(map(len, encodings)) // _TOKENS_PER_RESULT
     return PreparedRequest(encodings, state, results, truncated, usage=usage, texts=len(texts))
 
@@ -214,15 +211,15 @@ def _long_text(
 
 def decode(
     prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], context: TaskContext
-) -> Entities | list[Entities]:
-    """Return the entities of one text, or a list of entities if the inputs are a list."""
+) -> list[Entities]:
+    """Return the entities of each text."""
     rest = iter(outputs)
     state = prepared.state
     results: list[Entities] = []
     for text in state.texts:
         logits = [next(rest)[token_classification.HEAD.name].logits for _ in text.windows]
         results.append(_entities(text, logits, state, context))
-    return results if state.many else results[0]
+    return results
 
 
 def _entities(
@@ -371,6 +368,7 @@ TASK: Final = Task(
     ],
     parameters=TokenClassificationParameters,
     result=Entities | list[Entities],
+    alone=(str,),
     prepare=prepare,
     decode=decode,
     examples=(

@@ -20,7 +20,6 @@ from cloze.service.tasks.task import (
     Texts,
     WireModel,
     check_text,
-    input_name,
     listed,
 )
 from cloze.service.tokenizer import Tokenizer
@@ -105,21 +104,20 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Tokeni
     """
     parameters: TokenizeParameters = call.parameters
     limits, tokenizer = context.limits, context.tokenizer
-    texts, many = listed(call.inputs, limits), isinstance(call.inputs, list)
-    for index, text in enumerate(texts):
-        check_text(text, input_name(index, many=many), limits)
+    texts = listed(call.inputs, limits)
+    for at, text in texts:
+        check_text(text, at, limits)
     prompt = embed_inputs.prompt_of(context, parameters.prompt_name)
     before = (_special(tokenizer, tokenizer.cls_id),) if parameters.add_special_tokens else ()
     after = (_special(tokenizer, tokenizer.sep_id),) if parameters.add_special_tokens else ()
-    tokenized, tokens = [], 0
-    for index, text in enumerate(texts):
+    tokenized: list[TokenizedText] = []
+    tokens = 0
+    for at, text in texts:
         check_awaited()
         spans = tokenizer.spans(prompt + text, limits.max_results - tokens)
         tokens += len(spans.ids) + len(before) + len(after)
         if tokens > limits.max_results:
-            texts_so_far = "inputs has"
-            if index:
-                texts_so_far = f"the texts up to {input_name(index, many=many)} have"
+            texts_so_far = f"the texts up to {at} have" if tokenized else "inputs has"
             raise InvalidRequest(
                 f"{texts_so_far} at least {tokens} tokens; the limit is {limits.max_results}"
             )

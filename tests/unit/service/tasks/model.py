@@ -114,7 +114,7 @@ def decoded(
     outputs: list[Any],
     with_context: TaskContext = CONTEXT,
 ) -> Any:
-    """Return the result of a prepared call."""
+    """Return the results of a prepared call."""
     return TASKS[task].decode(request, outputs, with_context)
 
 

@@ -144,7 +144,7 @@ def test_a_pair_has_two_labels() -> None:
     assert tokens(request) == ["[CLS] the door [SEP] red [SEP]"]
     assert types(request) == [[0, 0, 0, 0, 1, 1]]
     assert request.usage == [TextUsage(6, 6)]
-    labels = decoded("nsp", request, pair_outputs([2, 1]))
+    [labels] = decoded("nsp", request, pair_outputs([2, 1]))
     assert [one.label for one in labels] == ["IsNext", "NotNext"]
     assert [one.score for one in labels] == pytest.approx(softmax([2, 1]), rel=1e-5)
 
@@ -203,7 +203,7 @@ def test_each_token_is_scored_behind_a_mask() -> None:
     assert [list(one.positions) for one in asked] == [[1], [2], [3]]
     assert [list(one.targets) for one in asked] == [[i] for i in ids("the red ##s")]
     assert (request.results, request.usage, request.truncated) == (3, [TextUsage(5, 5)], 0)
-    score = decoded("score", request, log_probabilities(-1, -2, -4))
+    [score] = decoded("score", request, log_probabilities(-1, -2, -4))
     assert score.score == pytest.approx(-7)
     assert [(t.token, t.start, t.end, t.log_probability) for t in score.tokens] == [
         ("the", 0, 3, -1), ("red", 4, 7, -2), ("##s", 7, 8, -4),
@@ -269,7 +269,7 @@ def groups(
     text: str, rows: list[list[float]], **parameters: Any
 ) -> list[tuple[str, str, int, int]]:
     request = prepared("token-classification", text, **parameters)
-    entities = decoded("token-classification", request, token_outputs(rows))
+    [entities] = decoded("token-classification", request, token_outputs(rows))
     return [(e.entity_group, e.word, e.start, e.end) for e in entities]
 
 
@@ -314,7 +314,7 @@ def test_a_word_gets_one_label(strategy: str, label: str | None) -> None:
 
 def test_every_token_is_a_result_if_asked() -> None:
     request = prepared("token-classification", "the reds", aggregation_strategy="none")
-    entities = decoded("token-classification", request, token_outputs([OUT, BEGIN, LOC]))
+    [entities] = decoded("token-classification", request, token_outputs([OUT, BEGIN, LOC]))
     assert [(e.entity, e.index, e.word, e.start, e.end) for e in entities] == [
         ("B-PER", 2, "red", 4, 7),
         ("LOC", 3, "##s", 7, 8),
@@ -336,11 +336,11 @@ def test_windows_give_one_entity_where_they_overlap() -> None:
     assert request.usage == [TextUsage(13, 13, [(0, 19), (12, 21)])]
     first = [OUT] * 6 + [BEGIN, IN, OUT, LOC]  # "g h" and "j"
     second = [BEGIN, IN, IN, OUT, OUT]  # "g h i": longer
-    entities = decoded("token-classification", request, token_outputs(first, second))
+    [entities] = decoded("token-classification", request, token_outputs(first, second))
     assert [(e.entity_group, e.word) for e in entities] == [("PER", "g h i"), ("LOC", "j")]
     surer = [0.01, 0.01, 0.01, 0.97]
     first, second = [OUT] * 6 + [LOC, OUT, OUT, OUT], [surer, OUT, OUT, OUT, LOC]
-    entities = decoded("token-classification", request, token_outputs(first, second))
+    [entities] = decoded("token-classification", request, token_outputs(first, second))
     assert [(e.word, round(e.score, 2)) for e in entities] == [("g", 0.97), ("k", 0.7)]
 
 
@@ -383,7 +383,7 @@ def test_parameters_that_agree() -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     pair = prepared("nsp", Pair(text="a", next="b"))
-    assert [one.score for one in decoded("nsp", pair, pair_outputs([2000, -2000]))] == [1, 0]
+    assert [one.score for one in decoded("nsp", pair, pair_outputs([2000, -2000]))[0]] == [1, 0]
     text = prepared("text-classification", "a")
     [labels] = decoded("text-classification", text, label_outputs([2000, 0, -2000, 1]))
     assert (labels[0].label, labels[0].score) == ("O", 1)

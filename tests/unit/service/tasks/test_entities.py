@@ -49,7 +49,7 @@ def groups(
     [encoding] = request.encodings
     assert len(encoding) == len(rows) + 2
     result = TokenClassificationResult(np.stack([OUT, *rows, OUT]))
-    entities = decoded("token-classification", request, [{"token_classification": result}], model)
+    [entities] = decoded("token-classification", request, [{"token_classification": result}], model)
     return [(e.entity_group, e.word, e.end) for e in entities]
 
 
@@ -121,5 +121,5 @@ def test_an_entity_of_equal_length_and_score_stays() -> None:
         {"token_classification": TokenClassificationResult(np.stack([OUT, *window, OUT]))}
         for window in (first, second)
     ]
-    found = decoded("token-classification", request, outputs)
+    [found] = decoded("token-classification", request, outputs)
     assert [(e.entity_group, e.start, e.end) for e in found] == [("LOC", 12, 15)]

@@ -59,7 +59,7 @@ def test_a_mask_is_predicted_among_the_whole_vocabulary() -> None:
     asked = request_of(request.encodings[0])
     assert (list(asked.positions), asked.top_k, list(asked.targets)) == ([2], 2, [])
     assert (request.results, request.truncated, request.usage) == (2, 0, None)
-    predictions = decoded("fill-mask", request, outputs(top({"red": 0.5, "old": 0.25})))
+    [predictions] = decoded("fill-mask", request, outputs(top({"red": 0.5, "old": 0.25})))
     assert [(p.token, p.token_str, p.sequence) for p in predictions] == [
         (ID["red"], "red", "the red door"),
         (ID["old"], "old", "the old door"),
@@ -87,7 +87,7 @@ def test_targets_are_ranked_and_repeated_ones_are_one() -> None:
     asked = request_of(request.encodings[0])
     assert (asked.top_k, list(asked.targets)) == (0, ids("moon sun red"))
     assert request.warnings == ()
-    predictions = decoded("fill-mask", request, outputs(of_targets([0.1, 0.3, 0.2])))
+    [predictions] = decoded("fill-mask", request, outputs(of_targets([0.1, 0.3, 0.2])))
     assert [p.token_str for p in predictions] == ["sun", "red"]
     assert [p.score for p in predictions] == pytest.approx([0.3, 0.2], rel=1e-5)
     assert predictions[0].sequence == "the sun"
@@ -121,7 +121,7 @@ def test_words_of_several_pieces_are_scored_piece_by_piece() -> None:
     assert [list(one.targets) for one in asked] == [ids("red"), ids("##s"), ids("old")]
     assert request.results == 3
     results = [of_targets([0.5]), of_targets([0.5]), of_targets([0.2])]
-    [best] = decoded("fill-mask", request, outputs(*results))
+    [[best]] = decoded("fill-mask", request, outputs(*results))
     assert (best.tokens, best.token_str, best.sequence) == (ids("red ##s"), "reds", "the reds door")
     assert best.score == pytest.approx(0.25, rel=1e-5)
 
@@ -330,7 +330,7 @@ def test_independent_fillings_are_the_best_products() -> None:
     result = top({"the": 0.6, "a": 0.3, "an": 0.1}, {"sun": 0.5, "moon": 0.4, "red": 0.05})
     assert request.advance is not None
     assert request.advance(outputs(result), CONTEXT) is None
-    fillings = decoded("fill-mask", request, [])
+    [fillings] = decoded("fill-mask", request, [])
     assert [f.token_strs for f in fillings] == [["the", "sun"], ["the", "moon"], ["a", "sun"]]
     assert [f.score for f in fillings] == pytest.approx([0.3, 0.24, 0.15], rel=1e-4)
     assert fillings[0].tokens == ids("the sun")
@@ -368,7 +368,7 @@ def test_a_beam_keeps_five_hypotheses_and_extends_each() -> None:
     assert second.advance is not None
     rounds = [top(flat), top(peaked), top(flat), top(flat), top(flat)]
     assert second.advance(outputs(*rounds), CONTEXT) is None
-    [best] = decoded("fill-mask", second, [])
+    [[best]] = decoded("fill-mask", second, [])
     assert best.token_strs == ["a", "sun"]
     assert best.score == pytest.approx(0.225, rel=1e-4)
 

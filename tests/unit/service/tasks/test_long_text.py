@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks.long_text import TruncationParameters, WindowBudget, characters
 from cloze.service.tasks.task import (
+    INPUTS,
     check_range,
     check_results,
     check_text,
-    input_name,
     listed,
 )
 from cloze.service.tasks.windows import window_count, windows
@@ -82,13 +82,14 @@ def test_the_side_to_cut() -> None:
 
 
 def test_one_input_or_a_list() -> None:
-    assert listed("a", LIMITS) == ["a"]
-    assert listed(["a"] * 4, LIMITS) == ["a"] * 4
+    assert listed("a", LIMITS) == [(INPUTS, "a")]
+    assert listed([5, 6], LIMITS) == [(INPUTS, [5, 6])]  # the token ids of one text
+    assert listed(["a"] * 4, LIMITS) == [(INPUTS.below(index), "a") for index in range(4)]
+    assert str(listed([[5], [6]], LIMITS)[1].at) == "inputs[1]"
     with pytest.raises(EmptyRequest):
         listed([], LIMITS)
     with pytest.raises(InvalidRequest, match="5 texts; the limit is 4"):
         listed(["a"] * 5, LIMITS)
-    assert [str(input_name(3, many=many)) for many in (True, False)] == ["inputs[3]", "inputs"]
 
 
 def test_limits_are_inclusive() -> None:

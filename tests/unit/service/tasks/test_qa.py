@@ -66,7 +66,7 @@ def test_each_question_gets_the_answer_of_its_windows() -> None:
     answers = decoded("qa", request, outputs)
     assert [a.answer for a in answers] == ["b", "c"]
     one = prepared("qa", pair("a b"), max_answer_len=1)
-    assert decoded("qa", one, outputs[:1]).answer == "b"
+    assert decoded("qa", one, outputs[:1])[0].answer == "b"
 
 
 def test_a_long_question_is_cut() -> None:

@@ -310,13 +310,13 @@ def test_targets_and_originals_of_equal_score_keep_their_order() -> None:
         if targets_as == "words":
             one = MaskedLMResult(nothing, nothing.astype(int), result.logsumexp, logits[:, :1])
             outputs = [{"masked_lm": one}] * 3
-        words = [p.token_str for p in decoded("fill-mask", request, outputs)]
+        words = [p.token_str for p in decoded("fill-mask", request, outputs)[0]]
         assert words == ["sun", "a", "red"], targets_as
     whole = np.zeros((1, len(ID)), np.float32)
     request = prepared("fill-mask", "[MASK]", original="sun", top_k=1)
     result = MaskedLMResult(nothing + 1, np.array([[MASK]]), np.ones(1, np.float32), whole)
     result = MaskedLMResult(np.ones((1, 1), np.float32), result.top_ids, result.logsumexp, whole)
-    assert decoded("fill-mask", request, [{"masked_lm": result}]).original.rank == 1
+    assert decoded("fill-mask", request, [{"masked_lm": result}])[0].original.rank == 1
 
 
 def test_each_original_belongs_to_its_text() -> None:

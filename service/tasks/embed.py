@@ -121,14 +121,9 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         return _prepare_spans(call, parameters.spans, dimensions, normalize, context)
     texts = listed(call.inputs, context.limits)
     encoded = embed_inputs.encode(texts, parameters, context, request)
-    return PreparedRequest(
-        encoded.encodings,
-        _State(rows, dimensions, normalize, encoded.windows),
-        results=len(encoded.encodings),
-        truncated=encoded.truncated,
-        usage=encoded.usage,
-        texts=len(texts),
-    )
+    windows = encoded.windows if parameters.choice == "window" else None
+    state = _State(rows, dimensions, normalize, windows)
+    return encoded.prepared(state, len(encoded.encodings))
 
 
 def _own_vectors(outputs: Sequence[HeadOutputs]) -> Float32:
@@ -171,13 +166,7 @@ def _prepare_spans(
         tokens = outputs[0][token_embedding.HEAD.name].embeddings  # [S, H]
         return np.array([tokens[first:end].mean(0) for first, end in rows], np.float32)
 
-    return PreparedRequest(
-        encoded.encodings,
-        _State(span_vectors, dimensions, normalize),
-        results=len(places),
-        truncated=encoded.truncated,
-        usage=encoded.usage,
-    )
+    return encoded.prepared(_State(span_vectors, dimensions, normalize), len(places))
 
 
 _TOKENS_REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}

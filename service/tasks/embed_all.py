@@ -62,14 +62,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
             embed_inputs.offsets(str(text), len(encoding), parameters, context)
             for (_, text), encoding in zip(texts, encoded.encodings, strict=True)
         ]
-    return PreparedRequest(
-        encoded.encodings,
-        offsets,
-        tokens,
-        encoded.truncated,
-        usage=encoded.usage,
-        texts=len(texts),
-    )
+    return encoded.prepared(offsets, tokens)
 
 
 def decode(

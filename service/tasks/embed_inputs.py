@@ -1,25 +1,22 @@
 """Texts to embed, which several tasks share: prompts, token ids, long texts, places of tokens."""
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import Field
 
-from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HeadRequest
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks.long_text import (
+    TextEncoder,
     TruncationParameters,
     UsageParameters,
-    WindowBudget,
-    characters,
 )
 from cloze.service.tasks.task import (
     Input,
     NotEmpty,
     TaskContext,
     Text,
-    TextUsage,
     TokenIds,
     check_text,
 )
@@ -49,35 +46,19 @@ class TextParameters(TruncationParameters, UsageParameters):
     )
 
 
-class EncodedTexts(NamedTuple):
-    """The encodings of a request's texts.
-
-    Attributes:
-        encodings: one per text, or one per window of each text.
-        truncated: number of texts that were cut.
-        usage: how much of each text was used; None unless the client asks.
-        windows: number of windows of each text; None if no text was to be divided.
-    """
-
-    encodings: list[Encoding]
-    truncated: int
-    usage: list[TextUsage] | None
-    windows: list[int] | None
-
-
 def encode(
     texts: Sequence[Input[TextOrIds]],
     parameters: TextParameters,
     context: TaskContext,
-    request: Mapping[str, HeadRequest],
-) -> EncodedTexts:
+    request: Mapping[str, HeadRequest] | None,
+) -> TextEncoder:
     """Return the encodings of texts to embed.
 
     Args:
         texts: at least one text, or its token ids.
         parameters: prompt and truncation.
         context: the model. Without a recipe for embeddings, it has no prompts.
-        request: what each encoding asks of the heads.
+        request: what each encoding asks of the heads; None: the caller says so itself.
 
     Raises:
         EmptyRequest: a text is empty.
@@ -88,64 +69,11 @@ def encode(
     max_tokens = recipe.max_tokens if recipe else context.limits.max_tokens
     prompt = prompt_of(context, parameters.prompt_name)
     ids = _ids(texts, prompt, context)
-    if parameters.choice == "window":
-        return _divide(texts, ids, prompt, max_tokens, parameters, context, request)
-    encodings, truncated = [], 0
-    for (at, _), text_ids in zip(texts, ids, strict=True):
-        encoding, cut = context.tokenizer.encode(text_ids, max_tokens, keep_end=parameters.keep_end)
-        if cut:
-            parameters.check_cut(at, len(text_ids) + 2, max_tokens)
-        encoding.requests = request
-        encodings.append(encoding)
-        truncated += cut
-    usage = None
-    if parameters.return_usage:
-        usage = [
-            TextUsage(len(text_ids) + 2, len(encoding))
-            for text_ids, encoding in zip(ids, encodings, strict=True)
-        ]
-    return EncodedTexts(encodings, truncated, usage, None)
-
-
-def _divide(
-    texts: Sequence[Input[TextOrIds]],
-    ids: Sequence[Sequence[int]],
-    prompt: str,
-    max_tokens: int,
-    parameters: TextParameters,
-    context: TaskContext,
-    request: Mapping[str, HeadRequest],
-) -> EncodedTexts:
-    """Return the windows of texts; each window begins with the prompt's tokens. See `encode`."""
-    tokenizer, budget = context.tokenizer, WindowBudget(context.limits)
-    encodings, counts = [], []
-    usage: list[TextUsage] | None = [] if parameters.return_usage else None
+    rule = parameters.rule(report=parameters.return_usage)
+    encoder = TextEncoder(rule, context, request, max_tokens)
     for (at, text), text_ids in zip(texts, ids, strict=True):
-        needs_places = isinstance(text, str) and (prompt or usage is not None)
-        places = tokenizer.spans(f"{prompt}{text}").offsets if needs_places else []
-        prefix = list(text_ids[: sum(start < len(prompt) for start, _ in places)])
-        own = text_ids[len(prefix) :]
-        room = max_tokens - 2 - len(prefix)
-        if room < 1:
-            raise InvalidRequest(
-                f"the prompt of {len(prefix)} tokens leaves no room; the model reads {max_tokens}"
-            )
-        bounds = budget.divide(len(own), room, at) if len(own) > room else [(0, len(own))]
-        counts.append(len(bounds))
-        for first, end in bounds:
-            encoding, _ = tokenizer.encode([*prefix, *own[first:end]], max_tokens)
-            encoding.requests = request
-            encodings.append(encoding)
-        if usage is not None:
-            spans = None
-            if len(bounds) > 1 and places:
-                own_places = places[len(prefix) :]
-                spans = [
-                    (start - len(prompt), end - len(prompt))
-                    for start, end in characters(bounds, own_places)
-                ]
-            usage.append(TextUsage(len(text_ids) + 2, len(text_ids) + 2, spans))
-    return EncodedTexts(encodings, 0, usage, counts)
+        encoder.add(at, text_ids, prompt + text if isinstance(text, str) else None, prompt)
+    return encoder
 
 
 def offsets(text: str, tokens: int, parameters: TextParameters, context: TaskContext) -> Offsets:

@@ -76,19 +76,11 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
         raise InvalidRequest(
             f"the request asks for {len(texts) * top_k} words; the limit is {most}"
         )
-    encoded = embed_inputs.encode(texts, parameters, context, {})
+    encoded = embed_inputs.encode(texts, parameters, context, None)
     for encoding in encoded.encodings:
         request = SparseEmbeddingRequest(len(encoding), top_k)
         encoding.requests = {sparse_embedding.HEAD.name: request}
-    named = bool(parameters.return_tokens)
-    return PreparedRequest(
-        encoded.encodings,
-        named,
-        len(texts) * top_k,
-        encoded.truncated,
-        usage=encoded.usage,
-        texts=len(texts),
-    )
+    return encoded.prepared(bool(parameters.return_tokens), len(texts) * top_k)
 
 
 def decode(

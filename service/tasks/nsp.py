@@ -12,7 +12,7 @@ from pydantic import Field
 
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import next_sentence
-from cloze.service.tasks.long_text import UsageParameters, too_long
+from cloze.service.tasks.long_text import LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tasks.task import (
     INPUTS,
     Example,
@@ -23,7 +23,6 @@ from cloze.service.tasks.task import (
     TaskContext,
     Text,
     Texts,
-    TextUsage,
     WireModel,
     check_text,
     listed,
@@ -95,23 +94,12 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
         check_text(second, at.below("next"), limits)
     texts = list(dict.fromkeys(text for _, *pair in pairs for text in pair))  # each once
     ids = dict(zip(texts, tokenizer.ids(texts), strict=True))
-    encodings, usage, truncated = [], [], 0
+    rule = LongTextRule(parameters.long_text or "truncate", report=bool(parameters.return_usage))
+    encoder = TextEncoder(rule, context, _REQUEST)
     for at, first, second in pairs:
-        encoding, cut = tokenizer.pair(ids[first], ids[second], limits.max_tokens)
-        tokens = len(ids[first]) + len(ids[second]) + tokenizer.pair_tokens
-        if cut and parameters.long_text == "error":
-            raise too_long(at, tokens, limits.max_tokens, "long_text is error")
-        encoding.requests = _REQUEST
-        encodings.append(encoding)
-        usage.append(TextUsage(tokens, len(encoding)))
-        truncated += cut
-    return PreparedRequest(
-        encodings,
-        inputs,
-        truncated=truncated,
-        usage=usage if parameters.return_usage else None,
-        texts=len(pairs) + isinstance(inputs, Candidates),
-    )
+        encoder.add_pair(at, ids[first], ids[second])
+    prepared = encoder.prepared(inputs)
+    return prepared._replace(texts=len(pairs) + isinstance(inputs, Candidates))
 
 
 _REQUEST: Final = {next_sentence.HEAD.name: next_sentence.NextSentenceRequest()}

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 
 from pydantic import Field
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import span
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.answer_spans import (
@@ -21,11 +21,18 @@ from cloze.service.tasks.answer_spans import (
     SpanMemory,
     best_answers,
 )
-from cloze.service.tasks.long_text import LongText, UsageParameters, characters, too_long
+from cloze.service.tasks.long_text import (
+    LongText,
+    LongTextRule,
+    TextEncoder,
+    UsageParameters,
+    characters,
+)
 from cloze.service.tasks.task import (
     Count,
     CountOrZero,
     Example,
+    Input,
     NotEmpty,
     PreparedRequest,
     Task,
@@ -39,7 +46,6 @@ from cloze.service.tasks.task import (
     check_text,
     listed,
 )
-from cloze.service.tasks.windows import window_count, windows
 from cloze.service.tokenizer import Spans
 
 _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_question_len": 64}
@@ -121,49 +127,40 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         raise InvalidRequest(
             f"the request asks for {answers} answers; the limit is {limits.max_results}"
         )
-    questions: list[Question] = []
-    encodings: list[Encoding] = []
-    usage: list[TextUsage] = []
-    truncated = tokens = 0
-    for at, pair in pairs:
-        ids, spans = _tokenize(pair, at, context)
-        cut = ids[: options.max_question_len]
-        special = context.tokenizer.pair_tokens
-        window_tokens = options.max_seq_len - len(cut) - special
-        stride = _stride(options, window_tokens, at)
-        whole = len(ids) + len(spans.ids) + special
-        if options.long_text == "error" and len(cut) < len(ids):
-            most = options.max_question_len
-            raise InvalidRequest(
-                f"has {len(ids)} tokens; max_question_len is {most}, and long_text is error",
-                at.below("question"),
-            )
-        if options.long_text == "error" and len(spans.ids) > window_tokens:
-            raise too_long(at, whole, options.max_seq_len, "long_text is error")
-        read = spans.first(window_tokens) if options.long_text == "truncate" else spans
-        truncated += len(cut) < len(ids) or len(read.ids) < len(spans.ids)
-        tokens += window_count(len(read.ids), window_tokens, stride) * options.max_seq_len
-        if tokens > (most := limits.max_request_tokens):
-            raise InvalidRequest(
-                f"up to {at} the windows hold {tokens} tokens; the limit of a request is {most}"
-            )
-        bounds = windows(len(read.ids), window_tokens, stride)
-        start = context.tokenizer.second_start(len(cut))
-        questions.append(Question(pair.context, read, start, bounds))
-        places = characters(bounds, read.offsets) if len(bounds) > 1 else None
-        usage.append(TextUsage(whole, len(cut) + len(read.ids) + special, places))
-        for first, end in bounds:
-            encoding, _ = context.tokenizer.pair(cut, read.ids[first:end], options.max_seq_len)
-            encoding.requests = _REQUEST
-            encodings.append(encoding)
-    return PreparedRequest(
-        encodings,
-        _State(questions, options),
-        len(encodings) * _WINDOW_RESULTS,
-        truncated,
-        usage=usage if options.return_usage else None,
-        texts=len(questions),
-    )
+    rule = LongTextRule(options.long_text, report=options.return_usage)
+    encoder = TextEncoder(rule, context, _REQUEST, options.max_seq_len)
+    questions = [_add(pair, options, encoder, context) for pair in pairs]
+    return encoder.prepared(_State(questions, options), len(encoder.encodings) * _WINDOW_RESULTS)
+
+
+def _add(
+    pair: Input[QaPair], options: QaOptions, encoder: TextEncoder, context: TaskContext
+) -> Question:
+    """Add the windows of a question's context to the encodings of a request; see `prepare`."""
+    at, tokenizer = pair.at, context.tokenizer
+    ids, spans = _tokenize(pair, context)
+    cut = ids[: options.max_question_len]
+    around = len(cut) + tokenizer.pair_tokens
+    room = options.max_seq_len - around
+    stride = _stride(options, room, at)
+    whole = len(ids) + len(spans.ids) + tokenizer.pair_tokens
+    if options.long_text == "error" and len(cut) < len(ids):
+        most = options.max_question_len
+        raise InvalidRequest(
+            f"has {len(ids)} tokens; max_question_len is {most}, and long_text is error",
+            at.below("question"),
+        )
+    if len(spans.ids) > room:
+        encoder.rule.check(at, whole, options.max_seq_len)
+    read = spans.first(room) if options.long_text == "truncate" else spans
+    bounds = encoder.budget.divide(len(read.ids), room, at, stride, around)
+    encodings = [
+        tokenizer.pair(cut, read.ids[first:end], options.max_seq_len)[0] for first, end in bounds
+    ]
+    places = characters(bounds, read.offsets) if len(bounds) > 1 else None
+    is_cut = len(cut) < len(ids) or len(read.ids) < len(spans.ids)
+    encoder.add_encodings(encodings, TextUsage(whole, around + len(read.ids), places), cut=is_cut)
+    return Question(pair.value.context, read, tokenizer.second_start(len(cut)), bounds)
 
 
 _REQUEST: Final = {span.HEAD.name: span.SpanRequest()}
@@ -179,12 +176,13 @@ def _options(parameters: QaParameters, limits: TaskLimits) -> QaOptions:
     return options
 
 
-def _tokenize(pair: QaPair, at: Location, context: TaskContext) -> tuple[list[int], Spans]:
+def _tokenize(pair: Input[QaPair], context: TaskContext) -> tuple[list[int], Spans]:
     """Return the question's ids and the context's tokens."""
-    check_text(pair.question, at.below("question"), context.limits)
-    check_text(pair.context, at.below("context"), context.limits)
-    ids = context.tokenizer.ids([pair.question])[0]
-    spans = context.tokenizer.spans(pair.context)
+    at, (question, text) = pair.at, (pair.value.question, pair.value.context)
+    check_text(question, at.below("question"), context.limits)
+    check_text(text, at.below("context"), context.limits)
+    ids = context.tokenizer.ids([question])[0]
+    spans = context.tokenizer.spans(text)
     if not ids or not spans.ids:
         empty = "context" if ids else "question"
         raise InvalidRequest("has no token, only spaces or control characters", at.below(empty))

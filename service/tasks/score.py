@@ -18,7 +18,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.service.core import InvalidRequest, Location
-from cloze.service.tasks.long_text import LongText, UsageParameters
+from cloze.service.tasks.long_text import LongText, LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tasks.task import (
     Example,
     PreparedRequest,
@@ -79,33 +79,29 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Spans]
     texts = listed(call.inputs, limits)
     for at, text in texts:
         check_text(text, at, limits)
+    rule = LongTextRule(choice, report=bool(parameters.return_usage))
+    encoder = TextEncoder(rule, context)
     scored: list[Spans] = []
-    usage: list[TextUsage] = []
-    tokens = truncated = 0
+    lengths: list[int] = []
+    tokens = 0
     for at, text in texts:
         spans = context.tokenizer.spans(text)
-        length = len(spans.ids)
+        lengths.append(len(spans.ids))
         _check(spans.ids, at, choice, context)
-        if length + 2 > limits.max_tokens and choice == "truncate":
-            spans, truncated = spans.first(limits.max_tokens - 2), truncated + 1
-        scored.append(spans)
-        usage.append(TextUsage(length + 2, len(spans.ids) + 2))
-        tokens += len(spans.ids) * min(len(spans.ids) + 2, limits.max_tokens)
+        scored.append(spans.first(limits.max_tokens - 2) if choice == "truncate" else spans)
+        copies = len(scored[-1].ids)
+        tokens += copies * min(copies + 2, limits.max_tokens)
         if tokens > (most := limits.max_request_tokens):
             raise InvalidRequest(
                 f"up to {at} the masked copies hold {tokens} tokens; the limit of a request is "
                 f"{most}"
             )
-    check_results(sum(len(text.ids) for text in scored), "the texts need", limits)
-    encodings = [copy for text in scored for copy in _masked_copies(text.ids, context)]
-    return PreparedRequest(
-        encodings,
-        scored,
-        results=len(encodings),
-        truncated=truncated,
-        texts=len(scored),
-        usage=usage if parameters.return_usage else None,
-    )
+    check_results(sum(len(spans.ids) for spans in scored), "the texts need", limits)
+    for spans, length in zip(scored, lengths, strict=True):
+        usage = TextUsage(length + 2, len(spans.ids) + 2)
+        cut = len(spans.ids) < length
+        encoder.add_encodings(_masked_copies(spans.ids, context), usage, cut=cut)
+    return encoder.prepared(scored, len(encoder.encodings))
 
 
 def _check(ids: Sequence[int], at: Location, choice: LongText, context: TaskContext) -> None:

@@ -98,13 +98,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
     texts += [Input(_SENTENCES.below(n), text) for n, text in enumerate(inputs.sentences)]
     if not parameters.details:
         encoded = embed_inputs.encode(texts, parameters, context, _VECTORS)
-        return PreparedRequest(
-            encoded.encodings,
-            None,
-            truncated=encoded.truncated,
-            usage=encoded.usage,
-            texts=len(texts),
-        )
+        return encoded.prepared(None)
     _check_token_vectors(context)
     encoded = embed_inputs.encode(texts, parameters, context, _ALL_VECTORS)
     tokens, most = sum(map(len, encoded.encodings)), context.limits.max_results
@@ -114,14 +108,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
         embed_inputs.offsets(text, len(encoding), parameters, context)
         for (_, text), encoding in zip(texts, encoded.encodings, strict=True)
     ]
-    return PreparedRequest(
-        encoded.encodings,
-        offsets,
-        tokens,
-        encoded.truncated,
-        usage=encoded.usage,
-        texts=len(texts),
-    )
+    return encoded.prepared(offsets, tokens)
 
 
 def _check_token_vectors(context: TaskContext) -> None:

@@ -10,15 +10,14 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
-from cloze.service.core import Float32, InvalidRequest, Location
+from cloze.service.core import Float32
 from cloze.service.tasks.long_text import (
+    TextEncoder,
     TruncationParameters,
     UsageParameters,
-    WindowBudget,
-    characters,
 )
 from cloze.service.tasks.task import (
     Count,
@@ -30,7 +29,6 @@ from cloze.service.tasks.task import (
     TaskCall,
     TaskContext,
     Text,
-    TextUsage,
     WireModel,
     check_range,
     check_text,
@@ -99,84 +97,18 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
             check_text(second, at.below("text_pair"), limits)
     firsts = tokenizer.ids([first for first, _ in pairs])
     seconds = tokenizer.ids([second or "" for _, second in pairs])
-    encoder = _Encoder(parameters, context)
-    for index, (first, second) in enumerate(pairs):
-        at = texts[index].at
+    encoder = TextEncoder(parameters.rule(report=parameters.return_usage), context, _REQUEST)
+    for (at, _), (text, second), text_ids, second_ids in zip(
+        texts, pairs, firsts, seconds, strict=True
+    ):
         if second is None:
-            encoder.add_text(first, firsts[index], at)
+            encoder.add(at, text_ids, text)
         else:
-            encoder.add_pair(firsts[index], seconds[index], at)
+            encoder.add_pair(at, text_ids, second_ids)
     function = parameters.function_to_apply or _FUNCTIONS[_labels(context).problem_type]
     windows = encoder.windows if parameters.long_text == "window" else None
-    return PreparedRequest(
-        encoder.encodings,
-        _State(parameters.top_k, function, windows),
-        results=len(encoder.encodings),
-        truncated=encoder.truncated,
-        usage=encoder.usage,
-        texts=len(texts),
-    )
-
-
-class _Encoder:
-    """Builds the encodings of one request.
-
-    Attributes:
-        encodings: one per text or pair, or one per window of a text.
-        windows: number of encodings of each text or pair.
-        truncated: number of texts and pairs that were cut.
-        usage: how much of each was used; None unless the client asks.
-    """
-
-    def __init__(self, parameters: TextClassificationParameters, context: TaskContext) -> None:
-        self._parameters, self._context = parameters, context
-        self._choice = parameters.choice
-        self._budget = WindowBudget(context.limits)
-        self.encodings: list[Encoding] = []
-        self.windows: list[int] = []
-        self.truncated = 0
-        self.usage: list[TextUsage] | None = [] if parameters.return_usage else None
-
-    def add_text(self, text: str, ids: list[int], name: Location) -> None:
-        """Add a text; ``ids`` are its tokens, without special tokens."""
-        tokenizer, most = self._context.tokenizer, self._context.limits.max_tokens
-        if self._choice == "window" and len(ids) > most - 2:
-            bounds = self._budget.divide(len(ids), most - 2, name)
-            windows = [tokenizer.encode(ids[first:end], most)[0] for first, end in bounds]
-            places = None
-            if self.usage is not None:
-                places = characters(bounds, tokenizer.spans(text).offsets)
-            self._add(windows, TextUsage(len(ids) + 2, len(ids) + 2, places))
-            return
-        encoding, cut = tokenizer.encode(ids, most, keep_end=self._parameters.keep_end)
-        self._add_one(encoding, cut, len(ids) + 2, name)
-
-    def add_pair(self, first: list[int], second: list[int], name: Location) -> None:
-        """Add a pair of texts by their tokens, without special tokens."""
-        tokenizer, most = self._context.tokenizer, self._context.limits.max_tokens
-        tokens = len(first) + len(second) + tokenizer.pair_tokens
-        if self._choice == "window" and tokens > most:
-            raise InvalidRequest(
-                f"is a pair of {tokens} tokens; the model reads {most}, and long_text "
-                "window divides only texts without a pair",
-                name,
-            )
-        encoding, cut = tokenizer.pair(first, second, most, keep_end=self._parameters.keep_end)
-        self._add_one(encoding, cut, tokens, name)
-
-    def _add_one(self, encoding: Encoding, cut: bool, tokens: int, name: Location) -> None:
-        if cut:
-            self._parameters.check_cut(name, tokens, self._context.limits.max_tokens)
-        self.truncated += cut
-        self._add([encoding], TextUsage(tokens, len(encoding)))
-
-    def _add(self, encodings: list[Encoding], usage: TextUsage) -> None:
-        for encoding in encodings:
-            encoding.requests = _REQUEST
-        self.encodings += encodings
-        self.windows.append(len(encodings))
-        if self.usage is not None:
-            self.usage.append(usage)
+    state = _State(parameters.top_k, function, windows)
+    return encoder.prepared(state, len(encoder.encodings))
 
 
 _REQUEST: Final = {

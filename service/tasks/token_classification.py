@@ -12,16 +12,16 @@ from typing import Annotated, Final, Literal
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.long_text import (
+    Bounds,
     LongText,
+    LongTextRule,
+    TextEncoder,
     UsageParameters,
-    WindowBudget,
-    characters,
-    too_long,
 )
 from cloze.service.tasks.task import (
     CountOrZero,
@@ -32,7 +32,6 @@ from cloze.service.tasks.task import (
     TaskContext,
     Text,
     Texts,
-    TextUsage,
     check_range,
     check_text,
     listed,
@@ -99,7 +98,7 @@ class _Text:
 
     text: str
     spans: Spans
-    windows: list[tuple[int, int]]
+    windows: Sequence[Bounds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,42 +142,22 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
             contradicts another one.
     """
     parameters: TokenClassificationParameters = call.parameters
-    limits, tokenizer = context.limits, context.tokenizer
+    limits = context.limits
     texts = listed(call.inputs, limits)
     strategy: Strategy = parameters.aggregation_strategy or "simple"
-    window_tokens = limits.max_tokens - 2
-    choice = _long_text(parameters, strategy, window_tokens)
-    budget = WindowBudget(limits)
-    usage: list[TextUsage] | None = [] if parameters.return_usage else None
+    choice = _long_text(parameters, strategy, limits.max_tokens - 2)
+    rule = LongTextRule(choice, stride=parameters.stride, report=bool(parameters.return_usage))
+    encoder = TextEncoder(rule, context, _REQUEST)
     prepared: list[_Text] = []
-    encodings: list[Encoding] = []
-    truncated = 0
     for at, text in texts:
         check_text(text, at, limits)
-        spans = tokenizer.spans(text)
+        spans = context.tokenizer.spans(text)
         if not spans.ids:
             raise InvalidRequest("has no token, only spaces or control characters", at)
-        count = len(spans.ids)
-        bounds = [(0, min(window_tokens, count))]
-        if count > window_tokens:
-            if choice == "error":
-                raise too_long(at, count + 2, limits.max_tokens, "long_text is error")
-            if choice == "window":
-                bounds = budget.divide(count, window_tokens, at, parameters.stride)
-            else:
-                truncated += 1
-        if usage is not None:
-            places = characters(bounds, spans.offsets) if len(bounds) > 1 else None
-            usage.append(TextUsage(count + 2, bounds[-1][1] + 2, places))
-        prepared.append(_Text(text, spans, bounds))
-        for first, end in bounds:
-            encoding, _ = tokenizer.encode(spans.ids[first:end], limits.max_tokens)
-            encoding.requests = _REQUEST
-            encodings.append(encoding)
+        prepared.append(_Text(text, spans, encoder.add(at, spans.ids, text)))
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
     state = _State(prepared, strategy, ignored)
-    results = sum(map(len, encodings)) // _TOKENS_PER_RESULT
-    return PreparedRequest(encodings, state, results, truncated, usage=usage, texts=len(texts))
+    return encoder.prepared(state, sum(map(len, encoder.encodings)) // _TOKENS_PER_RESULT)
 
 
 _REQUEST: Final = {

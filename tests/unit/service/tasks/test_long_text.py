@@ -5,7 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloze.service.core import EmptyRequest, InvalidRequest
-from cloze.service.tasks.long_text import TruncationParameters, WindowBudget, characters
+from cloze.service.tasks.long_text import (
+    TruncationParameters,
+    WindowBudget,
+    characters,
+    window_count,
+    windows,
+)
 from cloze.service.tasks.task import (
     INPUTS,
     check_range,
@@ -13,7 +19,6 @@ from cloze.service.tasks.task import (
     check_text,
     listed,
 )
-from cloze.service.tasks.windows import window_count, windows
 from tests.unit.service.tasks.model import LIMITS
 
 
@@ -68,11 +73,11 @@ def test_contradicting_parameters_are_refused(truncate: bool, long_text: str) ->
 
 
 def test_a_cut_is_refused_by_the_parameter_that_forbids_it() -> None:
-    TruncationParameters().check_cut("inputs", 14, 12)
+    TruncationParameters().rule(report=None).check(INPUTS, 14, 12)
     with pytest.raises(InvalidRequest, match="inputs has 14 tokens; the model reads 12, and trunc"):
-        TruncationParameters(truncate=False).check_cut("inputs", 14, 12)
+        TruncationParameters(truncate=False).rule(report=None).check(INPUTS, 14, 12)
     with pytest.raises(InvalidRequest, match="and long_text is error"):
-        TruncationParameters(long_text="error").check_cut("inputs", 14, 12)
+        TruncationParameters(long_text="error").rule(report=None).check(INPUTS, 14, 12)
 
 
 def test_the_side_to_cut() -> None:

@@ -75,13 +75,18 @@ class RequestError(ServiceError):
 
     Attributes:
         problem: what is wrong.
-        at: the place of what is wrong, with which the message begins; None: the problem names it,
-            or has no single place.
+        at: the place of what is wrong, with which the message begins; None: there is no single
+            place.
+        lead: words of the message before the place.
     """
 
-    def __init__(self, problem: str, at: Location | None = None) -> None:
-        super().__init__(f"{at} {problem}" if at else problem)
-        self.problem, self.at = problem, at
+    def __init__(self, problem: str, at: Location | None = None, lead: str = "") -> None:
+        super().__init__(f"{lead}{at} {problem}" if at else problem)
+        self.problem, self.at, self.lead = problem, at, lead
+
+    def moved(self, at: Location | None) -> Self:
+        """Return the error with another place."""
+        return type(self)(self.problem, at, self.lead)
 
 
 class MalformedRequest(RequestError):

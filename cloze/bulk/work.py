@@ -5,7 +5,6 @@ The local run and each worker of a Ray cluster use this module.
 
 import asyncio
 import math
-import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,10 +18,18 @@ from cloze.bulk.run_folder import RunFolder, ShardReport
 from cloze.bulk.sources import ShardReader
 from cloze.bulk.writers import RowResult, ShardWriter, open_writer
 from cloze.model_store import Store, StoreError
-from cloze.service.core import EngineFailed, RequestError, RequestTerms, ServiceError, StartupError
+from cloze.service.core import (
+    EngineFailed,
+    Location,
+    RequestError,
+    RequestTerms,
+    ServiceError,
+    StartupError,
+)
 from cloze.service.pipeline import Pipeline, task_limits
 from cloze.service.served_models import EngineCallbacks, LocalModels
 from cloze.service.tasks import TaskCall
+from cloze.service.tasks.task import INPUTS
 
 _REQUEST_ROWS = 64
 """Most rows per request to the pipeline. A request with a wrong row runs again row by row."""
@@ -166,7 +173,7 @@ class BulkWorker:
             if len(texts) > 1:
                 singles = await asyncio.gather(*(self._answer_rows([row], totals) for row in texts))
                 return [answer for single in singles for answer in single]
-            message = _with_columns(str(error), self._job.options.columns)
+            message = _with_columns(error, self._job.options.columns)
             return [RowResult(None, None, None, message)]
         except ServiceError as error:
             raise BulkError(f"{error}; run the command again to continue") from None
@@ -254,12 +261,11 @@ def _requests(rows: Sequence[int], chunk: Chunk) -> list[list[int]]:
     return requests
 
 
-def _with_columns(message: str, columns: Sequence[str]) -> str:
-    """Return an error of the pipeline with the names of the columns."""
-    named = dict(zip((".question", ".context"), columns, strict=False))
-    whole = columns[0] if len(columns) == 1 else "the row"
-
-    def replaced(match: re.Match[str]) -> str:
-        return named.get(match[1], whole)
-
-    return re.sub(r"\binputs(?:\[\d+\])?(\.\w+)?", replaced, message)
+def _with_columns(error: RequestError | EngineFailed, columns: Sequence[str]) -> str:
+    """Return the message of an error of the pipeline, with the names of the columns."""
+    if not isinstance(error, RequestError) or error.at is None or error.at[:1] != INPUTS:
+        return str(error)
+    fields = dict(zip(("question", "context"), columns, strict=False))
+    row = columns[0] if len(columns) == 1 else "the row"
+    named = [fields[part] for part in error.at if part in fields]
+    return str(error.moved(Location(named or [row])))

@@ -9,7 +9,7 @@ Source: Triton Inference Server, ``docs/protocol/extension_binary_data.md``.
 import struct
 from typing import Final
 
-from cloze.service.core import InvalidRequest, MalformedRequest
+from cloze.service.core import InvalidRequest, Location, MalformedRequest
 from cloze.service.protocols.tensors import Tensor
 
 HEADER: Final = "inference-header-content-length"
@@ -39,12 +39,12 @@ def split(data: bytes, length: str | None) -> tuple[bytes, memoryview]:
     return data[:size], memoryview(data)[size:]
 
 
-def read_texts(data: memoryview, name: str, most: int) -> list[str]:
+def read_texts(data: memoryview, at: Location, most: int) -> list[str]:
     """Return the texts of a binary tensor.
 
     Args:
         data: the bytes of the tensor.
-        name: name of the tensor, for errors.
+        at: place of the tensor.
         most: most texts.
 
     Raises:
@@ -54,15 +54,15 @@ def read_texts(data: memoryview, name: str, most: int) -> list[str]:
     start = 0
     while start < len(data):
         if len(texts) == most:
-            raise InvalidRequest(f"{name} has over {most} texts, the limit")
+            raise InvalidRequest(f"has over {most} texts, the limit", at)
         begin = start + _LENGTH.size
         end = begin + _LENGTH.unpack_from(data, start)[0] if begin <= len(data) else begin
         if end > len(data):
-            raise InvalidRequest(f"{name} ends within text {len(texts)}")
+            raise InvalidRequest(f"ends within text {len(texts)}", at)
         try:
             texts.append(str(data[begin:end], "utf-8"))
         except UnicodeDecodeError:
-            raise InvalidRequest(f"{name} has a text, {len(texts)}, that is not UTF-8") from None
+            raise InvalidRequest(f"has a text, {len(texts)}, that is not UTF-8", at) from None
         start = end
     return texts
 

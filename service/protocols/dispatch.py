@@ -18,7 +18,7 @@ from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.protocols.task_route import Endpoint, TaskRoute, gate_models
 from cloze.service.tasks import Task, embed, fill_mask, text_classification, token_classification
-from cloze.service.tasks.task import NotEmpty, NotEmptyText, WireModel
+from cloze.service.tasks.task import INPUTS, NotEmpty, NotEmptyText, WireModel
 
 _CLASSIFYING: Final = (text_classification.TASK, token_classification.TASK)
 """Tasks whose bodies look the same."""
@@ -94,8 +94,9 @@ class Dispatcher:
         routes = " or ".join(task.route for task in _CLASSIFYING)
         kinds = "both" if served else "neither"
         raise InvalidRequest(
-            f"inputs without a mask and with parameters may be for {routes}, and {kinds} of them "
-            "is served; send the request to the route of its task"
+            f"without a mask and with parameters may be for {routes}, and {kinds} of them "
+            "is served; send the request to the route of its task",
+            INPUTS,
         )
 
     @property
@@ -114,4 +115,4 @@ class Dispatcher:
             if field in item:
                 return task
         known = ", ".join(self._by_field)
-        raise InvalidRequest(f"inputs has an object that fits no task: it has none of {known}")
+        raise InvalidRequest(f"has an object that fits no task: it has none of {known}", INPUTS)

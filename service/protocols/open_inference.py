@@ -45,6 +45,7 @@ from cloze.service.protocols.protocol import (
 from cloze.service.protocols.task_route import TIMING_HEADERS, Endpoint, TaskRoute, gate_models
 from cloze.service.protocols.tensors import TaskTensors, Tensor, TensorInfo
 from cloze.service.tasks import Task, TaskCall
+from cloze.service.tasks.task import INPUTS
 
 _TAG: Final = "Open Inference Protocol"
 _EXTENSIONS: Final = ("binary_tensor_data",)
@@ -78,13 +79,14 @@ class _TaskModel:
         for output in body.outputs or ():
             if output.name not in known:
                 raise InvalidRequest(
-                    f"outputs names {ascii(output.name)[:80]}; {self.task.name} has "
-                    f"{', '.join(info.name for info in self.tensors.outputs)}"
+                    f"names {ascii(output.name)[:80]}; {self.task.name} has "
+                    f"{', '.join(info.name for info in self.tensors.outputs)}",
+                    Location(("outputs",)),
                 )
         texts: dict[str, list[str]] = {}
         for tensor in body.inputs:
             if tensor.name in texts:
-                raise InvalidRequest(f"inputs has {ascii(tensor.name)[:80]} twice")
+                raise InvalidRequest(f"has {ascii(tensor.name)[:80]} twice", INPUTS)
             texts[tensor.name] = _texts(tensor)
         given = body.parameters or {}
         given = {name: value for name, value in given.items() if name not in _OWN_PARAMETERS}
@@ -127,6 +129,11 @@ class _TaskModel:
         return BytesResponse(b"".join((head, *parts)), RAW.encode(), length)
 
 
+def _place(tensor: InferInput) -> Location:
+    """Return the place of a tensor, by its name in ASCII."""
+    return Location((ascii(tensor.name)[1:-1][:80],))
+
+
 def _flat(tensor: Tensor) -> Any:
     """Return the data of a tensor in one list, row by row."""
     return tensor.data if isinstance(tensor.data, list) else tensor.data.reshape(-1)
@@ -138,16 +145,16 @@ def _texts(tensor: InferInput) -> list[str]:
     Raises:
         InvalidRequest: it has another shape, or no data.
     """
-    name = ascii(tensor.name)[1:-1][:80]
+    at = _place(tensor)
     if len(tensor.shape) not in (1, 2) or tensor.shape[1:] not in ([], [1]):
-        raise InvalidRequest(f"{name} has the shape {str(tensor.shape)[:80]}; send [n] or [n, 1]")
+        raise InvalidRequest(f"has the shape {str(tensor.shape)[:80]}; send [n] or [n, 1]", at)
     if tensor.data is None:
-        raise InvalidRequest(f"{name} has neither data nor binary_data_size")
+        raise InvalidRequest("has neither data nor binary_data_size", at)
     texts: list[str] = []
     for item in tensor.data:
         texts += item if isinstance(item, list) else [item]
     if len(texts) != tensor.shape[0]:
-        raise InvalidRequest(f"{name} has {len(texts)} texts; its shape says {tensor.shape[0]}")
+        raise InvalidRequest(f"has {len(texts)} texts; its shape says {tensor.shape[0]}", at)
     return texts
 
 
@@ -265,16 +272,16 @@ def _parse(data: bytes, length: str | None, limits: ApiLimits) -> InferBody:
     for tensor in body.inputs:
         size = (tensor.parameters or {}).get("binary_data_size")
         if size is not None:
-            name = ascii(tensor.name)[1:-1][:80]
+            at = _place(tensor)
             if not isinstance(size, int):
-                raise InvalidRequest(f"{name} has a binary_data_size that is no whole number")
+                raise InvalidRequest("has a binary_data_size that is no whole number", at)
             if size < 0 or start + size > len(binary):
                 raise InvalidRequest(
-                    f"{name} has the binary_data_size {size}; {len(binary) - start} bytes are left"
+                    f"has the binary_data_size {size}; {len(binary) - start} bytes are left", at
                 )
             if tensor.data is not None:
-                raise InvalidRequest(f"{name} has both data and binary_data_size")
-            texts = read_texts(binary[start : start + size], name, limits.max_request_texts)
+                raise InvalidRequest("has both data and binary_data_size", at)
+            texts = read_texts(binary[start : start + size], at, limits.max_request_texts)
             tensor = tensor.model_copy(update={"data": texts})
             start += size
         tensors.append(tensor)

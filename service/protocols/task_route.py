@@ -151,7 +151,7 @@ class Endpoint:
                 before_large=watched.begin_answer,
             )
         except RequestError as error:
-            raise type(error)(error.problem, _in_body(error.at, route.names)) from None
+            raise error.moved(_in_body(error.at, route.names)) from None
         if result.tokens:  # else the engine's histograms would count requests without it
             self._context.metrics.observe_parts(reference, result.timings, result.truncated)
         request.scope["cloze.cost"] = RequestCost(result.texts, result.tokens, result.timings)

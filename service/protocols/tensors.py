@@ -17,9 +17,9 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.core import EmptyRequest, InvalidRequest, Location
 from cloze.service.tasks import Task
-from cloze.service.tasks.task import WireModel
+from cloze.service.tasks.task import INPUTS, WireModel
 
 TEXT: Final = "text"
 """The input tensor of tasks that take texts."""
@@ -119,13 +119,13 @@ class TaskTensors:
         for given in tensors:
             if given not in allowed:
                 raise InvalidRequest(
-                    f"inputs has a tensor {ascii(given)[:80]}; {name} takes {', '.join(allowed)}"
+                    f"has a tensor {ascii(given)[:80]}; {name} takes {', '.join(allowed)}", INPUTS
                 )
         for needed in known.required:
             if needed not in tensors:
-                raise InvalidRequest(f"inputs lacks the tensor {needed}; {name} needs it")
+                raise InvalidRequest(f"lacks the tensor {needed}; {name} needs it", INPUTS)
             if not tensors[needed]:
-                raise EmptyRequest(f"{needed} is empty; it needs at least 1 text")
+                raise EmptyRequest("is empty; it needs at least 1 text", Location((needed,)))
         if known.model is None or (known.takes_texts and tensors.keys() == {TEXT}):
             return tensors[TEXT]
         if known.listed is not None:
@@ -196,7 +196,7 @@ def _one_object(
     """
     for name, texts in tensors.items():
         if name != known.listed and len(texts) != 1:
-            raise InvalidRequest(f"{name} has {len(texts)} texts; it needs exactly 1")
+            raise InvalidRequest(f"has {len(texts)} texts; it needs exactly 1", Location((name,)))
     values: dict[str, Any] = {
         name: texts if name == known.listed else texts[0] for name, texts in tensors.items()
     }

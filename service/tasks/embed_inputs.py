@@ -6,7 +6,7 @@ from typing import Annotated
 from pydantic import Field
 
 from cloze.model_store.heads import HeadRequest
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.core import EmptyRequest, InvalidRequest, Location
 from cloze.service.tasks.long_text import (
     TextEncoder,
     TruncationParameters,
@@ -107,7 +107,8 @@ def prompt_of(context: TaskContext, name: str | None) -> str:
     if name not in prompts:
         known = ", ".join(map(ascii, prompts)) or "none"
         raise InvalidRequest(
-            f"prompt_name {ascii(name)[:80]} is not one of the model's prompts ({known})"
+            f"{ascii(name)[:80]} is not one of the model's prompts ({known})",
+            Location(("prompt_name",)),
         )
     return prompts[name]
 

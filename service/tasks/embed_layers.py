@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from cloze.model_store.heads import Pooling, layer_embedding
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
-from cloze.service.core import InvalidRequest, WrongTask
+from cloze.service.core import InvalidRequest, Location, WrongTask
 from cloze.service.tasks.task import TaskContext
 
 PoolingChoice = Literal["cls", "mean", "max"]
@@ -53,7 +53,8 @@ def layer_request(
 def _vectors(layers: Layers, count: int) -> list[dict[int, float]]:
     """Return the weights of each layer, for each vector; 0 is the embeddings."""
     if layers.endswith("last-four") and count < _LAST_FOUR:
-        raise InvalidRequest(f"layers {layers} needs {_LAST_FOUR} layers; the model has {count}")
+        problem = f"{layers} needs {_LAST_FOUR} layers; the model has {count}"
+        raise InvalidRequest(problem, Location(("layers",)))
     last_four = range(count - _LAST_FOUR + 1, count + 1)
     match layers:
         case "first":

@@ -19,7 +19,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service.core import InvalidRequest
-from cloze.service.tasks.task import Input, PreparedRequest, TaskContext
+from cloze.service.tasks.task import UP_TO, Input, PreparedRequest, TaskContext, TokenBudget
 from cloze.service.tokenizer import Tokenizer
 
 Method = Literal["independent", "left-to-right", "beam"]
@@ -168,22 +168,17 @@ def prepare_jointly(
     """
     tokenizer, limits = context.tokenizer, context.limits
     beam_width = _beam_width(method, top_k)
-    texts, tokens, results = [], 0, 0
+    budget = TokenBudget(limits, f"decode {method} takes")
+    texts, results = [], 0
     for at, text in ids:
-        size = len(text) + 2
         masks = [index + 1 for index in tokenizer.mask_positions(text)]  # after [CLS]
         texts.append(_Text(list(text), masks))
         rounds = 0 if method == "independent" else len(masks) - 1
-        tokens += size * (1 + rounds * beam_width)
-        if tokens > (most := limits.max_request_tokens):
-            raise InvalidRequest(
-                f"up to {at} decode {method} takes {tokens} tokens; the limit of a request is "
-                f"{most}"
-            )
+        budget.add((len(text) + 2) * (1 + rounds * beam_width), at)
         results += len(masks) * beam_width * (beam_width if method == "beam" else 1)
         if results > (most := limits.max_results):
             raise InvalidRequest(
-                f"up to {at} decode {method} compares {results} predictions; the limit is {most}"
+                f"decode {method} compares {results} predictions; the limit is {most}", at, UP_TO
             )
     first = JointFilling(texts, method, top_k).next_round(tokenizer)
     assert first is not None  # each text has a mask

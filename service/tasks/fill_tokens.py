@@ -19,6 +19,9 @@ _MOST_RANKED: Final = 64
 """Most texts of a request whose original tokens are ranked, for each needs V numbers."""
 
 
+_ORIGINAL: Final = Location(("original",))
+
+
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """A predicted token for one mask."""
@@ -122,17 +125,17 @@ def prepare_originals(
     tokenizer = context.tokenizer
     if len(originals) != len(ids):
         raise InvalidRequest(
-            f"original has {len(originals)} words, but inputs has {len(ids)} texts"
+            f"has {len(originals)} words, but inputs has {len(ids)} texts", _ORIGINAL
         )
     if len(ids) > _MOST_RANKED:
-        raise InvalidRequest(f"original takes at most {_MOST_RANKED} texts, got {len(ids)}")
+        raise InvalidRequest(f"takes at most {_MOST_RANKED} texts, got {len(ids)}", _ORIGINAL)
     tokens = []
     for (at, text), original in zip(ids, originals, strict=True):
-        check_text(original, Location(("original",)), context.limits)
+        check_text(original, _ORIGINAL, context.limits)
         pieces = tokenizer.ids([original])[0]
         if len(pieces) != 1 or pieces[0] == tokenizer.unknown_id:
             shown = ascii(original)[:80]
-            raise InvalidRequest(f"original {shown} is not a token of the vocabulary")
+            raise InvalidRequest(f"{shown} is not a token of the vocabulary", _ORIGINAL)
         masks = len(tokenizer.mask_positions(text))
         if masks > 1:
             raise InvalidRequest(f"holds {masks} mask tokens; original takes texts with 1", at)

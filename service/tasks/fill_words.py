@@ -13,7 +13,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.service.core import InvalidRequest
-from cloze.service.tasks.task import Input, PreparedRequest, TaskContext, check_results
+from cloze.service.tasks.task import Input, PreparedRequest, TaskContext, TokenBudget, check_results
 from cloze.service.tokenizer import Tokenizer
 
 
@@ -116,17 +116,14 @@ def prepare_words(
     """
     tokenizer, limits = context.tokenizer, context.limits
     longest, pieces = words.longest, sum(map(len, words.ids))
-    texts, tokens = [], 0
+    budget = TokenBudget(limits, "the targets take")
+    texts = []
     for at, text in ids:
         size = len(text) + 2 + longest - 1
         whole = [tokenizer.cls_id, *text, tokenizer.sep_id]
         masks = tokenizer.mask_positions(whole)
         texts.append(_Text(whole, masks))
-        tokens += len(masks) * pieces * size
-        if tokens > (most := limits.max_request_tokens):
-            raise InvalidRequest(
-                f"up to {at} the targets take {tokens} tokens; the limit of a request is {most}"
-            )
+        budget.add(len(masks) * pieces * size, at)
     count = sum(len(text.masks) for text in texts) * pieces
     check_results(count, "the targets need", limits)
     state = WordFilling(texts, words.ids, top_k)

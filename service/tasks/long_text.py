@@ -14,6 +14,7 @@ from cloze.service.tasks.task import (
     TaskContext,
     TaskLimits,
     TextUsage,
+    TokenBudget,
     WireModel,
 )
 
@@ -261,8 +262,7 @@ class WindowBudget:
     """Divides the texts of one request into windows, within the tokens that a request may have."""
 
     def __init__(self, limits: TaskLimits) -> None:
-        self._most = limits.max_request_tokens
-        self._tokens = 0
+        self._budget = TokenBudget(limits, "the windows hold")
 
     def divide(
         self, tokens: int, room: int, at: Location, stride: int | None = None, around: int = 2
@@ -280,12 +280,7 @@ class WindowBudget:
             InvalidRequest: the windows hold more tokens than a request may have.
         """
         stride = room // _OVERLAP if stride is None else stride
-        self._tokens += window_count(tokens, room, stride) * (room + around)
-        if self._tokens > self._most:
-            raise InvalidRequest(
-                f"up to {at} the windows hold {self._tokens} tokens; the limit of a request is "
-                f"{self._most}"
-            )
+        self._budget.add(window_count(tokens, room, stride) * (room + around), at)
         return windows(tokens, room, stride)
 
 

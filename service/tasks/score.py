@@ -28,6 +28,7 @@ from cloze.service.tasks.task import (
     Text,
     Texts,
     TextUsage,
+    TokenBudget,
     check_results,
     check_text,
     listed,
@@ -83,19 +84,14 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Spans]
     encoder = TextEncoder(rule, context)
     scored: list[Spans] = []
     lengths: list[int] = []
-    tokens = 0
+    budget = TokenBudget(limits, "the masked copies hold")
     for at, text in texts:
         spans = context.tokenizer.spans(text)
         lengths.append(len(spans.ids))
         _check(spans.ids, at, choice, context)
         scored.append(spans.first(limits.max_tokens - 2) if choice == "truncate" else spans)
         copies = len(scored[-1].ids)
-        tokens += copies * min(copies + 2, limits.max_tokens)
-        if tokens > (most := limits.max_request_tokens):
-            raise InvalidRequest(
-                f"up to {at} the masked copies hold {tokens} tokens; the limit of a request is "
-                f"{most}"
-            )
+        budget.add(copies * min(copies + 2, limits.max_tokens), at)
     check_results(sum(len(spans.ids) for spans in scored), "the texts need", limits)
     for spans, length in zip(scored, lengths, strict=True):
         usage = TextUsage(length + 2, len(spans.ids) + 2)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -23,6 +23,9 @@ from cloze.service.tokenizer import Tokenizer
 
 INPUTS = Location(("inputs",))
 """The place of a call's inputs, as the native protocol names it."""
+
+UP_TO: Final = "up to "
+"""Leads a message of all texts up to a place."""
 
 T_co = TypeVar("T_co", covariant=True)
 S = TypeVar("S")
@@ -314,6 +317,33 @@ def check_text(text: str, name: Location, limits: TaskLimits) -> None:
     if len(text) > limits.max_text_characters:
         limit = limits.max_text_characters
         raise InvalidRequest(f"has {len(text)} characters; the limit is {limit}", name)
+
+
+class TokenBudget:
+    """Counts the tokens that a request takes, text by text, against the limit of a request.
+
+    Args:
+        limits: the limits of the request.
+        use: what takes the tokens, for the error: ``the windows hold``.
+    """
+
+    def __init__(self, limits: TaskLimits, use: str) -> None:
+        self._most, self._use = limits.max_request_tokens, use
+        self._tokens = 0
+
+    def add(self, tokens: int, at: Location) -> None:
+        """Count the tokens of the text at a place.
+
+        Raises:
+            InvalidRequest: the texts so far take more tokens than a request may have.
+        """
+        self._tokens += tokens
+        if self._tokens > self._most:
+            raise InvalidRequest(
+                f"{self._use} {self._tokens} tokens; the limit of a request is {self._most}",
+                at,
+                UP_TO,
+            )
 
 
 def check_results(results: int, asked: str, limits: TaskLimits) -> None:

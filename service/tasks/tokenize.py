@@ -12,6 +12,8 @@ from cloze.service.abandonment import check_awaited
 from cloze.service.core import InvalidRequest
 from cloze.service.tasks import embed_inputs
 from cloze.service.tasks.task import (
+    INPUTS,
+    UP_TO,
     PreparedRequest,
     Task,
     TaskCall,
@@ -117,10 +119,10 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Tokeni
         spans = tokenizer.spans(prompt + text, limits.max_results - tokens)
         tokens += len(spans.ids) + len(before) + len(after)
         if tokens > limits.max_results:
-            texts_so_far = f"the texts up to {at} have" if tokenized else "inputs has"
-            raise InvalidRequest(
-                f"{texts_so_far} at least {tokens} tokens; the limit is {limits.max_results}"
-            )
+            problem = f"at least {tokens} tokens; the limit is {limits.max_results}"
+            if tokenized:
+                raise InvalidRequest(f"have {problem}", at, f"the texts {UP_TO}")
+            raise InvalidRequest(f"has {problem}", INPUTS)
         ids = np.array(spans.ids, np.int32)
         offsets = np.array(spans.offsets, np.int32).reshape(-1, 2)
         tokenized.append(TokenizedText(prompt + text, ids, offsets, before, after))

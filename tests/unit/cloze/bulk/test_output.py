@@ -20,9 +20,11 @@ from cloze.bulk.summary import as_values, summarize
 from cloze.bulk.tasks import BULK_TASKS
 from cloze.bulk.work import _problem, _requests, _Totals, _with_columns
 from cloze.bulk.writers import RowResult, open_writer
+from cloze.service.core import EngineFailed, InvalidRequest, Location, RequestError
 from cloze.service.settings import Settings
 from cloze.service.tasks.answer_spans import QaAnswer
 from cloze.service.tasks.fill_tokens import Prediction
+from cloze.service.tasks.task import INPUTS
 from cloze.service.tasks.text_classification import LabelScore
 
 SHARDS = (Shard(0, 0, 0, 2), Shard(1, 1, 0, 3))
@@ -365,18 +367,23 @@ def test_rows_are_divided_into_requests(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("columns", "message", "shown"),
+    ("columns", "error", "shown"),
     [
-        (["t"], "inputs[3] has 5 tokens", "t has 5 tokens"),
-        (["t"], "inputs is empty", "t is empty"),
-        (["q", "c"], "inputs[3].question has 5 tokens", "q has 5 tokens"),
-        (["q", "c"], "inputs.context is empty", "c is empty"),
-        (["q", "c"], "inputs[0] has 9 tokens", "the row has 9 tokens"),
-        (["t"], "myinputs has", "myinputs has"),
+        (["t"], InvalidRequest("has 5 tokens", INPUTS.below(3)), "t has 5 tokens"),
+        (["t"], InvalidRequest("is empty", INPUTS), "t is empty"),
+        (["t"], InvalidRequest("has 5", INPUTS.below(3), "up to "), "up to t has 5"),
+        (["q", "c"], InvalidRequest("is 5", INPUTS.below(3, "question")), "q is 5"),
+        (["q", "c"], InvalidRequest("is empty", INPUTS.below("context")), "c is empty"),
+        (["q", "c"], InvalidRequest("has 9 tokens", INPUTS.below(0)), "the row has 9 tokens"),
+        (["t"], InvalidRequest("has", Location(("top_k",))), "top_k has"),
+        (["t"], InvalidRequest("inputs fit nothing"), "inputs fit nothing"),
+        (["t"], EngineFailed("inputs[0]"), "inputs[0]"),
     ],
 )
-def test_errors_name_the_columns(columns: list[str], message: str, shown: str) -> None:
-    assert _with_columns(message, columns) == shown
+def test_errors_name_the_columns(
+    columns: list[str], error: RequestError | EngineFailed, shown: str
+) -> None:
+    assert _with_columns(error, columns) == shown
 
 
 def test_totals_of_a_shard() -> None:

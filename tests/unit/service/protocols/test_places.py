@@ -58,3 +58,11 @@ def test_the_message_begins_with_the_place() -> None:
     error = InvalidRequest("is empty", INPUTS.below(3, "question"))
     assert str(error) == "inputs[3].question is empty"
     assert str(InvalidRequest("nothing fits")) == "nothing fits"
+
+
+def test_an_error_keeps_its_words_in_another_place() -> None:
+    error = InvalidRequest("the windows hold 410 tokens", INPUTS.below("sentences", 3), "up to ")
+    assert str(error) == "up to inputs.sentences[3] the windows hold 410 tokens"
+    moved = error.moved(_in_body(error.at, _RERANK.names))
+    assert str(moved) == "up to texts[3] the windows hold 410 tokens"
+    assert type(moved) is InvalidRequest

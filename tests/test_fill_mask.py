@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 
 from cloze.client import Client
 from cloze.model_store import Store
-from cloze.service.tasks.fill_words import vocabulary_words
+from cloze.service.tasks.fill_tokens import vocabulary_words
 from cloze.service.tokenizer import Tokenizer
 from tests.serving import Server, running_server
 

@@ -17,11 +17,16 @@ from starlette.responses import Response
 from cloze.service.http.errors import ERROR_STATUSES
 from cloze.service.http.routes import NPY, RAW, BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
-from cloze.service.protocols import operations, vectors
+from cloze.service.protocols import binary, operations
 from cloze.service.protocols.dispatch import DispatchBody, Dispatcher
-from cloze.service.protocols.error_body import ErrorBody, write_error
-from cloze.service.protocols.lenient import LenientModel, ignored_fields
-from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
+from cloze.service.protocols.protocol import (
+    ErrorBody,
+    LenientModel,
+    ProtocolContext,
+    WireProtocol,
+    ignored_fields,
+    write_error,
+)
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
 from cloze.service.tasks import Task, TaskCall, embed, embed_all, embed_sparse, similarity
 from cloze.service.tasks.long_text import UsageParameters
@@ -62,7 +67,7 @@ def _dispatch_doc(task_routes: Mapping[str, TaskRoute]) -> RouteDoc:
         body=DispatchBody,
         examples=examples,
         media_types=(RAW, NPY),
-        headers={**TIMING_HEADERS, **vectors.HEADERS},
+        headers={**TIMING_HEADERS, **binary.VECTOR_HEADERS},
         errors=ERROR_STATUSES,
     )
 
@@ -94,11 +99,11 @@ def task_route(task: Task) -> TaskRoute:
         body=body,
         examples={example.title: example.body for example in task.examples},
         media_types=(RAW, NPY) if task.vectors else (),
-        headers={**TIMING_HEADERS, **(vectors.HEADERS if task.vectors else {})},
+        headers={**TIMING_HEADERS, **(binary.VECTOR_HEADERS if task.vectors else {})},
         errors=ERROR_STATUSES,
     )
     warnings = ignored_fields if task.name in _SHARED else None
-    check = vectors.check if task.vectors else None
+    check = binary.check_accept if task.vectors else None
     return TaskRoute(task.route, task, body, to_call, respond, doc, warnings, check)
 
 
@@ -144,9 +149,9 @@ def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
 
 def _respond(request: Request, value: Any) -> Response:
     if isinstance(value, np.ndarray):
-        return vectors.respond(request, value)
+        return binary.respond_vectors(request, value)
     if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
-        return vectors.respond_lists(request, value)
+        return binary.respond_lists(request, value)
     return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
 
 

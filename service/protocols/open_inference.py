@@ -22,7 +22,7 @@ from cloze.service.http.bodies import parse, read_body, run_anywhere, validate
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
 from cloze.service.http.routes import JSON, RAW, BytesResponse, Handler, Route, RouteDoc
 from cloze.service.pipeline import Pipeline, TaskResult
-from cloze.service.protocols.binary_tensors import HEADER, read_texts, split, write
+from cloze.service.protocols.binary import JSON_LENGTH, read_texts, split, write_tensor
 from cloze.service.protocols.open_inference_types import (
     ErrorBody,
     InferAnswer,
@@ -110,7 +110,7 @@ class _TaskModel:
                 "datatype": tensor.datatype,
             }
             if binary.get(tensor.name, default):
-                parts.append(write(tensor))
+                parts.append(write_tensor(tensor))
                 row["parameters"] = {"binary_data_size": len(parts[-1])}
             else:
                 row["data"] = _flat(tensor)
@@ -125,7 +125,7 @@ class _TaskModel:
         head = orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
         if not parts:
             return BytesResponse(head)
-        length = (HEADER.encode(), b"%d" % len(head))
+        length = (JSON_LENGTH.encode(), b"%d" % len(head))
         return BytesResponse(b"".join((head, *parts)), RAW.encode(), length)
 
 
@@ -241,7 +241,7 @@ class _Server:
         with self._context.watch.request(request) as watched:
             limits = self._context.limits
             data = await read_body(request, limits.body.max_bytes, watched)
-            length = request.headers.get(HEADER)
+            length = request.headers.get(JSON_LENGTH)
             body = await run_anywhere(len(data), _parse, data, length, limits)
             return await model.endpoint.answer_body(request, body, len(data), watched, pipeline)
 
@@ -259,7 +259,7 @@ def _parse(data: bytes, length: str | None, limits: ApiLimits) -> InferBody:
 
     Args:
         data: the JSON, and the bytes of tensors after it.
-        length: the value of `HEADER`.
+        length: the value of `JSON_LENGTH`.
         limits: the limits of the body, and of its texts.
 
     Raises:
@@ -307,7 +307,10 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         body=InferBody,
         examples={"Two texts": _EXAMPLE},
         media_types=(RAW,),
-        headers={**TIMING_HEADERS, HEADER: ("integer", "bytes of the JSON before the tensors")},
+        headers={
+            **TIMING_HEADERS,
+            JSON_LENGTH: ("integer", "bytes of the JSON before the tensors"),
+        },
         errors=tuple(sorted(set(map(without_422, ERROR_STATUSES)))),
     )
     found = [

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+from pydantic import ConfigDict
+
 from cloze.service.core import Changes, ServiceError
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.json_bodies import BodyLimits
@@ -13,6 +15,7 @@ from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models
 from cloze.service.settings import Settings
 from cloze.service.tasks import Task
+from cloze.service.tasks.task import WireModel
 
 
 class ServerState(Protocol):
@@ -100,3 +103,47 @@ class WireProtocol:
     prefixes: tuple[str, ...]
     routes: Callable[[ProtocolContext], Sequence[Route]]
     error: Callable[[ErrorInfo], tuple[int, Mapping[str, Any]]]
+
+
+# ---- what the native protocol shares with text-embeddings-inference ------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorBody:
+    """An error in the shape of text-embeddings-inference, which the native protocol shares."""
+
+    error: str
+    error_type: str
+
+
+def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
+    """Return the status and the body of an error."""
+    return error.status, {"error": error.message, "error_type": error.kind}
+
+
+_LONGEST_NAME, _MOST_NAMES = 40, 8
+
+
+class LenientModel(WireModel):
+    """A part of a request body that may have unknown fields, as text-embeddings-inference allows.
+
+    Known fields are validated.
+    """
+
+    model_config = ConfigDict(extra="allow")
+
+
+def ignored_fields(body: Any) -> Sequence[str]:
+    """Return a warning with the names of a body's unknown fields; none if all are known.
+
+    Args:
+        body: a `LenientModel`, whose ``parameters`` may be one too.
+    """
+    names = list(body.model_extra)
+    if parameters := vars(body).get("parameters"):  # getattr of a missing field takes microseconds
+        names += [f"parameters.{name}" for name in parameters.model_extra]
+    if not names:
+        return ()
+    shown = ", ".join(ascii(name[:_LONGEST_NAME])[1:-1] for name in names[:_MOST_NAMES])
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return (f"ignored unknown fields: {shown}{more}",)

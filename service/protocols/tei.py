@@ -18,9 +18,14 @@ from starlette.responses import Response
 from cloze.service.http.errors import ERROR_STATUSES
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import Models, Pipeline, TaskResult
-from cloze.service.protocols.error_body import ErrorBody, write_error
-from cloze.service.protocols.lenient import LenientModel, ignored_fields
-from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
+from cloze.service.protocols.protocol import (
+    ErrorBody,
+    LenientModel,
+    ProtocolContext,
+    WireProtocol,
+    ignored_fields,
+    write_error,
+)
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
 from cloze.service.tasks import (
     TaskCall,

@@ -59,7 +59,7 @@ class QaAnswer:
     end: int
 
 
-Answers = QaAnswer | list[QaAnswer]
+AnswerSpans = QaAnswer | list[QaAnswer]
 """The result for one question: the best answer, or a list of answers if there are several."""
 
 
@@ -129,7 +129,7 @@ def best_answers(
     logits: Sequence[Float32],
     options: QaOptions,
     memory: SpanMemory | None = None,
-) -> Answers | QaDetails:
+) -> AnswerSpans | QaDetails:
     """Return the best answers to a question.
 
     Args:

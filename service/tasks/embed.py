@@ -15,10 +15,10 @@ from cloze.model_store.heads import (
     layer_embedding,
     token_embedding,
 )
+from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask
 from cloze.service.tasks import embed_inputs
 from cloze.service.tasks.embed_inputs import TextParameters
-from cloze.service.tasks.embed_layers import Layers, PoolingChoice, layer_request
 from cloze.service.tasks.task import (
     INPUTS,
     Count,
@@ -33,6 +33,11 @@ from cloze.service.tasks.task import (
     check_range,
     listed,
 )
+
+PoolingChoice = Literal["cls", "mean", "max"]
+Layers = Literal["first", "second-to-last", "last", "sum-last-four", "concat-last-four", "sum-all"]
+
+_LAST_FOUR: Final = 4
 
 
 class EmbedParameters(TextParameters):
@@ -110,7 +115,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     if parameters.pooling is not None or parameters.layers is not None:
         if parameters.spans is not None:
             raise InvalidRequest("spans have the mean of the last layer; leave out pooling, layers")
-        layers = layer_request(parameters.pooling, parameters.layers, context)
+        layers = _layer_request(parameters.pooling, parameters.layers, context)
         if layers is not None:
             size = context.manifest.architecture.hidden_size * len(layers.vectors)
             request, rows = {layer_embedding.HEAD.name: layers}, _layer_vectors
@@ -133,6 +138,65 @@ def _own_vectors(outputs: Sequence[HeadOutputs]) -> Float32:
 def _layer_vectors(outputs: Sequence[HeadOutputs]) -> Float32:
     name = layer_embedding.HEAD.name
     return np.array([output[name].vectors.ravel() for output in outputs], np.float32)
+
+
+def _layer_request(
+    pooling: PoolingChoice | None, layers: Layers | None, context: TaskContext
+) -> LayerEmbeddingRequest | None:
+    """Return the request for other vectors than the model's own; None if its own are asked for.
+
+    Source: Devlin et al. 2019, table 7, which compares layers.
+
+    Args:
+        pooling: how tokens become one vector; None: as the model's own.
+        layers: the layers; None: the last.
+        context: the model.
+
+    Raises:
+        InvalidRequest: the model has too few layers.
+        WrongTask: the model's graphs have no vectors of layers, or layers follow its pooling.
+    """
+    manifest = context.manifest
+    recipe = manifest.embedding
+    assert recipe is not None  # a model with the head has a recipe
+    chosen = recipe.pooling if pooling is None else Pooling(pooling)
+    if chosen is recipe.pooling and layers in (None, "last"):
+        return None
+    if layer_embedding.HEAD.name not in {head.name for head in manifest.graph_heads}:
+        task = layer_embedding.HEAD.task
+        raise WrongTask(
+            "pooling and layers need vectors of layers; "
+            f"export {manifest.reference} with --task {task} too"
+        )
+    if recipe.projected is not False:
+        raise WrongTask(
+            "pooling and layers need a model without layers after its pooling; "
+            f"{manifest.reference} has some, or was exported before bundles said so"
+        )
+    return LayerEmbeddingRequest(
+        _layer_weights(layers or "last", manifest.architecture.layers), chosen
+    )
+
+
+def _layer_weights(layers: Layers, count: int) -> list[dict[int, float]]:
+    """Return the weights of each layer, for each vector; 0 is the embeddings."""
+    if layers.endswith("last-four") and count < _LAST_FOUR:
+        problem = f"{layers} needs {_LAST_FOUR} layers; the model has {count}"
+        raise InvalidRequest(problem, Location(("layers",)))
+    last_four = range(count - _LAST_FOUR + 1, count + 1)
+    match layers:
+        case "first":
+            return [{0: 1.0}]
+        case "second-to-last":
+            return [{count - 1: 1.0}]
+        case "last":
+            return [{count: 1.0}]
+        case "sum-last-four":
+            return [dict.fromkeys(last_four, 1.0)]
+        case "concat-last-four":
+            return [{layer: 1.0} for layer in last_four]
+        case "sum-all":
+            return [dict.fromkeys(range(1, count + 1), 1.0)]
 
 
 def _prepare_spans(

@@ -1,8 +1,8 @@
 """Fill-mask: the likeliest tokens for each ``[MASK]``.
 
-Scores and result shapes are those of transformers' pipeline. `fill_tokens` fills each mask with a
-token, `fill_words` with a word of several sub-tokens, and `fill_jointly` fills all masks of a text
-together. `fill_length` cuts long texts.
+Scores and result shapes are those of transformers' pipeline. `fill_tokens` fills each mask by
+itself, with a token or with a word of several sub-tokens. `fill_jointly` fills all masks of a text
+together.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from pydantic import Field
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.service.core import InvalidRequest, Location
-from cloze.service.tasks import fill_jointly, fill_length, fill_tokens, fill_words
-from cloze.service.tasks.long_text import LongText, UsageParameters
+from cloze.service.tasks import fill_jointly, fill_tokens
+from cloze.service.tasks.long_text import LongText, UsageParameters, characters
 from cloze.service.tasks.task import (
     Count,
     Example,
@@ -26,6 +26,7 @@ from cloze.service.tasks.task import (
     TaskLimits,
     Text,
     Texts,
+    TextUsage,
     check_range,
     check_text,
     listed,
@@ -97,14 +98,12 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
     for at, text in texts:
         check_text(text, at, limits)
     as_words = bool(targets) and parameters.targets_as == "words"
-    words = fill_words.vocabulary_words(tokenizer, targets) if as_words else None
+    words = fill_tokens.vocabulary_words(tokenizer, targets) if as_words else None
     choice = parameters.long_text
     if choice is None:
         choice = "error" if as_words or parameters.decode is not None else "truncate"
     longest = words.longest if words else 1
-    shortener = fill_length.Shortener(
-        choice, context, longest, report=bool(parameters.return_usage)
-    )
+    shortener = _Shortener(choice, context, longest, report=bool(parameters.return_usage))
     counter = _PredictionCounter(limits, max(top_k, len(targets)))
     ids = []
     for text, text_ids in zip(texts, tokenizer.ids([text for _, text in texts]), strict=True):
@@ -115,7 +114,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
     if parameters.decode is not None:
         prepared = fill_jointly.prepare_jointly(ids, parameters.decode, top_k, context)
     elif words is not None:
-        prepared = fill_words.prepare_words(ids, words, top_k, context)
+        prepared = fill_tokens.prepare_words(ids, words, top_k, context)
     elif parameters.original is not None:
         originals = parameters.original
         originals = [originals] if isinstance(originals, str) else originals
@@ -158,6 +157,98 @@ def _check_targets(
         )
 
 
+class _Shortener:
+    """Cuts the texts of one request.
+
+    Args:
+        choice: what to do with a long text. ``window`` keeps the part around its masks.
+        context: the model.
+        longest: most tokens that replace a mask.
+        report: whether to report how much of each text was used.
+
+    Attributes:
+        truncated: number of texts that were cut.
+        usage: how much of each text was used; None without a report.
+    """
+
+    def __init__(
+        self, choice: LongText, context: TaskContext, longest: int, *, report: bool
+    ) -> None:
+        self._choice, self._context, self._longest = choice, context, longest
+        self.truncated = 0
+        self.usage: list[TextUsage] | None = [] if report else None
+
+    def shortened(self, ids: Sequence[int], text: Input[str]) -> Sequence[int]:
+        """Return the ids of a text that the model reads, without special tokens.
+
+        Args:
+            ids: ids of the text, without special tokens.
+            text: the text.
+
+        Raises:
+            InvalidRequest: the text has no mask, too many masks, or a mask outside the part that
+                the model reads; or the text is too long.
+        """
+        masks = self._masks(ids, text.at)
+        most = self._context.limits.max_tokens
+        room = most - 2 - (self._longest - 1)
+        if room < 1:
+            raise InvalidRequest(
+                f"the longest target has {self._longest} tokens; the model reads {most}"
+            )
+        first = 0
+        if len(ids) > room:
+            if self._choice == "error":
+                target = " with its longest target" if self._longest > 1 else ""
+                tokens = len(ids) + 2 + self._longest - 1
+                raise InvalidRequest(
+                    f"has {tokens} tokens{target}; the model reads {most}", text.at
+                )
+            if self._choice == "window":
+                first = _first_of_window(masks, len(ids), room, text.at)
+            elif (last := masks[-1] + 1) > room:
+                raise InvalidRequest(
+                    f"has a mask token at token {last}, but the model reads only the first "
+                    f"{room} of a text; long_text window reads the part around the masks",
+                    text.at,
+                )
+            self.truncated += 1
+        end = min(len(ids), first + room)
+        if self.usage is not None:
+            windows = None
+            if self._choice == "window" and len(ids) > room:
+                offsets = self._context.tokenizer.spans(text.value).offsets
+                windows = characters([(first, end)], offsets)
+            self.usage.append(TextUsage(len(ids) + 2, end - first + 2, windows))
+        return ids[first:end]
+
+    def _masks(self, ids: Sequence[int], at: Location) -> list[int]:
+        """Return the positions of a text's masks."""
+        tokenizer, most = self._context.tokenizer, self._context.limits.max_masks
+        masks = tokenizer.mask_positions(ids)
+        if not masks:
+            mask = tokenizer.mask_token
+            raise InvalidRequest(
+                f"holds no mask token; put {mask} where a word is to be guessed",
+                at,
+            )
+        if len(masks) > most:
+            raise InvalidRequest(f"holds {len(masks)} mask tokens; the limit is {most}", at)
+        return masks
+
+
+def _first_of_window(masks: Sequence[int], tokens: int, room: int, at: Location) -> int:
+    """Return the first token of the window that has a text's masks in its middle."""
+    between = masks[-1] - masks[0] + 1
+    if between > room:
+        raise InvalidRequest(
+            f"has {between} tokens from its first to its last mask; a window has {room}",
+            at,
+        )
+    middle = (masks[0] + masks[-1] + 1) // 2
+    return min(max(middle - room // 2, 0), tokens - room)
+
+
 class _PredictionCounter:
     """Counts a request's predictions and the tokens of their sequences against the limits."""
 
@@ -192,7 +283,7 @@ def decode(
 
 
 _Result = (
-    fill_tokens.Masks | fill_tokens.RankedOriginal | fill_words.Words | list[fill_jointly.Filling]
+    fill_tokens.Masks | fill_tokens.RankedOriginal | fill_tokens.Words | list[fill_jointly.Filling]
 )
 
 TASK: Final = Task(

@@ -1,7 +1,7 @@
 """Extractive question answering: the spans of a context that answer a question.
 
 The answers are those of the pipeline of transformers v4. A long context is divided into overlapping
-windows; `answer_spans` finds the best spans of all windows. Answers have character offsets.
+windows; `answer_spans` finds the best spans of all windows. AnswerSpans have character offsets.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import span
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.answer_spans import (
-    Answers,
+    AnswerSpans,
     QaDetails,
     QaOptions,
     Question,
@@ -104,7 +104,7 @@ class QaParameters(UsageParameters):
     )
 
 
-_Result = Answers | QaDetails
+_Result = AnswerSpans | QaDetails
 
 
 @dataclass(frozen=True, slots=True)

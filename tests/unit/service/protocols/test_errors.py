@@ -7,7 +7,7 @@ import pytest
 
 from cloze.service.core import InvalidRequest, UnknownModel
 from cloze.service.http.errors import ErrorInfo
-from cloze.service.protocols import PROTOCOLS, ErrorResponder, error_body, openai
+from cloze.service.protocols import PROTOCOLS, ErrorResponder, openai, protocol
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_an_unknown_model_has_a_code() -> None:
 
 def test_an_error_of_the_native_protocol() -> None:
     info = ErrorInfo(504, "Overloaded", "why", InvalidRequest("why"))
-    assert error_body.write_error(info) == (504, {"error": "why", "error_type": "Overloaded"})
+    assert protocol.write_error(info) == (504, {"error": "why", "error_type": "Overloaded"})
 
 
 def test_the_protocol_of_a_path_writes_its_errors() -> None:

@@ -12,9 +12,9 @@ from starlette.requests import Request
 
 from cloze.service.core import EmptyRequest, InvalidRequest, MalformedRequest
 from cloze.service.http.routes import NPY
-from cloze.service.protocols import binary_tensors, vectors
-from cloze.service.protocols.lenient import LenientModel, ignored_fields
+from cloze.service.protocols import binary
 from cloze.service.protocols.native import task_route
+from cloze.service.protocols.protocol import LenientModel, ignored_fields
 from cloze.service.protocols.tensors import TaskTensors, Tensor
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.nsp import NspLabel, RankedCandidate
@@ -29,28 +29,28 @@ def packed(*texts: bytes) -> bytes:
 
 
 def test_the_json_ends_where_the_header_says() -> None:
-    head, rest = binary_tensors.split(b'{"a":1}xyz', "7")
+    head, rest = binary.split(b'{"a":1}xyz', "7")
     assert (head, bytes(rest)) == (b'{"a":1}', b"xyz")
-    head, rest = binary_tensors.split(b"{}", "2")
+    head, rest = binary.split(b"{}", "2")
     assert (head, bytes(rest)) == (b"{}", b"")
-    head, rest = binary_tensors.split(b"{}", None)
+    head, rest = binary.split(b"{}", None)
     assert (head, bytes(rest)) == (b"{}", b"")
 
 
 @pytest.mark.parametrize("length", ["0", "3", "-1", "x", "", "1" * 16, "\u00b2", "1.0"])
 def test_lengths_outside_the_body(length: str) -> None:
     with pytest.raises(MalformedRequest, match="a whole number from 1 to the 2 bytes of the body"):
-        binary_tensors.split(b"{}", length)
+        binary.split(b"{}", length)
 
 
 def test_texts_are_their_bytes() -> None:
     texts = ["red", "", "é\N{SNOWMAN}"]
     data = packed(*(text.encode() for text in texts))
-    assert binary_tensors.read_texts(memoryview(data), "text", 3) == texts
-    assert binary_tensors.write(Tensor("text", "BYTES", texts)) == data
-    assert binary_tensors.read_texts(memoryview(b""), "text", 0) == []
+    assert binary.read_texts(memoryview(data), "text", 3) == texts
+    assert binary.write_tensor(Tensor("text", "BYTES", texts)) == data
+    assert binary.read_texts(memoryview(b""), "text", 0) == []
     with pytest.raises(InvalidRequest, match="text has over 2 texts, the limit"):
-        binary_tensors.read_texts(memoryview(data), "text", 2)
+        binary.read_texts(memoryview(data), "text", 2)
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_texts_are_their_bytes() -> None:
 )
 def test_cut_and_malformed_texts(data: bytes, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
-        binary_tensors.read_texts(memoryview(data), "text", 9)
+        binary.read_texts(memoryview(data), "text", 9)
 
 
 def test_numbers_are_little_endian() -> None:
     big = np.array([[1, 2]], ">f4")
-    assert binary_tensors.write(Tensor("x", "FP32", big)) == struct.pack("<2f", 1, 2)
+    assert binary.write_tensor(Tensor("x", "FP32", big)) == struct.pack("<2f", 1, 2)
     assert Tensor("x", "FP32", big).shape == (1, 2)
     assert Tensor("x", "BYTES", ["a", "b"]).shape == (2,)
 
@@ -209,7 +209,7 @@ ROWS = np.array([[0.5, -1.0, 0.0], [2.0, 0.25, -0.5]], np.float32)
 
 
 def response_of(accept: str | None) -> tuple[bytes, dict[str, str]]:
-    response = vectors.respond(asking(accept), ROWS)
+    response = binary.respond_vectors(asking(accept), ROWS)
     return bytes(response.body), {n.decode(): v.decode() for n, v in response.raw_headers}
 
 
@@ -251,14 +251,14 @@ def test_vectors_of_fewer_bits() -> None:
     body, headers = response_of(f"{RAW}; dtype=ubinary")
     assert np.frombuffer(body, np.uint8).tolist() == [0b10000000, 0b11000000]
     assert headers["x-shape"] == "2,1"
-    zeros, scale = vectors.DTYPES["int8"](np.zeros((1, 2), np.float32))
+    zeros, scale = binary.DTYPES["int8"](np.zeros((1, 2), np.float32))
     assert (zeros.tolist(), scale) == ([[0, 0]], 1.0)
     for accept in (f"{RAW}; dtype=float64", f"{NPY}; dtype="):
         with pytest.raises(InvalidRequest, match="Accept asks for dtype"):
-            vectors.check(asking(accept))
-    vectors.check(asking(f"{RAW}; dtype=int8"))
+            binary.check_accept(asking(accept))
+    binary.check_accept(asking(f"{RAW}; dtype=int8"))
     with pytest.raises(InvalidRequest) as refused:
-        vectors.check(asking(f"{RAW}; dtype={'x' * 99}"))
+        binary.check_accept(asking(f"{RAW}; dtype={'x' * 99}"))
     assert str(refused.value) == (
         f"Accept asks for dtype '{'x' * 40}'; there are float32, float16, int8, ubinary"
     )
@@ -272,11 +272,11 @@ def test_vectors_in_the_format_of_numpy() -> None:
 
 def test_lists_of_arrays_have_their_lengths() -> None:
     several = [ROWS, ROWS[:1]]
-    response = vectors.respond_lists(asking(RAW), several)
+    response = binary.respond_lists(asking(RAW), several)
     headers = dict(response.raw_headers)
     assert (headers[b"x-lengths"], headers[b"x-shape"]) == (b"2,1", b"3,3")
     assert bytes(response.body) == np.concatenate(several).tobytes()
-    response = vectors.respond_lists(asking(), several)
+    response = binary.respond_lists(asking(), several)
     assert json.loads(bytes(response.body)) == [rows.tolist() for rows in several]
 
 

@@ -1,10 +1,16 @@
-"""Writes vectors in the format that a client accepts: JSON, raw bytes or NumPy's file format.
+"""Vectors and tensors as bytes.
 
-The bytes may have fewer bits per number than float32: ``Accept: application/octet-stream;
-dtype=int8``.
+Vectors have the format that a client accepts: JSON, raw bytes or NumPy's file format. The bytes may
+have fewer bits per number than float32: ``Accept: application/octet-stream; dtype=int8``.
+
+Tensors have the binary extension of the Open Inference Protocol. The body is JSON, whose length a
+header states, and then the bytes of its binary tensors in their order. Numbers are little-endian.
+Each text is its length, 4 bytes, and its UTF-8. Source: Triton Inference Server,
+``docs/protocol/extension_binary_data.md``.
 """
 
 import io
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -14,10 +20,11 @@ from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.core import Float32, InvalidRequest
+from cloze.service.core import Float32, InvalidRequest, Location, MalformedRequest
 from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse
+from cloze.service.protocols.tensors import Tensor
 
-HEADERS: Final[Mapping[str, tuple[str, str]]] = {
+VECTOR_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
     "x-dtype": ("string", "type of the numbers of raw vectors, little-endian"),
     "x-shape": ("string", "shape of raw vectors: rows,columns"),
     "x-scale": ("number", "what int8 numbers are multiplied by"),
@@ -48,7 +55,7 @@ DTYPES: Final[Mapping[str, Convert]] = {
 filled up with zeros: [n, ceil(D / 8)]."""
 
 
-def check(request: Request) -> None:
+def check_accept(request: Request) -> None:
     """Check the dtype that a request accepts.
 
     Raises:
@@ -57,7 +64,7 @@ def check(request: Request) -> None:
     _accepted(request)
 
 
-def respond(request: Request, values: Float32) -> Response:
+def respond_vectors(request: Request, values: Float32) -> Response:
     """Return vectors [n, D] float32, in the format that the client accepts.
 
     Args:
@@ -124,7 +131,7 @@ def _accepted(request: Request) -> tuple[str, str]:
         if kind not in (JSON, RAW, NPY):
             continue
         parameters = dict(part.partition("=")[::2] for part in rest)
-        weight = _number(parameters.get("q", "1"))
+        weight = _weight(parameters.get("q", "1"))
         if weight > best_weight or (weight == best_weight > 0 and kind == JSON):
             best, best_weight = (kind, parameters.get("dtype", "float32").strip('"')), weight
     kind, dtype = best
@@ -133,6 +140,75 @@ def _accepted(request: Request) -> tuple[str, str]:
     return kind, dtype
 
 
-def _number(text: str) -> float:
+def _weight(text: str) -> float:
     """Return the value of a weight; 1 if it is no number."""
     return float(text) if text.replace(".", "", 1).isdecimal() else 1.0
+
+
+# ---- tensors -------------------------------------------------------------------------------------
+
+
+JSON_LENGTH: Final = "inference-header-content-length"
+"""The header with the length of the JSON."""
+
+_LENGTH: Final = struct.Struct("<I")
+
+
+def split(data: bytes, length: str | None) -> tuple[bytes, memoryview]:
+    """Return the JSON and the bytes of the tensors.
+
+    Args:
+        data: the body.
+        length: the value of `JSON_LENGTH`; None: the body is JSON.
+
+    Raises:
+        MalformedRequest: the header is no length within the body.
+    """
+    if length is None:
+        return data, memoryview(b"")
+    size = int(length) if length.isascii() and length.isdigit() and len(length) < 16 else -1
+    if not 0 < size <= len(data):
+        raise MalformedRequest(
+            f"{JSON_LENGTH}: a whole number from 1 to the {len(data)} bytes of the body, "
+            f"got {ascii(length)[:40]}"
+        )
+    return data[:size], memoryview(data)[size:]
+
+
+def read_texts(data: memoryview, at: Location, most: int) -> list[str]:
+    """Return the texts of a binary tensor.
+
+    Args:
+        data: the bytes of the tensor.
+        at: place of the tensor.
+        most: most texts.
+
+    Raises:
+        InvalidRequest: the bytes are cut, a text is not UTF-8, or there are more texts.
+    """
+    texts: list[str] = []
+    start = 0
+    while start < len(data):
+        if len(texts) == most:
+            raise InvalidRequest(f"has over {most} texts, the limit", at)
+        begin = start + _LENGTH.size
+        end = begin + _LENGTH.unpack_from(data, start)[0] if begin <= len(data) else begin
+        if end > len(data):
+            raise InvalidRequest(f"ends within text {len(texts)}", at)
+        try:
+            texts.append(str(data[begin:end], "utf-8"))
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"has a text, {len(texts)}, that is not UTF-8", at) from None
+        start = end
+    return texts
+
+
+def write_tensor(tensor: Tensor) -> bytes:
+    """Return the bytes of a tensor."""
+    if not isinstance(tensor.data, list):
+        return tensor.data.astype(tensor.data.dtype.newbyteorder("<"), copy=False).tobytes()
+    parts = []
+    for text in tensor.data:
+        encoded = text.encode()
+        parts += [_LENGTH.pack(len(encoded)), encoded]
+    return b"".join(parts)

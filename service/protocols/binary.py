@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 from starlette.requests import Request
-from starlette.responses import Response
 
 from cloze.service.core import Float32, InvalidRequest, Location, MalformedRequest
 from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse
+from cloze.service.protocols.protocol import json_response
 from cloze.service.protocols.tensors import Tensor
 
 VECTOR_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
@@ -64,7 +63,7 @@ def check_accept(request: Request) -> None:
     _accepted(request)
 
 
-def respond_vectors(request: Request, values: Float32) -> Response:
+def respond_vectors(request: Request, values: Float32) -> BytesResponse:
     """Return vectors [n, D] float32, in the format that the client accepts.
 
     Args:
@@ -73,12 +72,11 @@ def respond_vectors(request: Request, values: Float32) -> Response:
     """
     kind, dtype = _accepted(request)
     if kind == JSON:
-        rows = values.astype("<f4", copy=False)
-        return BytesResponse(orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY))
+        return json_response(values.astype("<f4", copy=False))
     return _respond_bytes(kind, dtype, values)
 
 
-def respond_lists(request: Request, values: Sequence[Float32]) -> Response:
+def respond_lists(request: Request, values: Sequence[Float32]) -> BytesResponse:
     """Return several arrays [S, D] float32; as bytes, one after the other.
 
     Args:
@@ -87,14 +85,14 @@ def respond_lists(request: Request, values: Sequence[Float32]) -> Response:
     """
     kind, dtype = _accepted(request)
     if kind == JSON:
-        return BytesResponse(orjson.dumps(list(values), option=orjson.OPT_SERIALIZE_NUMPY))
+        return json_response(list(values))
     lengths = b",".join(b"%d" % len(rows) for rows in values)
     return _respond_bytes(kind, dtype, np.concatenate(values), (b"x-lengths", lengths))
 
 
 def _respond_bytes(
     kind: str, dtype: str, values: Float32, *headers: tuple[bytes, bytes]
-) -> Response:
+) -> BytesResponse:
     converted, scale = DTYPES[dtype](values)
     if kind == NPY:
         file = io.BytesIO()

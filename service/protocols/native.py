@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
 import numpy as np
-import orjson
 from pydantic import BaseModel, Field, create_model
 from starlette.requests import Request
-from starlette.responses import Response
 
 from cloze.service.http.errors import ERROR_STATUSES
 from cloze.service.http.routes import NPY, RAW, BytesResponse, Route, RouteDoc
@@ -25,6 +23,7 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     WireProtocol,
     ignored_fields,
+    json_response,
     write_error,
 )
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
@@ -77,7 +76,7 @@ def task_route(task: Task) -> TaskRoute:
     at_root = task.name in _PARAMETERS_AT_ROOT
     body = _body(task, at_root=at_root)
 
-    def respond(request: Request, request_body: Any, result: TaskResult) -> Response:
+    def respond(request: Request, request_body: Any, result: TaskResult) -> BytesResponse:
         value = result.value
         if isinstance(request_body.inputs, task.alone):
             [value] = value
@@ -147,12 +146,12 @@ def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
     )
 
 
-def _respond(request: Request, value: Any) -> Response:
+def _respond(request: Request, value: Any) -> BytesResponse:
     if isinstance(value, np.ndarray):
         return binary.respond_vectors(request, value)
     if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
         return binary.respond_lists(request, value)
-    return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+    return json_response(value)
 
 
 PROTOCOL: Final = WireProtocol("native", ("/",), routes, write_error)

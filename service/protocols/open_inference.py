@@ -20,7 +20,7 @@ from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask
 from cloze.service.http.bodies import parse, read_body, run_anywhere, validate
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
-from cloze.service.http.routes import JSON, RAW, BytesResponse, Handler, Route, RouteDoc
+from cloze.service.http.routes import RAW, BytesResponse, Handler, Route, RouteDoc
 from cloze.service.pipeline import Pipeline, TaskResult
 from cloze.service.protocols.binary import JSON_LENGTH, read_texts, split, write_tensor
 from cloze.service.protocols.open_inference_types import (
@@ -41,6 +41,7 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     WireProtocol,
     check,
+    json_response,
 )
 from cloze.service.protocols.task_route import TIMING_HEADERS, Endpoint, TaskRoute, gate_models
 from cloze.service.protocols.tensors import TaskTensors, Tensor, TensorInfo
@@ -93,7 +94,7 @@ class _TaskModel:
         parameters = validate(self.task.parameters, given, Location(("parameters",)))
         return TaskCall(self.tensors.to_inputs(texts), parameters)
 
-    def _respond(self, request: Request, body: InferBody, result: TaskResult) -> Response:
+    def _respond(self, request: Request, body: InferBody, result: TaskResult) -> BytesResponse:
         asked = None if not body.outputs else {output.name for output in body.outputs}
         manifest_name, _, manifest_version = request.scope["cloze.model"].rpartition("@")
         default = bool((body.parameters or {}).get("binary_data_output"))
@@ -201,18 +202,18 @@ class _Server:
         )
 
     async def server(self, _: Request) -> Response:
-        return _json(ServerMetadata("cloze", version(DISTRIBUTION), list(_EXTENSIONS)))
+        return json_response(ServerMetadata("cloze", version(DISTRIBUTION), list(_EXTENSIONS)))
 
     async def live(self, _: Request) -> Response:
         check(self._context.state.broken())
-        return _json(Live(True))
+        return json_response(Live(True))
 
     async def ready(self, _: Request) -> Response:
         check(self._context.state.unready())
-        return _json(Ready(True))
+        return json_response(Ready(True))
 
     async def models(self, _: Request) -> Response:
-        return _json(ModelNames(self._names()))
+        return json_response(ModelNames(self._names()))
 
     async def model(self, request: Request) -> Response:
         model, pipeline = self._find(request)
@@ -228,12 +229,12 @@ class _Server:
             [_metadata(t) for t in tensors.inputs],
             [_metadata(t) for t in tensors.outputs],
         )
-        return _json(ModelMetadata(name, versions, _PLATFORM, *described))
+        return json_response(ModelMetadata(name, versions, _PLATFORM, *described))
 
     async def model_ready(self, request: Request) -> Response:
         model, pipeline = self._find(request)
         check(self._context.state.unready())
-        return _json(ModelReady(f"{pipeline.manifest.name}.{model.task.name}", True))
+        return json_response(ModelReady(f"{pipeline.manifest.name}.{model.task.name}", True))
 
     async def infer(self, request: Request) -> Response:
         """Answer a request for any model."""
@@ -244,10 +245,6 @@ class _Server:
             length = request.headers.get(JSON_LENGTH)
             body = await run_anywhere(len(data), _parse, data, length, limits)
             return await model.endpoint.answer_body(request, body, len(data), watched, pipeline)
-
-
-def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type=JSON)
 
 
 def _metadata(info: TensorInfo) -> TensorMetadata:

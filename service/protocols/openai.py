@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 from urllib.parse import unquote
 
-import orjson
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,9 +13,9 @@ from starlette.responses import Response
 from cloze.model_store import Manifest
 from cloze.service.core import UnknownModel
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
-from cloze.service.http.routes import JSON, BytesResponse, Route, RouteDoc
+from cloze.service.http.routes import BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
-from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
+from cloze.service.protocols.protocol import ProtocolContext, WireProtocol, json_response
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
 from cloze.service.tasks import TaskCall, embed, embed_inputs
 from cloze.service.tasks.task import Count, WireModel
@@ -120,7 +119,7 @@ def _to_call(body: OpenAiEmbeddingsBody) -> TaskCall:
     return TaskCall(body.input, embed.EmbedParameters(dimensions=body.dimensions))
 
 
-def _respond(_: Request, body: OpenAiEmbeddingsBody, result: TaskResult) -> Response:
+def _respond(_: Request, body: OpenAiEmbeddingsBody, result: TaskResult) -> BytesResponse:
     vectors: Iterable[object] = result.value.astype("<f4", copy=False)
     if body.encoding_format == "base64":
         vectors = [b64encode(vector).decode() for vector in result.value.astype("<f4", copy=False)]
@@ -133,7 +132,7 @@ def _respond(_: Request, body: OpenAiEmbeddingsBody, result: TaskResult) -> Resp
         "model": body.model,
         "usage": {"prompt_tokens": result.tokens, "total_tokens": result.tokens},
     }
-    return BytesResponse(orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY))
+    return json_response(answer)
 
 
 _EMBEDDINGS: Final = TaskRoute(
@@ -163,11 +162,11 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
 
     async def models(_: Request) -> Response:
         rows = [_row(pipeline.manifest) for pipeline in context.models.pipelines]
-        return Response(orjson.dumps(ModelList("list", rows)), media_type=JSON)
+        return json_response(ModelList("list", rows))
 
     async def model(request: Request) -> Response:
         pipeline = context.models.named(unquote(request.path_params["model"]))
-        return Response(orjson.dumps(_row(pipeline.manifest)), media_type=JSON)
+        return json_response(_row(pipeline.manifest))
 
     doc = RouteDoc("The served models, in OpenAI's shape", "OpenAI", ModelList, ErrorBody)
     one = RouteDoc(

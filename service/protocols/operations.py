@@ -16,8 +16,8 @@ from cloze.model_store.installation import DISTRIBUTION
 from cloze.service import core
 from cloze.service.http.access import OF_ADMIN_SOCKET
 from cloze.service.http.page import PAGE_HEADERS, page_handler
-from cloze.service.http.routes import HTML, JSON, TEXT, Route, RouteDoc
-from cloze.service.protocols.protocol import ProtocolContext, ServerState, check
+from cloze.service.http.routes import HTML, TEXT, BytesResponse, Route, RouteDoc
+from cloze.service.protocols.protocol import ProtocolContext, ServerState, check, json_response
 from cloze.service.tasks import embed
 
 _TAG = "service"
@@ -96,18 +96,18 @@ class _Operations:
 
     async def alive(self, _: Request) -> Response:
         check(self._context.state.broken())
-        return Response(_ALIVE, media_type=JSON)
+        return BytesResponse(_ALIVE)
 
     async def ready(self, _: Request) -> Response:
         check(self._context.state.unready())
-        return Response(_READY, media_type=JSON)
+        return BytesResponse(_READY)
 
     async def health(self, _: Request) -> Response:
         check(self._context.state.unready())
         return Response()
 
     async def info(self, _: Request) -> Response:
-        return Response(orjson.dumps(_info(self._context)), media_type=JSON)
+        return json_response(_info(self._context))
 
     async def metrics(self, request: Request) -> Response:
         """Answer on a thread of its own: requests may occupy all threads of the loop."""
@@ -128,7 +128,7 @@ class _Operations:
                 "without API keys, a server is reloaded through its admin socket only; set "
                 "CLOZE_ADMIN_SOCKET or CLOZE_KEYS_FILE, or send SIGHUP"
             )
-        return Response(orjson.dumps(await self._context.state.reload()), media_type=JSON)
+        return json_response(await self._context.state.reload())
 
 
 def _info(context: ProtocolContext) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import orjson
 from pydantic import ConfigDict
 
 from cloze.service.core import Changes, ServiceError
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.json_bodies import BodyLimits
-from cloze.service.http.routes import Route
+from cloze.service.http.routes import BytesResponse, Route
 from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models
@@ -36,6 +37,11 @@ class ServerState(Protocol):
             ReloadRefused: that cannot be served; what was served before is served on.
         """
         ...
+
+
+def json_response(value: Any) -> BytesResponse:
+    """Return a value as JSON; it may have dataclasses and arrays."""
+    return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
 
 
 def check(state: ServiceError | None) -> None:

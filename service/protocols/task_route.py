@@ -13,7 +13,7 @@ from cloze.service.core import Location, RequestError
 from cloze.service.http.bodies import receive, run_anywhere
 from cloze.service.http.gate import GateModel
 from cloze.service.http.memory_limit import SMALL_BYTES
-from cloze.service.http.routes import Route, RouteDoc
+from cloze.service.http.routes import BytesResponse, Route, RouteDoc
 from cloze.service.http.watch import WatchedRequest
 from cloze.service.logs import RequestCost
 from cloze.service.pipeline import Models, Pipeline, TaskResult
@@ -67,7 +67,7 @@ class TaskRoute:
     task: Task
     body: type[BaseModel]
     to_call: Callable[[Any], TaskCall]
-    respond: Callable[[Request, Any, TaskResult], Response]
+    respond: Callable[[Request, Any, TaskResult], BytesResponse]
     doc: RouteDoc
     warnings: Callable[[Any], Sequence[str]] | None = None
     check: Callable[[Request], None] | None = None
@@ -178,7 +178,7 @@ def _in_body(at: Location | None, names: Mapping[tuple[str | int, ...], str]) ->
     return at
 
 
-def _add_headers(response: Response, result: TaskResult, warnings: Sequence[str]) -> None:
+def _add_headers(response: BytesResponse, result: TaskResult, warnings: Sequence[str]) -> None:
     timings = result.timings
     total = _milliseconds(timings.tokenize_s + timings.queue_s + timings.inference_s)
     response.raw_headers += [

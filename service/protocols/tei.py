@@ -13,7 +13,6 @@ from typing import Annotated, Any, Final
 import orjson
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
 
 from cloze.service.http.errors import ERROR_STATUSES
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
@@ -24,6 +23,7 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     WireProtocol,
     ignored_fields,
+    json_response,
     write_error,
 )
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
@@ -128,9 +128,9 @@ def _text_pair(texts: Any) -> TextPair:
     return TextPair(text=texts[0], text_pair=texts[1] if len(texts) == 2 else None)
 
 
-def _respond_labels(_: Request, body: PredictBody, result: TaskResult) -> Response:
+def _respond_labels(_: Request, body: PredictBody, result: TaskResult) -> BytesResponse:
     is_batch = isinstance(body.inputs, list) and isinstance(body.inputs[0], list)
-    return BytesResponse(orjson.dumps(result.value if is_batch else result.value[0]))
+    return json_response(result.value if is_batch else result.value[0])
 
 
 _Labels = list[text_classification.LabelScore]
@@ -171,7 +171,7 @@ def _ranking(models: Models) -> Sequence[Pipeline]:
     return [*ranking, *(p for p in models.serving(similarity.TASK) if p not in ranking)]
 
 
-def _respond_ranks(_: Request, body: RerankBody, result: TaskResult) -> Response:
+def _respond_ranks(_: Request, body: RerankBody, result: TaskResult) -> BytesResponse:
     ranking: rerank.Ranking = result.value
     ranks: list[dict[str, Any]] = [
         {"index": rank.index, "score": rank.score} for rank in ranking.ranks
@@ -228,7 +228,7 @@ def _to_tokenize(body: TokenizeBody) -> TaskCall:
     return TaskCall(body.inputs, parameters)
 
 
-def _respond_tokens(_: Request, __: TokenizeBody, result: TaskResult) -> Response:
+def _respond_tokens(_: Request, __: TokenizeBody, result: TaskResult) -> BytesResponse:
     """Write the tokens part by part: as one value, they would need ten times the memory."""
     written = BytesIO()
     texts: list[tokenize.TokenizedText] = result.value
@@ -265,8 +265,8 @@ def _to_decode(body: DecodeBody) -> TaskCall:
     return TaskCall(body.ids, parameters)
 
 
-def _respond_texts(_: Request, __: DecodeBody, result: TaskResult) -> Response:
-    return BytesResponse(orjson.dumps(result.value))
+def _respond_texts(_: Request, __: DecodeBody, result: TaskResult) -> BytesResponse:
+    return json_response(result.value)
 
 
 _DECODE: Final = TaskRoute(

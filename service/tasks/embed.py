@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
+from cloze.model_store import Manifest
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import (
     HeadRequest,
@@ -16,7 +17,7 @@ from cloze.model_store.heads import (
     token_embedding,
 )
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
-from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask
+from cloze.service.core import Float32, InvalidRequest, Location, WrongTask
 from cloze.service.tasks import embed_inputs
 from cloze.service.tasks.embed_inputs import TextParameters
 from cloze.service.tasks.task import (
@@ -30,6 +31,8 @@ from cloze.service.tasks.task import (
     Task,
     TaskCall,
     TaskContext,
+    check_count,
+    check_head,
     check_range,
     listed,
 )
@@ -162,17 +165,8 @@ def _layer_request(
     chosen = recipe.pooling if pooling is None else Pooling(pooling)
     if chosen is recipe.pooling and layers in (None, "last"):
         return None
-    if layer_embedding.HEAD.name not in {head.name for head in manifest.graph_heads}:
-        task = layer_embedding.HEAD.task
-        raise WrongTask(
-            "pooling and layers need vectors of layers; "
-            f"export {manifest.reference} with --task {task} too"
-        )
-    if recipe.projected is not False:
-        raise WrongTask(
-            "pooling and layers need a model without layers after its pooling; "
-            f"{manifest.reference} has some, or was exported before bundles said so"
-        )
+    check_head(context, layer_embedding.HEAD, "pooling and layers need vectors of layers")
+    _check_no_projection(manifest, "pooling and layers")
     return LayerEmbeddingRequest(
         _layer_weights(layers or "last", manifest.architecture.layers), chosen
     )
@@ -236,27 +230,26 @@ def _prepare_spans(
 _TOKENS_REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
 
 
+def _check_no_projection(manifest: Manifest, asked: str) -> None:
+    """Raise WrongTask if a model has layers after its pooling."""
+    if manifest.embedding is None or manifest.embedding.projected is not False:
+        raise WrongTask(
+            f"{asked} need a model without layers after its pooling; {manifest.reference} has "
+            "some, or was exported before bundles said so"
+        )
+
+
 def _check_spans(text: Any, spans: Sequence[tuple[int, int]], context: TaskContext) -> None:
     """Check the spans of one text, before it is tokenized; see `prepare`."""
     recipe, reference = context.manifest.embedding, context.manifest.reference
     assert recipe is not None
-    heads = {head.name for head in context.manifest.graph_heads}
-    if token_embedding.HEAD.name not in heads:
-        task = token_embedding.HEAD.task
-        raise WrongTask(f"spans need vectors of tokens; export {reference} with --task {task} too")
+    check_head(context, token_embedding.HEAD, "spans need vectors of tokens")
     if recipe.pooling is not Pooling.MEAN:
         raise WrongTask(f"spans need mean pooling; the pooling of {reference} is {recipe.pooling}")
-    if recipe.projected is not False:
-        raise WrongTask(
-            f"spans need a model without layers after its pooling; {reference} has some, or was "
-            "exported before bundles said so"
-        )
+    _check_no_projection(context.manifest, "spans")
     if not isinstance(text, str):
         raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")
-    if not spans:
-        raise EmptyRequest("is an empty list; it needs at least 1 span", _SPANS)
-    if len(spans) > (most := context.limits.max_request_texts):
-        raise InvalidRequest(f"has {len(spans)} spans; the limit is {most}", _SPANS)
+    check_count(len(spans), context.limits.max_request_texts, _SPANS, "span")
     for index, (start, end) in enumerate(spans):
         if not 0 <= start < end <= len(text):
             raise InvalidRequest(

@@ -14,7 +14,15 @@ from cloze.model_store.heads import token_embedding
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks import embed_inputs
 from cloze.service.tasks.embed_inputs import Offsets, TextParameters
-from cloze.service.tasks.task import Example, PreparedRequest, Task, TaskCall, TaskContext, listed
+from cloze.service.tasks.task import (
+    Example,
+    PreparedRequest,
+    Task,
+    TaskCall,
+    TaskContext,
+    check_results,
+    listed,
+)
 
 _REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
 
@@ -53,9 +61,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
         if parameters.return_offsets and not isinstance(text, str):
             raise InvalidRequest("is a list of token ids, which have no offsets", at)
     encoded = embed_inputs.encode(texts, parameters, context, _REQUEST)
-    tokens, most = sum(map(len, encoded.encodings)), context.limits.max_results
-    if tokens > most:
-        raise InvalidRequest(f"the request asks for {tokens} vectors; the limit is {most}")
+    tokens = sum(map(len, encoded.encodings))
+    check_results(tokens, "the request asks for", context.limits, "vectors")
     offsets = None
     if parameters.return_offsets:
         offsets = [

@@ -13,7 +13,6 @@ from pydantic import Field
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sparse_embedding
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
-from cloze.service.core import InvalidRequest
 from cloze.service.tasks import embed_inputs
 from cloze.service.tasks.embed_inputs import TextParameters
 from cloze.service.tasks.task import (
@@ -24,6 +23,7 @@ from cloze.service.tasks.task import (
     TaskCall,
     TaskContext,
     check_range,
+    check_results,
     listed,
 )
 
@@ -71,11 +71,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
     largest = min(context.limits.max_top_k, context.tokenizer.vocab_size)
     top_k = largest if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, largest, "top_k")
-    most = context.limits.max_results
-    if parameters.top_k is not None and len(texts) * top_k > most:
-        raise InvalidRequest(
-            f"the request asks for {len(texts) * top_k} words; the limit is {most}"
-        )
+    if parameters.top_k is not None:
+        check_results(len(texts) * top_k, "the request asks for", context.limits, "words")
     encoded = embed_inputs.encode(texts, parameters, context, None)
     for encoding in encoded.encodings:
         request = SparseEmbeddingRequest(len(encoding), top_k)

@@ -19,7 +19,8 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service.core import InvalidRequest
-from cloze.service.tasks.task import UP_TO, Input, PreparedRequest, TaskContext, TokenBudget
+from cloze.service.tasks.long_text import TokenBudget
+from cloze.service.tasks.task import UP_TO, Input, PreparedRequest, TaskContext
 from cloze.service.tokenizer import Tokenizer
 
 Method = Literal["independent", "left-to-right", "beam"]

@@ -18,11 +18,11 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.service.core import InvalidRequest, Location
+from cloze.service.tasks.long_text import TokenBudget
 from cloze.service.tasks.task import (
     Input,
     PreparedRequest,
     TaskContext,
-    TokenBudget,
     check_results,
     check_text,
 )

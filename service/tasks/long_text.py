@@ -10,11 +10,11 @@ from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HeadRequest
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.task import (
+    UP_TO,
     PreparedRequest,
     TaskContext,
     TaskLimits,
     TextUsage,
-    TokenBudget,
     WireModel,
 )
 
@@ -256,6 +256,33 @@ class TextEncoder:
             usage=self.usage,
             texts=len(self.windows),
         )
+
+
+class TokenBudget:
+    """Counts the tokens that a request takes, text by text, against the limit of a request.
+
+    Args:
+        limits: the limits of the request.
+        use: what takes the tokens, for the error: ``the windows hold``.
+    """
+
+    def __init__(self, limits: TaskLimits, use: str) -> None:
+        self._most, self._use = limits.max_request_tokens, use
+        self._tokens = 0
+
+    def add(self, tokens: int, at: Location) -> None:
+        """Count the tokens of the text at a place.
+
+        Raises:
+            InvalidRequest: the texts so far take more tokens than a request may have.
+        """
+        self._tokens += tokens
+        if self._tokens > self._most:
+            raise InvalidRequest(
+                f"{self._use} {self._tokens} tokens; the limit of a request is {self._most}",
+                at,
+                UP_TO,
+            )
 
 
 class WindowBudget:

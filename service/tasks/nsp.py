@@ -26,6 +26,7 @@ from cloze.service.tasks.task import (
     WireModel,
     check_text,
     listed,
+    softmax,
 )
 
 
@@ -110,8 +111,7 @@ def decode(
 ) -> list[list[NspLabel]] | list[RankedCandidate]:
     """Return the labels of each pair, or the candidates, likeliest first."""
     logits = np.stack([output[next_sentence.HEAD.name].logits for output in outputs])
-    exponentials = np.exp(logits - logits.max(1, keepdims=True))
-    scores = (exponentials / exponentials.sum(1, keepdims=True)).tolist()
+    scores = softmax(logits).tolist()
     inputs = prepared.state
     if isinstance(inputs, Candidates):
         order = sorted(range(len(scores)), key=lambda index: -scores[index][0])

@@ -43,7 +43,9 @@ from cloze.service.tasks.task import (
     TextUsage,
     WireModel,
     check_range,
+    check_results,
     check_text,
+    check_tokens,
     listed,
 )
 from cloze.service.tokenizer import Spans
@@ -122,11 +124,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
             parameter is out of its limits.
     """
     pairs = listed(call.inputs, context.limits)
-    options, limits = _options(call.parameters, context.limits), context.limits
-    if (answers := len(pairs) * options.top_k) > limits.max_results:
-        raise InvalidRequest(
-            f"the request asks for {answers} answers; the limit is {limits.max_results}"
-        )
+    options = _options(call.parameters, context.limits)
+    check_results(len(pairs) * options.top_k, "the request asks for", context.limits, "answers")
     rule = LongTextRule(options.long_text, report=options.return_usage)
     encoder = TextEncoder(rule, context, _REQUEST, options.max_seq_len)
     questions = [_add(pair, options, encoder, context) for pair in pairs]
@@ -183,9 +182,8 @@ def _tokenize(pair: Input[QaPair], context: TaskContext) -> tuple[list[int], Spa
     check_text(text, at.below("context"), context.limits)
     ids = context.tokenizer.ids([question])[0]
     spans = context.tokenizer.spans(text)
-    if not ids or not spans.ids:
-        empty = "context" if ids else "question"
-        raise InvalidRequest("has no token, only spaces or control characters", at.below(empty))
+    check_tokens(ids, at.below("question"))
+    check_tokens(spans.ids, at.below("context"))
     return ids, spans
 
 

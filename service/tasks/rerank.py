@@ -11,7 +11,7 @@ from cloze.model_store import Manifest
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
-from cloze.service.core import EmptyRequest, InvalidRequest, Location
+from cloze.service.core import Location
 from cloze.service.tasks import similarity, text_classification
 from cloze.service.tasks.long_text import TruncationParameters
 from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameters
@@ -24,6 +24,7 @@ from cloze.service.tasks.task import (
     Text,
     Texts,
     WireModel,
+    check_count,
     check_text,
 )
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
@@ -121,10 +122,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
 def _check(inputs: RerankInputs, limits: TaskLimits) -> None:
     """Check the texts, by their names in this task; see `prepare`."""
     check_text(inputs.query, Location(("query",)), limits)
-    if not inputs.texts:
-        raise EmptyRequest("is an empty list; it needs at least 1 text", _TEXTS)
-    if (count := len(inputs.texts)) > (most := limits.max_request_texts):
-        raise InvalidRequest(f"has {count} texts; the limit is {most}", _TEXTS)
+    check_count(len(inputs.texts), limits.max_request_texts, _TEXTS)
     for index, text in enumerate(inputs.texts):
         check_text(text, _TEXTS.below(index), limits)
 

@@ -18,7 +18,13 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.service.core import InvalidRequest, Location
-from cloze.service.tasks.long_text import LongText, LongTextRule, TextEncoder, UsageParameters
+from cloze.service.tasks.long_text import (
+    LongText,
+    LongTextRule,
+    TextEncoder,
+    TokenBudget,
+    UsageParameters,
+)
 from cloze.service.tasks.task import (
     Example,
     PreparedRequest,
@@ -28,9 +34,9 @@ from cloze.service.tasks.task import (
     Text,
     Texts,
     TextUsage,
-    TokenBudget,
     check_results,
     check_text,
+    check_tokens,
     listed,
 )
 from cloze.service.tokenizer import Spans
@@ -103,8 +109,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Spans]
 def _check(ids: Sequence[int], at: Location, choice: LongText, context: TaskContext) -> None:
     """Check the tokens of one text."""
     tokenizer, most = context.tokenizer, context.limits.max_tokens
-    if not ids:
-        raise InvalidRequest("has no token, only spaces or control characters", at)
+    check_tokens(ids, at)
     if len(ids) + 2 > most and choice == "error":
         raise InvalidRequest(
             f"has {len(ids) + 2} tokens; the model reads {most}; long_text window scores "

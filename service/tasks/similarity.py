@@ -12,7 +12,7 @@ from pydantic import Field
 
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import embedding, token_embedding
-from cloze.service.core import EmptyRequest, Float32, InvalidRequest, WrongTask
+from cloze.service.core import Float32
 from cloze.service.tasks import embed, embed_inputs
 from cloze.service.tasks.embed_inputs import Offsets, TextParameters
 from cloze.service.tasks.task import (
@@ -26,6 +26,9 @@ from cloze.service.tasks.task import (
     Text,
     Texts,
     WireModel,
+    check_count,
+    check_head,
+    check_results,
 )
 
 
@@ -89,34 +92,21 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
     """
     inputs: SimilarityInputs = call.inputs
     parameters: SimilarityParameters = call.parameters
-    count, most = len(inputs.sentences), context.limits.max_request_texts - 1
-    if not count:
-        raise EmptyRequest("is an empty list; it needs at least 1 text", _SENTENCES)
-    if count > most:
-        raise InvalidRequest(f"has {count} texts; the limit is {most}", _SENTENCES)
+    check_count(len(inputs.sentences), context.limits.max_request_texts - 1, _SENTENCES)
     texts = [Input(INPUTS.below("source_sentence"), inputs.source_sentence)]
     texts += [Input(_SENTENCES.below(n), text) for n, text in enumerate(inputs.sentences)]
     if not parameters.details:
         encoded = embed_inputs.encode(texts, parameters, context, _VECTORS)
         return encoded.prepared(None)
-    _check_token_vectors(context)
+    check_head(context, token_embedding.HEAD, "details need vectors of tokens")
     encoded = embed_inputs.encode(texts, parameters, context, _ALL_VECTORS)
-    tokens, most = sum(map(len, encoded.encodings)), context.limits.max_results
-    if tokens > most:
-        raise InvalidRequest(f"details need {tokens} vectors; the limit is {most}")
+    tokens = sum(map(len, encoded.encodings))
+    check_results(tokens, "details need", context.limits, "vectors")
     offsets = [
         embed_inputs.offsets(text, len(encoding), parameters, context)
         for (_, text), encoding in zip(texts, encoded.encodings, strict=True)
     ]
     return encoded.prepared(offsets, tokens)
-
-
-def _check_token_vectors(context: TaskContext) -> None:
-    heads = {head.name for head in context.manifest.graph_heads}
-    if token_embedding.HEAD.name not in heads:
-        name = context.manifest.reference
-        task = token_embedding.HEAD.task
-        raise WrongTask(f"details need vectors of tokens; export {name} with --task {task} too")
 
 
 def decode(

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 
+import numpy as np
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -18,7 +19,8 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from cloze.model_store import Manifest
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.core import EmptyRequest, InvalidRequest, Location
+from cloze.model_store.heads import Head
+from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask
 from cloze.service.tokenizer import Tokenizer
 
 INPUTS = Location(("inputs",))
@@ -297,12 +299,21 @@ def listed(inputs: Any, limits: TaskLimits) -> list[Input[Any]]:
     """
     if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
         return [Input(INPUTS, inputs)]
-    if not inputs:
-        raise EmptyRequest("is an empty list; it needs at least 1 text", INPUTS)
-    if len(inputs) > limits.max_request_texts:
-        limit = limits.max_request_texts
-        raise InvalidRequest(f"has {len(inputs)} texts; the limit is {limit}", INPUTS)
+    check_count(len(inputs), limits.max_request_texts, INPUTS)
     return [Input(INPUTS.below(index), value) for index, value in enumerate(inputs)]
+
+
+def check_count(count: int, most: int, at: Location, kind: str = "text") -> None:
+    """Check the number of elements of a list.
+
+    Raises:
+        EmptyRequest: there is none.
+        InvalidRequest: there are more than the limit.
+    """
+    if not count:
+        raise EmptyRequest(f"is an empty list; it needs at least 1 {kind}", at)
+    if count > most:
+        raise InvalidRequest(f"has {count} {kind}s; the limit is {most}", at)
 
 
 def check_text(text: str, name: Location, limits: TaskLimits) -> None:
@@ -319,41 +330,46 @@ def check_text(text: str, name: Location, limits: TaskLimits) -> None:
         raise InvalidRequest(f"has {len(text)} characters; the limit is {limit}", name)
 
 
-class TokenBudget:
-    """Counts the tokens that a request takes, text by text, against the limit of a request.
+def check_tokens(ids: Sequence[int], at: Location) -> None:
+    """Check that a text has a token.
 
-    Args:
-        limits: the limits of the request.
-        use: what takes the tokens, for the error: ``the windows hold``.
+    Raises:
+        InvalidRequest: it has none.
     """
-
-    def __init__(self, limits: TaskLimits, use: str) -> None:
-        self._most, self._use = limits.max_request_tokens, use
-        self._tokens = 0
-
-    def add(self, tokens: int, at: Location) -> None:
-        """Count the tokens of the text at a place.
-
-        Raises:
-            InvalidRequest: the texts so far take more tokens than a request may have.
-        """
-        self._tokens += tokens
-        if self._tokens > self._most:
-            raise InvalidRequest(
-                f"{self._use} {self._tokens} tokens; the limit of a request is {self._most}",
-                at,
-                UP_TO,
-            )
+    if not ids:
+        raise InvalidRequest("has no token, only spaces or control characters", at)
 
 
-def check_results(results: int, asked: str, limits: TaskLimits) -> None:
+def check_results(results: int, asked: str, limits: TaskLimits, kind: str = "predictions") -> None:
     """Check the number of a request's results, or of the encodings that it needs.
 
     Raises:
         InvalidRequest: the number exceeds `TaskLimits.max_results`.
     """
     if results > (most := limits.max_results):
-        raise InvalidRequest(f"{asked} {results} predictions; the limit is {most}")
+        raise InvalidRequest(f"{asked} {results} {kind}; the limit is {most}")
+
+
+def check_head(context: TaskContext, head: Head, need: str) -> None:
+    """Check that the model has a head that only some calls of a task need.
+
+    Args:
+        context: the model.
+        head: the head.
+        need: what needs it: ``spans need vectors of tokens``.
+
+    Raises:
+        WrongTask: the model lacks it.
+    """
+    manifest = context.manifest
+    if head.name not in {graph_head.name for graph_head in manifest.graph_heads}:
+        raise WrongTask(f"{need}; export {manifest.reference} with --task {head.task} too")
+
+
+def softmax(logits: Float32) -> Float32:
+    """Return the probabilities of each row of logits [n, L]."""
+    exponentials = np.exp(logits - logits.max(1, keepdims=True))
+    return exponentials / exponentials.sum(1, keepdims=True)  # type: ignore[no-any-return]
 
 
 def check_range(value: int, low: int, high: int, name: str) -> None:

@@ -33,6 +33,7 @@ from cloze.service.tasks.task import (
     check_range,
     check_text,
     listed,
+    softmax,
 )
 
 Function = Literal["sigmoid", "softmax", "none"]
@@ -153,8 +154,7 @@ def _apply(function: Function, logits: Float32) -> Float32:
     if function == "sigmoid":
         one = np.float32(1)
         return one / (one + np.exp(-logits))
-    exponentials = np.exp(logits - logits.max(1, keepdims=True))
-    return exponentials / exponentials.sum(1, keepdims=True)  # type: ignore[no-any-return]
+    return softmax(logits)
 
 
 TASK: Final = Task(

@@ -34,7 +34,9 @@ from cloze.service.tasks.task import (
     Texts,
     check_range,
     check_text,
+    check_tokens,
     listed,
+    softmax,
 )
 from cloze.service.tokenizer import Spans, Tokenizer
 
@@ -152,8 +154,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     for at, text in texts:
         check_text(text, at, limits)
         spans = context.tokenizer.spans(text)
-        if not spans.ids:
-            raise InvalidRequest("has no token, only spaces or control characters", at)
+        check_tokens(spans.ids, at)
         prepared.append(_Text(text, spans, encoder.add(at, spans.ids, text)))
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
     state = _State(prepared, strategy, ignored)
@@ -209,7 +210,7 @@ def _entities(
     assert isinstance(options, TokenLabels)
     labelled: list[_LabelledTokens] = []
     for (first, end), window in zip(text.windows, logits, strict=True):
-        tokens = _tokens(text, first, end, _softmax(window[1:-1]), context.tokenizer)
+        tokens = _tokens(text, first, end, softmax(window[1:-1]), context.tokenizer)
         labelled += _label(tokens, state.strategy, options.labels)
     kept = [entity for entity in labelled if entity.label not in state.ignored]
     if len(text.windows) > 1:
@@ -218,11 +219,6 @@ def _entities(
         return [TokenEntity(e.label, e.score, e.index, e.words[0], e.start, e.end) for e in kept]
     join = context.tokenizer.join
     return [EntityGroup(e.label, e.score, join(e.words), e.start, e.end) for e in kept]
-
-
-def _softmax(logits: Float32) -> Float32:
-    exponentials = np.exp(logits - logits.max(1, keepdims=True))
-    return exponentials / exponentials.sum(1, keepdims=True)  # type: ignore[no-any-return]
 
 
 def _tokens(

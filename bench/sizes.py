@@ -17,8 +17,8 @@ from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.model import Model
 from cloze.export.publish import ExportOptions, export
 from cloze.export.tokenizer import describe_tokenizer
+from cloze.export.tokenizer_files import SPECIAL_TOKENS, wordpiece
 from cloze.export.train.save import save_checkpoint
-from cloze.export.train.vocabulary import SPECIAL_TOKENS, wordpiece
 from cloze.model_store import Bundle, Store
 from cloze.model_store.manifest import Precision
 
@@ -117,7 +117,7 @@ def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Check
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.02)
     checkpoint = folder / f"{name}-checkpoint"
-    tokenizer = wordpiece(_vocabulary(config.vocab_size), lowercase=True)
+    tokenizer = wordpiece(_vocabulary(config.vocab_size), {}, SPECIAL_TOKENS, lowercase=True)
     save_checkpoint(model, describe_tokenizer(tokenizer), checkpoint)
     precisions = (Precision.FP16,) if cuda else ()
     options = ExportOptions(tasks=("embed",), precisions=precisions, cuda=cuda)
@@ -127,7 +127,11 @@ def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Check
 
 def _vocabulary(size: int) -> dict[str, int]:
     """Return `size` tokens and their ids."""
-    tokens = [*SPECIAL_TOKENS, *ascii_lowercase, *(f"##{letter}" for letter in ascii_lowercase)]
+    tokens = [
+        *SPECIAL_TOKENS.values(),
+        *ascii_lowercase,
+        *(f"##{letter}" for letter in ascii_lowercase),
+    ]
     # The remaining tokens consist of letters, because a number is not always one token.
     words = map("".join, product(ascii_lowercase, repeat=4))
     tokens += islice(words, size - len(tokens))

@@ -45,6 +45,7 @@ from cloze.model_store.limits import (
     MAX_WIDTH,
 )
 from cloze.model_store.sealed_json import parse_sealed, seal, unseal
+from cloze.model_store.sequences import SpecialTokens
 from cloze.model_store.tensors import POSITION_TABLE, TOKEN_TYPE_TABLE, WORD_TABLE
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -315,6 +316,15 @@ class BundleSpec(Frozen):
             self.architecture.layers,
             self.embedding.dimensions if self.embedding else None,
             self.heads,
+        )
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """The special tokens, and their places around texts."""
+        spec, types = self.tokenizer, self.architecture.type_vocab_size
+        second_type = int(types > 1) if spec.second_type is None else spec.second_type
+        return SpecialTokens(
+            spec.cls_id, spec.sep_id, spec.mask_id, spec.pair_separators, second_type
         )
 
     def graph_spec(self, layout: Layout) -> GraphSpec:

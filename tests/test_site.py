@@ -75,7 +75,14 @@ def test_the_site_is_read_and_searched_from_files(site: Path, tmp_path: Path) ->
     if chromium is None:
         pytest.skip("chromium is not installed (Debian's package chromium)")
     python = environment("page.txt", tmp_path / "environment") / "python"
-    program = [str(python), str(CLIENTS / "site.py"), chromium, str(site), "fair queueing", "Order of work"]
+    program = [
+        str(python),
+        str(CLIENTS / "site.py"),
+        chromium,
+        str(site),
+        "fair queueing",
+        "Order of work",
+    ]
     seen = printed(program)
     assert seen["schemes"] == ["file"], "the page asked for something on the network"
     assert seen["messages"] == []

@@ -46,7 +46,8 @@ class Family:
         heads: the heads that checkpoints of the family may have, by head name.
         classes: names of heads -> the class of ``config.json`` that has exactly these heads.
         class_prefix: the first part of the names of transformers' classes.
-        tokenizer_class: the class in ``tokenizer_config.json``.
+        wordpiece_class: transformers' class of the family's WordPiece tokenizer; None: the family
+            has another kind.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Family:
     rules: tuple[Rule, ...]
     heads: Mapping[str, HeadSpec]
     class_prefix: str
-    tokenizer_class: str
+    wordpiece_class: str | None = None
     classes: Mapping[frozenset[str], str] = field(default_factory=dict)
 
     def read(self, tensor: str) -> list[Target]:

@@ -213,7 +213,7 @@ def distill(
         report=options.report,
     )
     options.report(
-        f"a distilbert of {student.parameter_count():,} parameters "
+        f"a {STUDENT.name} of {student.parameter_count():,} parameters "
         f"from a teacher of {checkpoint.model.parameter_count():,}"
     )
     objective = TextObjective(

@@ -91,7 +91,7 @@ def pretrain(
     origins = [checkpoint] if checkpoint else []
     title = "A BERT pre-trained on text"
     write_card(folder, Run(title, source, origins, files, recipe, options))
-    for line in guesses(module.model.cpu(), tokenizer.tokenizer, sample):
+    for line in guesses(module.model.cpu(), tokenizer, sample):
         options.report(line)
     return folder
 

@@ -155,7 +155,7 @@ class _Encoder:
     def add_pair(self, first: list[int], second: list[int], name: str) -> None:
         """Add a pair of texts by their tokens, without special tokens."""
         tokenizer, most = self._context.tokenizer, self._context.limits.max_tokens
-        tokens = len(first) + len(second) + tokenizer.pair_tokens
+        tokens = len(first) + len(second) + tokenizer.special.pair_tokens
         if self._choice == "window" and tokens > most:
             raise InvalidRequest(
                 f"{name} is a pair of {tokens} tokens; the model reads {most}, and long_text "

@@ -13,11 +13,11 @@ from tokenizers import Tokenizer, models
 from cloze.export.errors import ExportError
 from cloze.export.settings_files import read_settings
 from cloze.export.tokenizer_files import (
-    BYTE_LEVEL_TOKENS,
     SPECIAL_TOKENS,
     is_byte_level,
     open_files,
     required_id,
+    usual_names,
 )
 from cloze.model_store.sequences import SpecialTokens
 
@@ -126,7 +126,7 @@ def describe_tokenizer(
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    names = _names(tokenizer, given or {})
+    names = usual_names(tokenizer) | dict(given or {})
     if isinstance(tokenizer.model, models.WordPiece):
         required_id(tokenizer, names["unk_token"])
     return CheckpointTokenizer(
@@ -137,16 +137,6 @@ def describe_tokenizer(
             key: name for key, name in names.items() if tokenizer.token_to_id(name) is not None
         },
     )
-
-
-def _names(tokenizer: Tokenizer, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of the special tokens: the given ones, else those of the vocabulary."""
-    tokens = tokenizer.get_vocab()
-    usual = {
-        key: other if other in tokens and SPECIAL_TOKENS[key] not in tokens else SPECIAL_TOKENS[key]
-        for key, other in BYTE_LEVEL_TOKENS.items()
-    }
-    return usual | dict(given)
 
 
 def _find_special(tokenizer: Tokenizer, names: dict[str, str]) -> SpecialTokens:

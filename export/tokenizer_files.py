@@ -1,7 +1,7 @@
 """Builds a tokenizer from the files of a checkpoint.
 
 ``tokenizer.json`` may hold WordPiece, BPE or Unigram. ``vocab.txt`` is WordPiece, and
-``vocab.json`` with ``merges.txt`` is byte-level BPE.
+``vocab.json`` with ``merges.txt`` is byte-level BPE. For SentencePiece, see `sentencepiece_files`.
 """
 
 import unicodedata
@@ -20,6 +20,11 @@ from tokenizers import (
 
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
+from cloze.export.sentencepiece_files import (
+    find_sentencepiece,
+    from_sentencepiece,
+    mark_special,
+)
 from cloze.export.settings_files import read_settings
 
 SPECIAL_TOKENS = {
@@ -80,16 +85,24 @@ def open_files(
         tokenizer = _from_merges(folder, settings, BYTE_LEVEL_TOKENS | given)
         _add_tokens(tokenizer, folder, settings)
         return tokenizer, None
-    for name in ("spm.model", "spiece.model", "sentencepiece.bpe.model"):
-        if (folder / name).is_file():
-            raise ExportError(
-                f"{folder} holds {name} and no tokenizer.json; write one with transformers: "
-                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-            )
+    if (model := find_sentencepiece(folder)) is not None:
+        tokenizer, note = from_sentencepiece(model, settings)
+        _add_tokens(tokenizer, folder, settings)
+        mark_special(tokenizer, usual_names(tokenizer) | given)
+        return tokenizer, note
     raise ExportError(
         f"{folder} holds no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with "
-        "merges.txt"
+        "merges.txt, nor a SentencePiece model"
     )
+
+
+def usual_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the usual names of special tokens that the vocabulary has, else those of BERT."""
+    tokens = tokenizer.get_vocab()
+    return {
+        key: other if other in tokens and SPECIAL_TOKENS[key] not in tokens else SPECIAL_TOKENS[key]
+        for key, other in BYTE_LEVEL_TOKENS.items()
+    }
 
 
 def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | None:

@@ -300,7 +300,7 @@ def test_sentences_have_the_tokens_of_their_text(kind: Kind, tmp_path: Path) -> 
     text = "The harbour was quiet. The bank charges a fee. It is small."
     (tmp_path / "text.txt").write_text(text)
     corpus = prepare_corpus(
-        [tmp_path / "text.txt"], kind.tokenizer, tmp_path, held_out=0.0, report=quietly
+        [tmp_path / "text.txt"], kind.tokenizer, tmp_path / "tokens", held_out=0.0, report=quietly
     ).train
     whole = kind.tokenizer.encode(
         f" {text}" if kind.mark == "Ġ" else text, add_special_tokens=False

@@ -95,14 +95,13 @@ class Family:
         for name, tensor in tensors.items():
             head, _, rest = name.partition(".")
             if head in self.heads:
-                rules = [Rename(*names) for names in self.heads[head].tensors.items()]
-                matches = [match for rule in rules if (match := rule.write(rest, tensor))]
+                names = self.heads[head].tensors.items()
+                matches = [Rename(*pair).write(rest, {rest: tensor}) for pair in names]
+                prefix = ""
             else:
-                matches = [
-                    {self.prefix + theirs: value for theirs, value in match.items()}
-                    for rule in self.rules
-                    if (match := rule.write(name, tensor))
-                ]
-            assert matches, f"a {self.name} has no tensor {name}"
-            written |= matches[-1]
+                matches = [rule.write(name, tensors) for rule in self.rules]
+                prefix = self.prefix
+            last = [match for match in matches if match is not None][-1:]
+            assert last, f"a {self.name} has no tensor {name}"
+            written |= {prefix + theirs: value for theirs, value in last[0].items()}
         return written

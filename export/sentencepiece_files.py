@@ -6,6 +6,7 @@ have. They need the extra ``sentencepiece``. No other module of the export impor
 """
 
 import warnings
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,8 @@ _UNIGRAM = 1
 
 _FILES = ("sentencepiece.bpe.model", "spm.model", "spiece.model")
 
-_OPTIONS = {"do_lower_case": False, "keep_accents": False, "split_by_punct": False}
-"""Settings that converters read, with the defaults of transformers for most classes."""
-
-_LOWERCASE_BY_DEFAULT = "AlbertTokenizer"
+_OPTIONS = ("do_lower_case", "keep_accents", "split_by_punct")
+"""Settings that converters read; False where a class of transformers has no default."""
 
 
 def find_sentencepiece(folder: Path) -> Path | None:
@@ -50,16 +49,15 @@ def from_sentencepiece(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer,
     kind = kind or read_settings(file.parent / "config.json").get("tokenizer_class")
     if not isinstance(kind, str):
         raise ExportError(
-            f"nothing says which tokenizer {file.name} is for: give tokenizer_class in "
-            "tokenizer_config.json, for example XLMRobertaTokenizer"
+            f"nothing says which class of tokenizers {file.name} is for: "
+            "give tokenizer_class in tokenizer_config.json"
         )
     name = kind.removesuffix("Fast")
-    options = _OPTIONS | {"do_lower_case": name == _LOWERCASE_BY_DEFAULT}
-    options |= {key: settings[key] for key in _OPTIONS if key in settings}
+    given = {key: settings[key] for key in _OPTIONS if key in settings}
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            tokenizer = _converted(file, name, options)
+            tokenizer = _converted(file, name, given)
     except ImportError as error:
         command = install_command("export", "sentencepiece")
         raise ExportError(
@@ -70,14 +68,17 @@ def from_sentencepiece(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer,
     return tokenizer, f"{note}; characters outside it are unknown" if loses_bytes else note
 
 
-def _converted(file: Path, name: str, options: dict[str, Any]) -> Tokenizer:
+def _converted(file: Path, name: str, given: dict[str, Any]) -> Tokenizer:
     # An optional dependency of a second to import.
+    import transformers
     from transformers.convert_slow_tokenizer import SLOW_TO_FAST_CONVERTERS, SpmConverter
 
     converter = SLOW_TO_FAST_CONVERTERS.get(name)
     if converter is None or not issubclass(converter, SpmConverter):
         raise ExportError(f"{file.name}: a {name} is not supported; add its tokenizer.json")
-    original = SimpleNamespace(vocab_file=str(file), **options)
+    defaults = signature(getattr(transformers, name)).parameters
+    options = {key: defaults[key].default if key in defaults else False for key in _OPTIONS}
+    original = SimpleNamespace(vocab_file=str(file), **options | given)
     try:
         conversion = converter(original)
         rows: list[tuple[str, float]] = conversion.vocab(conversion.proto)  # type: ignore[no-untyped-call]

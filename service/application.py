@@ -25,7 +25,7 @@ from cloze.service.protocols import ErrorResponder, ProtocolContext, WireProtoco
 from cloze.service.tracing import Tracing
 
 _TITLE = "Cloze"
-_DESCRIPTION = "Fill-mask, embeddings, next sentence and question answering by BERT and DistilBERT."
+_DESCRIPTION = "Fill-mask, embeddings, next sentence and question answering by encoders."
 
 
 def create_app(

@@ -14,7 +14,7 @@ _PIECE_CHARACTERS = 16_384
 _GROUP_CHARACTERS = 65_536
 """Characters of the pieces that are tokenized at once."""
 
-_BERT = re.compile("[ \\n\\t\\r.,;:!?\u4e00-\u9fff]")
+_SPACE_OR_PUNCTUATION = re.compile("[ \\n\\t\\r.,;:!?\u4e00-\u9fff]")
 """White space, and punctuation and ideographs, each of which is a token of its own.
 
 Source: Devlin et al. 2019, `BasicTokenizer`.
@@ -57,7 +57,7 @@ def find_places(parts: Mapping[str, Any]) -> Places | None:
     if places is None:
         return None
     for token in parts["added_tokens"]:
-        takes_space = token["rstrip"] or (token["lstrip"] and places is _BERT)
+        takes_space = token["rstrip"] or (token["lstrip"] and places is _SPACE_OR_PUNCTUATION)
         if takes_space or places.search(token["content"]):
             return None
     return places
@@ -66,7 +66,7 @@ def find_places(parts: Mapping[str, Any]) -> Places | None:
 def _places_of(normalizer: dict[str, Any], pre_tokenizer: dict[str, Any]) -> Places | None:
     steps = [step.get("type") for step in pre_tokenizer.get("pretokenizers", [pre_tokenizer])]
     if steps == ["BertPreTokenizer"] and normalizer.get("type") == "BertNormalizer":
-        return _BERT
+        return _SPACE_OR_PUNCTUATION
     is_byte_level = steps == ["ByteLevel"] and not normalizer
     if is_byte_level or steps == ["WhitespaceSplit", "Metaspace"] or steps == ["Metaspace"]:
         return _SINGLE_SPACE

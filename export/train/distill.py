@@ -228,7 +228,7 @@ def distill(
     if recipe.pretraining.keep_embeddings:
         embedding = checkpoint.recipe
     save_checkpoint(student, tokenizer, folder, embedding=embedding)
-    title = "A DistilBERT distilled from a BERT"
+    title = "An encoder distilled from one of twice its layers"
     write_card(folder, Run(title, teacher, origins, files, recipe, options))
     return folder
 

@@ -11,6 +11,7 @@ from string import ascii_lowercase
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
@@ -117,12 +118,16 @@ def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Check
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.02)
     checkpoint = folder / f"{name}-checkpoint"
-    tokenizer = wordpiece(_vocabulary(config.vocab_size), {}, SPECIAL_TOKENS, lowercase=True)
-    save_checkpoint(model, describe_tokenizer(tokenizer), checkpoint)
+    save_checkpoint(model, describe_tokenizer(random_tokenizer(config.vocab_size)), checkpoint)
     precisions = (Precision.FP16,) if cuda else ()
     options = ExportOptions(tasks=("embed",), precisions=precisions, cuda=cuda)
     bundle = export(str(checkpoint), name, Store(folder / "store"), options)
     return bundle, load_checkpoint(str(checkpoint))
+
+
+def random_tokenizer(size: int) -> Tokenizer:
+    """Return a tokenizer of `size` tokens."""
+    return wordpiece(_vocabulary(size), {}, SPECIAL_TOKENS, lowercase=True)
 
 
 def _vocabulary(size: int) -> dict[str, int]:

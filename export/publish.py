@@ -271,11 +271,8 @@ def _architecture(checkpoint: Checkpoint) -> Architecture:
         hidden_size=config.hidden_size,
         layers=config.layers,
         heads=config.heads,
-        intermediate_size=config.intermediate_size,
         max_positions=config.max_positions,
         type_vocab_size=config.type_vocab_size,
-        activation=config.activation,
-        layer_norm_eps=config.layer_norm_eps,
         parameters=checkpoint.model.parameter_count(),
     )
 

@@ -123,8 +123,6 @@ def verify(folder: Path, subject: GraphUnderTest, session: Session | None = None
     (folder / golden_file).write_text(json.dumps(golden))
     return Parity(
         tolerance=tolerance,
-        batches=_BATCHES,
-        lengths=lengths,
         max_error=worst,
         golden_file=golden_file,
     )

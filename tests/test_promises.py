@@ -459,6 +459,32 @@ def test_4_requests_outlive_a_killed_engine_process(tiny_store: Path) -> None:
         assert httpx.get(f"{server.url}/readyz").status_code == 200
 
 
+def test_4_nobody_waits_past_a_time_limit_for_the_next_engine_process(tiny_store: Path) -> None:
+    """A Python process needs longer to start than the 300 ms that are left."""
+    unlimited = {"CLOZE_WORKERS": "1", "CLOZE_MAX_QUEUE_WAIT_MS": "0"}
+    with front_ends(tiny_store, **unlimited) as server, ThreadPoolExecutor(8) as pool:
+        patient = pool.submit(embed, server, "river")
+        wait_for_run(server, "river")
+        (engine,) = children(server.process.pid, "engine-0")
+        os.kill(engine, signal.SIGKILL)
+        until(lambda: httpx.get(f"{server.url}/readyz"), 503)
+        hasty = [
+            pool.submit(
+                httpx.post,
+                f"{server.url}/embed",
+                json={"inputs": word},
+                headers={"x-request-timeout-ms": "300"},
+                timeout=30,
+            )
+            for word in WORDS[:6]
+        ]
+        for answer in (future.result() for future in hasty):
+            assert answer.status_code == 504
+            assert "limit of 300 ms" in answer.json()["error"]
+            assert answer.elapsed.total_seconds() < 10, "and not after the restart's 15 s"
+        assert patient.result().status_code == 200
+
+
 def test_4_a_request_that_ends_two_engine_processes_is_given_up(tiny_store: Path) -> None:
     with front_ends(tiny_store) as server, ThreadPoolExecutor(1) as pool:
         guilty = pool.submit(embed, server, "river")

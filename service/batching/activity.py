@@ -1,4 +1,4 @@
-"""How many workers of a process are busy, so that a lone batch can use all cores."""
+"""How many workers of a process are busy: a lone batch can use all cores, others share them."""
 
 import threading
 
@@ -11,9 +11,9 @@ class Activity:
         self._busy = 0
 
     @property
-    def is_alone(self) -> bool:
-        """Whether one worker is busy."""
-        return self._busy == 1
+    def busy(self) -> int:
+        """Number of busy workers."""
+        return self._busy
 
     def begin(self) -> None:
         """Count a worker that begins to look for work."""

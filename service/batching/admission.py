@@ -8,6 +8,7 @@ docs/decisions/0017-admission-by-time.md has the alternatives.
 
 import time
 
+from cloze.service.batching.activity import Activity
 from cloze.service.batching.drain_rate import DrainRate
 from cloze.service.batching.fair_queue import FairQueue
 from cloze.service.batching.lines import LineKey, due_time
@@ -34,6 +35,7 @@ class Admission:
 
     Args:
         queue: the requests that wait.
+        activity: counts the busy workers of the process.
         workers: number of threads that run batches.
         max_queue_tokens: most tokens that may wait.
         max_wait_s: longest expected wait of a request that states no limit; 0: no such limit.
@@ -43,9 +45,14 @@ class Admission:
     """
 
     def __init__(
-        self, queue: FairQueue, workers: int, max_queue_tokens: int, max_wait_s: float
+        self,
+        queue: FairQueue,
+        activity: Activity,
+        workers: int,
+        max_queue_tokens: int,
+        max_wait_s: float,
     ) -> None:
-        self._queue = queue
+        self._queue, self._activity = queue, activity
         self._workers = workers
         self._max_queue_tokens, self._max_wait_s = max_queue_tokens, max_wait_s
         self._drain_rate = DrainRate()
@@ -55,7 +62,8 @@ class Admission:
         """Note a batch and its rate."""
         weight = _WEIGHT if self.tokens_per_s else 1.0
         self.tokens_per_s += weight * (tokens_per_s - self.tokens_per_s)
-        self._drain_rate.batch_ended(time.monotonic(), tokens, waiting=self._queue.tokens > 0)
+        busy, waiting = self._activity.busy, self._queue.tokens > 0
+        self._drain_rate.batch_ended(time.monotonic(), tokens, busy=busy, waiting=waiting)
 
     @property
     def backlog_s(self) -> float:
@@ -67,7 +75,7 @@ class Admission:
     def rate(self) -> float:
         """The tokens per second of all workers; 0.0 before the first batch."""
         batches = self.tokens_per_s * self._workers  # while batches run
-        drained = self._drain_rate.tokens_per_s
+        drained = self._drain_rate.among(self._activity.busy)
         return max(drained, _LEAST_RATE_SHARE * batches) if drained else batches
 
     def expected_wait(

@@ -64,6 +64,4 @@ class Demand:
                 continue
             sums += self._tokens[step]
             slack = min(slack, step * _STEP_S - now - (before + sums) / rate)
-        if tokens:
-            slack = min(slack, added * _STEP_S - now - (before + tokens) / rate)
-        return slack
+        return min(slack, added * _STEP_S - now - (before + tokens) / rate)

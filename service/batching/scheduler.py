@@ -112,7 +112,11 @@ class Scheduler:
         self._on_long_texts: set[int] = set()  # numbers of workers
         self._idle_workers = 0
         self._admission = Admission(
-            self._queue, limits.workers, limits.max_queue_tokens, limits.max_wait_s
+            self._queue,
+            self._activity,
+            limits.workers,
+            limits.max_queue_tokens,
+            limits.max_wait_s,
         )
         self._draining = False
         self._dead: str | None = None
@@ -313,7 +317,7 @@ class Scheduler:
         tokens = sum(queued.tokens for queued in batch)
         with self._lock:
             rate = self._admission.tokens_per_s
-            alone = self._activity.is_alone and not self._queue
+            alone = self._activity.busy == 1 and not self._queue
         self._watchdog.began(number, tokens / rate if rate else None)
         try:
             encodings = [queued.encoding for queued in batch]
@@ -389,7 +393,7 @@ class Scheduler:
     def _die(self, reason: str) -> None:
         """Declare the engine dead: fail all pending requests and stop the workers."""
         with self._lock:
-            if self._dead is not None or self._closing:
+            if self._closing:  # or dead already
                 return
             self._dead = reason
             self._closing = True

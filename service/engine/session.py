@@ -180,10 +180,8 @@ def _return_freed_memory() -> None:
 
 def _open_on_cpu(file: Path, options: ort.SessionOptions) -> Session:
     # The fallback would print, and open the graph on the same provider once more.
-    session = ort.InferenceSession(file, options, providers=[CPU], enable_fallback=0)
-    session.disable_fallback()
-    opened: Session = session
-    return opened
+    session: Session = ort.InferenceSession(file, options, providers=[CPU], enable_fallback=0)
+    return session
 
 
 def _cpu_options(threads: int) -> ort.SessionOptions:

@@ -45,6 +45,7 @@ class Child:
         delay_s: before the next restart.
         reports: the descriptor on which the child reports that it runs; None: not started.
         heard: `time.monotonic` time of its last report; None before the first.
+        is_ready: whether the child has been ready once; only then it is started again.
         is_kept: whether the child is started again when it ends.
     """
 
@@ -57,6 +58,7 @@ class Child:
     delay_s: float = field(default=_FIRST_DELAY_S)
     reports: int | None = None
     heard: float | None = None
+    is_ready: bool = False
     is_kept: bool = True
 
     @property
@@ -100,7 +102,6 @@ class Child:
         finally:
             os.close(ready_writer)
         self.started = time.monotonic()
-        self.close_reports()
         self.reports = ready
 
     def listen(self) -> bool:

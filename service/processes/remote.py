@@ -198,9 +198,8 @@ class EngineLink(Channel):
     def _give_up(self) -> None:
         """Fail the requests that wait for an engine process."""
         self._giving_up = None
-        if self.dead is not None:
-            message = f"the engine is dead: {self.dead}"
-            self._fail_pending(lambda: EngineDead(message))
+        message = f"the engine is dead: {self.dead}"
+        self._fail_pending(lambda: EngineDead(message))
 
     def _send_again(self) -> None:
         """Send the requests that the last engine process did not answer.

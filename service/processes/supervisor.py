@@ -64,7 +64,6 @@ class Supervisor:
         self._generations: list[Generation] = []
         self._serving = self._make_generation()
         self._generations.append(self._serving)
-        self._ready: list[Child] = []  # once ready, a child is kept running
         self._stopping = self._hung_up = self._reloading = False
         self._report = ReloadReport()
         self._signals = _signal_pipe()
@@ -178,7 +177,6 @@ class Supervisor:
     def _forget(self, generation: Generation) -> None:
         """Forget a generation that has ended, and the metric series of models that only it had."""
         self._generations.remove(generation)
-        self._ready = [child for child in self._ready if child not in generation.children]
         served = [model.reference for other in self._generations for model in other.manifests]
         for child in generation.children:
             forget_process(self._folder, child.name)
@@ -202,7 +200,7 @@ class Supervisor:
                 assert child.process is not None
                 if child.heard is not None:
                     starting.remove(child)
-                    self._ready.append(child)
+                    child.is_ready = True
                 elif (code := child.process.poll()) is not None:
                     return code or 1
         return None
@@ -211,7 +209,7 @@ class Supervisor:
         """Note which children ended, restart those whose delay is over, end what has retired."""
         for generation in self._generations.copy():
             for child in generation.children:
-                if child not in self._ready:
+                if not child.is_ready:
                     continue
                 if child.process is not None:
                     if (code := child.process.poll()) is not None:
@@ -234,7 +232,11 @@ class Supervisor:
     def _wait(self) -> None:
         """Wait until a child reports or ends, a restart is due, or a signal arrives."""
         children = [child for generation in self._generations for child in generation.children]
-        starts = [child.started for child in self._ready if child.process is None and child.is_kept]
+        starts = [
+            child.started
+            for child in children
+            if child.is_ready and child.process is None and child.is_kept
+        ]
         longest_s = max(0.0, min(starts) - time.monotonic()) if starts else _LOOK_EVERY_S
         reporting = {child.reports: child for child in children if child.reports is not None}
         asleep = time.monotonic()
@@ -259,7 +261,6 @@ class Supervisor:
 def _signal_pipe() -> int:
     """Return a descriptor that becomes readable after a signal."""
     reader, writer = os.pipe()
-    os.set_blocking(reader, False)
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
     return reader

@@ -1,6 +1,7 @@
 """Costs, rates and limits of time in the batching, with a clock by hand."""
 
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from cloze.model_store.heads import HEADS
 from cloze.service.batching import watchdog
 from cloze.service.batching.activity import Activity
+from cloze.service.batching.admission import Admission
 from cloze.service.batching.cost import (
     BatchCostModel,
     _fit,
@@ -17,8 +19,11 @@ from cloze.service.batching.cost import (
     measure_cost,
 )
 from cloze.service.batching.drain_rate import DrainRate
+from cloze.service.batching.fair_queue import FairQueue
+from cloze.service.batching.lines import LineKey
 from cloze.service.batching.watchdog import Watchdog
 from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR
+from tests.test_scheduler import later, sized
 
 
 def test_the_limit_of_a_batch_makes_its_fixed_part_small() -> None:
@@ -53,6 +58,29 @@ def test_a_fit_finds_the_coefficients_and_none_below_zero() -> None:
     assert per_token > 0
 
 
+@pytest.mark.parametrize(
+    ("true", "noise", "fitted"),
+    [
+        (
+            [0.004603013, 3.848e-06, 2.8e-07],
+            [1.11, 0.7, 1.15, 1.03, 1.03, 0.87],
+            [0.0041902288, 8.498041468e-06, 1.8819605674e-07],
+        ),
+        (
+            [-0.001653088, 1.5136e-05, -3.5e-08],
+            [1.11, 1.27, 1.07, 0.7, 0.96, 0.93],
+            [8.40946677406744e-05, 9.106957005390182e-06, 0.0],
+        ),
+    ],
+)
+def test_a_fit_minimises_relative_errors(
+    true: list[float], noise: list[float], fitted: list[float]
+) -> None:
+    """The second fit leaves out the coefficient that is the furthest below zero for its column."""
+    rows = np.array([(1.0, t, t * n) for t in (512, 1024, 4096) for n in (32, 128)])
+    assert _fit(rows, rows @ true * noise) == pytest.approx(fitted, rel=1e-6)
+
+
 class Clocked:
     """An engine whose batches take a known time, and that fails above a number of tokens."""
 
@@ -81,6 +109,14 @@ def test_costs_are_measured_by_the_fastest_run() -> None:
     assert max(engine.batches[0]) == 512, "the largest batch runs first"
     assert {max(batch) for batch in engine.batches[1:]} == {32, 128, 512}
     assert len(engine.batches) == 1 + 3 * 6 * 4
+
+
+def test_no_length_is_measured_beyond_the_model() -> None:
+    engine: Any = Clocked(most=1100)
+    model = measure_cost(engine, [HEADS["embedding"]], 100, lambda: engine.now)
+    assert {max(batch) for batch in engine.batches[1:]} == {32, 100}
+    assert {sum(batch) for batch in engine.batches[1:]} == {512, 1024, 500, 1000}
+    assert model.max_tokens == 1024
 
 
 def test_a_size_that_does_not_run_is_halved(caplog: pytest.LogCaptureFixture) -> None:
@@ -143,15 +179,42 @@ def test_a_window_of_more_than_ten_seconds_is_dropped() -> None:
     assert rate.tokens_per_s == pytest.approx(10 + 0.3 * 90)
 
 
-def test_one_busy_worker_is_alone() -> None:
-    activity = Activity()
-    assert not activity.is_alone
+def test_the_rate_falls_while_more_workers_are_busy_than_were_measured() -> None:
+    rate = DrainRate()
+    rate.batch_ended(0.0, 10, busy=8, waiting=True)  # began before the window
+    rate.batch_ended(0.2, 25, busy=1, waiting=True)
+    rate.batch_ended(0.5, 75, busy=3, waiting=True)
+    assert rate.tokens_per_s == 200, "with 2.5 busy workers in the mean of the tokens"
+    assert rate.among(5) == 100
+    assert rate.among(1) == rate.among(0) == 200, "the others may have had cores of their own"
+    rate.batch_ended(1.0, 100, busy=5, waiting=True)
+    assert rate.among(5) == pytest.approx(200 * (2.5 + 0.3 * 2.5) / 5)
+
+
+def test_a_model_that_begins_to_work_slows_the_others_at_once() -> None:
+    activity, queue = Activity(), FairQueue(varlen=False, max_dropped_tokens=100)
+    admission = Admission(queue, activity, 1, 1000, 10.0)
+    queue.add([sized(100)], [100], later(), "", LineKey(0, 0))
     activity.begin()
-    assert activity.is_alone
+    admission.batch_ended(10, 10.0)
+    time.sleep(0.25)
+    admission.batch_ended(1000, 10.0)
+    alone = admission.rate
+    assert alone > 100, "measured while others waited"
     activity.begin()
-    assert not activity.is_alone
+    assert admission.rate == pytest.approx(alone / 2)
     activity.end()
-    assert activity.is_alone
+    assert admission.rate == alone
+
+
+def test_the_busy_workers_are_counted() -> None:
+    activity = Activity()
+    assert activity.busy == 0
+    activity.begin()
+    activity.begin()
+    assert activity.busy == 2
+    activity.end()
+    assert activity.busy == 1
 
 
 # ---- the watchdog ------------------------------------------------------------------------------

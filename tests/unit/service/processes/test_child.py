@@ -10,12 +10,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cloze.service.core import Changes, ReloadRefused, ShuttingDown
+from cloze.service.generations import BUSY
 from cloze.service.processes import child as child_module
+from cloze.service.processes import reload_report
 from cloze.service.processes.child import Child, end_all
 from cloze.service.processes.reload_report import ReloadReport, ask_supervisor
 from cloze.service.settings import Settings
@@ -71,7 +74,13 @@ def test_a_child_that_is_not_kept_does_not_start_again(
 ) -> None:
     child = made(listener)
     child.is_kept = False
+    gauges = [tmp_path / f"gauge_livesum_engine-{number}.db" for number in (0, 1)]
+    for file in gauges:
+        file.touch()
+    child.reports = os.open("/dev/null", os.O_RDONLY)
     child.note_end(0, tmp_path)
+    assert child.reports is None
+    assert [file.exists() for file in gauges] == [False, True], "its gauges end with it"
     assert (child.process, child.started, child.delay_s) == (None, 0.0, 0.25)
     assert child.kind == "engine"
 
@@ -183,7 +192,8 @@ def supervisor(folder: Path, *reports: ReloadReport) -> Iterator[list[int]]:
 
 
 def asked(folder: Path, *, draining: bool = False) -> Changes:
-    return asyncio.run(ask_supervisor(os.getpid(), folder, lambda: draining))
+    asking = ask_supervisor(os.getpid(), folder, lambda: draining)
+    return asyncio.run(asyncio.wait_for(asking, 10))
 
 
 def test_only_a_report_of_a_later_reload_counts(tmp_path: Path) -> None:
@@ -204,3 +214,54 @@ def test_a_reload_waits_for_no_other(tmp_path: Path) -> None:
     with supervisor(tmp_path) as signals, pytest.raises(ReloadRefused):
         asked(tmp_path)
     assert signals == []
+
+
+def test_a_reload_may_begin_at_the_time_of_the_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reload_report, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+
+    def reload(*_: object) -> None:
+        ReloadReport(1000.0, CHANGES).write(tmp_path)
+
+    before = signal.signal(signal.SIGHUP, reload)
+    try:
+        assert list(asked(tmp_path).added) == ["a@1"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_reload_that_has_begun_is_waited_for(tmp_path: Path) -> None:
+    """The report of its begin says that it is busy, and has no end yet."""
+    began: list[float] = []
+
+    async def ask() -> Changes:
+        asking = asyncio.ensure_future(ask_supervisor(os.getpid(), tmp_path, lambda: False))
+        while not began:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        ReloadReport(began[0], CHANGES, busy=True).write(tmp_path)
+        return await asyncio.wait_for(asking, 10)
+
+    def reload(*_: object) -> None:
+        began.append(time.monotonic())
+        ReloadReport(began[0], busy=True).write(tmp_path)
+
+    before = signal.signal(signal.SIGHUP, reload)
+    try:
+        assert list(asyncio.run(ask()).added) == ["a@1"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_another_reload_that_began_just_before_is_busy(tmp_path: Path) -> None:
+    def reload(*_: object) -> None:
+        ReloadReport(time.monotonic() - 100, busy=True).write(tmp_path)
+
+    before = signal.signal(signal.SIGHUP, reload)
+    try:
+        with pytest.raises(ReloadRefused, match=BUSY):
+            asked(tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -223,3 +223,84 @@ def test_columns_must_be_the_fields_of_the_head_in_order() -> None:
             decode_answer(changed(message, columns, [wrong]))
     with pytest.raises(MalformedMessage):
         decode_answer(changed(message, columns, [column, column]))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("DeadlineExceeded", "KeyError"), ("DeadlineExceeded", "ServiceErrorx")]
+)
+def test_an_error_that_does_not_exist_is_malformed(old: str, new: str) -> None:
+    message = encode_answer(Answer(1, core.DeadlineExceeded("late")))
+    with pytest.raises(MalformedMessage, match="KeyError"):
+        decode_answer(changed(message, old, new))
+
+
+def test_a_reason_that_does_not_exist_is_malformed() -> None:
+    message = encode_answer(Answer(1, Overloaded("full", 1.0, Rejection.MEMORY)))
+    with pytest.raises(MalformedMessage, match="'memoryx' is not a valid Rejection"):
+        decode_answer(changed(message, "memory", "memoryx"))
+
+
+def test_a_head_that_does_not_exist_is_malformed() -> None:
+    requests = msgspec.msgpack.decode(RUN)[6]
+    with pytest.raises(MalformedMessage, match="KeyError: 'no_head'"):
+        decode_request(changed(RUN, requests, [{"no_head": {}}, {}]))
+    with pytest.raises(MalformedMessage):
+        decode_request(changed(RUN, requests, [{"masked_lm": {"positions": "x"}}, {}]))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        ([[2**62, 2**62]], "ValueError|OverflowError"),
+        ([[2**63]], "OverflowError|ValueError"),
+        ([[2, 1], [0, 1]], "4 numbers do not have the shapes"),
+        ([[2, 1], [2, 1], [0, 1]], "ValueError"),
+        ([[2**63], [0]], "ValueError"),
+    ],
+)
+def test_shapes_must_be_those_of_the_numbers(shapes: list[list[int]], reason: str) -> None:
+    outputs = [{"token_embedding": TokenEmbeddingResult(np.ones((2, 1), np.float32))}] * 2
+    message = encode_answer(Answer(1, BatchResult(outputs, 0.0, 0.0)))
+    fields = msgspec.msgpack.decode(message)
+    columns = next(each for each in fields if isinstance(each, list) and each[0][0])
+    (column,) = columns
+    wrong = [shapes if each == [[2, 1]] else each for each in column]
+    assert wrong != column
+    with pytest.raises(MalformedMessage, match=reason):
+        decode_answer(changed(message, columns, [wrong]))
+
+
+def test_a_message_that_is_nested_too_deeply_is_malformed() -> None:
+    for message in (b"\x91" * 100_000, b"", b"\xc1", encode(Cancel(1))[:-1]):
+        for decode in (decode_request, decode_answer):
+            with pytest.raises(MalformedMessage):
+                decode(message)
+
+
+def test_a_view_of_a_message_is_decoded() -> None:
+    run = decode_request(memoryview(RUN))
+    assert isinstance(run, Run)
+    assert run.number == 1
+    with pytest.raises(ValueError, match="read-only"):
+        run.encodings[0].input_ids[0] = 9
+
+
+def test_every_field_of_a_result_must_be_there() -> None:
+    masks = MaskedLMResult(
+        np.array([[3.0]], np.float32),
+        np.array([[30]]),
+        np.array([4.0], np.float32),
+        np.array([[0.5]], np.float32),
+    )
+    message = encode_answer(Answer(1, BatchResult([{"masked_lm": masks}], 0.0, 0.0)))
+    fields = msgspec.msgpack.decode(message)
+    columns = next(each for each in fields if isinstance(each, list) and isinstance(each[0], list))
+    with pytest.raises(MalformedMessage, match="TypeError"):
+        decode_answer(changed(message, columns, columns[:-1]))
+
+
+def test_a_request_that_is_nested_too_deeply_is_malformed() -> None:
+    requests = msgspec.msgpack.decode(RUN)[6]
+    deep = msgspec.Raw(b"\x91" * 100_000 + b"\x00")
+    with pytest.raises(MalformedMessage, match="RecursionError"):
+        decode_request(changed(RUN, requests, [{"masked_lm": deep}, {}]))

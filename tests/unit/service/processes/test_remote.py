@@ -1,7 +1,9 @@
 """The queue of a front end, with engine processes that are played by hand."""
 
 import asyncio
+import concurrent.futures
 import struct
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,9 +14,18 @@ import numpy as np
 import pytest
 
 from cloze.model_store.batch import Encoding
-from cloze.service.core import BatchResult, EngineDead, ExpectedWait, Overloaded, ShuttingDown
-from cloze.service.processes import frames
-from cloze.service.processes.remote import EngineLink, RemoteQueue
+from cloze.service.core import (
+    NO_WAIT,
+    BatchResult,
+    EngineDead,
+    ExpectedWait,
+    Overloaded,
+    ShuttingDown,
+)
+from cloze.service.processes import frames, remote
+from cloze.service.processes.remote import EngineLink, RemoteQueue, _settle
+from tests.leaping_loop import run_leaping
+from tests.waiting import wait_until
 
 
 class Wire:
@@ -274,3 +285,216 @@ def test_a_closed_queue_fails_what_is_pending() -> None:
         assert not engines.links[0].keeps_requests
 
     asyncio.run(run())
+
+
+def test_the_expected_wait_is_the_shortest_of_the_running_engines(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def test() -> None:
+        engines = Engines(3)
+        assert engines.queue.expected_wait("a", 3, None) == NO_WAIT
+        now = [1000.0]
+        monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
+        for number, wait_s in enumerate((5.0, 3.0, 1.0)):
+            wire = engines.start(number)
+            engines.submit(3, client="a")
+            engines.answer(number, wire.runs[-1], RESULT, wait_s)
+            engines.links[number].dead = "not now"
+        assert engines.queue.expected_wait("a", 3, None) == NO_WAIT
+        engines.links[0].dead = engines.links[1].dead = None
+        assert engines.queue.expected_wait("a", 3, None).seconds == 3.0
+        assert engines.queue.expected_wait("b", 3, None) == NO_WAIT
+        assert engines.queue.expected_wait("a", 3, 2.5) == NO_WAIT, "another line"
+        assert engines.queue.expected_wait("a", 5000, None) == NO_WAIT
+        now[0] += 2.0
+        assert engines.queue.expected_wait("a", 3, None).seconds == 1.0
+        now[0] += 2.0
+        assert engines.queue.expected_wait("a", 3, None).seconds == 0.0
+
+    on_loop(test)
+
+
+def test_waits_of_many_lines_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert EngineLink._MAX_WAITS == 4096
+    monkeypatch.setattr(EngineLink, "_MAX_WAITS", 2)
+
+    def test() -> None:
+        engines = Engines()
+        wire = engines.start()
+        for name, kept in (("a", 1), ("b", 2), ("c", 1)):
+            engines.submit(client=name)
+            engines.answer(0, wire.runs[-1], RESULT, 3.0)
+            assert len(engines.links[0]._waits) == kept
+            assert engines.queue.expected_wait(name, 3, None).seconds > 2.9
+
+    on_loop(test)
+
+
+def test_defaults_of_a_request() -> None:
+    def test() -> None:
+        engines = Engines()
+        wire = engines.start()
+        engines.submit()
+        (run,) = wire.runs
+        assert (run.client, run.timeout_s, run.accepted, run.returning, run.later_round) == (
+            "", None, False, False, False,
+        )  # fmt: skip
+        assert run.trace == ""
+        assert engines.queue.backlog_s == 0
+        engines.submit(returning=True, later_round=True)
+        assert (wire.runs[-1].returning, wire.runs[-1].later_round) == (True, True)
+
+    on_loop(test)
+
+
+def test_a_model_has_its_own_place() -> None:
+    def test() -> None:
+        engines = Engines()
+        second = RemoteQueue(engines.links, 1)
+        wire = engines.start()
+        served = [frames.EngineModel("a@1", "fp32"), frames.EngineModel("b@1", "fp16")]
+        engines.links[0].models = served
+        assert (engines.queue.precision(), second.precision()) == ("fp32", "fp16")
+        array = np.arange(4, dtype=np.int32)
+        second.submit([Encoding(array, array)], time.monotonic() + 60)
+        assert wire.runs[0].model == 1
+        assert second.queued_tokens == 4
+
+    on_loop(test)
+
+
+def test_kept_requests_up_to_the_limit_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineLink, "_MAX_KEPT_TOKENS", 10)
+
+    def test() -> None:
+        engines = Engines()
+        engines.start()
+        engines.links[0].lost()
+        engines.submit(4)
+        engines.submit(6)
+        with pytest.raises(EngineDead, match="the engine is dead: the process of engine-0 ended"):
+            engines.submit(1)
+        wire = engines.start()
+        assert len(wire.runs) == 2
+        engines.submit(1)
+        assert len(wire.runs) == 3, "a running engine bounds its own queue"
+
+    on_loop(test)
+
+
+def test_a_link_connects_again_and_closes_at_the_end(tmp_path: Path) -> None:
+    async def main() -> None:
+        accepted: list[asyncio.StreamWriter] = []
+        arrived = asyncio.Event()
+        greeting = frames.encode(frames.Greeting([frames.EngineModel("bert@1", "int8")]))
+
+        async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted.append(writer)
+            writer.write(struct.pack("=I", len(greeting)) + greeting)
+            arrived.set()
+            await reader.read()
+            writer.close()
+
+        path = tmp_path / "engine-7.sock"
+        server = await asyncio.start_unix_server(accept, path)
+        up = asyncio.Event()
+        link = EngineLink(path, ["bert@1"], up)
+        running = asyncio.ensure_future(link.run())
+        async with asyncio.timeout(20):
+            await up.wait()
+            assert link.dead is None
+            arrived.clear()
+            accepted[0].close()
+            await arrived.wait()
+            while link.dead is not None:
+                await asyncio.sleep(0.001)
+            assert len(accepted) == 2
+            array = np.arange(3, dtype=np.int32)
+            queue = RemoteQueue([link], 0)
+            future = queue.submit([Encoding(array, array)], time.monotonic() + 60)
+            running.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running
+            assert isinstance(future.exception(0), ShuttingDown)
+            await accepted[1].wait_closed()  # the link has closed its end
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_request_wakes_those_who_wait_for_it() -> None:
+    def test() -> None:
+        engines = Engines()
+        engines.start()
+        future = engines.submit()
+        thread = threading.Thread(target=lambda: concurrent.futures.wait([future], 20))
+        thread.start()
+        wait_until(lambda: bool(future._waiters))  # type: ignore[attr-defined]
+        future.cancel()
+        thread.join(10)
+        assert not thread.is_alive()
+
+    on_loop(test)
+
+
+def test_a_request_is_not_cancelled_at_an_engine_that_is_gone() -> None:
+    def test() -> None:
+        engines = Engines()
+        wire = engines.start()
+        future = engines.submit()
+        engines.links[0].lost()
+        future.cancel()
+        assert len(wire.sent) == 1
+        assert engines.queue.queued_tokens == 0
+
+    on_loop(test)
+
+
+def test_a_future_that_has_ended_keeps_its_end() -> None:
+    future: Future[BatchResult] = Future()
+    future.cancel()
+    _settle(future, RESULT)
+    _settle(future, EngineDead("late"))
+    assert future.cancelled()
+
+
+def test_time_for_the_next_process_counts_from_the_first_loss() -> None:
+    async def main() -> tuple[float, float]:
+        engines = Engines()
+        loop = asyncio.get_running_loop()
+        engines.start()
+        future = engines.submit()
+        engines.links[0].lost()
+        await asyncio.sleep(10)
+        engines.links[0].lost()
+        ends: list[float] = []
+        future.add_done_callback(lambda _: ends.append(loop.time()))
+        await asyncio.sleep(60)
+        assert isinstance(future.exception(0), EngineDead)
+        assert not engines.links[0].keeps_requests
+        engines.start()
+        later = engines.submit()
+        await asyncio.sleep(60)
+        assert not later.done(), "nothing gives up while an engine runs"
+        engines.links[0].lost()
+        begin = loop.time()
+        later.add_done_callback(lambda _: ends.append(loop.time() - begin))
+        await asyncio.sleep(60)
+        return ends[0], ends[1]
+
+    assert run_leaping(main()) == (15.0, 15.0)
+
+
+def test_an_engine_with_other_models_ends_no_wait() -> None:
+    async def main() -> None:
+        engines = Engines()
+        engines.start()
+        future = engines.submit()
+        engines.links[0].lost()
+        engines.start(reference="bert@2")
+        assert engines.links[0].keeps_requests
+        await asyncio.sleep(60)
+        error = future.exception(0)
+        assert str(error) == "the engine is dead: engine-0 serves other models than this front end"
+
+    run_leaping(main())

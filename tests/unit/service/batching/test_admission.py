@@ -1,0 +1,228 @@
+"""Admission: expected waits, and the reasons for which a request is refused."""
+
+from typing import Any
+
+import pytest
+
+from cloze.service.batching import admission as admission_module
+from cloze.service.batching.activity import Activity
+from cloze.service.batching.admission import Admission, longest_wait_s, too_long
+from cloze.service.batching.fair_queue import FairQueue
+from cloze.service.batching.lines import LineKey, PendingRequest
+from cloze.service.core import NO_WAIT, ExpectedWait, Overloaded, Rejection
+from tests.encodings import encoding
+
+INFINITY = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    clock = [1000.0]
+    monkeypatch.setattr(admission_module.time, "monotonic", lambda: clock[0])
+    return clock
+
+
+class Full:
+    """A queue with its admission; the rate is 10 tokens per second."""
+
+    def __init__(
+        self, *, max_tokens: int = 10_000, max_wait_s: float = 0.0, workers: int = 2
+    ) -> None:
+        self.queue = FairQueue(varlen=False, max_dropped_tokens=100)
+        self.admission = Admission(self.queue, Activity(), workers, max_tokens, max_wait_s)
+        self.admission.tokens_per_s = 10.0 / workers
+
+    def put(
+        self,
+        tokens: int,
+        client: str = "a",
+        timeout_s: float | None = None,
+        deadline: float = INFINITY,
+    ) -> PendingRequest:
+        key = LineKey.of(tokens, timeout_s)
+        return self.queue.add([encoding([1] * tokens)], [tokens], deadline, client, key)
+
+    def refusal(
+        self,
+        tokens: int,
+        left_s: float,
+        client: str = "a",
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> Overloaded | None:
+        try:
+            self.admission.check(tokens, client, timeout_s, 1000.0 + left_s, **options)
+        except Overloaded as error:
+            return error
+        return None
+
+
+# ---- rates --------------------------------------------------------------------------------------
+
+
+def test_the_rate_is_a_mean_of_batches_times_the_workers(now: list[float]) -> None:
+    full = Full(workers=3)
+    full.admission.tokens_per_s = 0.0
+    assert (full.admission.rate, full.admission.backlog_s) == (0, 0)
+    full.admission.batch_ended(10, 100.0)
+    assert full.admission.tokens_per_s == 100
+    full.admission.batch_ended(10, 200.0)
+    assert full.admission.tokens_per_s == pytest.approx(110)
+    assert full.admission.rate == pytest.approx(330)
+    full.put(66)
+    assert full.admission.backlog_s == pytest.approx(0.2)
+
+
+def test_a_queue_that_drains_slowly_has_that_rate(now: list[float]) -> None:
+    full = Full(workers=2)
+    full.put(66)
+    full.admission.batch_ended(10, 100.0)
+    full.admission.tokens_per_s = 100.0
+    now[0] += 1.0
+    full.admission.batch_ended(80, 100.0)
+    assert full.admission.rate == 80
+    now[0] += 1.0
+    full.admission.tokens_per_s = 300.0
+    assert full.admission.rate == 120, "at least a fifth of the rate of batches"
+
+
+def test_a_queue_that_is_empty_measures_no_rate(now: list[float]) -> None:
+    full = Full(workers=2)
+    for _ in range(3):
+        full.admission.batch_ended(100, 5.0)
+        now[0] += 1.0
+    assert full.admission.rate == 10
+
+
+# ---- expected waits -----------------------------------------------------------------------------
+
+
+def test_a_request_waits_for_its_line_while_others_get_as_much() -> None:
+    full = Full()
+    assert full.admission.expected_wait("a", 10, None) == ExpectedWait(0.0, 1.0)
+    full.put(20)
+    assert full.admission.expected_wait("a", 10, None) == ExpectedWait(2.0, 1.0)
+    assert full.admission.expected_wait("a", 10, None, 30) == ExpectedWait(5.0, 1.0)
+    # Of another client: nothing waits in its line, and the two share the workers.
+    assert full.admission.expected_wait("b", 10, None) == ExpectedWait(0.0, 2.0)
+    assert full.admission.expected_wait("b", 10, None, 5) == ExpectedWait(1.0, 2.0)
+    assert full.admission.expected_wait("b", 10, None, 50) == ExpectedWait(7.0, 2.0), "at most all"
+    # Another line of the client: the two lines share the client's turn.
+    assert full.admission.expected_wait("a", 200, None, 5) == ExpectedWait(1.0, 22.5)
+    assert full.admission.expected_wait("a", 10, 4.0, 50) == ExpectedWait(10.0, 2.0)
+    full.put(1, "b")
+    # At most all that waits, but never less than what waits in the line itself.
+    assert full.admission.expected_wait("a", 10, 4.0, 50) == ExpectedWait(10.0, 4.0)
+
+
+def test_nothing_is_expected_before_the_first_batch() -> None:
+    full = Full()
+    full.admission.tokens_per_s = 0.0
+    full.put(20)
+    assert full.admission.expected_wait("a", 10, None, 99) == NO_WAIT
+    assert full.refusal(10, 0.001) is None
+
+
+def test_a_wait_counts_all_lines_and_clients() -> None:
+    full = Full()
+    for client in "abc":
+        full.put(30, client)
+        full.put(200, client)
+    # 30 in the line, two lines, three clients: 180; 690 wait.
+    assert full.admission.expected_wait("a", 10, None) == ExpectedWait(18.0, 6.0)
+    assert full.admission.expected_wait("a", 200, None) == ExpectedWait(69.0, 89.0)
+
+
+# ---- refusals -----------------------------------------------------------------------------------
+
+
+def test_an_empty_queue_admits_any_request() -> None:
+    full = Full(max_tokens=10, max_wait_s=0.001)
+    assert full.refusal(1000, 0.0) is None
+
+
+def test_a_line_may_take_half_of_what_is_left() -> None:
+    full = Full(max_tokens=100)
+    full.put(40)
+    assert full.refusal(20, 1000.0) is None
+    error = full.refusal(25, 1000.0)
+    assert error is not None
+    assert error.reason is Rejection.QUEUE_FULL
+    assert error.retry_after_s == pytest.approx(0.5)
+    assert str(error) == (
+        "the queue holds 40 tokens, 40 of them like this request's 25; together they would be "
+        "more than the 60 that are left of the limit of 100"
+    )
+    assert full.refusal(60, 1000.0, "b") is None, "nothing waits in its line"
+    assert full.refusal(61, 1000.0, "b") is not None
+    full.admission.tokens_per_s = 0.0
+    error = full.refusal(25, 1000.0)
+    assert error is not None
+    assert error.retry_after_s == 1
+
+
+def test_a_request_that_would_wait_for_too_long_is_refused() -> None:
+    full = Full(max_wait_s=4.0)
+    full.put(40)
+    assert full.refusal(1, 1000.0) is None
+    full.put(3)
+    error = full.refusal(1, 1000.0)
+    assert error is not None
+    assert error.reason is Rejection.WAIT
+    assert error.retry_after_s == pytest.approx(0.3)
+    assert str(error) == "the request would wait about 4.3 s, longer than its limit of 4 s"
+    assert full.refusal(1, 1000.0, returning=True) is None
+    full.put(7)
+    assert full.refusal(1, 1000.0, returning=True) is None, "up to a quarter longer"
+    full.put(1)
+    assert full.refusal(1, 1000.0, returning=True) is not None
+
+
+def test_a_request_that_states_its_time_waits_for_half_of_it() -> None:
+    full = Full(max_wait_s=1.0)
+    full.put(20, timeout_s=4.0)
+    assert full.refusal(1, 1000.0, timeout_s=4.0) is None
+    full.put(1, timeout_s=4.0)
+    error = full.refusal(1, 1000.0, timeout_s=4.0)
+    assert error is not None
+    assert error.retry_after_s == pytest.approx(0.1)
+
+
+def test_a_request_that_would_end_too_late_is_refused() -> None:
+    full = Full()
+    full.put(20)
+    # It ends after 2 s + 1 s, and may take half of its time.
+    assert full.refusal(10, 6.0) is None
+    error = full.refusal(10, 5.0)
+    assert error is not None
+    assert error.reason is Rejection.DEADLINE
+    assert error.retry_after_s == pytest.approx(0.5)
+    assert str(error) == (
+        "the request would end in about 3.0 s beside what was accepted before it, "
+        "which is too close to its time limit in 5.0 s"
+    )
+    assert full.refusal(10, 5.0, returning=True) is None
+    assert full.refusal(10, 4.7, returning=True) is not None
+
+
+def test_what_was_accepted_must_still_end_in_time(now: list[float]) -> None:
+    full = Full()
+    full.put(60, "a", deadline=now[0] + 10)  # due in 9 s, of which it needs 6 s
+    assert full.refusal(29, 8.0, "b") is not None, "it would itself end too late"
+    assert full.refusal(25, 100.0, "b") is None, "it is due later"
+    full.put(20, "c", deadline=now[0] + 10)
+    assert full.refusal(9, 9.5, "b") is None
+    error = full.refusal(11, 9.5, "b")
+    assert error is not None
+    assert error.reason is Rejection.DEADLINE
+    assert error.retry_after_s == pytest.approx(0.1 + 0.0, abs=0.11)
+
+
+def test_limits_of_waits() -> None:
+    assert longest_wait_s(None, 0.0) == INFINITY
+    assert longest_wait_s(None, 3.0) == 3.0
+    assert longest_wait_s(5.0, 0.0) == 2.5
+    assert longest_wait_s(5.0, 1.0) == 2.5
+    assert (
+        too_long(1.26, 0.5) == "the request would wait about 1.3 s, longer than its limit of 0.5 s"
+    )

@@ -1,0 +1,423 @@
+"""The queue: whose turn it is, what fits into a batch, what is dropped, and what is forgotten."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from cloze.model_store.batch import Encoding
+from cloze.service.batching import fair_queue
+from cloze.service.batching.fair_queue import NOTHING_TAKEN, FairQueue, Share, Taken
+from cloze.service.batching.lines import Client, LineKey, PendingRequest, Turns
+from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, BatchFill
+from tests.encodings import encoding
+
+SHORT = LineKey.of(1, None)
+LONG = LineKey.of(10_000, None)
+HASTY = LineKey.of(1, 2.0)
+FOREVER = float("inf")
+
+
+@pytest.fixture(autouse=True)
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    clock = [1000.0]
+    monkeypatch.setattr(fair_queue.time, "monotonic", lambda: clock[0])
+    return clock
+
+
+def sized(length: int, rows: int = 0) -> Encoding:
+    return encoding([1] * length, masks=range(rows), top_k=1, embed=True)
+
+
+class Queue(FairQueue):
+    """A queue to which a test adds by lengths."""
+
+    def __init__(self, *, varlen: bool = False, max_dropped_tokens: int = 1000) -> None:
+        super().__init__(varlen=varlen, max_dropped_tokens=max_dropped_tokens)
+
+    def put(
+        self,
+        client: str,
+        *lengths: int,
+        key: LineKey = SHORT,
+        deadline: float = FOREVER,
+        rows: int = 0,
+    ) -> PendingRequest:
+        batch = [sized(length, rows) for length in lengths]
+        request = self.add(batch, lengths, deadline, client, key)
+        request.add_done_callback(lambda _: self.forget(request))
+        return request
+
+    def took(self, max_tokens: int = 100, **options: Any) -> list[int]:
+        """Return the lengths of the next batch."""
+        return lengths_of(self.take(max_tokens, **options))
+
+
+def lengths_of(taken: Taken) -> list[int]:
+    return [queued.tokens for queued in taken.batch]
+
+
+# ---- turns --------------------------------------------------------------------------------------
+
+
+def test_virtual_time_is_what_each_member_would_have_received() -> None:
+    turns, early, late = Turns(), Client("early"), Client("late")
+    turns.join(early)
+    assert early.turn == 0
+    turns.served(5.0, 10, 2)
+    turns.join(early)
+    assert early.turn == 10, "5 + 10 / 2"
+    turns.served(3.0, 4, 4)
+    late.turn = 20.0
+    turns.join(early)
+    turns.join(late)
+    assert (early.turn, late.turn) == (11, 20), "time does not go back, and debts stay"
+
+
+def test_clients_take_turns_by_tokens() -> None:
+    queue = Queue()
+    queue.put("bulk", 10, 11, 12, 13)
+    queue.put("small", 4, 5, 6, 7)
+    assert [queue.took(1) for _ in range(8)] == [
+        [10], [4], [5], [6], [11], [7], [12], [13],
+    ]  # fmt: skip
+
+
+def test_lines_of_a_client_take_turns_by_tokens() -> None:
+    queue = Queue()
+    queue.put("one", 10, 11, 12, 13, key=LONG)
+    queue.put("one", 4, 5, 6, 7, key=SHORT)
+    assert [queue.took(1) for _ in range(8)] == [
+        [4], [10], [5], [6], [11], [7], [12], [13],
+    ]  # fmt: skip
+
+
+def test_a_line_is_served_in_its_order() -> None:
+    queue = Queue()
+    queue.put("one", 5, 3, 5, 4, 3)
+    assert [queue.took() for _ in range(3)] == [[5, 5], [3, 3], [4]]
+
+
+@pytest.mark.parametrize("same_client", [False, True])
+def test_each_line_pays_for_its_own_part_of_a_batch(same_client: bool) -> None:
+    queue = Queue()
+    names = ("a", "a" if same_client else "b")
+    queue.put(names[0], 5, 5, 7, key=SHORT)
+    queue.put(names[1], 5, 8, key=HASTY)
+    assert queue.took() == [5, 5, 5]
+    assert queue.took() == [8], "it has received 5, and the other 10"
+
+
+def test_a_newcomer_begins_at_the_virtual_time_of_all_waiting_clients() -> None:
+    queue = Queue()
+    for name, length in (("a", 12), ("b", 20), ("c", 21)):
+        queue.put(name, length, length + 30)
+    assert queue.took(1) == [12]  # time is 12 / 3
+    queue.put("new", 10, 9)
+    # b and c have turn 0, new has 4 and then 14, a has 12.
+    assert [queue.took(1) for _ in range(6)] == [[20], [21], [10], [42], [9], [50]]
+
+
+def test_a_new_line_begins_at_the_virtual_time_of_its_client() -> None:
+    queue = Queue()
+    queue.put("one", 12, 30, key=SHORT)
+    queue.put("one", 20, 31, key=HASTY)
+    assert queue.took(1) == [12]  # time is 12 / 2
+    queue.put("one", 40, 41, key=LONG)
+    assert [queue.took(1) for _ in range(3)] == [[20], [40], [30]]
+
+
+def test_a_line_that_pays_nothing_is_next_again() -> None:
+    queue = Queue()
+    first = queue.put("a", 10)
+    queue.put("a", 11)
+    queue.put("b", 9)
+    first.cancel()
+    assert queue.took(1) == []
+    assert queue.took(1) == [11]
+
+
+# ---- what fits ----------------------------------------------------------------------------------
+
+
+def test_a_batch_is_of_one_length_unless_lengths_may_be_mixed() -> None:
+    assert NOTHING_TAKEN == ([], [], BatchFill.WAITING)
+    for varlen, expected in ((False, [3, 3]), (True, [3, 4, 3])):
+        queue = Queue(varlen=varlen)
+        queue.put("a", 3, 4)
+        queue.put("b", 3)
+        taken = queue.take(100)
+        assert lengths_of(taken) == expected
+        assert taken.fill is BatchFill.WAITING
+        assert taken.expired == []
+        assert [queued.position for queued in taken.batch] == ([0, 0] if not varlen else [0, 1, 0])
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_tokens_bound_a_batch(varlen: bool) -> None:
+    queue = Queue(varlen=varlen)
+    queue.put("a", 5, 5, 5)
+    queue.put("b", 5)
+    taken = queue.take(10)
+    assert (lengths_of(taken), taken.fill) == ([5, 5], BatchFill.TOKENS)
+    assert queue.tokens == 10
+    assert lengths_of(queue.take(9)) == [5]
+
+
+def test_a_long_encoding_runs_alone() -> None:
+    queue = Queue(varlen=True)
+    queue.put("a", 50, 1)
+    taken = queue.take(10)
+    assert (lengths_of(taken), taken.fill) == ([50], BatchFill.TOKENS)
+    assert queue.took(10) == [1]
+
+
+def test_rows_of_the_vocabulary_bound_a_batch() -> None:
+    half = MAX_BATCH_VOCABULARY_ROWS // 2
+    queue = Queue()
+    for _ in range(3):
+        queue.put("a", 70, rows=half)
+    taken = queue.take(10_000)
+    assert (lengths_of(taken), taken.fill) == ([70, 70], BatchFill.VOCABULARY)
+    queue.put("a", 70, rows=1)
+    assert queue.took(10_000) == [70, 70]
+    queue.put("b", 200, rows=MAX_BATCH_VOCABULARY_ROWS + 1)
+    queue.put("b", 200, rows=0)
+    assert queue.took(10_000) == [200], "one may exceed the limit"
+    queue.put("c", 300, rows=half + 1)
+    queue.put("c", 300, rows=half)
+    assert queue.took(10_000, longest=299) == [200]
+    assert queue.took(10_000) == [300], "one row too many"
+
+
+def test_padding_bounds_a_batch() -> None:
+    assert MAX_PADDING_FACTOR == 4
+    queue = Queue(varlen=True)
+    queue.put("a", 10, *[1] * 10)
+    taken = queue.take(20)  # 8 x 10 cells are 4 x 20
+    assert (lengths_of(taken), taken.fill) == ([10, *[1] * 7], BatchFill.PADDING)
+    assert queue.took(20) == [1, 1, 1]
+    queue.put("a", *[1] * 7, 10, 1)
+    taken = queue.take(20)
+    assert (lengths_of(taken), taken.fill) == ([*[1] * 7, 10], BatchFill.PADDING)
+    assert queue.took(20) == [1]
+    queue.put("a", *[1] * 8, 10, 1)
+    assert queue.took(20) == [1] * 8, "the next one is longer, and would make 9 x 10 cells"
+
+
+def test_workers_share_what_waits() -> None:
+    queue = Queue()
+    queue.put("a", *[5] * 4)
+    queue.put("b", *[5] * 3)
+    taken = queue.take(100, takers=2)
+    assert (lengths_of(taken), taken.fill) == ([5] * 4, BatchFill.SHARE)
+    assert queue.took(100, takers=2) == [5, 5]
+    assert queue.took(100, takers=9) == [5]
+    mixed = Queue(varlen=True)
+    mixed.put("a", *[5] * 4)
+    assert mixed.took(100, takers=2) == [5] * 4, "one worker packs while the other runs"
+
+
+def test_only_short_ones_are_looked_for() -> None:
+    queue = Queue()
+    queue.put("a", 30, 10)
+    queue.put("b", 11)
+    assert [queue.has_up_to(length) for length in (9, 10, 30)] == [False, True, True]
+    assert queue.took(100, longest=10) == [10]
+    assert [queue.has_up_to(length) for length in (10, 11)] == [False, True]
+    assert queue.took(100, longest=29) == [11]
+    assert not queue.has_up_to(29)
+    assert queue.took(100) == [30]
+
+
+# ---- deadlines ----------------------------------------------------------------------------------
+
+
+def test_what_could_end_too_late_goes_before_turns(now: list[float]) -> None:
+    queue = Queue()
+    queue.put("a", 20)
+    queue.put("b", 30, deadline=now[0] + 4.0)
+    queue.put("c", 10, deadline=now[0] + 2.0)
+    queue.put("c", 12)
+    assert queue.took(1, rate=1000.0) == [20], "there is time"
+    queue.put("a", 21)
+    # At 10 tokens per second they end after 1 s and 4 s, and are due in 1.8 s and 3.6 s.
+    assert queue.took(1, rate=10.0) == [10]
+    assert queue.took(1, rate=10.0) == [30]
+    assert queue.took(1, rate=10.0) == [12], "the others have no deadline"
+
+
+@pytest.mark.parametrize(("left_s", "first"), [(0.06, 20), (0.04, 10)])
+def test_turns_decide_while_a_twentieth_of_a_second_is_left(
+    now: list[float], left_s: float, first: int
+) -> None:
+    now[0] = 1000.0 - left_s
+    queue = Queue()
+    queue.put("a", 20)
+    # Due at 1001 s, after a second of work.
+    queue.put("b", 10, deadline=now[0] + (1001.01 - now[0]) / 0.9)
+    assert queue.took(1, rate=10.0) == [first]
+
+
+def test_without_a_rate_turns_decide(now: list[float]) -> None:
+    queue = Queue()
+    queue.put("a", 20)
+    queue.put("b", 30, deadline=now[0] + 0.01)
+    assert queue.took(1, rate=0.0) == [20]
+
+
+def test_the_earliest_deadline_among_short_ones_is_next(now: list[float]) -> None:
+    queue = Queue()
+    queue.put("a", 50, deadline=now[0] + 0.5)
+    queue.put("b", 10, deadline=now[0] + 1.0)
+    queue.put("a", 11, deadline=now[0] + 2.0)
+    assert queue.took(1, longest=20, rate=100.0) == [10]
+    assert queue.took(1, longest=20, rate=100.0) == [11]
+    assert queue.took(1, rate=100.0) == [50]
+
+
+def test_a_request_whose_time_is_over_does_not_run(now: list[float]) -> None:
+    queue = Queue()
+    over = queue.put("a", 5, deadline=now[0])
+    queue.put("a", 5, deadline=now[0] + 0.01)
+    taken = queue.take(100)
+    assert (lengths_of(taken), taken.expired) == ([5], [over])
+    assert queue.tokens == 0
+    last = queue.put("a", 5, deadline=now[0])
+    taken = queue.take(100, rate=1000.0)
+    assert (lengths_of(taken), taken.expired) == ([], [last]), "the last one too"
+    assert over.started is None
+
+
+def test_a_request_that_cannot_end_in_time_does_not_run(now: list[float]) -> None:
+    queue = Queue()
+    hopeless = queue.put("a", 10, 11, 12, deadline=now[0] + 2.0)
+    queue.put("b", 15, deadline=now[0] + 1.0)
+    queue.put("c", 40)
+    # At 10 per second, 33 tokens take 3.3 s, more than 1.5 x 2 s; 15 take 1.5 x 1 s.
+    taken = queue.take(100, rate=10.0)
+    assert (lengths_of(taken), taken.expired) == ([15], [])
+    taken = queue.take(100, rate=10.0)
+    assert (lengths_of(taken), taken.expired) == ([], [hopeless])
+    assert hopeless.queued_tokens == 23
+
+
+def test_the_last_request_runs_though_it_seems_hopeless(now: list[float]) -> None:
+    queue = Queue()
+    last = queue.put("a", 50, 50, deadline=now[0] + 0.1)
+    taken = queue.take(100, rate=1.0)
+    assert lengths_of(taken) == [50, 50]
+    assert taken.expired == []
+    assert last.started == now[0]
+
+
+def test_a_request_starts_with_its_first_encoding(now: list[float]) -> None:
+    queue = Queue()
+    request = queue.put("a", 5, 6)
+    assert request.started is None
+    queue.take(100)
+    now[0] += 1
+    queue.take(100)
+    assert request.started == 1000.0
+
+
+# ---- accounts -----------------------------------------------------------------------------------
+
+
+def test_what_a_request_waits_behind() -> None:
+    queue = Queue()
+    assert queue.share("a", SHORT) == Share(0, 1, 1)
+    queue.put("a", 5, 6)
+    queue.put("b", 7)
+    assert queue.share("a", SHORT) == Share(11, 1, 2)
+    assert queue.share("a", LONG) == Share(0, 2, 2)
+    assert queue.share("new", LONG) == Share(0, 1, 3)
+    queue.put("a", 50, key=LONG)
+    assert queue.share("a", SHORT) == Share(11, 2, 2)
+    assert queue.share("a", LONG) == Share(50, 2, 2)
+    queue.take(1)
+    assert queue.share("a", SHORT).ahead == 6
+
+
+def test_a_queue_counts_what_waits_and_what_is_in_memory() -> None:
+    queue = Queue()
+    assert (bool(queue), len(queue), queue.tokens) == (False, 0, 0)
+    first = queue.put("a", 5, 6)
+    assert (bool(queue), len(queue), queue.tokens) == (True, 2, 11)
+    assert queue.requests == {first}
+    first.cancel()
+    assert (bool(queue), len(queue), queue.tokens) == (True, 2, 0)
+    assert queue.requests == set()
+    assert first.queued_tokens == 0
+    queue.forget(first)
+    assert queue.tokens == 0, "it is subtracted once"
+    assert (queue.took(), queue.took()) == ([], [])
+    assert (bool(queue), len(queue), queue._clients) == (False, 0, {})
+
+
+def test_due_tokens_are_those_that_wait(now: list[float]) -> None:
+    queue = Queue()
+    request = queue.put("a", 10, 20, deadline=now[0] + 10)
+    assert queue.demand.slack_s(now[0], 10.0) == pytest.approx(9 - 3)
+    queue.take(10, rate=100.0)
+    assert queue.demand.slack_s(now[0], 10.0) == pytest.approx(9 - 2)
+    request.cancel()
+    assert queue.demand.slack_s(now[0], 10.0) == FOREVER
+
+
+@pytest.mark.parametrize("round_", [1, 2])
+def test_ended_requests_do_not_fill_the_memory(round_: int) -> None:
+    queue = Queue(max_dropped_tokens=10)
+    for _ in range(round_):
+        kept, first, second = queue.put("a", 7), queue.put("a", 4, 6), queue.put("b", 1)
+        first.cancel()
+        assert len(queue) == 4, "ten are allowed"
+        second.cancel()
+        assert len(queue) == 1
+        assert list(queue._clients) == ["a"]
+        assert queue.took() == [7]
+        kept.set_result(None)  # type: ignore[arg-type]
+        assert queue._clients == {}
+
+
+def test_a_sweep_that_leaves_nothing_forgets_the_client() -> None:
+    queue = Queue(max_dropped_tokens=0)
+    queue.put("a", 5).cancel()
+    assert (bool(queue), queue._clients) == (False, {})
+    queue.put("a", 6)
+    assert queue.took() == [6]
+
+
+def test_a_client_stays_while_its_requests_run() -> None:
+    queue = Queue()
+    request = queue.put("a", 5)
+    other = queue.put("a", 6, key=LONG)
+    assert queue.took() == [5]
+    assert queue.share("b", SHORT).clients == 2
+    assert queue.share("a", SHORT) == Share(0, 2, 1)
+    request.set_result(None)  # type: ignore[arg-type]
+    assert queue.share("a", LONG) == Share(6, 1, 1)
+    queue.took()
+    other.set_result(None)  # type: ignore[arg-type]
+    assert queue._clients == {}
+
+
+def test_a_cleared_queue_is_empty_and_its_requests_end_later() -> None:
+    queue = Queue()
+    requests = [queue.put("a", 5), queue.put("b", 6, key=LONG)]
+    queue.clear()
+    assert (bool(queue), len(queue)) == (False, 0)
+    assert queue.requests == set(requests)
+    for request in requests:
+        request.cancel()
+    assert (queue.tokens, queue.requests, queue._clients) == (0, set(), {})
+
+
+def test_a_request_has_a_place_for_each_output(now: list[float]) -> None:
+    queue = Queue()
+    request = queue.put("a", 5, 6, deadline=now[0] + 10)
+    assert (request.outputs, request.missing) == ([None, None], 2)
+    assert (request.submitted, request.deadline, request.trace) == (1000.0, 1010.0, "")
+    taken: Sequence[Any] = queue.take(100).batch
+    assert taken[0].request is request
+    assert taken[0].vocabulary_rows == 0

@@ -1,0 +1,455 @@
+"""The scheduler: what it passes to the engine, how requests end, its workers and its end."""
+
+import concurrent.futures
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.service.batching import scheduler as scheduler_module
+from cloze.service.batching.activity import Activity
+from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.core import (
+    BatchFill,
+    BatchReport,
+    DeadlineExceeded,
+    EngineDead,
+    EngineFailed,
+    ShuttingDown,
+)
+from cloze.service.fake_engine import FakeEngine
+from tests.encodings import encoding
+from tests.stepped import SteppedScheduler
+from tests.waiting import wait_until
+
+LIMITS = SchedulerLimits(workers=1, max_batch_tokens=20, max_queue_tokens=1000, stall_timeout_s=8.0)
+
+
+def limits(**changes: Any) -> SchedulerLimits:
+    fields = {name: getattr(LIMITS, name) for name in SchedulerLimits.__dataclass_fields__}
+    return SchedulerLimits(**fields | changes)
+
+
+def sized(length: int, value: int = 1) -> Encoding:
+    return encoding([value] * length, embed=True)
+
+
+def later(seconds: float = 1000.0) -> float:
+    return time.monotonic() + seconds
+
+
+class Recording(FakeEngine):
+    """An engine that notes whether each batch is alone, and the priority of the thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alone: list[bool] = []
+        self.nice: list[int] = []
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        self.alone.append(alone)
+        self.nice.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        return super().run(batch, alone=alone)
+
+
+@contextmanager
+def running(
+    engine: FakeEngine, of: SchedulerLimits = LIMITS, **options: Any
+) -> Iterator[Scheduler]:
+    made = Scheduler(engine, of, **options)
+    try:
+        yield made
+    finally:
+        engine.gate.set()
+        made.close()
+
+
+def stepped(**changes: Any) -> SteppedScheduler:
+    return SteppedScheduler(FakeEngine(), limits(**changes))
+
+
+def alive(scheduler: Scheduler) -> list[str]:
+    return [thread.name for thread in scheduler._threads if thread.is_alive()]
+
+
+# ---- batches ------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_reported() -> None:
+    reports: list[BatchReport] = []
+    engine = FakeEngine()
+    with running(engine, on_batch=reports.append) as made:
+        engine.gate.clear()
+        made.submit([sized(5)], later(), trace="00-1")
+        engine.entered.wait(20)
+        futures = [
+            made.submit([sized(6, 2), sized(6, 3)], later(), trace="00-2"),
+            made.submit([sized(6)], later(), trace=""),
+            made.submit([sized(6)], later(), trace="00-3"),
+        ]
+        assert made.queued_tokens == 24
+        begin = time.monotonic()
+        wait_until(lambda: time.monotonic() > begin + 0.02)
+        engine.gate.set()
+        sums = [output["embedding"].embedding[0] for output in futures[0].result(20).outputs]
+        futures[2].result(20)
+        assert sums == [12, 18]
+    assert [(report.sequences, report.tokens, report.fill) for report in reports] == [
+        (1, 5, BatchFill.WAITING), (3, 18, BatchFill.TOKENS), (1, 6, BatchFill.WAITING),
+    ]  # fmt: skip
+    assert [set(report.traces) for report in reports] == [{"00-1"}, {"00-2"}, {"00-3"}]
+    assert reports[0].seconds >= 0.02
+    assert 0 <= reports[1].seconds < 20
+
+
+def test_a_result_has_the_times_of_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stepped()
+    (worker, _) = made.workers
+    now = [1000.0]
+    monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now[0])
+
+    class Timed(FakeEngine):
+        def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+            now[0] += 0.5
+            return super().run(batch, alone=alone)
+
+    made._engine = Timed()
+    future = made.submit([sized(5), sized(6)], 2000.0)
+    for _ in range(2):
+        now[0] += 0.25
+        made.look(worker)
+        made.run(worker)
+    result = future.result(0)
+    assert (result.queue_s, result.inference_s) == (0.25, 1.25), "of the first, until the last"
+
+
+def test_a_batch_that_fails_is_halved() -> None:
+    reports: list[BatchReport] = []
+    engine = FakeEngine(lambda each: each.input_ids[0] == 9)
+    made = SteppedScheduler(engine, LIMITS)
+    made._on_batch = reports.append
+    futures = [made.submit([sized(4, value)], later()) for value in (1, 9, 2, 3, 4)]
+    (worker, _) = made.workers
+    made.look(worker)
+    assert len(worker.batch) == 5
+    made.run(worker)
+    assert [[each.input_ids[0] for each in batch] for batch in engine.batches] == [[1], [2, 3, 4]]
+    assert [(report.sequences, report.fill) for report in reports] == [
+        (1, BatchFill.ERROR), (3, BatchFill.ERROR),
+    ]  # fmt: skip
+    error = futures[1].exception(0)
+    assert type(error) is EngineFailed
+    assert str(error) == "the engine cannot run this input (RuntimeError)"
+    assert [future.result(0).outputs[0]["embedding"].embedding[0] for future in futures[2:]] == [
+        8, 12, 16,
+    ]  # fmt: skip
+    assert made.dead is None
+
+
+def test_a_lone_batch_is_told() -> None:
+    engine, activity = Recording(), Activity()
+    with running(engine, activity=activity) as made:
+        conditions: Any = (made._changed, made._short_texts)
+        wait_until(lambda: all(condition._waiters for condition in conditions))
+        made.submit([sized(5)], later()).result(20)
+        engine.gate.clear()
+        engine.entered.clear()
+        made.submit([sized(5)], later())
+        engine.entered.wait(20)
+        rest = [made.submit([sized(length)], later()) for length in (6, 7)]
+        engine.gate.set()
+        rest[1].result(20)
+        assert engine.alone == [True, True, False, True]
+        wait_until(lambda: activity._busy == 0)
+        activity.begin()  # a worker of another model
+        made.submit([sized(5)], later()).result(20)
+        assert not engine.alone[-1]
+    assert activity._busy == 1
+
+
+def test_workers_yield_to_the_event_loop() -> None:
+    engine = Recording()
+    base = os.getpriority(os.PRIO_PROCESS, 0)
+    with running(engine) as made:
+        made.submit([sized(5)], later()).result(20)
+    assert engine.nice == [4 if base <= 4 or os.geteuid() == 0 else base]
+    assert os.getpriority(os.PRIO_PROCESS, 0) == base
+
+
+def test_a_run_hangs_after_ten_times_its_prediction() -> None:
+    made = stepped()
+    (worker, _) = made.workers
+    limits_s: list[float] = []
+
+    class Looking(FakeEngine):
+        def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+            limits_s.append(made._watchdog._runs[0].limit_s)
+            return super().run(batch, alone=alone)
+
+    made._engine = Looking()
+    for _ in range(2):
+        made.submit([sized(10), sized(10)], later())
+        made.look(worker)
+        made.run(worker)
+        assert made._watchdog.busy == set()
+        made._admission.tokens_per_s = 40.0
+    assert limits_s == [60.0 + 8.0, 10 * 20 / 40 + 8.0]
+
+
+@pytest.mark.parametrize(
+    ("rate", "latency_s", "expected"),
+    [
+        (0.0, 0.5, 2000), (1000.0, 0.0, 2000), (1000.0, 0.5, 500), (1000.0, 0.1279, 128),
+        (1000.0, 0.01, 128), (1000.0, 3.0, 2000), (1000.0, 0.2999, 299),
+    ],
+)  # fmt: skip
+def test_a_batch_has_what_runs_within_the_latency(
+    rate: float, latency_s: float, expected: int
+) -> None:
+    made = stepped(max_batch_tokens=2000, batch_latency_s=latency_s)
+    made._admission.tokens_per_s = rate
+    assert made._batch_tokens() == expected
+    small = stepped(max_batch_tokens=100, batch_latency_s=latency_s)
+    small._admission.tokens_per_s = rate
+    assert small._batch_tokens() == 100
+
+
+def test_limits_that_are_not_set_do_not_limit() -> None:
+    assert (LIMITS.batch_latency_s, LIMITS.max_wait_s) == (0.0, 0.0)
+
+
+def test_a_batch_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stepped()
+    (worker, _) = made.workers
+    now, durations = [1000.0], iter([0.5, 0.0])
+    monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now[0])
+
+    class Timed(FakeEngine):
+        def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+            now[0] += next(durations)
+            return super().run(batch, alone=alone)
+
+    made._engine = Timed()
+    for rate in (20.0, 20.0 + 0.1 * (10 / 1e-9 - 20.0)):
+        future = made.submit([sized(10)], 2000.0)
+        made.look(worker)
+        made.run(worker)
+        assert made._admission.tokens_per_s == pytest.approx(rate)
+        assert future.result(0)
+
+
+def test_a_dead_engine_runs_nothing_more() -> None:
+    made = stepped()
+    (worker, _) = made.workers
+    future = made.submit([sized(10)], later())
+    made.look(worker)
+    made._die("it hangs")
+    made.run(worker)
+    engine: Any = made._engine
+    assert engine.batches == []
+    assert str(future.exception(0)) == "the engine is dead: it hangs"
+    assert made.deaths == ["it hangs"]
+    made._die("again")
+    assert (made.deaths, made.dead) == (["it hangs"], "it hangs")
+
+
+# ---- requests -----------------------------------------------------------------------------------
+
+
+def test_a_request_whose_time_is_over_is_told() -> None:
+    made = stepped()
+    (worker, _) = made.workers
+    over, slow = made.submit([sized(5)], later()), made.submit([sized(10), sized(10)], later())
+    over.deadline = time.monotonic() - 1  # type: ignore[attr-defined]
+    slow.deadline = time.monotonic() + 0.54  # type: ignore[attr-defined]
+    made.submit([sized(7)], later())
+    made._admission.tokens_per_s = 1.0
+    while not slow.done():
+        made.look(worker)
+        worker.batch = []
+    errors = [future.exception(0) for future in (over, slow)]
+    assert [type(error) for error in errors] == [DeadlineExceeded] * 2
+    assert [str(error) for error in errors] == [
+        "the request's time was over before it ran",
+        "the workers have become slower, and the request cannot end in the 0.5 s that are left "
+        "of its time",
+    ]
+
+
+def test_a_drain_refuses_new_requests_only() -> None:
+    made = stepped()
+    assert not made.draining
+    made.submit([sized(5)], later())
+    made.drain()
+    assert made.draining
+    with pytest.raises(ShuttingDown, match="the server is shutting down"):
+        made.submit([sized(5)], later())
+    made.submit([sized(5)], later(), accepted=True)
+    made.submit([sized(5)], later(), later_round=True)
+    assert made.queued_tokens == 15
+    made.close()
+    for options in ({"accepted": True}, {"later_round": True}):
+        with pytest.raises(ShuttingDown):
+            made.submit([sized(5)], later(), **options)
+
+
+def test_what_was_admitted_in_an_earlier_round_is_next() -> None:
+    made = stepped()
+    (worker, _) = made.workers
+    made.submit([sized(10)], later())
+    made.submit([sized(11)], later(), later_round=True)
+    made.look(worker)
+    assert [len(queued.encoding) for queued in worker.batch] == [11]
+
+
+def test_a_stated_time_limit_has_its_own_line() -> None:
+    made = stepped()
+    made._admission.tokens_per_s = 10.0
+    made.submit([sized(10)], later(), timeout_s=5.0, client="a")
+    made.submit([sized(4)], later(), client="a")
+    assert made.expected_wait("a", 1, 5.0).seconds == pytest.approx(2.0)
+    assert made.expected_wait("a", 1, None).seconds == pytest.approx(0.8)
+
+
+def test_a_request_comes_back_only_if_it_says_so() -> None:
+    made = stepped(max_wait_s=1.0)
+    made._admission.tokens_per_s = 10.0
+    made.submit([sized(11)], later())
+    with pytest.raises(Exception, match=r"about 1.1 s, longer than its limit of 1 s"):
+        made.submit([sized(1)], later())
+    made.submit([sized(1)], later(), returning=True)
+    assert made.queued_tokens == 12
+
+
+def test_a_cancelled_request_wakes_those_who_wait_for_it() -> None:
+    made = stepped()
+    future = made.submit([sized(5)], later())
+    done = threading.Event()
+    thread = threading.Thread(
+        target=lambda: (concurrent.futures.wait([future], 20), done.set())
+    )  # fmt: skip
+    thread.start()
+    wait_until(lambda: bool(future._waiters))  # type: ignore[attr-defined]
+    future.cancel()
+    assert done.wait(10)
+    thread.join()
+    assert made.queued_tokens == 0
+
+
+def test_a_request_that_ends_during_its_run_keeps_its_end() -> None:
+    made = stepped()
+    (worker, _) = made.workers
+    future = made.submit([sized(5)], later())
+    other = made.submit([sized(5)], later())
+    made.look(worker)
+    assert future.cancel()
+    made.run(worker)
+    assert future.cancelled()
+    assert other.result(0)
+
+
+def test_the_backlog_is_that_of_the_measured_rate() -> None:
+    made = stepped(workers=2)
+    made.submit([sized(10), sized(20)], later())
+    assert made.backlog_s == 0
+    made._admission.tokens_per_s = 5.0
+    assert made.backlog_s == 3.0
+    assert made.expected_wait("new", 5, None).seconds == 0
+    assert made.expected_wait("", 5, None).seconds == 3.0
+    assert made.expected_wait("new", 5, None, 40).seconds == 7.0
+
+
+# ---- threads ------------------------------------------------------------------------------------
+
+
+def test_threads_have_names_and_end_with_the_process() -> None:
+    with running(FakeEngine(), limits(workers=2)) as made:
+        assert [thread.name for thread in made._threads] == [
+            "worker-0", "worker-1", "worker-for-short-texts", "watchdog",
+        ]  # fmt: skip
+        assert all(thread.daemon for thread in made._threads)
+    assert alive(made) == []
+    varlen = FakeEngine()
+    varlen.supports_varlen = True
+    with running(varlen) as made:
+        assert [thread.name for thread in made._threads] == ["worker-0", "watchdog"]
+
+
+def test_close_fails_what_waits_and_does_not_wait_for_ever() -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    made = Scheduler(engine, LIMITS)
+    runs, waits = made.submit([sized(5)], later()), None
+    engine.entered.wait(20)
+    waits = made.submit([sized(6)], later())
+    begin = time.monotonic()
+    made.close(0.1)
+    assert 0.1 <= time.monotonic() - begin < 4
+    for future in (runs, waits):
+        error = future.exception(0)
+        assert type(error) is ShuttingDown
+        assert str(error) == "the server shut down before this request was answered"
+    assert alive(made) == ["worker-0"]
+    engine.gate.set()
+    made.close()
+    assert alive(made) == []
+    assert made.dead is None
+
+
+def test_a_dead_engine_fails_everything_and_its_threads_end() -> None:
+    deaths: list[str] = []
+    engine = FakeEngine(lambda _: True)
+    engine.broken = True
+    with running(engine, on_dead=deaths.append) as made:
+        engine.gate.clear()
+        first = made.submit([sized(5)], later())
+        engine.entered.wait(20)
+        second = made.submit([sized(6)], later())
+        engine.gate.set()
+        assert type(first.exception(20)) is EngineFailed
+        reason = "after an error it could not repeat its golden outputs (RuntimeError)"
+        assert str(second.exception(20)) == f"the engine is dead: {reason}"
+        assert type(second.exception(20)) is EngineDead
+        wait_until(lambda: alive(made) == [])
+        assert deaths == [reason]
+        assert made.dead == reason
+        with pytest.raises(EngineDead, match="the engine is dead: after an error"):
+            made.submit([sized(5)], later())
+    assert deaths == [reason]
+
+
+def test_a_worker_that_ends_takes_the_engine_with_it() -> None:
+    deaths: list[str] = []
+
+    def fail(_: BatchReport) -> None:
+        raise KeyboardInterrupt
+
+    activity = Activity()
+    with running(FakeEngine(), on_batch=fail, on_dead=deaths.append, activity=activity) as made:
+        future = made.submit([sized(5)], later())
+        assert type(future.exception(20)) is EngineDead
+        wait_until(lambda: alive(made) == [])
+        assert deaths == ["a worker ended with KeyboardInterrupt"]
+        assert activity._busy == 0
+
+
+def test_the_end_of_a_closed_scheduler_is_no_death() -> None:
+    made = stepped()
+    made.close()
+    made._die("late")
+    assert made.dead is None
+    assert made.deaths == []
+
+
+def test_a_system_that_forbids_priorities_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbid(*_: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(scheduler_module.os, "setpriority", forbid)
+    with running(FakeEngine()) as made:
+        assert made.submit([sized(5)], later()).result(20)

@@ -1,0 +1,352 @@
+"""The engine on a graph made by hand: its device, its golden outputs, and how it runs batches."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from numpy.typing import NDArray
+from onnx import TensorProto, helper
+
+from cloze.model_store import Bundle
+from cloze.model_store.installation import install_command
+from cloze.model_store.layouts import Feeds
+from cloze.model_store.manifest import Precision
+from cloze.service.core import Device, StartupError
+from cloze.service.engine import OnnxEngine, SessionOptions
+from cloze.service.engine import session as sessions
+from cloze.service.engine.session import CUDA, CpuSession
+from tests.encodings import encoding
+from tests.unit.service.tasks.model import VOCABULARY, manifest
+
+TABLE = np.random.default_rng(0).uniform(-0.5, 0.5, (len(VOCABULARY), 4)).astype(np.float32)
+IDS = [[1, 2, 3], [4, 5, 6]]
+
+
+def mean(ids: Sequence[int]) -> list[float]:
+    return TABLE[list(ids)].mean(0).tolist()
+
+
+def write_graph(file: Path) -> None:
+    """Write a graph whose embedding is the mean of the vectors of the tokens."""
+    nodes = [
+        helper.make_node("Gather", ["embeddings.word", "input_ids"], ["hidden"]),
+        helper.make_node("ReduceMean", ["hidden", "axes"], ["pooled"], keepdims=0),
+        helper.make_node("Gather", ["pooled", "embed_sequences"], ["embeddings"]),
+    ]
+    inputs = [
+        helper.make_tensor_value_info(name, TensorProto.INT32, shape)
+        for name, shape in (
+            ("input_ids", ["B", "S"]), ("token_type_ids", ["B", "S"]), ("embed_sequences", ["E"]),
+        )
+    ]  # fmt: skip
+    output = helper.make_tensor_value_info("embeddings", TensorProto.FLOAT, ["E", 4])
+    weights = [
+        onnx.numpy_helper.from_array(TABLE, "embeddings.word"),
+        *(
+            onnx.numpy_helper.from_array(np.zeros(shape, np.float32), name)
+            for name, shape in manifest(tasks=["embed"]).table_shapes().items()
+            if name != "embeddings.word"
+        ),
+        onnx.numpy_helper.from_array(np.array([1]), "axes"),
+    ]
+    body = helper.make_graph(nodes, "g", inputs, [output], weights)
+    model = helper.make_model(body, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save_model(model, str(file))
+
+
+def golden(ids: Sequence[Sequence[int]], off: float = 0.0) -> dict[str, Any]:
+    feeds = {
+        "input_ids": ids,
+        "token_type_ids": np.zeros_like(ids).tolist(),
+        "embed_sequences": list(range(len(ids))),
+    }
+    outputs = np.array([mean(each) for each in ids])
+    outputs[-1, -1] += off
+    return {"feeds": feeds, "outputs": {"embeddings": outputs.tolist()}}
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    write_graph(tmp_path / "g.onnx")
+    (tmp_path / "golden.json").write_text(json.dumps([golden(IDS), golden([[7, 8]])]))
+    return Bundle(manifest(tasks=["embed"]), tmp_path)
+
+
+def embeddings(engine: OnnxEngine, *ids: Sequence[int], alone: bool = False) -> list[list[float]]:
+    batch = [encoding(each, embed=True) for each in ids]
+    outputs = engine.run(batch, alone=alone)
+    return [output["embedding"].embedding.tolist() for output in outputs]
+
+
+class Scripted:
+    """A session that computes the graph with an error, and counts its runs."""
+
+    def __init__(self, off: float = 0.0) -> None:
+        self.off, self.runs = off, 0
+
+    def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
+        assert wanted == ["embeddings"]
+        self.runs += 1
+        pooled = TABLE[feeds["input_ids"]].mean(1) + np.float32(self.off)
+        return [pooled[feeds["embed_sequences"]]]
+
+
+def test_an_engine_on_a_cpu(bundle: Bundle) -> None:
+    engine = OnnxEngine(bundle, Device.CPU)
+    assert (engine.device, engine.precision) == (Device.CPU, Precision.FP32)
+    assert (engine.reason, engine.supports_varlen) == ("as asked", False)
+    for ids in ([[1, 2], [3, 4]], [[9]]):
+        np.testing.assert_allclose(
+            embeddings(engine, *ids), [mean(each) for each in ids], rtol=1e-5
+        )
+    engine.probe()
+    assert OnnxEngine(bundle, Device.CPU, "auto").reason == "since the bundle has nothing else"
+
+
+@pytest.mark.parametrize(
+    ("number", "off"), [(0, 2e-4), (1, 2e-4), (0, -2e-4)], ids=["first", "second", "below"]
+)
+def test_golden_outputs_must_come_out(bundle: Bundle, number: int, off: float) -> None:
+    cases = [golden(IDS), golden([[7, 8]])]
+    cases[number] = golden(cases[number]["feeds"]["input_ids"], off)
+    (bundle.path / "golden.json").write_text(json.dumps(cases))
+    with pytest.raises(StartupError) as caught:
+        OnnxEngine(bundle, Device.CPU)
+    start = "bundle tiny@3 does not reproduce its golden outputs: embeddings is off by 2.0e-04"
+    assert str(caught.value) == f"{start}, more than 1e-04"
+
+
+def test_an_error_up_to_the_tolerance_is_none(bundle: Bundle) -> None:
+    engine = OnnxEngine(bundle, Device.CPU, open_session=lambda *_: Scripted(0.9e-4))
+    engine.probe()
+
+
+def test_a_probe_runs_the_first_golden_batch(bundle: Bundle) -> None:
+    session = Scripted()
+    engine = OnnxEngine(bundle, Device.CPU, open_session=lambda *_: session)
+    assert session.runs == 2
+    engine.probe()
+    assert session.runs == 3
+    session.off = 2e-4
+    with pytest.raises(ValueError, match=r"embeddings is off by 2\.0e-04, more than 1e-04"):
+        engine.probe()
+
+
+def test_a_lone_batch_has_its_own_session(bundle: Bundle) -> None:
+    together, alone = Scripted(), Scripted()
+    both = CpuSession(together, alone)
+    engine = OnnxEngine(bundle, Device.CPU, open_session=lambda *_: both)
+    assert (together.runs, alone.runs) == (2, 1), "the first golden batch runs alone too"
+    embeddings(engine, [1, 2])
+    assert (together.runs, alone.runs) == (3, 1)
+    embeddings(engine, [1, 2], alone=True)
+    assert (together.runs, alone.runs) == (3, 2)
+    wrong = CpuSession(Scripted(), Scripted(2e-4))
+    with pytest.raises(StartupError, match="does not reproduce its golden outputs"):
+        OnnxEngine(bundle, Device.CPU, open_session=lambda *_: wrong)
+    single = Scripted()
+    engine = OnnxEngine(bundle, Device.CPU, open_session=lambda *_: single)
+    embeddings(engine, [1, 2], alone=True)
+    assert single.runs == 3
+
+
+def test_golden_outputs_must_be_there(bundle: Bundle) -> None:
+    file = bundle.path / "golden.json"
+    file.write_text("[]")
+    with pytest.raises(StartupError, match=r"^bundle tiny@3: golden.json has 0 cases"):
+        OnnxEngine(bundle, Device.CPU)
+    file.unlink()
+    with pytest.raises(StartupError, match=r"^bundle tiny@3: golden.json .*No such file"):
+        OnnxEngine(bundle, Device.CPU)
+
+
+def test_a_graph_that_does_not_load_is_refused(bundle: Bundle) -> None:
+    def fail(*_: object) -> Any:
+        raise RuntimeError("no kernel\nfor it")
+
+    with pytest.raises(StartupError, match=r"tiny@3: its graph does not load: no kernel$"):
+        OnnxEngine(bundle, Device.CPU, open_session=fail)
+
+    def refuse(*_: object) -> Any:
+        raise StartupError("no device")
+
+    with pytest.raises(StartupError, match=r"^no device$"):
+        OnnxEngine(bundle, Device.CPU, open_session=refuse)
+    (bundle.path / "g.onnx").write_bytes(b"\x08\x0a")
+    opened: list[object] = []
+    with pytest.raises(StartupError, match="tiny@3: its graph does not load"):
+        OnnxEngine(bundle, Device.CPU, open_session=lambda *each: opened.append(each))  # type: ignore[arg-type,return-value]
+    assert opened == [], "a graph is checked before a runtime opens it"
+
+
+def test_the_resources_of_a_session(bundle: Bundle) -> None:
+    defaults = SessionOptions()
+    assert (defaults.device_id, defaults.gpu_memory_limit) == (0, 0)
+    assert (defaults.threads, defaults.alone_threads) == (1, 0)
+    session: Any = OnnxEngine(bundle, Device.CPU)._session
+    assert session.get_session_options().intra_op_num_threads == 1
+    session = OnnxEngine(bundle, Device.CPU, options=SessionOptions(threads=2))._session
+    assert session.get_session_options().intra_op_num_threads == 2
+    engine: Any = OnnxEngine(bundle, Device.CPU, options=SessionOptions(alone_threads=3))
+    assert engine._session.alone.get_session_options().intra_op_num_threads == 3
+    assert engine._alone is engine._session.alone
+    np.testing.assert_allclose(embeddings(engine, [1, 2], alone=True), [mean([1, 2])], rtol=1e-5)
+
+
+# ---- devices ------------------------------------------------------------------------------------
+
+
+class OnCuda:
+    """A session of onnxruntime as on a GPU; `fails` is raised instead."""
+
+    fails: Exception | None = None
+    providers = (CUDA, "CPUExecutionProvider")
+    opened: list["OnCuda"]
+
+    def __init__(self, file: Path, options: Any, providers: Any, enable_fallback: int) -> None:
+        self.file, self.options, self.asked = file, options, providers
+        self.enable_fallback = enable_fallback
+        if CUDA in self.names and self.fails is not None:
+            raise self.fails
+        OnCuda.opened.append(self)
+
+    @property
+    def names(self) -> list[str]:
+        return [each if isinstance(each, str) else each[0] for each in self.asked]
+
+    def get_providers(self) -> list[str]:
+        return list(self.providers) if CUDA in self.names else ["CPUExecutionProvider"]
+
+    def run(self, wanted: Sequence[str], feeds: Feeds) -> list[NDArray[Any]]:
+        return Scripted().run(wanted, feeds)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> type[OnCuda]:
+    """Let onnxruntime be a build for CUDA, without a library of CUDA."""
+    OnCuda.opened = []
+    monkeypatch.setattr(OnCuda, "fails", None)
+    monkeypatch.setattr(OnCuda, "providers", (CUDA, "CPUExecutionProvider"))
+    monkeypatch.setattr(ort, "get_available_providers", lambda: [CUDA, "CPUExecutionProvider"])
+    monkeypatch.setattr(ort, "preload_dlls", lambda: print("no library"), raising=False)
+    monkeypatch.setattr(ort, "InferenceSession", OnCuda)
+    return OnCuda
+
+
+def test_cuda_must_be_there_if_it_is_asked_for(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["A", "B"])
+    with pytest.raises(StartupError) as caught:
+        OnnxEngine(bundle, Device.CUDA)
+    assert str(caught.value).startswith(
+        "device cuda was asked for, but this onnxruntime has only A, B; uninstall onnxruntime, "
+    )
+    engine = OnnxEngine(bundle, Device.AUTO)
+    assert (engine.device, engine.reason) == (Device.CPU, "as asked")
+
+
+def test_a_session_on_cuda(tmp_path: Path, cuda: type[OnCuda], capsys: Any) -> None:
+    session = sessions.cuda_session(tmp_path / "g.onnx", 3, 0)
+    (opened,) = cuda.opened
+    assert opened.file == tmp_path / "g.onnx"
+    assert opened.asked == [
+        (
+            CUDA,
+            {"device_id": "3", "arena_extend_strategy": "kSameAsRequested", "use_tf32": "0"},
+        ),
+        "CPUExecutionProvider",
+    ]
+    assert opened.enable_fallback == 0
+    assert (opened.options.enable_mem_pattern, opened.options.log_severity_level) == (False, 4)
+    assert (session._device, session._device_id) == ("cuda", 3)
+    assert capsys.readouterr().out == "", "errors name missing libraries"
+    sessions.cuda_session(tmp_path / "g.onnx", 0, 12345)
+    assert cuda.opened[1].asked[0][1]["gpu_mem_limit"] == "12345"
+
+
+def test_cuda_that_does_not_come_up_is_explained(
+    tmp_path: Path, cuda: type[OnCuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_session() -> None:
+        sessions.cuda_session(tmp_path / "g.onnx", 0, 0)
+
+    loaded: list[str] = []
+    missing: list[str] = []
+
+    def load(name: str, *_: object) -> None:
+        loaded.append(Path(name).name)
+        if loaded[-1] in missing:
+            raise OSError(f"{loaded[-1]}: not found")
+
+    monkeypatch.setattr(sessions.ctypes, "CDLL", load)
+    monkeypatch.setattr(cuda, "providers", ("CPUExecutionProvider",))
+    with pytest.raises(StartupError, match="its driver is missing, or there is no such device"):
+        open_session()
+    assert loaded == [
+        "libonnxruntime_providers_shared.so", "libonnxruntime_providers_cuda.so",
+    ]  # fmt: skip
+    monkeypatch.setattr(cuda, "fails", RuntimeError("no kernel"))
+    with pytest.raises(RuntimeError, match="no kernel"):
+        open_session()
+    missing.append("libonnxruntime_providers_cuda.so")
+    for fails in (RuntimeError("no kernel"), None):
+        monkeypatch.setattr(cuda, "fails", fails)
+        with pytest.raises(
+            StartupError, match=r"CUDA did not come up: libonnxruntime_providers_cuda.so: not found"
+        ):
+            open_session()
+
+
+def test_auto_falls_back_to_the_cpu_and_says_why(
+    bundle: Bundle, cuda: type[OnCuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "providers", ("CPUExecutionProvider",))
+    engine = OnnxEngine(bundle, Device.AUTO)
+    assert engine.device is Device.CPU
+    assert engine.reason.startswith("as asked; CUDA did not come up: ")
+    assert [each.names[0] for each in cuda.opened] == [CUDA, "CPUExecutionProvider"]
+    with pytest.raises(StartupError, match=r"^CUDA did not come up: "):
+        OnnxEngine(bundle, Device.CUDA)
+    engine = OnnxEngine(bundle, Device.CPU)
+    assert (engine.device, engine.reason) == (Device.CPU, "as asked")
+
+
+def test_an_error_on_the_cpu_is_not_tried_again(bundle: Bundle) -> None:
+    (bundle.path / "g.onnx").write_bytes(b"\x08\x0a")
+    with pytest.raises(StartupError, match="its graph does not load") as caught:
+        OnnxEngine(bundle, Device.AUTO)
+    assert ";" not in str(caught.value).partition("its graph")[0]
+
+
+def test_the_device_gets_the_options(
+    bundle: Bundle, cuda: type[OnCuda], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = SessionOptions(device_id=2, gpu_memory_limit=77)
+    monkeypatch.setattr(
+        sessions.DeviceSession, "run", lambda _, wanted, feeds: Scripted().run(wanted, feeds)
+    )
+    for asked in (Device.AUTO, Device.CUDA):
+        engine = OnnxEngine(bundle, asked, options=options)
+        assert engine.device is Device.CUDA
+        assert cuda.opened[-1].asked[0][1]["device_id"] == "2"
+        assert cuda.opened[-1].asked[0][1]["gpu_mem_limit"] == "77"
+
+
+def test_two_builds_of_the_runtime_are_one_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sessions.providers() == ort.get_available_providers()
+    for name in ("onnxruntime", "onnxruntime_gpu"):
+        folder = tmp_path / f"{name}-1.27.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.27.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(StartupError, match="both onnxruntime and onnxruntime-gpu") as caught:
+        sessions.providers()
+    assert f"uninstall both, then: {install_command('cpu')} (or gpu" in str(caught.value)

@@ -1,0 +1,435 @@
+"""Sessions: options, folders, packed weights, and the buffers of a device."""
+
+import ctypes
+import logging
+import os
+import sys
+import types
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+
+from cloze.model_store.processor import int8_instructions, int8_settings
+from cloze.service.engine import pinned
+from cloze.service.engine import session as sessions
+from cloze.service.engine.session import (
+    CpuSession,
+    DeviceSession,
+    cpu_session,
+    is_aligned,
+    temporary_folder,
+)
+from tests.unit.service.engine.test_engine import TABLE, write_graph
+
+
+def test_the_runtime_sends_no_telemetry() -> None:
+    assert os.environ["ORT_DISABLE_TELEMETRY"] == "1"
+
+
+# ---- on a CPU -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> Path:
+    write_graph(tmp_path / "g.onnx")
+    return tmp_path / "g.onnx"
+
+
+FEEDS = {
+    "input_ids": np.array([[1, 2]], np.int32),
+    "token_type_ids": np.zeros((1, 2), np.int32),
+    "embed_sequences": np.array([0], np.int32),
+}
+
+
+@pytest.mark.parametrize(("threads", "spins"), [(1, "0"), (2, "1"), (3, "1")])
+def test_options_of_a_session(graph: Path, threads: int, spins: str) -> None:
+    session: Any = cpu_session(graph, threads)
+    options = session.get_session_options()
+    assert (options.intra_op_num_threads, options.inter_op_num_threads) == (threads, 1)
+    assert options.log_severity_level == 4
+    settings = {
+        "session.intra_op.allow_spinning": spins,
+        "session.force_spinning_stop": "1",
+    } | int8_settings(int8_instructions())
+    assert {name: options.get_session_config_entry(name) for name in settings} == settings
+    assert session.get_providers() == ["CPUExecutionProvider"]
+    assert not session._enable_fallback
+
+
+def test_int8_without_instructions_is_exact(graph: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "int8_instructions", list)
+    options = cpu_session(graph).get_session_options()  # type: ignore[attr-defined]
+    assert options.get_session_config_entry("session.x64quantprecision") == "1"
+
+
+@pytest.mark.parametrize(
+    ("threads", "alone", "twice"), [(1, 0, False), (1, 1, False), (2, 2, False), (1, 2, True)]
+)
+def test_a_second_session_only_for_more_threads(
+    graph: Path, monkeypatch: pytest.MonkeyPatch, threads: int, alone: int, twice: bool
+) -> None:
+    monkeypatch.setattr(sessions, "temporary_folder", lambda: graph.parent)
+    before = sorted(graph.parent.iterdir())
+    session: Any = cpu_session(graph, threads, alone)
+    assert isinstance(session, CpuSession) == twice
+    assert sorted(graph.parent.iterdir()) == before, "its files have no name any more"
+    expected = TABLE[[1, 2]].mean(0)
+    np.testing.assert_allclose(session.run(["embeddings"], FEEDS)[0][0], expected, rtol=1e-5)
+    if twice:
+        each = (session.side_by_side, session.alone)
+        counts = [one.get_session_options().intra_op_num_threads for one in each]
+        assert counts == [threads, alone]
+        np.testing.assert_allclose(
+            session.alone.run(["embeddings"], FEEDS)[0][0], expected, rtol=1e-5
+        )
+
+
+def test_packed_weights_lie_in_a_file_beside_the_graph(
+    graph: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[dict[str, str]] = []
+    original = ort.InferenceSession
+
+    def opened(file: Path, options: Any, **rest: Any) -> Any:
+        assert rest == {"providers": ["CPUExecutionProvider"], "enable_fallback": 0}
+        if options.optimized_model_filepath:
+            written.append(
+                {name: options.get_session_config_entry(name) for name in sessions._PREPARE}
+            )
+            assert Path(options.optimized_model_filepath).parent.parent == graph.parent
+        return original(file, options, **rest)
+
+    monkeypatch.setattr(ort, "InferenceSession", opened)
+    monkeypatch.setattr(sessions, "temporary_folder", lambda: graph.parent)
+    cpu_session(graph, 1, 2)
+    assert written == [
+        {
+            "session.optimized_model_external_initializers_file_name": "weights.bin",
+            "session.optimized_model_external_initializers_min_size_in_bytes": "131072",
+            "session.save_external_prepacked_constant_initializers": "1",
+        }
+    ]
+
+
+def test_without_a_folder_a_lone_request_has_one_core(
+    graph: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sessions, "temporary_folder", lambda: None)
+    with caplog.at_level(logging.INFO, "cloze"):
+        session = cpu_session(graph, 1, 2)
+    assert not isinstance(session, CpuSession)
+    assert "no folder for temporary files is on a disk" in caplog.text
+
+
+def test_a_folder_that_is_not_usable_is_named(
+    graph: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sessions, "temporary_folder", lambda: graph.parent / "gone")
+    session: Any = cpu_session(graph, 2, 3)
+    assert session.get_session_options().intra_op_num_threads == 2
+    assert "a lone request runs on one core: " in caplog.text
+    caplog.clear()
+    graph.write_bytes(b"no graph")
+    monkeypatch.setattr(sessions, "temporary_folder", lambda: graph.parent)
+    with pytest.raises(Exception, match="Protobuf parsing failed"):
+        cpu_session(graph, 1, 2)
+    assert caplog.text == "", "the graph is at fault, not the folder"
+
+
+def test_weights_that_are_not_aligned_are_not_mapped(
+    graph: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert is_aligned(b"no packed weight")
+    assert is_aligned(b"xMatMul+123|0;yGemm+9|64;zGemm+9|128;")
+    assert not is_aligned(b"xMatMul+123|0;yGemm+9|32;zGemm+9|128;")
+    assert not is_aligned(b"xMatMul+123|1;")
+    monkeypatch.setattr(sessions, "temporary_folder", lambda: graph.parent)
+    monkeypatch.setattr(sessions, "PACKED_ALIGNMENT", 64)
+    original = Path.read_bytes
+
+    def read(file: Path) -> bytes:
+        return original(file) + (b"MatMul+1|32;" if file.name == "graph.onnx" else b"")
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert not isinstance(cpu_session(graph, 1, 2), CpuSession)
+    assert "its weights are packed, but not aligned" in caplog.text
+
+
+# ---- folders for temporary files ----------------------------------------------------------------
+
+
+def mounts(folder: Path, *lines: str) -> Path:
+    file = folder / "mounts"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def test_a_folder_on_a_disk_is_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    disk = "overlay / overlay rw 0 0"
+    assert temporary_folder(mounts(tmp_path, disk)) == tmp_path
+    assert temporary_folder(tmp_path / "missing") == tmp_path
+    for kind in ("tmpfs", "ramfs"):
+        listed = mounts(tmp_path, disk, f"{kind} {tmp_path} {kind} rw 0 0")
+        assert temporary_folder(listed) == Path("/var/tmp")
+        listed = mounts(tmp_path, disk, f"{kind} {tmp_path.parent} {kind} rw 0 0")
+        assert temporary_folder(listed) == Path("/var/tmp"), "the nearest mount decides"
+    listed = mounts(tmp_path, "tmpfs / tmpfs rw 0 0", f"ext4 {tmp_path} ext4 rw 0 0")
+    assert temporary_folder(listed) == tmp_path
+    listed = mounts(tmp_path, f"tmpfs {tmp_path} tmpfs rw 0 0", f"x {tmp_path} ext4 rw 0 0")
+    assert temporary_folder(listed) == tmp_path, "the last mount holds"
+    assert temporary_folder(mounts(tmp_path, "tmpfs / tmpfs rw 0 0")) is None
+    listed = mounts(tmp_path, disk, "tmpfs /var/tmp tmpfs rw 0 0")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
+    assert temporary_folder(listed) == Path("/tmp")
+    monkeypatch.delenv("TMPDIR")
+    assert temporary_folder(mounts(tmp_path, disk)) == Path("/var/tmp")
+
+
+def test_a_link_into_memory_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "memory")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "link"))
+    disk = "overlay / overlay rw 0 0"
+    listed = mounts(tmp_path, disk, f"tmpfs {tmp_path / 'memory'} tmpfs rw 0 0")
+    assert temporary_folder(listed) == Path("/var/tmp")
+    listed = mounts(tmp_path, disk, f"tmpfs {tmp_path / 'link'} tmpfs rw 0 0")
+    assert temporary_folder(listed) == tmp_path / "link"
+
+
+# ---- on a device --------------------------------------------------------------------------------
+
+
+class Binding:
+    """The binding of a run: notes where the inputs are."""
+
+    def __init__(self) -> None:
+        self.host: dict[str, Any] = {}
+        self.inputs: dict[str, tuple[Any, ...]] = {}
+        self.outputs: list[tuple[str, str]] = []
+
+    def bind_cpu_input(self, name: str, array: Any) -> None:
+        self.host[name] = array
+
+    def bind_input(self, name: str, *place: Any) -> None:
+        self.inputs[name] = place
+
+    def bind_output(self, name: str, device: str) -> None:
+        self.outputs.append((name, device))
+
+    def copy_outputs_to_cpu(self) -> list[Any]:
+        return [name for name, _ in self.outputs]
+
+
+class Runtime:
+    """A session of onnxruntime that notes what it runs."""
+
+    def __init__(self) -> None:
+        self.bindings: list[Binding] = []
+        self.bytes: list[dict[str, bytes]] = []
+        self.locked: list[bool] = []
+        self.device: DeviceSession
+        self.fails = False
+
+    def io_binding(self) -> Binding:
+        self.bindings.append(Binding())
+        return self.bindings[-1]
+
+    def run_with_iobinding(self, binding: Binding) -> None:
+        self.locked.append(self.device._run_lock.locked())
+        if self.fails:
+            raise RuntimeError("no memory")
+        self.bytes.append(
+            {
+                name: ctypes.string_at(
+                    place[4], int(np.prod(place[3])) * np.dtype(place[2]).itemsize
+                )
+                for name, place in binding.inputs.items()
+            }
+        )
+
+
+@pytest.fixture
+def runtime() -> Runtime:
+    made: Any = Runtime()
+    made.device = DeviceSession(made, "cpu", 5)
+    return made  # type: ignore[no-any-return]
+
+
+def test_inputs_reach_the_device_in_one_buffer(runtime: Runtime) -> None:
+    feeds = {
+        "ids": np.arange(70, dtype=np.int32).reshape(7, 10)[:, ::2],  # not contiguous
+        "top_k": np.array([3]),
+        "none": np.zeros((0, 4), np.float32),
+        "one": np.ones(64, np.float32),
+        "last": np.array([9], np.int64),
+    }
+    assert runtime.device.run(["b", "a"], feeds) == ["b", "a"]
+    (binding,) = runtime.bindings
+    assert binding.outputs == [("b", "cpu"), ("a", "cpu")]
+    assert list(binding.host) == ["top_k"]
+    assert binding.host["top_k"] is feeds["top_k"]
+    addresses = [place[4] for place in binding.inputs.values()]
+    assert [address - addresses[0] for address in addresses] == [0, 256, 512, 768]
+    assert [place[:4] for place in binding.inputs.values()] == [
+        ("cpu", 5, np.int32, [7, 5]), ("cpu", 5, np.float32, [0, 4]),
+        ("cpu", 5, np.float32, [64]), ("cpu", 5, np.int64, [1]),
+    ]  # fmt: skip
+    assert runtime.bytes == [
+        {name: array.tobytes() for name, array in feeds.items() if name != "top_k"}
+    ]
+    assert runtime.locked == [True]
+    assert not runtime.device._run_lock.locked()
+
+
+@pytest.mark.parametrize(
+    ("rows", "size"),
+    [(1, 2**16), (2**16, 2**16), (2**16 + 1, 2**17), (2**17, 2**17), (2**17 + 1, 2**18)],
+)
+def test_buffers_are_used_again_by_size(runtime: Runtime, rows: int, size: int) -> None:
+    for number in range(3):
+        runtime.device.run(["a"], {"x": np.full(rows, number, np.uint8)})
+    assert {key: len(free) for key, free in runtime.device._free.items()} == {size: 1}
+    ((host, device),) = runtime.device._free[size]
+    assert host.nbytes == size
+    assert device.numpy().nbytes == size
+    assert len({binding.inputs["x"][4] for binding in runtime.bindings}) == 1
+    assert [each["x"][0] for each in runtime.bytes] == [0, 1, 2]
+
+
+def test_a_run_that_fails_gives_its_buffers_back(runtime: Runtime) -> None:
+    runtime.fails = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no memory"):
+            runtime.device.run(["a"], {"x": np.ones(5, np.uint8)})
+    assert [len(free) for free in runtime.device._free.values()] == [1]
+    assert not runtime.device._run_lock.locked()
+
+
+def test_only_a_gpu_has_page_locked_memory(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int]] = []
+
+    class Value:
+        @staticmethod
+        def ortvalue_from_numpy(array: Any, device: str, device_id: int) -> Any:
+            return (array.nbytes, device, device_id)
+
+    def locked(size: int, device_id: int) -> Any:
+        asked.append((size, device_id))
+        return np.full(size, 7, np.uint8) if size == 512 else None
+
+    host, _ = runtime.device._make_buffers(512)
+    assert asked == []
+    monkeypatch.setattr(sessions, "page_locked", locked)
+    monkeypatch.setattr(ort, "OrtValue", Value)
+    runtime.device._make_buffers(512)
+    assert asked == []
+    unused: Any = None
+    gpu = DeviceSession(unused, "cuda", 3)
+    host, device = gpu._make_buffers(512)
+    assert host[0] == 7
+    assert device == (512, "cuda", 3)
+    host, _ = gpu._make_buffers(1024)
+    assert host.tolist() == [0] * 1024
+    assert asked == [(512, 3), (1024, 3)]
+
+
+# ---- page-locked memory -------------------------------------------------------------------------
+
+
+class CudaRuntime:
+    """As much of CUDA's runtime as `page_locked` calls, on the host's own memory."""
+
+    def __init__(self, *, device: int = 0, malloc: int = 0, gives: bool = True) -> None:
+        self.device, self.malloc, self.gives = device, malloc, gives
+        self.memory = ctypes.create_string_buffer(64)
+        self.calls: list[str] = []
+
+    def cudaSetDevice(self, device_id: int) -> int:  # noqa: N802
+        self.calls.append(f"device {device_id}")
+        return self.device
+
+    def cudaMallocHost(self, place: Any, size: Any) -> int:  # noqa: N802
+        self.calls.append(f"allocate {size.value}")
+        place._obj.value = ctypes.addressof(self.memory) if self.gives else 0
+        return self.malloc
+
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        self.calls.append("error taken back")
+        return 2
+
+    def cudaFreeHost(self, address: Any) -> int:  # noqa: N802
+        self.calls.append(f"freed {address.value == ctypes.addressof(self.memory)}")
+        return 0
+
+
+def test_page_locked_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = CudaRuntime()
+    monkeypatch.setattr(pinned, "runtime", lambda: cuda)
+    before = set(weakref.finalize._registry)  # type: ignore[attr-defined]
+    array = pinned.page_locked(64, 1)
+    assert array is not None
+    assert (array.dtype, array.shape) == (np.uint8, (64,))
+    array[:] = range(64)
+    assert cuda.memory.raw == bytes(range(64))
+    (finalizer,) = set(weakref.finalize._registry) - before  # type: ignore[attr-defined]
+    assert not finalizer.atexit, "CUDA may have ended before"
+    del array
+    assert cuda.calls == ["device 1", "allocate 64", "freed True"]
+
+
+@pytest.mark.parametrize(
+    ("cuda", "calls"),
+    [
+        (CudaRuntime(device=1), ["device 2"]),
+        (CudaRuntime(malloc=2), ["device 2", "allocate 64"]),
+        (CudaRuntime(gives=False), ["device 2", "allocate 64"]),
+    ],
+)
+def test_a_refusal_leaves_no_error(
+    monkeypatch: pytest.MonkeyPatch, cuda: CudaRuntime, calls: list[str]
+) -> None:
+    monkeypatch.setattr(pinned, "runtime", lambda: cuda)
+    assert pinned.page_locked(64, 2) is None
+    assert cuda.calls == [*calls, "error taken back"]
+
+
+@pytest.fixture
+def no_cache() -> Iterator[None]:
+    pinned.runtime.cache_clear()
+    yield
+    pinned.runtime.cache_clear()
+
+
+@pytest.mark.usefixtures("no_cache")
+def test_the_library_is_that_of_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    def load(name: str) -> Any:
+        loaded.append(name)
+        if len(loaded) == 1:
+            raise OSError
+        return f"library {name}"
+
+    monkeypatch.setattr(pinned.ctypes, "CDLL", load)
+    module: Any = types.ModuleType("build")
+    monkeypatch.setitem(sys.modules, "onnxruntime.capi.build_and_package_info", module)
+    assert pinned.runtime() is None, "a build for CPUs"
+    assert loaded == []
+    pinned.runtime.cache_clear()
+    module.cuda_version = "12.8"
+    assert pinned.runtime() is None
+    pinned.runtime.cache_clear()
+    assert pinned.runtime() == "library libcudart.so.12"
+    assert pinned.runtime() == "library libcudart.so.12"
+    assert loaded == ["libcudart.so.12"] * 2
+    monkeypatch.setattr(pinned, "runtime", lambda: None)
+    assert pinned.page_locked(64, 0) is None

@@ -1,0 +1,488 @@
+"""An engine process: its front ends, its answers, its figures, and its end."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloze.model_store import Bundle
+from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.core import (
+    BatchFill,
+    BatchReport,
+    BatchResult,
+    EngineFailed,
+    ExpectedWait,
+    Overloaded,
+    Rejection,
+    StartupError,
+)
+from cloze.service.fake_engine import FakeEngine
+from cloze.service.metrics import Metrics
+from cloze.service.metrics.families import model_labels
+from cloze.service.processes import engine_process, frames
+from cloze.service.processes.channel import MAX_UNSENT_BYTES
+from cloze.service.processes.engine_process import (
+    BatchObserver,
+    EngineServer,
+    FrontEndChannel,
+    _exit_soon,
+)
+from cloze.service.processes.remote import EngineLink, RemoteQueue
+from cloze.service.processes.start import ChildConfig
+from cloze.service.served_models import ServedModel
+from cloze.service.settings import Settings
+from tests import encodings
+from tests.test_tracing import collecting
+from tests.unit.service.processes.forked import Fork, forked, publish
+from tests.unit.service.tasks.model import manifest
+
+LIMITS = SchedulerLimits(
+    workers=1, max_batch_tokens=100, max_queue_tokens=1000, stall_timeout_s=60.0
+)
+
+
+class Queue(Scheduler):
+    """A scheduler that notes what is submitted, and reports a wait that a test sets.
+
+    Attributes:
+        terms: of each request.
+        failure: raised instead of the next admissions.
+        asked: what the expected wait was asked for.
+    """
+
+    def __init__(self, engine: FakeEngine) -> None:
+        self.terms: list[dict[str, Any]] = []
+        self.failure: Exception | None = None
+        self.asked: list[tuple[Any, ...]] = []
+        super().__init__(engine, LIMITS)
+
+    def submit(self, encodings: Any, deadline: float, **terms: Any) -> Future[BatchResult]:
+        self.terms.append({"deadline": deadline, **terms})
+        if self.failure is not None:
+            raise self.failure
+        return super().submit(encodings, deadline, **terms)
+
+    def expected_wait(self, *asked: Any, **further: Any) -> ExpectedWait:
+        self.asked.append((*asked, *further.items()))
+        return ExpectedWait(2.5, 0.5)
+
+    @property
+    def backlog_s(self) -> float:
+        return 1.5
+
+
+class Wire:
+    """The transport of a front end: decodes what the engine process sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def writelines(self, parts: list[bytes]) -> None:
+        length, message = parts
+        assert struct.unpack("=I", length) == (len(message),)
+        self.sent.append(frames.decode_answer(message))
+
+
+class Process:
+    """The parts of an engine process of two models, in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.engine = FakeEngine()
+        self.queues = [Queue(self.engine), Queue(FakeEngine())]
+        self.metrics = Metrics(["tiny@3", "other@1"], shared=True)
+        bundles = [Bundle(manifest(), folder), Bundle(manifest(name="other", version=1), folder)]
+        models = [
+            ServedModel(bundle, queue, lambda precision=precision: precision)  # type: ignore[misc]
+            for bundle, queue, precision in zip(bundles, self.queues, ("int8", "fp32"), strict=True)
+        ]
+        self.server = EngineServer(models, self.metrics)
+        self.wire = Wire()
+        self.channel = self.connect(self.wire)
+
+    def connect(self, wire: Any) -> FrontEndChannel:
+        channel = FrontEndChannel(self.server, MAX_UNSENT_BYTES)
+        channel.connection_made(wire)
+        return channel
+
+    def receive(self, message: Any) -> None:
+        is_run = isinstance(message, frames.Run)
+        encoded = frames.encode_run(message) if is_run else frames.encode(message)
+        self.channel.received(memoryview(encoded))
+
+    async def answers(self, count: int = 1) -> list[Any]:
+        """Return the answers after the greeting, when there are so many."""
+        async with asyncio.timeout(20):
+            while len(self.wire.sent) < 1 + count:
+                await asyncio.sleep(0.001)
+        return self.wire.sent[1:]
+
+    def waiting(self, name: str = "tiny@3") -> tuple[float, float]:
+        gauges: Any = self.metrics._gauges
+        labels = model_labels(name)
+        each = (gauges.queue_tokens, gauges.backlog)
+        tokens, backlog = (gauge.labels(*labels)._value.get() for gauge in each)
+        return tokens, backlog
+
+    def close(self) -> None:
+        self.engine.gate.set()
+        for queue in self.queues:
+            queue.close()
+
+
+def run(number: int = 7, tokens: int = 3, **terms: Any) -> frames.Run:
+    fields = {"deadline": time.monotonic() + 60, "model": 0, "accepted": False} | terms
+    batch = [encodings.encoding([1] * tokens, embed=True)]
+    return frames.Run(number=number, encodings=batch, **fields)
+
+
+@pytest.fixture
+def on_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[Process], Awaitable[None]]], None]:
+    """Return what runs a test on an event loop, with a process."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+
+    def on_loop(test: Callable[[Process], Awaitable[None]]) -> None:
+        async def main() -> None:
+            process = Process(tmp_path)
+            try:
+                await test(process)
+            finally:
+                process.close()
+
+        asyncio.run(main())
+
+    return on_loop
+
+
+OnLoop = Callable[[Callable[[Process], Awaitable[None]]], None]
+
+
+def test_a_greeting_comes_first_and_then_answers(on_loop: OnLoop) -> None:
+    async def test(process: Process) -> None:
+        deadline = time.monotonic() + 60
+        terms = {"client": "someone", "timeout_s": 4.5, "accepted": True, "trace": "00-1"}
+        process.receive(run(deadline=deadline, returning=True, later_round=True, **terms))
+        (answer,) = await process.answers()
+        greeting = process.wire.sent[0]
+        assert [(model.reference, model.precision) for model in greeting.models] == [
+            ("tiny@3", "int8"), ("other@1", "fp32"),
+        ]  # fmt: skip
+        assert process.queues[0].terms == [
+            {"deadline": deadline, "returning": True, "later_round": True, **terms}
+        ]
+        assert answer.number == 7
+        assert answer.outcome.outputs[0]["embedding"].embedding.tolist() == [3.0]
+        assert answer.wait == ExpectedWait(2.5, 0.5)
+        assert process.queues[0].asked == [("someone", 3, 4.5)]
+        process.receive(run(8, model=1))
+        await process.answers(2)
+        assert len(process.queues[1].terms) == 1
+        assert process.channel._pending == {}
+
+    on_loop(test)
+
+
+def test_a_refusal_is_answered(on_loop: OnLoop) -> None:
+    async def test(process: Process) -> None:
+        process.queues[0].failure = Overloaded("full", 3.0, Rejection.QUEUE_FULL)
+        process.receive(run(9, tokens=5))
+        (answer,) = await process.answers()
+        assert (answer.number, str(answer.outcome)) == (9, "full")
+        assert (answer.outcome.retry_after_s, answer.outcome.reason) == (3.0, Rejection.QUEUE_FULL)
+        assert answer.wait == ExpectedWait(2.5, 0.5)
+        assert process.queues[0].asked == [("", 5, None)]
+        assert process.channel._pending == {}
+
+    on_loop(test)
+
+
+def test_a_cancelled_request_is_dropped(on_loop: OnLoop) -> None:
+    async def test(process: Process) -> None:
+        process.engine.gate.clear()
+        process.receive(run(1))
+        process.engine.entered.wait(20)
+        process.receive(run(2))
+        process.receive(run(3))
+        assert process.waiting() == (6, 1.5)
+        process.receive(frames.Cancel(2))
+        process.receive(frames.Cancel(99))
+        assert process.queues[0].queued_tokens == 3
+        assert process.waiting() == (3, 1.5)
+        process.engine.gate.set()
+        answers = await process.answers(2)
+        assert [answer.number for answer in answers] == [1, 3]
+        assert process.channel._pending == {}
+        assert process.waiting() == (0, 1.5)
+        assert process.waiting("other@1") == (0, 0)
+
+    on_loop(test)
+
+
+def test_an_error_of_the_engine_is_answered(on_loop: OnLoop) -> None:
+    async def test(process: Process) -> None:
+        process.engine.poison = lambda _: True
+        process.receive(run(1))
+        (answer,) = await process.answers()
+        assert type(answer.outcome) is EngineFailed
+        assert str(answer.outcome) == "the engine cannot run this input (RuntimeError)"
+        process.engine.gate.clear()
+        process.engine.poison = lambda _: False
+        process.engine.entered.clear()
+        process.receive(run(2))
+        process.engine.entered.wait(20)
+        process.channel._pending[2].set_exception(KeyError("x"))
+        _, answer = await process.answers(2)
+        assert type(answer.outcome) is EngineFailed
+        assert str(answer.outcome) == "the engine process failed (KeyError)"
+
+    on_loop(test)
+
+
+def test_a_front_end_that_leaves_cancels_its_requests_only(on_loop: OnLoop) -> None:
+    async def test(process: Process) -> None:
+        process.engine.gate.clear()
+        other: Any = Wire()
+        channel = process.connect(other)
+        process.receive(run(1))
+        process.engine.entered.wait(20)
+        process.receive(run(2))
+        channel.received(memoryview(frames.encode_run(run(1, tokens=5))))
+        assert process.queues[0].queued_tokens == 8
+        process.channel.lost()
+        assert process.queues[0].queued_tokens == 5
+        process.engine.gate.set()
+        async with asyncio.timeout(20):
+            while len(other.sent) < 2 or process.channel._pending:
+                await asyncio.sleep(0.001)
+        assert len(process.wire.sent) == 1
+        assert process.server._channels == {channel}
+
+    on_loop(test)
+
+
+def test_a_process_serves_until_its_last_front_end_has_left(
+    on_loop: OnLoop, tmp_path: Path
+) -> None:
+    async def test(process: Process) -> None:
+        gauges: Any = process.metrics._gauges
+        gauges.queue_tokens.labels(*model_labels("other@1")).set(77)
+        path = tmp_path / "e.sock"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen()
+            serving = asyncio.ensure_future(process.server.serve(listener))
+            _, writer = await asyncio.open_unix_connection(path)
+            async with asyncio.timeout(20):
+                while len(process.server._channels) < 2:
+                    await asyncio.sleep(0.001)
+            assert process.waiting("other@1") == (0, 1.5)
+            process.server.stop()
+            process.channel.lost()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not serving.done()
+            writer.close()
+            async with asyncio.timeout(20):
+                await serving
+            assert listener.fileno() == -1
+
+    on_loop(test)
+
+
+def test_a_batch_is_recorded_with_the_queue_that_it_leaves(on_loop: OnLoop) -> None:
+    async def test(process: Process) -> None:
+        observer = BatchObserver(process.metrics)
+        assert observer.queues == {}
+        observer.queues = {"tiny@3": process.queues[0]}
+        observer.on_batch("tiny@3", BatchReport(2, 30, 0.5, BatchFill.TOKENS))
+        series = process.metrics._models["tiny@3"]
+        assert series.batches[BatchFill.TOKENS]._value.get() == 1
+        assert series.tokens._value.get() == 30
+        assert process.waiting() == (0, 1.5)
+
+    on_loop(test)
+
+
+# ---- the whole process --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    return tmp_path / "engine-0.sock"
+
+
+def engine_fork(path: Path, make_engine: Any, *, listener: socket.socket, **settings: Any) -> Any:
+    """Return a context manager of an engine process in a fork, and its pipe of reports."""
+    reader, writer = os.pipe()
+    config = ChildConfig(
+        "engine-0",
+        (path,),
+        writer,
+        (listener.fileno(),),
+        3,
+        os.getpid(),
+        Settings(model_store=path.parent / "store", **settings),
+    )
+
+    def run() -> int:
+        os.close(reader)
+        sys.argv = ["engine", config.to_argument()]
+        return engine_process.main(make_engine)
+
+    fork = forked(run, path.parent / "output")
+    return fork, reader, writer
+
+
+def test_a_process_answers_until_sigterm(path: Path) -> None:
+    made: list[FakeEngine] = []
+
+    def make_engine(bundle: Bundle, *_: object) -> Any:
+        assert bundle.manifest.reference == "tiny@1"
+        made.append(FakeEngine())
+        return made[0]
+
+    publish(path.parent / "store")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        context, reader, writer = engine_fork(
+            path, make_engine, listener=listener, log_format="json"
+        )
+        with context as fork:
+            os.close(writer)
+            assert os.read(reader, 1) == b"1"
+            asyncio.run(asked(path, fork))
+            assert fork.code() == 0, fork.log
+            assert os.read(reader, 100).strip(b"1") == b""
+            assert os.read(reader, 100) == b""
+        os.close(reader)
+    lines = [json.loads(line) for line in (path.parent / "output").read_text().splitlines()]
+    assert any("serving tiny@1" in json.dumps(line) for line in lines)
+    assert list(path.parent.glob("*_engine-0.db")), "the metrics have the name of the process"
+
+
+async def asked(path: Path, fork: Fork) -> None:
+    """Ask an engine process, let it end, and ask again before it has."""
+    up = asyncio.Event()
+    link = EngineLink(path, ["tiny@1"], up)
+    queue = RemoteQueue([link], 0)
+    connecting = asyncio.ensure_future(link.run())
+    async with asyncio.timeout(20):
+        await up.wait()
+        assert queue.precision() == "fp32"
+        for number in (1, 2):
+            batch = [encodings.encoding([number] * 4, embed=True)]
+            future = queue.submit(batch, time.monotonic() + 60)
+            result = await asyncio.wrap_future(future)
+            assert result.outputs[0]["embedding"].embedding.tolist() == [4.0 * number]
+            fork.send(signal.SIGTERM)
+        connecting.cancel()
+        await asyncio.gather(connecting, return_exceptions=True)
+
+
+def test_a_process_sends_its_last_spans(path: Path) -> None:
+    publish(path.parent / "store")
+    with collecting() as (collector, url), socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        context, reader, writer = engine_fork(
+            path, lambda *_: FakeEngine(), listener=listener, traces_endpoint=url
+        )
+        with context as fork:
+            os.close(writer)
+            with socket.socket(socket.AF_UNIX) as front_end:
+                front_end.connect(str(path))
+                message = frames.encode_run(run(trace=f"00-{'a' * 32}-{'b' * 16}-01"))
+                front_end.sendall(struct.pack("=I", len(message)) + message)
+                received = b""
+                while b"embedding" not in received:
+                    received += front_end.recv(10_000)
+                fork.send(signal.SIGTERM)
+            assert fork.code() == 0, fork.log
+        os.close(reader)
+        assert len(collector.spans) == 1
+
+
+def test_a_process_that_cannot_start_says_why(path: Path) -> None:
+    def make_engine(*_: object) -> Any:
+        raise StartupError("no such device")
+
+    publish(path.parent / "store")
+    with socket.socket(socket.AF_UNIX) as listener:
+        context, reader, writer = engine_fork(path, make_engine, listener=listener)
+        with context as fork:
+            os.close(writer)
+            assert fork.code() == 2
+            assert "cloze: no such device" in fork.log
+            assert os.read(reader, 1) == b""
+        os.close(reader)
+
+
+def test_a_process_whose_engine_is_dead_ends(path: Path) -> None:
+    def make_engine(*_: object) -> Any:
+        engine = FakeEngine(lambda _: True)
+        engine.broken = True
+        return engine
+
+    publish(path.parent / "store")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        context, reader, writer = engine_fork(path, make_engine, listener=listener)
+        with context as fork:
+            os.close(writer)
+            with socket.socket(socket.AF_UNIX) as front_end:
+                front_end.connect(str(path))
+                message = frames.encode_run(run())
+                front_end.sendall(struct.pack("=I", len(message)) + message)
+                received = b""
+                while b"cannot run this input" not in received:  # answered before the end
+                    received += front_end.recv(10_000)
+                assert fork.code() == 1
+        os.close(reader)
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_dead_engine_ends_its_process_though_the_loop_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.setattr(engine_process, "_LONGEST_EXIT_S", 0.3 if hangs else 100.0)
+    monkeypatch.setattr(engine_process, "_SENDING_S", 100.0 if hangs else 0.1)
+
+    async def main() -> None:
+        thread = threading.Thread(target=_exit_soon, args=[asyncio.get_running_loop()])
+        thread.start()
+        if hangs:
+            threading.Event().wait(15)
+        await asyncio.sleep(15)
+
+    def run() -> int:
+        asyncio.run(main())
+        return 7
+
+    with forked(run, tmp_path / "output") as fork:
+        assert fork.code() == 1
+
+
+def test_answers_are_sent_before_a_dead_process_ends() -> None:
+    assert 0 < engine_process._SENDING_S < engine_process._LONGEST_EXIT_S <= 1

@@ -164,7 +164,7 @@ def test_masked_words_are_learnt(trained: Path, stories: Path, kind: Kind, tmp_p
     subject = open_subject(str(trained), Store(Path()), CPU)
     data = EvaluationData([stories], [], [], held_out=0.1, sequences=60, tokens=32)
     figures = evaluate(subject, data, tmp_path, quietly)
-    assert figures["fill_mask_whole_word_top1"] > 0.3
+    assert figures["fill_mask_whole_word_top1"] > 0.2
     if kind.sentence is SentenceObjective.NSP:
         assert figures["nsp_accuracy"] > 0.6
 

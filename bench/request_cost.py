@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +134,13 @@ async def main(*, profile: bool) -> None:
             )
         )
         keys_file.chmod(0o600)
-        async with AsyncExitStack() as stack:
+        with ExitStack() as stack:
             apps = []
             for keys in (None, keys_file):
                 settings = Settings(model=("cloze-bert",), workers=2, keys_file=keys)
-                apps.append(single_process(settings, Instant).api())
-                await stack.enter_async_context(apps[-1].router.lifespan_context(apps[-1]))
+                apps.append(single_process(settings, Instant))
+                stack.callback(apps[-1].close)
+                apps[-1].begin()
             plain_us, keys_us = (seconds * 1e6 for seconds in await _fastest_rounds_s(apps))
             print(f"{plain_us:.0f} us per request on the event loop's thread")
             print(f"{keys_us:.0f} us with {len(KEYS)} keys, {keys_us / plain_us - 1:+.1%}")

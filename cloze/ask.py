@@ -252,7 +252,8 @@ async def _in_process() -> AsyncIterator["AsyncClient"]:
     except StartupError as error:
         fail(str(error), code=2)
     try:
-        transport = httpx.ASGITransport(service.api())
+        service.begin()
+        transport = httpx.ASGITransport(service)
         async with AsyncClient("http://localhost", retries=0, transport=transport) as client:
             yield client
     finally:

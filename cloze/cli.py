@@ -262,13 +262,18 @@ def serve(**flags: Any) -> None:
     """
     try:
         from cloze.service.core import StartupError
-        from cloze.service.serve import serve as serve_forever
+        from cloze.service.server import serve_in_one_process
         from cloze.service.settings import load_settings
     except ModuleNotFoundError as error:
         fail(f"serve needs {error.name}, which is not installed", code=2)
     try:
         settings = load_settings({**flags, **{name: flags[name] or None for name in _REPEATED}})
         models = bundles_to_serve(settings, _report)
-        sys.exit(serve_forever(settings.model_copy(update={"model": models})))
+        settings = settings.model_copy(update={"model": models})
+        if settings.frontends or settings.gpus > 1:
+            from cloze.service.processes.supervisor import supervise  # which needs msgspec
+
+            sys.exit(supervise(settings))
+        sys.exit(serve_in_one_process(settings))
     except (StartupError, SourceError) as error:
         fail(str(error), code=2)

@@ -1,7 +1,7 @@
-"""Work on threads that ends soon after nobody waits for it any more.
+"""Runs functions on threads, and ends them early when nobody waits for their results.
 
-A thread cannot be cancelled. Long work asks between its parts whether its request has ended, by its
-deadline or because the client has gone.
+A thread cannot be cancelled. A long function therefore calls `check_awaited` between its parts: its
+request may have timed out, or the client may have closed the connection.
 """
 
 import asyncio

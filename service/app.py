@@ -1,35 +1,42 @@
-"""Composes the service: models, pipelines, metrics and the HTTP application.
+"""Composes the service.
 
-`single_process` runs the engines in this process; `front_end` connects to engines in other
-processes. `Service.reopened` serves what the store holds by then, with the engines that stay.
+`Service` holds what lives as long as the process. `Snapshot` holds what a reload replaces.
 """
 
 import asyncio
+import ctypes
+import gc
 import logging
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final
 
-from fastapi import FastAPI
-from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cloze.model_store import Bundle
-from cloze.service.application import create_app
+from cloze.service.application import PAGES, Snapshot, create_app, protected
 from cloze.service.batching.promises import Promises
-from cloze.service.core import Changes, Reload, ReloadRefused
-from cloze.service.http.access import AccessControl, accepted_hosts
-from cloze.service.http.access_log import AccessLog
+from cloze.service.core import (
+    BUSY,
+    Changes,
+    EngineDead,
+    Reload,
+    ReloadRefused,
+    ServiceError,
+    ShuttingDown,
+    StartupError,
+)
 from cloze.service.http.answers import Answers
 from cloze.service.http.caller import Callers
+from cloze.service.http.connection import Connection, DirectRoutes
+from cloze.service.http.errors import STATUSES_FROM_ZERO
 from cloze.service.http.gate import Gate, GateLimits
-from cloze.service.http.keys import Keys, Scope
+from cloze.service.http.keys import Keys
 from cloze.service.http.memory_limit import MemoryLimit
-from cloze.service.http.page import docs_paths, part_handlers
 from cloze.service.http.starts import Starts
 from cloze.service.http.watch import RequestWatch
+from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics, ModelInfo, QueueState
 from cloze.service.pipeline import Models, Pipeline, task_limits
 from cloze.service.protocols import (
@@ -45,16 +52,20 @@ from cloze.service.served_models import (
     EngineFactory,
     LocalModels,
     ServedModel,
+    close_models,
     open_bundles,
 )
 from cloze.service.settings import Settings
+from cloze.service.sockets import Certificate
 from cloze.service.tasks import TASKS, Task
 from cloze.service.tracing import Tracing, make_tracing, with_spans
 
-_JOIN_TIMEOUT_S = 5.0
-"""Longest wait in `Service.close` for the threads of all models.
+log = logging.getLogger("cloze")
 
-Threads that still run after this time are abandoned.
+_COLLECT_AFTER_S = 1.0
+"""Time after which the last connections of an old snapshot are gone, which refer to it in cycles.
+
+A full collection is short, since `server` has frozen most other objects.
 """
 
 
@@ -66,15 +77,7 @@ class Registries:
     protocols: Sequence[WireProtocol]
 
 
-DEFAULT_REGISTRIES = Registries(TASKS, PROTOCOLS)
-
-
-class RemoteEngines(Protocol):
-    """A front end's connections to engines in other processes."""
-
-    def models(self, bundles: Sequence[Bundle]) -> list[ServedModel]:
-        """Return the served models, in the order of their bundles."""
-        ...
+DEFAULT_REGISTRIES: Final = Registries(TASKS, PROTOCOLS)
 
 
 def single_process(
@@ -90,312 +93,374 @@ def single_process(
         registries: the tasks and protocols to offer.
 
     Raises:
-        StartupError: the store is empty, a bundle does not open, or the device is missing.
+        StartupError: the store is empty, a bundle does not open, or the device is missing; or the
+            keys or the certificate cannot be read.
     """
     bundles = open_bundles(settings)
+    # An error of the operator is found before the models take their time.
+    Certificate(settings.tls_certificate, settings.tls_key).check()
+    if settings.keys_file is not None:
+        Keys(settings.keys_file)
     metrics = Metrics()
     tracing = make_tracing(settings, operations.QUIET_ROUTES)
     callbacks = EngineCallbacks(with_spans(metrics.observe_batch, tracing))
     opener = LocalModels(settings, callbacks, make_engine)
-    return Service(Process(settings, metrics, registries, opener, tracing), opener.open(bundles))
+    models = opener.open(bundles)
+    try:
+        return Service(settings, registries, metrics, models, opener=opener, tracing=tracing)
+    except BaseException:
+        close_models(models)
+        raise
 
 
-def front_end(settings: Settings, engines: RemoteEngines) -> "Service":
+def front_end(settings: Settings, models: Sequence[ServedModel]) -> "Service":
     """Return a service whose engines run in other processes, which a supervisor restarts.
 
     Args:
         settings: the operator's settings.
-        engines: the connections to the engine processes.
+        models: the served models, in the order of preference.
 
     Raises:
-        StartupError: the store is empty, or a bundle does not open.
+        StartupError: the keys or a tokenizer cannot be read.
     """
-    bundles = open_bundles(settings)
     tracing = make_tracing(settings, operations.QUIET_ROUTES)
-    process = Process(settings, Metrics(shared=True), DEFAULT_REGISTRIES, None, tracing)
-    return Service(process, engines.models(bundles))
+    return Service(settings, DEFAULT_REGISTRIES, Metrics(shared=True), models, tracing=tracing)
 
 
-class Process:
-    """The parts of a process that stay when it serves other models.
+class Service:
+    """An ASGI application, and the parts of its process that a reload keeps.
+
+    A request ends with the snapshot that it began with, so no answer mixes two. A reload closes the
+    models that only the old snapshot has after the last request of that snapshot. No other reload
+    begins before: at most two snapshots are in memory.
+
+    `begin` must come before the first request; an ASGI server calls it by the lifespan protocol.
 
     Args:
         settings: the operator's settings.
-        metrics: the metrics of this process, or of all processes of a server.
         registries: the tasks and protocols to offer.
+        metrics: the metrics of this process, or of all processes of a server.
+        models: the served models, in the order of preference.
         opener: opens engines in this process; None: other processes have the engines.
         tracing: makes the spans of requests; None: there are none.
 
     Attributes:
-        reload: does what an operator asks for by ``POST /admin/reload``; None: nothing can.
+        snapshot: answers new requests.
+        answers: the answers that clients have not read.
+        starts: the requests that are admitted and have not started.
+        certificate: the server's certificate, which a reload reads again.
+        draining: whether the service refuses new requests.
+        reload_elsewhere: reloads a service whose engines are in other processes.
+
+    Raises:
+        StartupError: the keys or a tokenizer cannot be read, or a setting does not fit the models.
     """
 
     def __init__(
         self,
         settings: Settings,
-        metrics: Metrics,
         registries: Registries,
-        opener: LocalModels | None,
+        metrics: Metrics,
+        models: Sequence[ServedModel],
+        *,
+        opener: LocalModels | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        self.settings, self.metrics = settings, metrics
-        self.registries, self.opener, self.tracing = registries, opener, tracing
+        self._settings, self._registries, self._metrics = settings, registries, metrics
+        self._opener, self._tracing = opener, tracing
         keys = Keys(settings.keys_file) if settings.keys_file else None
-        self.callers = Callers(settings.trusted_proxies, keys)
-        self.access_log = AccessLog(
+        self._callers = Callers(settings.trusted_proxies, keys)
+        self._access_log = AccessLog(
             settings.log_format,
             logging.getLevelName(settings.log_level.upper()),
             settings.access_log_share,
             operations.QUIET_ROUTES,
         )
-        wait_s = settings.max_queue_wait_ms / 1000
-        self.bodies = MemoryLimit("bodies", settings.max_bodies_bytes, wait_s)
         self.answers = Answers(settings.max_answers_bytes)
+        wait_s = settings.max_queue_wait_ms / 1000
+        self._watch = RequestWatch(
+            settings.request_timeout_ms / 1000,
+            settings.max_timeout_s,
+            self._callers,
+            MemoryLimit("bodies", settings.max_bodies_bytes, wait_s),
+            self.answers,
+        )
         self.starts = Starts()
-        self.promises = Promises()
-        self.reload: Reload | None = None
+        self._promises = Promises()
+        self._responder = ErrorResponder(registries.protocols)
+        self.certificate = Certificate(settings.tls_certificate, settings.tls_key)
+        self.draining = False
+        self.reload_elsewhere: Reload | None = None
+        self._alone = asyncio.Event()  # unset from the begin of a reload to the old snapshot's end
+        self._alone.set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.snapshot = self._make_snapshot(models)
 
+    # ---- the snapshot ---------------------------------------------------------------------------
 
-class Service:
-    """The served models and the state of one process that answers HTTP.
-
-    Args:
-        process: the parts of the process that do not depend on the models.
-        models: the served models, in the order of preference.
-    """
-
-    def __init__(self, process: Process, models: Sequence[ServedModel]) -> None:
-        self._process = process
-        self._settings, self._registries = process.settings, process.registries
-        self._draining = False
-        pipelines = [
-            Pipeline(model, task_limits(self._settings, model.bundle.manifest), process.promises)
-            for model in models
-        ]
-        tasks = self._registries.tasks.values()
-        self.models = Models(pipelines, tasks, self._settings.default_models())
-        self._context = self._protocol_context(process.callers)
-        self._routes = [r for p in self._registries.protocols for r in p.routes(self._context)]
-        self.gate = self._make_gate(process.callers)
-
-    def _protocol_context(self, callers: Callers) -> ProtocolContext:
-        settings = self._settings
-        timeout_s, most_s = settings.request_timeout_ms / 1000, settings.max_timeout_s
-        return ProtocolContext(
-            self._registries.tasks,
-            self.models,
-            self._process.metrics,
-            self,
-            ApiLimits.of(settings),
-            RequestWatch(timeout_s, most_s, callers, self._process.bodies, self._process.answers),
-        )
-
-    def _make_gate(self, callers: Callers) -> Gate:
-        """Return the gate of the routes that run models."""
-        routes = {r.path: r.models for r in self._routes if r.models is not None}
-        limits = GateLimits(self._settings.max_queue_wait_ms / 1000, self._settings.max_timeout_s)
-        error_bytes = ErrorResponder(self._registries.protocols).body
-        process = self._process
-        return Gate(
-            routes,
-            error_bytes,
-            limits,
-            process.starts,
-            process.promises,
-            callers,
-            process.metrics,
-            process.access_log,
-        )
-
-    # ---- reload ---------------------------------------------------------------------------------
-
-    @property
-    def reopens(self) -> bool:
-        """Whether `reopened` can open engines in this process."""
-        return self._process.opener is not None
-
-    def on_reload(self, reload: Reload) -> None:
-        """Set what `reload` does, for this service and for those that replace it."""
-        self._process.reload = reload
-
-    async def reload(self) -> Changes:
-        """Serve what the store, the keys and the certificate hold now.
+    def _make_snapshot(self, served: Sequence[ServedModel]) -> Snapshot:
+        """Return a snapshot, and change nothing else.
 
         Raises:
-            ReloadRefused: that cannot be served; what was served before is served on.
+            StartupError: a tokenizer cannot be read, or a setting does not fit the models.
         """
-        if self._process.reload is None:
-            raise ReloadRefused("this server cannot reload")
-        return await self._process.reload()
+        settings, registries = self._settings, self._registries
+        models = Models(
+            [
+                Pipeline(model, task_limits(settings, model.bundle.manifest), self._promises)
+                for model in served
+            ],
+            registries.tasks.values(),
+            settings.default_models(),
+        )
+        context = ProtocolContext(
+            registries.tasks, models, self._metrics, self, ApiLimits.of(settings), self._watch
+        )
+        routes = [route for protocol in registries.protocols for route in protocol.routes(context)]
+        gate = Gate(
+            routes={route.path: route.models for route in routes if route.models is not None},
+            error_bytes=self._responder.body,
+            limits=GateLimits(settings.max_queue_wait_ms / 1000, settings.max_timeout_s),
+            starts=self.starts,
+            promises=self._promises,
+            callers=self._callers,
+            metrics=self._metrics,
+            access_log=self._access_log,
+        )
+        respond = self._responder.respond
+        direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
+        app: ASGIApp = DirectRoutes(create_app(routes, respond), direct, respond)
+        app = Connection(
+            protected(app, settings, self._callers, respond),
+            known_routes=(*PAGES, *(route.path for route in routes)),
+            respond=respond,
+            metrics=self._metrics,
+            access_log=self._access_log,
+            answers=self.answers,
+            tracing=self._tracing,
+        )
+        return Snapshot(models, gate, app, routes)
 
-    def reopened(self) -> "Service":
-        """Return a service of what the store and the keys hold now, with the engines that stay.
+    def _add_series(self, snapshot: Snapshot) -> None:
+        """Create the metric series of a snapshot's models and routes, which start from zero."""
+        self._metrics.add_models(snapshot.by_name)
+        for route in snapshot.routes:
+            references = [model.reference for model in route.models or ()]
+            self._metrics.create_request_series(route.path, references, STATUSES_FROM_ZERO)
 
-        This service keeps answering, and the metrics stay its own until the other one's `api` is
-        called. `close_unused` ends what the other one does not use.
+    # ---- requests -------------------------------------------------------------------------------
 
-        Raises:
-            StartupError: the keys cannot be read, or a bundle or an engine does not open.
-        """
-        process = self._process
-        assert process.opener is not None
-        bundles = open_bundles(self._settings)
-        running = [pipeline.model for pipeline in self.models.pipelines]
-        models = process.opener.open(bundles, running)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one ASGI connection with the snapshot that answers now."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        snapshot = self.snapshot
+        snapshot.running += 1
         try:
-            reopened = Service(process, models)
-            if process.callers.keys is not None:
-                process.callers.keys.reload()  # last, since the keys are replaced at once
-        except BaseException:
-            for model in models:
-                if all(model is not other for other in running):
-                    model.queue.close()
-            raise
-        return reopened
+            await snapshot.app(scope, receive, send)
+        finally:
+            snapshot.running -= 1
+            if snapshot is not self.snapshot and not snapshot.running:
+                self._end(snapshot)
 
-    def changes(self, other: "Service") -> Changes:
-        """Return how the models of another service differ from those of this one."""
-        return Changes.between(self._by_name(), other._by_name())
+    def refusal(self, scope: Scope) -> bytes | None:
+        """Return the response that refuses a request; see `Gate.refusal`."""
+        return self.snapshot.gate.refusal(scope)
 
-    def close_unused(self, other: "Service") -> None:
-        """Close the models that another service does not use, and remove their metric series."""
-        used = {id(model) for model in other._by_name().values()}
-        self._close([p for p in self.models.pipelines if id(p.model) not in used])
-        self._process.metrics.forget_models(self._by_name().keys() - other._by_name().keys())
+    # ---- begin and end --------------------------------------------------------------------------
 
-    def _by_name(self) -> dict[str, ServedModel]:
-        """Return the served models by their full names."""
-        return {pipeline.manifest.reference: pipeline.model for pipeline in self.models.pipelines}
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Begin and end with the server."""
+        await receive()
+        self.begin()
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        # Requests may occupy all threads of the loop's default executor.
+        with ThreadPoolExecutor(1) as executor:
+            await asyncio.get_running_loop().run_in_executor(executor, self.close)
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def begin(self) -> None:
+        """Begin to write the access log and the metrics; call this once, before any request."""
+        self._access_log.begin()
+        self._metrics.watch(self)
+        self._metrics.begin()
+        self._add_series(self.snapshot)
+
+    def drain(self) -> None:
+        """Stop admitting requests; accepted requests are still answered."""
+        self.draining = True
+        for model in self.snapshot.by_name.values():
+            model.queue.drain()
+
+    def close(self) -> None:
+        """Fail pending requests, end all threads, and send the last spans."""
+        self.draining = True
+        close_models(self.snapshot.by_name.values())
+        if self._tracing is not None:
+            self._tracing.close()
 
     # ---- state ----------------------------------------------------------------------------------
 
     @property
-    def answers(self) -> Answers:
-        """The answers of this process that are not read yet."""
-        return self._process.answers
-
-    @property
-    def starts(self) -> Starts:
-        """The requests of this process that have not started."""
-        return self._process.starts
-
-    @property
-    def restarts_engines(self) -> bool:
-        """Whether a supervisor restarts a dead engine."""
-        return self._process.metrics.shared
-
-    @property
     def dead(self) -> str | None:
         """Why an engine is dead; None while all engines run."""
-        reasons = (pipeline.model.queue.dead for pipeline in self.models.pipelines)
+        reasons = (p.model.queue.dead for p in self.snapshot.models.pipelines)
         return next((reason for reason in reasons if reason is not None), None)
 
-    @property
-    def draining(self) -> bool:
-        """Whether the service refuses new requests."""
-        return self._draining
+    def unready(self) -> ServiceError | None:
+        """Return why the process admits no request; None if it admits requests."""
+        if (reason := self.dead) is not None:
+            return EngineDead(f"the engine is dead: {reason}")
+        return ShuttingDown("the server is shutting down") if self.draining else None
 
-    @property
-    def ready(self) -> bool:
-        """Whether the service admits requests."""
-        return not self._draining and self.dead is None
+    def broken(self) -> EngineDead | None:
+        """Return why the process should be restarted; None if it should not.
+
+        A supervisor restarts a dead engine of a front end.
+        """
+        if self._opener is None or (reason := self.dead) is None:
+            return None
+        return EngineDead(f"the engine is dead: {reason}")
 
     def queues(self) -> dict[str, QueueState]:
         """Return the state of the queue of each model, by its full name."""
-        queues = ((p.manifest.reference, p.model.queue) for p in self.models.pipelines)
+        queues = ((name, model.queue) for name, model in self.snapshot.by_name.items())
         return {name: QueueState(queue.queued_tokens, queue.backlog_s) for name, queue in queues}
 
     def model_infos(self) -> list[ModelInfo]:
-        """Return what is constant of each model."""
+        """Return the labels of each served model that never change."""
+        models = self.snapshot.models
         return [
             ModelInfo(
                 pipeline.manifest.reference,
                 {
                     "family": pipeline.manifest.architecture.family,
                     "precision": pipeline.model.precision(),
-                    "tasks": ",".join(self.models.tasks_of(pipeline)),
+                    "tasks": ",".join(models.tasks_of(pipeline)),
                 },
             )
-            for pipeline in self.models.pipelines
+            for pipeline in models.pipelines
         ]
 
-    def api(self) -> FastAPI:
-        """Return the HTTP application; the service closes when the application shuts down.
+    # ---- reload ---------------------------------------------------------------------------------
 
-        From now on, the metrics are those of this service and its models.
+    @property
+    def reopens(self) -> bool:
+        """Whether this process can open engines."""
+        return self._opener is not None
+
+    def reload_soon(self) -> None:
+        """Reload as soon as no other reload is under way; the log has the outcome."""
+
+        async def reload() -> None:
+            if not self._alone.is_set():
+                log.info("a reload waits until the last one has ended")
+                await self._alone.wait()
+            # Of several that waited, the first one began after all had been asked for.
+            with suppress(ReloadRefused, ShuttingDown):
+                await self.reload()
+
+        self._keep(asyncio.create_task(reload()))
+
+    async def reload(self) -> Changes:
+        """Serve what the store, the keys and the certificate hold now.
+
+        Raises:
+            ReloadRefused: that cannot be served, and the snapshot of before stays; or another
+                reload has not ended.
+            ShuttingDown: the server drains.
         """
-        self._process.metrics.add_models(self._by_name())
-        self._process.metrics.watch(self)
-        app = create_app(
-            self._context,
-            self._routes,
-            self._registries.protocols,
-            self._process.access_log,
-            self._protect,
-            self._process.tracing,
-        )
+        if self.reload_elsewhere is not None:
+            return await self.reload_elsewhere()
+        if not self._alone.is_set():
+            raise ReloadRefused(BUSY)
+        self._alone.clear()
+        old = self.snapshot
+        try:
+            new = await self._open_next(old)
+        except BaseException as error:
+            self._alone.set()
+            _return_memory_later()
+            if not isinstance(error, StartupError):
+                raise
+            log.error("nothing was reloaded: %s", error)
+            raise ReloadRefused(f"nothing was reloaded: {error}") from error
+        self._add_series(new)
+        self.snapshot = new
+        if not old.running:
+            self._end(old)
+        changes = Changes.between(old.by_name, new.by_name)
+        log.info("reloaded: %s", changes)
+        return changes
 
-        @asynccontextmanager
-        async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-            yield
-            # Requests may occupy all threads of the loop's default executor.
-            with ThreadPoolExecutor(1) as executor:
-                await asyncio.get_running_loop().run_in_executor(executor, self.close)
+    async def _open_next(self, old: Snapshot) -> Snapshot:
+        """Return the next snapshot, and use the certificate of now; or change nothing.
 
-        app.router.lifespan_context = lifespan
-        return app
+        Raises:
+            StartupError: the certificate, the keys or a bundle cannot be used.
+            ShuttingDown: the server drains.
+        """
+        self.certificate.check()
+        new = await asyncio.to_thread(self._reopened, old)
+        try:
+            if self.draining:
+                raise ShuttingDown("the server is shutting down")
+            self.certificate.use()
+        except BaseException:
+            await asyncio.to_thread(new.close_unused, old)
+            raise
+        return new
 
-    def _protect(self, app: FastAPI) -> None:
-        """Add the checks of keys and hosts, and CORS, if the settings ask for them."""
-        settings = self._settings
-        hosts = accepted_hosts(settings.host, settings.allowed_hosts)
-        callers = self._process.callers
-        if hosts or callers.keys is not None:
-            app.add_middleware(
-                AccessControl,
-                callers=callers,
-                open_routes=frozenset(
-                    {*operations.PROBES, "/", "/openapi.json", *docs_paths(), *part_handlers()}
-                ),
-                scopes=(("/metrics", Scope.METRICS), ("/admin/", Scope.ADMIN)),
-                hosts=hosts,
-                respond=ErrorResponder(self._registries.protocols).respond,
-            )
-        if settings.cors_origins:
-            app.add_middleware(
-                CORSMiddleware,
-                allow_origins=settings.cors_origins,
-                allow_methods=["GET", "POST"],
-                allow_headers=[
-                    "authorization",
-                    "content-type",
-                    "x-request-id",
-                    "x-request-timeout-ms",
-                ],
-                expose_headers=[
-                    "x-request-id",
-                    "x-model",
-                    "x-truncated",
-                    "retry-after",
-                    "retry-after-ms",
-                ],
-            )
+    def _reopened(self, old: Snapshot) -> Snapshot:
+        """Return a snapshot of what the store and the keys hold now, with the engines that stay.
 
-    def drain(self) -> None:
-        """Stop admitting requests; accepted requests are still answered."""
-        self._draining = True
-        for pipeline in self.models.pipelines:
-            pipeline.model.queue.drain()
+        Raises:
+            StartupError: the keys cannot be read, or a bundle or an engine does not open.
+        """
+        assert self._opener is not None
+        running = [*old.by_name.values()]
+        models = self._opener.open(open_bundles(self._settings), running)
+        try:
+            snapshot = self._make_snapshot(models)
+            if self._callers.keys is not None:
+                self._callers.keys.reload()  # last, since the keys are replaced at once
+        except BaseException:
+            close_models(model for model in models if all(model is not other for other in running))
+            raise
+        return snapshot
 
-    def close(self) -> None:
-        """Fail pending requests, end all threads, and send the last spans."""
-        self._draining = True
-        self._close(self.models.pipelines)
-        if self._process.tracing is not None:
-            self._process.tracing.close()
+    def _end(self, old: Snapshot) -> None:
+        """Close the models that only a snapshot without requests uses."""
 
-    @staticmethod
-    def _close(pipelines: Sequence[Pipeline]) -> None:
-        deadline = time.monotonic() + _JOIN_TIMEOUT_S
-        for pipeline in pipelines:
-            pipeline.model.queue.close(max(0.0, deadline - time.monotonic()))
+        def close() -> None:
+            old.close_unused(self.snapshot)
+            self._metrics.forget_models(old.by_name.keys() - self.snapshot.by_name.keys())
+
+        async def end() -> None:
+            try:
+                await asyncio.to_thread(close)
+            finally:
+                self._alone.set()
+                _return_memory_later()
+
+        self._keep(asyncio.create_task(end()))
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        """Keep a task until it ends; the event loop alone would not."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _return_memory_later() -> None:
+    asyncio.get_running_loop().call_later(_COLLECT_AFTER_S, _return_memory)
+
+
+def _return_memory() -> None:
+    """Return the memory of an old snapshot to the operating system."""
+    gc.collect()
+    # The threads that opened its engine keep what they have freed.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)

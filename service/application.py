@@ -1,94 +1,101 @@
-"""The HTTP application: the routes of all protocols, and the middleware around them."""
+"""What a reload replaces: the served models of one state of the store, and their application."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
-from typing import Any
+from typing import Final
 
 import orjson
 from fastapi import FastAPI
-from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import ServiceError
-from cloze.service.http.access_log import AccessLog
-from cloze.service.http.connection import Connection, DirectRoutes
-from cloze.service.http.errors import STATUS
+from cloze.service.http.access import AccessControl, accepted_hosts
+from cloze.service.http.caller import Callers
+from cloze.service.http.gate import Gate
+from cloze.service.http.keys import Scope
 from cloze.service.http.openapi import document
-from cloze.service.http.page import ASSETS, docs_handler, part_handlers
+from cloze.service.http.page import ASSETS, docs_handler, docs_paths, part_handlers
 from cloze.service.http.routes import JSON, Handler, Route
-from cloze.service.protocols import ErrorResponder, ProtocolContext, WireProtocol
-from cloze.service.tracing import Tracing
+from cloze.service.pipeline import Models
+from cloze.service.protocols import operations
+from cloze.service.served_models import ServedModel, close_models
+from cloze.service.settings import Settings
 
-_TITLE = "Cloze"
-_DESCRIPTION = "Fill-mask, embeddings, next sentence and question answering by encoders."
+_TITLE: Final = "Cloze"
+_DESCRIPTION: Final = "Fill-mask, embeddings, next sentence and question answering by encoders."
+
+Respond = Callable[[Request, Exception], Awaitable[Response]]
+"""(request, error) -> the response to the error."""
+
+PAGES: Final = ("/docs", "/openapi.json", *part_handlers())
+"""Paths that the application answers besides the routes of protocols."""
 
 
-def create_app(
-    context: ProtocolContext,
-    routes: Sequence[Route],
-    protocols: Sequence[WireProtocol],
-    access_log: AccessLog,
-    protect: Callable[[FastAPI], None],
-    tracing: Tracing | None,
-) -> FastAPI:
-    """Return the HTTP application: the routes, and the documentation pages.
+@dataclass(slots=True, eq=False)
+class Snapshot:
+    """The models of one state of the store, and what follows from them.
+
+    Attributes:
+        models: the served models.
+        gate: refuses requests of a full server.
+        app: answers requests.
+        routes: the routes of all protocols, which `app` answers besides `PAGES`.
+        running: number of requests that `app` has not answered.
+    """
+
+    models: Models
+    gate: Gate
+    app: ASGIApp
+    routes: Sequence[Route]
+    running: int = 0
+
+    @property
+    def by_name(self) -> dict[str, ServedModel]:
+        """The served models by their full names."""
+        return {pipeline.manifest.reference: pipeline.model for pipeline in self.models.pipelines}
+
+    def close_unused(self, other: "Snapshot") -> None:
+        """Close the models that another snapshot does not use."""
+        used = {id(model) for model in other.by_name.values()}
+        close_models(model for model in self.by_name.values() if id(model) not in used)
+
+
+def create_app(routes: Sequence[Route], respond: Respond) -> ASGIApp:
+    """Return the application that answers the routes and the pages.
 
     Args:
-        context: the parts of the service that routes use.
-        routes: the routes.
-        protocols: the protocols, which write errors.
-        access_log: logs answered requests.
-        protect: adds the middleware that decides who may send requests.
-        tracing: makes the spans of requests; None: there are none.
+        routes: the routes of all protocols.
+        respond: writes the response to an error.
     """
-    app = FastAPIOffline(
+    app = FastAPI(
         title=_TITLE,
         docs_url=None,
         redoc_url=None,
-        static_url=ASSETS,
+        openapi_url=None,  # FastAPI's own route would write the document again for each request
         # By default, FastAPI checks at every request whether each kind of telemetry is installed.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    for path, handlers in _by_path(routes).items():
-        app.add_route(path, _by_method(handlers), methods=list(handlers))
-    parts = part_handlers()
-    app.openapi = _openapi(routes)  # type: ignore[method-assign]
-    # FastAPI's own route writes the document again for each request, on the event loop.
-    app.router.routes[:] = [r for r in app.routes if getattr(r, "path", "") != "/openapi.json"]
-    pages = {"/docs": docs_handler(_TITLE), "/openapi.json": _openapi_handler(app.openapi)}
-    for path, handler in (parts | pages).items():
-        app.add_route(path, handler, methods=["GET"])
-    _create_request_series(context, routes)
-    responder = ErrorResponder(protocols)
-    for error_type in (ServiceError, HTTPException, Exception):
-        app.add_exception_handler(error_type, responder.respond)
-    direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
-    app.add_middleware(DirectRoutes, handlers=direct, respond=responder.respond)
-    protect(app)
-    known_routes = ("/docs", "/openapi.json", *parts, *(route.path for route in routes))
-    app.add_middleware(
-        Connection,
-        known_routes=known_routes,
-        respond=responder.respond,
-        metrics=context.metrics,
-        access_log=access_log,
-        answers=context.watch.answers,
-        tracing=tracing,
-    )
-    return app
-
-
-def _by_path(routes: Sequence[Route]) -> dict[str, dict[str, Handler]]:
-    """Return the handlers by path and method."""
     by_path: dict[str, dict[str, Handler]] = {}
     for route in routes:
         by_path.setdefault(route.path, {})[route.method] = route.handler
-    return by_path
+    for path, handlers in by_path.items():
+        app.add_route(path, _by_method(handlers), methods=list(handlers))
+    pages = {"/docs": docs_handler(_TITLE), "/openapi.json": _openapi_handler(routes)}
+    for path, handler in (part_handlers() | pages).items():
+        app.add_route(path, handler, methods=["GET"])
+    app.mount(ASSETS, StaticFiles(packages=[("fastapi_offline", "static")]))
+    for error_type in (ServiceError, HTTPException, Exception):
+        app.add_exception_handler(error_type, respond)
+    return app
 
 
 def _by_method(handlers: Mapping[str, Handler]) -> Handler:
@@ -102,28 +109,56 @@ def _by_method(handlers: Mapping[str, Handler]) -> Handler:
     return answer
 
 
-def _create_request_series(context: ProtocolContext, routes: Sequence[Route]) -> None:
-    """Create the metric series of results and of the server's own errors, which start from zero.
+def _openapi_handler(routes: Sequence[Route]) -> Handler:
+    """Return the handler of the OpenAPI document, which is written once, on a thread."""
 
-    Each series has a line per bucket in every scrape, so the clients' errors get theirs when the
-    first one occurs.
-    """
-    own = {status for status, _ in STATUS.values() if status >= 500 or status == 429}
-    statuses = sorted({200, *own})
-    for route in routes:
-        references = [model.reference for model in route.models or ()]
-        context.metrics.create_request_series(route.path, references, statuses)
-
-
-def _openapi(routes: Sequence[Route]) -> Callable[[], dict[str, Any]]:
-    return lambda: document(_TITLE, version(DISTRIBUTION), _DESCRIPTION, routes)
-
-
-def _openapi_handler(make_document: Callable[[], dict[str, Any]]) -> Handler:
-    """Return the handler of the document, which is written once, on a thread."""
-    written = lru_cache(1)(lambda: orjson.dumps(make_document()))
+    @lru_cache(1)
+    def written() -> bytes:
+        return orjson.dumps(document(_TITLE, version(DISTRIBUTION), _DESCRIPTION, routes))
 
     async def answer(_: Request) -> Response:
         return Response(await asyncio.to_thread(written), media_type=JSON)
 
     return answer
+
+
+def protected(app: ASGIApp, settings: Settings, callers: Callers, respond: Respond) -> ASGIApp:
+    """Return an application behind the checks of keys, hosts and origins that the settings ask for.
+
+    Args:
+        app: the application.
+        settings: the operator's settings.
+        callers: finds the keys of requests.
+        respond: writes the response to an error.
+    """
+    hosts = accepted_hosts(settings.host, settings.allowed_hosts)
+    if hosts or callers.keys is not None:
+        pages = {"/", "/openapi.json", *docs_paths(), *part_handlers()}
+        app = AccessControl(
+            app,
+            callers=callers,
+            open_routes=operations.PROBES | pages,
+            scopes=(("/metrics", Scope.METRICS), ("/admin/", Scope.ADMIN)),
+            hosts=hosts,
+            respond=respond,
+        )
+    if settings.cors_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=settings.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=[
+                "authorization",
+                "content-type",
+                "x-request-id",
+                "x-request-timeout-ms",
+            ],
+            expose_headers=[
+                "x-request-id",
+                "x-model",
+                "x-truncated",
+                "retry-after",
+                "retry-after-ms",
+            ],
+        )
+    return app

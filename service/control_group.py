@@ -1,4 +1,7 @@
-"""What the control group of this process, its container, lets it use."""
+"""Reads how many cores and how much memory the control group of this process may use.
+
+A container is a control group.
+"""
 
 import math
 import os

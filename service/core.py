@@ -7,7 +7,7 @@
     |   +-- MalformedRequest    the body is not JSON
     |   +-- SlowRequest         the body did not arrive in time
     |   +-- InvalidRequest      a value is malformed or out of its limits
-    |   +-- EmptyRequest        the request has no text
+    |   +-- EmptyRequest        the request has no text, or an empty one
     |   +-- RequestTooLarge     the body has more bytes than the limit
     |   +-- Unauthorized        the request has no valid API key
     |   +-- Forbidden           the key lacks the scope, or the host is another
@@ -53,8 +53,35 @@ class ServiceError(Exception):
     """The reason why a request gets no result. The client receives the message."""
 
 
+class Location(tuple[str | int, ...]):
+    """A place in a request: names of fields, and numbers of elements.
+
+    As text it is like ``inputs[3].question``.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        shown = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in self)
+        return "".join(shown).removeprefix(".")
+
+    def below(self, *parts: str | int) -> "Location":
+        """Return a place within this one."""
+        return Location((*self, *parts))
+
+
 class RequestError(ServiceError):
-    """The request is wrong; a retry of the same request fails again."""
+    """The request is wrong; a retry of the same request fails again.
+
+    Attributes:
+        problem: what is wrong.
+        at: the place of what is wrong, with which the message begins; None: the problem names it,
+            or has no single place.
+    """
+
+    def __init__(self, problem: str, at: Location | None = None) -> None:
+        super().__init__(f"{at} {problem}" if at else problem)
+        self.problem, self.at = problem, at
 
 
 class MalformedRequest(RequestError):
@@ -70,7 +97,7 @@ class InvalidRequest(RequestError):
 
 
 class EmptyRequest(RequestError):
-    """The request has no text."""
+    """The request has no text, or one of its texts is empty."""
 
 
 class RequestTooLarge(RequestError):
@@ -102,7 +129,7 @@ class ReloadRefused(RequestError):
 
 
 class Rejection(StrEnum):
-    """Why the server does not answer a request, though the request may be right."""
+    """Why the state of the server keeps a request from its result."""
 
     WAIT = "wait"  # it would wait for too long
     DEADLINE = "deadline"  # it would end after its time limit
@@ -119,7 +146,7 @@ class Overloaded(ServiceError):
 
     Attributes:
         retry_after_s: seconds until the server is likely to admit the request.
-        reason: what there is too much of.
+        reason: why the server refuses the request.
     """
 
     def __init__(
@@ -187,6 +214,9 @@ class Changes:
 Reload = Callable[[], Awaitable[Changes]]
 """Serves what the store, the keys and the certificate hold now, or raises `ReloadRefused`."""
 
+BUSY: Final = "another reload is under way, or its old models still answer requests; ask again"
+"""Why a reload that is asked for by a request is refused at once; a signal waits."""
+
 
 class StartupError(Exception):
     """The server cannot start because of a setting, a bundle, a device or a port.
@@ -229,11 +259,11 @@ class RequestTerms(NamedTuple):
 
 
 class ExpectedWait(NamedTuple):
-    """How long a request that arrives now would wait.
+    """The wait of a request that arrives now.
 
     Attributes:
-        seconds: until its first batch.
-        per_request_s: by which the request would delay the next one like it.
+        seconds: seconds until its first batch starts.
+        per_request_s: seconds by which each such request delays the next one.
     """
 
     seconds: float
@@ -247,10 +277,10 @@ class Timings(NamedTuple):
     """The time of each part of a request, in seconds.
 
     Attributes:
-        tokenize_s: until the texts are tokenized.
-        queue_s: until a worker takes the first encoding.
-        inference_s: until the outputs of all encodings are there.
-        began: `time.monotonic` time at which the first part began.
+        tokenize_s: tokenization.
+        queue_s: from then until a worker takes the first encoding, summed over all rounds.
+        inference_s: from then until the last output, summed over all rounds.
+        began: `time.monotonic` time at which the tokenization began.
     """
 
     tokenize_s: float

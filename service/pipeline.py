@@ -29,7 +29,7 @@ from cloze.service.core import (
 )
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import Settings
-from cloze.service.tasks import Task, TaskCall, TaskContext, TaskLimits
+from cloze.service.tasks import PreparedRequest, Task, TaskCall, TaskContext, TaskLimits
 from cloze.service.tasks.task import TextUsage
 from cloze.service.tokenizer import Tokenizer
 
@@ -54,6 +54,7 @@ class TaskResult(NamedTuple):
         truncated: number of texts that were cut.
         warnings: messages for the client, in ASCII.
         timings: the time of each part of the request.
+        texts: number of texts, pairs or questions of the request.
         is_large: whether writing the value may take milliseconds.
         usage: how much of each input was used; None unless the client asks.
     """
@@ -63,6 +64,7 @@ class TaskResult(NamedTuple):
     truncated: int
     warnings: tuple[str, ...]
     timings: Timings
+    texts: int = 1
     is_large: bool = False
     usage: Sequence[TextUsage] | None = None
 
@@ -81,7 +83,7 @@ def task_limits(settings: Settings, manifest: Manifest) -> TaskLimits:
 
 
 async def _at_once() -> None:
-    """Wait for nothing."""
+    """Return at once."""
 
 
 class Completions:
@@ -189,34 +191,52 @@ class Pipeline:
         else:
             prepared = await run_on_thread(task.prepare, call, context)
         tokenized = time.monotonic()
-        batch = await self._run_engine(prepared.encodings, terms)
-        tokens, truncated = sum(map(len, prepared.encodings)), prepared.truncated
-        warnings, usage = prepared.warnings, prepared.usage
-        queue_s, inference_s = batch.queue_s, batch.inference_s
-        while prepared.advance is not None:
-            following = await run_on_thread(prepared.advance, batch.outputs, context)
-            if following is None:
-                break
-            prepared = following
-            batch = await self._run_engine(prepared.encodings, terms, later_round=True)
-            tokens += sum(map(len, prepared.encodings))
-            queue_s, inference_s = queue_s + batch.queue_s, inference_s + batch.inference_s
-        is_large = prepared.results > _INLINE_RESULTS
+        last, batch, tokens = await self._run_rounds(prepared, terms)
+        is_large = last.results > _INLINE_RESULTS
         if is_large:
             await before_large()
         if inline and not is_large:
-            value = task.decode(prepared, batch.outputs, context)
+            value = task.decode(last, batch.outputs, context)
         else:
-            value = await run_on_thread(task.decode, prepared, batch.outputs, context)
+            value = await run_on_thread(task.decode, last, batch.outputs, context)
         return TaskResult(
             value=value,
             tokens=tokens,
-            truncated=truncated,
-            warnings=warnings,
-            timings=Timings(tokenized - started, queue_s, inference_s, started),
+            truncated=prepared.truncated,
+            warnings=prepared.warnings,
+            timings=Timings(tokenized - started, batch.queue_s, batch.inference_s, started),
+            texts=prepared.texts,
             is_large=is_large,
-            usage=usage,
+            usage=prepared.usage,
         )
+
+    async def _run_rounds(
+        self, prepared: PreparedRequest[Any], terms: RequestTerms
+    ) -> tuple[PreparedRequest[Any], BatchResult, int]:
+        """Run the engine until the request needs no further round.
+
+        Returns:
+            The request in its last round, the outputs of that round with the times of all rounds,
+            and the tokens of all rounds.
+
+        Raises:
+            ServiceError: see `Queue.submit` and its future.
+        """
+        batch = await self._run_engine(prepared.encodings, terms)
+        tokens = sum(map(len, prepared.encodings))
+        while prepared.advance is not None:
+            following = await run_on_thread(prepared.advance, batch.outputs, self.context)
+            if following is None:
+                break
+            prepared = following
+            later = await self._run_engine(prepared.encodings, terms, later_round=True)
+            tokens += sum(map(len, prepared.encodings))
+            batch = BatchResult(
+                later.outputs,
+                batch.queue_s + later.queue_s,
+                batch.inference_s + later.inference_s,
+            )
+        return prepared, batch, tokens
 
     async def _run_engine(
         self, encodings: Sequence[Encoding], terms: RequestTerms, *, later_round: bool = False

@@ -1,7 +1,8 @@
 """The served models of a process: each bundle with the queue of its engine."""
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -22,13 +23,16 @@ from cloze.service.core import (
     StartupError,
     first_line,
 )
-from cloze.service.memory_need import check_memory
+from cloze.service.graph_choice import check_memory
 from cloze.service.settings import CPU_BATCH_TOKENS, Settings
 
 log = logging.getLogger("cloze")
 
 _MOST_ALONE_THREADS = 8
 """Most threads of a lone run. More threads were not measured, and they spin while they wait."""
+
+_JOIN_TIMEOUT_S = 5.0
+"""Longest wait for the threads of all models that are closed together."""
 
 EngineFactory = Callable[[Bundle, Device, RequestedPrecision], Engine]
 """Opens the engine of a bundle on a device, in a precision."""
@@ -47,6 +51,16 @@ class ServedModel:
     bundle: Bundle
     queue: Queue
     precision: Callable[[], str]
+
+
+def close_models(models: Iterable[ServedModel]) -> None:
+    """Fail the pending requests of models, and end the threads of their engines.
+
+    Threads that still run after `_JOIN_TIMEOUT_S` are abandoned.
+    """
+    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    for model in models:
+        model.queue.close(max(0.0, deadline - time.monotonic()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +162,7 @@ class LocalModels:
                 if bundle.manifest.reference not in kept:
                     models[bundle.manifest.reference] = self._open(bundle)
         except BaseException:
-            for name in models.keys() - kept.keys():
-                models[name].queue.close()
+            close_models(models[name] for name in models.keys() - kept.keys())
             raise
         return [models[bundle.manifest.reference] for bundle in bundles]
 
@@ -164,11 +177,7 @@ class LocalModels:
             engine.precision,
             engine.reason,
         )
-        return ServedModel(bundle, queue, _precision_of(engine))
-
-
-def _precision_of(engine: Engine) -> Callable[[], str]:
-    return lambda: engine.precision
+        return ServedModel(bundle, queue, lambda: engine.precision)
 
 
 def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:

@@ -104,12 +104,12 @@ class Tracing:
 
     Args:
         endpoint: base address of the collector, ``http://HOST:4318``.
-        share: share of the requests to trace that continue no trace; a trace that is continued
-            decides for itself.
+        share: share of the requests to trace, in [0, 1]. A request that continues a trace of its
+            caller has a span if the caller's span is sampled.
         untraced: paths of requests without spans.
 
     Raises:
-        StartupError: the address is none, or packages are missing.
+        StartupError: the address is malformed, or packages are missing.
     """
 
     def __init__(self, endpoint: str, share: float, untraced: Collection[str] = ()) -> None:
@@ -217,7 +217,7 @@ def make_tracing(settings: Settings, untraced: Collection[str] = ()) -> Tracing 
     """Return what makes the spans of a process; None if the settings name no collector.
 
     Raises:
-        StartupError: the address is none, or packages are missing.
+        StartupError: the address is malformed, or packages are missing.
     """
     if not settings.traces_endpoint:
         return None
@@ -225,7 +225,7 @@ def make_tracing(settings: Settings, untraced: Collection[str] = ()) -> Tracing 
 
 
 def with_spans(observe: OnBatch, tracing: Tracing | None) -> OnBatch:
-    """Return a callback of batches that also adds their spans, if there is tracing."""
+    """Return a callback that observes a batch and adds the span of the batch."""
     if tracing is None:
         return observe
 

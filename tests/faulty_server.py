@@ -11,7 +11,7 @@ from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.core import Device, RequestedPrecision
 from cloze.service.engine import OnnxEngine
-from cloze.service.serve import serve_in_one_process
+from cloze.service.server import serve_in_one_process
 from cloze.service.settings import load_settings
 from tests.vocabulary import vocabulary
 

@@ -1,6 +1,7 @@
 """An event loop whose clock leaps to the next timer, so that tests of time limits take no time."""
 
 import asyncio
+import heapq
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ class LeapingLoop(asyncio.SelectorEventLoop):
 
     _ready: Any
     _scheduled: Any
+    _timer_cancelled_count: int
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -22,6 +24,9 @@ class LeapingLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def _run_once(self) -> None:
+        while self._scheduled and self._scheduled[0].cancelled():  # else asyncio waits for the next
+            heapq.heappop(self._scheduled)._scheduled = False
+            self._timer_cancelled_count -= 1
         if not self._ready and self._scheduled:
             self._now = max(self._now, self._scheduled[0].when())
         super()._run_once()  # type: ignore[misc]

@@ -24,8 +24,8 @@ from cloze.service.core import (
     ServiceError,
     ShuttingDown,
 )
-from cloze.service.fake_engine import FakeEngine
 from tests import encodings
+from tests.fake_engine import FakeEngine
 from tests.stepped import SteppedScheduler, Worker
 
 MAX_BATCH_TOKENS = 14

@@ -13,7 +13,7 @@ from cloze.service.batching.fair_queue import Taken
 from cloze.service.batching.lines import QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import BatchFill
-from cloze.service.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine
 
 
 class Waits(Exception):

@@ -15,7 +15,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching.drain_rate import DrainRate
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import BatchResult, Overloaded, Rejection
-from cloze.service.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine
 from tests.serving import Server, running_server
 from tests.test_promises import FAULTY, at_once, embed, front_ends, metric, wait_for_run
 from tests.test_scheduler import WAIT_S, later, running, sized, sums

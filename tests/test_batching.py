@@ -51,8 +51,12 @@ def watched(
     service = single_process(
         load_settings({"model_store": store, "model": model, "workers": 1}), make
     )
-    with TestClient(service.api(), base_url="http://localhost") as client:
-        yield client, engines[0], lambda: service.models.pipelines[0].model.queue.queued_tokens
+    with TestClient(service, base_url="http://localhost") as client:
+        yield (
+            client,
+            engines[0],
+            lambda: service.snapshot.models.pipelines[0].model.queue.queued_tokens,
+        )
 
 
 def send_together(

@@ -3,17 +3,19 @@
 import contextlib
 import io
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.route_reference import USES, route_reference, routes
 from tests.serving import Server, running_server
 from tests.test_client import cloze_ask
 
-PAGE = (Path(__file__).parents[1] / "docs" / "clients.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "clients.md").read_text()
 PROGRAMS = re.findall(
     r"^## (.+)$(?:(?!^## )[\s\S])*?^```python\n([\s\S]*?)^```", PAGE, re.MULTILINE
 )
@@ -54,10 +56,14 @@ def test_the_commands(default_server: Server) -> None:
 
 
 def test_the_table_of_routes_is_the_generated_one() -> None:
-    assert (Path(__file__).parents[1] / "docs" / "routes.md").read_text() == route_reference()
-    assert USES.keys() <= {f"{method} {path}" for method, path, _ in routes()}
+    done = subprocess.run([sys.executable, ROOT / "scripts/route-reference", "--check"], timeout=60)
+    assert done.returncode == 0, "run scripts/route-reference"
 
 
 def test_the_api_page_has_every_route() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
-    assert [path for method, path, _ in routes() if f"{method} {path}" not in page] == []
+    page = (ROOT / "docs/api.md").read_text()
+    routes = re.findall(
+        r"^\| `([A-Z]+ /.*?)` \|", (ROOT / "docs/routes.md").read_text(), re.MULTILINE
+    )
+    assert len(routes) > 20
+    assert [route for route in routes if route not in page] == []

@@ -18,9 +18,9 @@ from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import StartupError
 from cloze.service.engine import session as sessions
 from cloze.service.engine.session import CpuSession, cpu_session, temporary_folder
-from cloze.service.fake_engine import FakeEngine
 from cloze.service.served_models import onnx_engine
 from cloze.service.settings import load_settings
+from tests.fake_engine import FakeEngine
 from tests.waiting import wait_until
 
 WIDTH, PRODUCTS = 1024, 8

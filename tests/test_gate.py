@@ -13,10 +13,10 @@ from cloze.service.batching import promises as module
 from cloze.service.batching.promises import PromiseKey, Promises
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import InvalidRequest, ServiceError
-from cloze.service.http.access_log import AccessLog
 from cloze.service.http.caller import Callers, timeout_s
 from cloze.service.http.gate import RETURNING, Gate, GateLimits, GateModel, note_start
 from cloze.service.http.starts import Starts
+from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
 from tests.test_admission import Steady, measured
 from tests.test_scheduler import later, sized

@@ -16,7 +16,7 @@ from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest
 from cloze.service.app import Registries
 from cloze.service.protocols import PROTOCOLS
-from cloze.service.serve import serve_in_one_process
+from cloze.service.server import serve_in_one_process
 from cloze.service.settings import load_settings
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import (

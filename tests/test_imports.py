@@ -27,7 +27,7 @@ def modules_after(code: str) -> list[str]:
 
 def test_the_service_never_imports_what_export_needs() -> None:
     loaded = modules_after(
-        "import cloze.service.serve, cloze.service.engine, "
+        "import cloze.service.server, cloze.service.engine, "
         "cloze.service.processes.supervisor, cloze.service.processes.engine_process"
     )
     assert "onnxruntime" in loaded
@@ -42,7 +42,7 @@ def test_a_front_end_holds_no_runtime() -> None:
 
 def test_one_process_needs_no_messages() -> None:
     assert "msgspec" not in modules_after(
-        "import cloze.service.serve, cloze.service.processes.supervisor"
+        "import cloze.service.server, cloze.service.processes.supervisor"
     )
 
 

@@ -16,7 +16,7 @@ from cloze.service.batching.fair_queue import FairQueue
 from cloze.service.batching.lines import LineKey
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import BatchResult, DeadlineExceeded, Overloaded
-from cloze.service.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine
 from tests.test_scheduler import sized
 
 RATE = 1000.0

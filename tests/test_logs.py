@@ -14,8 +14,7 @@ import httpx
 import pytest
 
 from cloze.service.core import Timings
-from cloze.service.http.access_log import AccessLog, AccessRecord, RequestCost
-from cloze.service.logs import LineWriter
+from cloze.service.logs import AccessLog, AccessRecord, LineWriter, RequestCost
 from tests.serving import Server, running_server
 from tests.waiting import wait_until
 

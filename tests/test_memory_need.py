@@ -14,7 +14,7 @@ from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
 from cloze.service.control_group import memory_limit
 from cloze.service.core import Device, StartupError
-from cloze.service.memory_need import check_memory, least_weight_bytes
+from cloze.service.graph_choice import check_memory, least_weight_bytes
 from tests.serving import bare_environment
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")

@@ -15,6 +15,7 @@ MEASURED = (
     "service/protocols",
     "service/tasks",
     "model_store",
+    "export/blocks",
     "export/graph",
     "export/heads",
     "export/evaluation",
@@ -109,3 +110,23 @@ def test_the_operators_make_the_faults_that_people_make(tmp_path: Path) -> None:
     assert set(made) >= EXPECTED
     for one in (1, 2):
         assert sample([path], 5, one, Equivalents()) == sample([path], 5, one, Equivalents())
+
+
+@pytest.mark.parametrize(
+    ("handler", "changed"),
+    [
+        ("OSError", ["X"]),
+        ("(OSError) as error", ["(X) as error"]),
+        ("csv.Error", ["csv.X"]),
+        ("(KeyError, csv.Error)", ["(X, csv.Error)", "(KeyError, csv.X)"]),
+    ],
+)
+def test_exceptions_of_handlers_are_replaced(handler: str, changed: list[str]) -> None:
+    mutating = pytest.importorskip("cosmic_ray.mutating", reason="make mutants installs it")
+    from tests.mutants.operators import ReplaceException
+
+    code = "try:\n    pass\nexcept {}:\n    pass\n"
+    for number, expected in enumerate([*changed, None]):
+        mutant = mutating.mutate_code(code.format(handler), ReplaceException(), number)
+        name = "CosmicRayTestingException"
+        assert mutant == (expected and code.format(expected.replace("X", name)))

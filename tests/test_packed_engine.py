@@ -35,10 +35,10 @@ from cloze.service.core import (
 )
 from cloze.service.engine import OnnxEngine, pinned
 from cloze.service.engine.session import DeviceSession, Session, cpu_session
-from cloze.service.fake_engine import FakeEngine
 from cloze.service.served_models import batch_tokens
 from cloze.service.settings import load_settings
 from tests import encodings
+from tests.fake_engine import FakeEngine
 
 
 class Packed(OnnxEngine):
@@ -187,8 +187,8 @@ def test_every_route_answers_and_batches_mix_lengths(packed_store: Path, on_cuda
         "/qa": {"inputs": {"question": "who sat", "context": "the cat sat and the dog ran"}},
     }
     with (
-        TestClient(dense.api(), base_url="http://localhost") as one,
-        TestClient(packed.api(), base_url="http://localhost") as other,
+        TestClient(dense, base_url="http://localhost") as one,
+        TestClient(packed, base_url="http://localhost") as other,
     ):
         for route, body in asked.items():
             expected, actual = (client.post(route, json=body) for client in (one, other))

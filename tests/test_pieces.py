@@ -13,10 +13,9 @@ from tokenizers import Tokenizer as Backend
 
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service import text_pieces
+from cloze.service import tokenizer
 from cloze.service.abandonment import Abandoned, check_awaited, run_on_thread
-from cloze.service.text_pieces import Places, divide, find_places, groups
-from cloze.service.tokenizer import Spans, Tokenizer
+from cloze.service.tokenizer import Places, Spans, Tokenizer, divide, find_places, groups
 from tests.tokenizer_kinds import byte_level, unigram
 from tests.waiting import wait_until
 
@@ -109,7 +108,7 @@ def test_groups_are_bounded() -> None:
     texts = ["river " * 100] * 1000
     sizes = [sum(len(piece.content) for piece in group) for group in groups(texts, places)]
     assert sum(sizes) == 600_000
-    assert max(sizes) <= text_pieces._GROUP_CHARACTERS
+    assert max(sizes) <= tokenizer._GROUP_CHARACTERS
 
 
 @pytest.mark.parametrize(

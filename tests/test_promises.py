@@ -33,8 +33,8 @@ from cloze.model_store import Store
 from cloze.service.app import single_process
 from cloze.service.core import Device, StartupError
 from cloze.service.engine import OnnxEngine
-from cloze.service.fake_engine import FakeEngine
 from cloze.service.settings import load_settings
+from tests.fake_engine import FakeEngine
 from tests.faulty_server import started_line
 from tests.serving import Server, bare_environment, children, running_server
 from tests.tiny import save_checkpoint
@@ -636,7 +636,7 @@ def test_4_probes_say_that_the_engine_is_dead(tiny_store: Path) -> None:
     engine.broken = True
     settings = load_settings({"model_store": tiny_store, "model": "bert"})
     service = single_process(settings, lambda *_: engine)
-    with TestClient(service.api(), base_url="http://localhost") as client:
+    with TestClient(service, base_url="http://localhost") as client:
         for probe in ("/healthz", "/readyz", "/health"):
             assert client.get(probe).status_code == 200
         assert client.post("/embed", json={"inputs": "a"}).status_code in (500, 503)
@@ -842,7 +842,7 @@ def test_7_what_cannot_finish_in_the_grace_period_is_told_so(
 
 def test_7_readiness_goes_before_the_server_does(tiny_store: Path) -> None:
     service = single_process(load_settings({"model_store": tiny_store, "model": "bert"}))
-    with TestClient(service.api(), base_url="http://localhost") as client:
+    with TestClient(service, base_url="http://localhost") as client:
         assert client.get("/readyz").status_code == 200
         service.drain()
         assert client.get("/readyz").status_code == 503

@@ -25,7 +25,7 @@ import pytest
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.generations import BUSY
+from cloze.service.core import BUSY
 from tests.certificates import make_certificate
 from tests.crafted import read_body, seal
 from tests.serving import Server, bare_environment, children, failed_start, running_server

@@ -29,8 +29,8 @@ from cloze.service.core import (
     Overloaded,
     ShuttingDown,
 )
-from cloze.service.fake_engine import FakeEngine
 from tests import encodings
+from tests.fake_engine import FakeEngine
 from tests.waiting import wait_until
 
 WAIT_S = 10.0

@@ -11,9 +11,9 @@ import pytest
 from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.core import Device, Engine, RequestedPrecision, StartupError
-from cloze.service.fake_engine import FakeEngine
 from cloze.service.served_models import EngineCallbacks, LocalModels
 from cloze.service.settings import Settings
+from tests.fake_engine import FakeEngine
 from tests.waiting import wait_until
 
 

@@ -23,7 +23,6 @@ from cloze.model_store.batch import Encoding
 from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import BatchResult, EngineDead, ShuttingDown, StartupError
-from cloze.service.fake_engine import FakeEngine
 from cloze.service.metrics import Metrics
 from cloze.service.processes import frames
 from cloze.service.processes.channel import MAX_MESSAGE_BYTES, MAX_UNSENT_BYTES, Channel
@@ -32,6 +31,7 @@ from cloze.service.processes.remote import EngineLink, RemoteQueue
 from cloze.service.processes.supervisor import supervise
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import load_settings
+from tests.fake_engine import FakeEngine
 
 REFERENCE = "bert@1"
 SOON_S = 30.0

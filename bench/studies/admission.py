@@ -1,6 +1,6 @@
 """Which requests should an overloaded server admit? Policies of admission, in virtual time.
 
-    python bench/studies/admission.py [--arrivals FILE] [--texts questions] [--precision int8]
+    python -m cloze.bench.studies.admission [--arrivals FILE] [--texts questions] [--precision int8]
 
 An open loop offers multiples of the capacity: Poisson arrivals, and recorded ones. The capacity is
 the rate of a closed loop with 32 clients. The queue forms the batches, and a run takes as long as a

@@ -24,8 +24,8 @@ from cloze.service.batching import admission, fair_queue, lines, scheduler
 from cloze.service.batching.lines import QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import BatchResult, Overloaded
-from cloze.service.fake_engine import FakeEngine
 from cloze.service.settings import Settings
+from tests.fake_engine import FakeEngine
 
 DEFAULTS = Settings.model_construct()
 """The default settings of a server."""

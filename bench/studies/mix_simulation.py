@@ -1,6 +1,6 @@
 """The mix of `mix.py` in virtual time: who is refused, and when does each kind end?
 
-    python bench/studies/mix_simulation.py [--seconds 120]
+    python -m cloze.bench.studies.mix_simulation [--seconds 120]
 
 The scheduler's own code admits, orders and batches; a run takes as long as a cost model says
 (`virtual_time`). So the figures are the same on every machine, and rare loads cost nothing: limits
@@ -31,7 +31,7 @@ from cloze.service.batching.lines import LineKey, QueuedEncoding
 from cloze.service.batching.promises import PromiseKey, Promises
 from cloze.service.batching.scheduler import SchedulerLimits
 from cloze.service.core import Overloaded
-from cloze.service.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine
 
 COST, ALONE_FACTOR = COSTS["int8"], ALONE["int8"]
 

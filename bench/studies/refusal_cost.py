@@ -40,6 +40,9 @@ class NoTransport(asyncio.Transport):
         """Return False."""
         return False
 
+    def resume_reading(self) -> None:
+        """Do nothing."""
+
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         """Return the addresses of a connection."""
         return ("127.0.0.1", 1) if name in ("peername", "sockname") else default
@@ -72,7 +75,7 @@ async def main() -> None:
     """Print both figures."""
     logging.disable()
     service = single_process(Settings(model=("cloze-bert",), access_log_share=0, log_level="error"))
-    queue = service.models.pipelines[0].model.queue
+    queue = service.snapshot.models.pipelines[0].model.queue
     queue.expected_wait = lambda *_: ExpectedWait(5.0, 0.001)  # type: ignore[method-assign]
     config = uvicorn.Config(bare, log_level="critical", access_log=False)
     config.load()
@@ -80,7 +83,7 @@ async def main() -> None:
 
     def refusing() -> HttpToolsProtocol:
         return ServerProtocol(
-            refusal=service.gate.refusal,
+            refusal=service.refusal,
             table=table,
             answers=service.answers,
             starts=service.starts,

@@ -11,6 +11,7 @@ from cloze.service.abandonment import run_on_thread
 from cloze.service.core import (
     ClientGone,
     InvalidRequest,
+    Location,
     RequestTooLarge,
     UnsupportedEncoding,
 )
@@ -29,6 +30,8 @@ Many clients read the error response only after they have sent the whole body.
 
 _LONGEST_NAME = 80
 """Most characters of a field's name in errors."""
+
+_BODY = Location()
 
 _JSON_MESSAGES = {
     "dict_type": "Input should be an object",
@@ -84,8 +87,13 @@ def parse(model: type[B], data: bytes, limits: BodyLimits) -> B:
     return validate(model, load(data, limits))
 
 
-def validate(model: type[B], value: Any) -> B:
+def validate(model: type[B], value: Any, at: Location = _BODY) -> B:
     """Return a JSON value as a model.
+
+    Args:
+        model: the type of the value.
+        value: the value.
+        at: the place of the value in the body.
 
     Raises:
         InvalidRequest: the value does not have the shape of the model.
@@ -94,36 +102,40 @@ def validate(model: type[B], value: Any) -> B:
         return model.model_validate(value)
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
-        raise InvalidRequest(_describe(problems)) from None
+        raise InvalidRequest(_describe(problems, value, at)) from None
 
 
-def _describe(problems: Sequence[Any]) -> str:
+def _describe(problems: Sequence[Any], value: Any, at: Location) -> str:
     """Return the message for validation errors, without the values that the client sent.
 
     If a field accepts several types, the message lists up to four errors of the first field.
     """
-    first = problems[0]["loc"][0] if problems[0]["loc"] else "the body"
+    first = problems[0]["loc"][:1]
     lines = dict.fromkeys(
-        f"{_location(problem['loc'])}: {_JSON_MESSAGES.get(problem['type'], problem['msg'])}"
+        f"{_shown(at.below(*_place(problem, value)))}: "
+        f"{_JSON_MESSAGES.get(problem['type'], problem['msg'])}"
         for problem in problems
-        if not problem["loc"] or problem["loc"][0] == first
+        if problem["loc"][:1] == first
     )
     return "; ".join(list(lines)[:4])
 
 
-def _location(parts: Sequence[object]) -> str:
-    shown = [str(part)[:_LONGEST_NAME] for part in parts if not _is_union_member(part)]
-    return ".".join(shown) or "the body"
+def _place(problem: Any, value: Any) -> list[str | int]:
+    """Return the place of a validation error in a value.
 
-
-def _is_union_member(part: object) -> bool:
-    """Return whether a part of a location is pydantic's name for a member of a union.
-
-    The names of fields are lower-case; the names of models begin with a capital.
+    pydantic's places also name the members of unions, which the value does not have.
     """
-    return isinstance(part, str) and (
-        part in ("str", "int") or part.startswith(("list[", "function-")) or part[:1].isupper()
-    )
+    place: list[str | int] = []
+    for part in problem["loc"]:
+        fields = range(len(value)) if isinstance(value, list) else value
+        if isinstance(fields, dict | range) and part in fields:
+            value = value[part]
+            place.append(part)
+    return [*place, problem["loc"][-1]] if problem["type"] == "missing" else place
+
+
+def _shown(at: Location) -> str:
+    return ".".join(str(part)[:_LONGEST_NAME] for part in at) or "the body"
 
 
 async def read_body(request: Request, limit: int, watched: WatchedRequest) -> bytes:

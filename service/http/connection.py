@@ -7,12 +7,12 @@ from fastapi import Request, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cloze.service.core import ServiceError
-from cloze.service.http.access_log import AccessLog, AccessRecord
 from cloze.service.http.answers import CONNECTION, Answers
 from cloze.service.http.caller import request_id
 from cloze.service.http.gate import ARRIVED, note_start
 from cloze.service.http.paths import Paths
 from cloze.service.http.watch import ANSWER_BYTES
+from cloze.service.logs import AccessLog, AccessRecord
 from cloze.service.metrics import Metrics
 from cloze.service.tracing import Tracing
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import Final
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -28,6 +29,20 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     core.DeadlineExceeded: (504, "Overloaded"),
 }
 """The HTTP status and text-embeddings-inference's ``error_type`` of every `ServiceError`."""
+
+ERROR_STATUSES: Final = tuple(sorted({status for status, _ in STATUS.values()}))
+
+STATUSES_FROM_ZERO: Final = (200, *(s for s in ERROR_STATUSES if s == 429 or s >= 500))
+"""Results and the server's own errors, whose metric series start from zero.
+
+Each series has a line per bucket in every scrape, so the series of the clients' errors begin with
+the first such error.
+"""
+
+
+def without_422(status: int) -> int:
+    """Return the status of a protocol that has no status 422."""
+    return 400 if status == 422 else status
 
 
 _REJECTIONS: dict[type[Exception], core.Rejection] = {

@@ -24,10 +24,10 @@ from cloze.service.core import (
     Rejection,
     ServiceError,
 )
-from cloze.service.http.access_log import AccessLog, AccessRecord
 from cloze.service.http.caller import Callers, is_first_try, request_id, timeout_s
 from cloze.service.http.paths import Paths
 from cloze.service.http.starts import Starts
+from cloze.service.logs import AccessLog, AccessRecord
 from cloze.service.metrics import Metrics
 
 ErrorBytes = Callable[[str, ServiceError], bytes]

@@ -65,7 +65,7 @@ def load(data: bytes, limits: BodyLimits, piece_bytes: int = PIECE_BYTES) -> Any
     Args:
         data: the body.
         limits: the limits of bodies above ``piece_bytes``.
-        piece_bytes: bytes of a piece.
+        piece_bytes: bytes of a piece, at least 2.
 
     Raises:
         MalformedRequest: the body is not JSON.
@@ -218,14 +218,16 @@ class _Document:
         parent, name = self._open[-1], self._name
         if isinstance(parent, list):
             before = b"[" if self._is_empty else b"[null"
-            elements = _parse(before + text + (b"]" if child is None else b"null]"), start)
+            after = b"]" if child is None else b"null]"
+            elements = _parse(before + text + after, start - len(before))
             parent += elements if self._is_empty else elements[1:]
             if child is not None:
                 parent[-1] = child
         else:
             quoted = b'"%s"' % name.encode()
             before = b"{" if self._is_empty else b"{%s:null" % quoted
-            members = _parse(before + text + (b"}" if child is None else quoted + b"}"), start)
+            after = b"}" if child is None else quoted + b"}"
+            members = _parse(before + text + after, start - len(before))
             members.pop(name, None)
             if child is not None:
                 members[next(key for key in members if members[key] == name)] = child

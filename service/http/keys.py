@@ -83,7 +83,7 @@ class Key:
         self._allowed = min(most, self._allowed + seconds * most / 60)
         self._counted = now
         if self._allowed < 1:
-            wait_s = max(1, round((1 - self._allowed) * 60 / most + 0.5))
+            wait_s = (1 - self._allowed) * 60 / most
             message = f"the key {self.name} may send {most} requests per minute"
             raise Overloaded(message, wait_s, Rejection.KEY_LIMIT)
         self._allowed -= 1

@@ -36,7 +36,7 @@ class QueueState(NamedTuple):
 
 
 class ModelInfo(NamedTuple):
-    """What is constant of a served model: its full name, and its labels by name."""
+    """A served model: its full name, and its labels that never change."""
 
     reference: str
     labels: Mapping[str, str]
@@ -45,9 +45,8 @@ class ModelInfo(NamedTuple):
 class ScrapeSource(Protocol):
     """The source of the values that are read at each scrape."""
 
-    @property
-    def ready(self) -> bool:
-        """Whether the server admits requests."""
+    def unready(self) -> object | None:
+        """Return why the server admits no request; None if it admits requests."""
         ...
 
     def queues(self) -> Mapping[str, QueueState]:
@@ -55,7 +54,7 @@ class ScrapeSource(Protocol):
         ...
 
     def model_infos(self) -> Sequence[ModelInfo]:
-        """Return what is constant of each served model; all have labels of the same names."""
+        """Return the labels of each served model; all have labels of the same names."""
         ...
 
 
@@ -99,13 +98,16 @@ class Metrics(Collector):
         )
         self._gauges = SharedGauges() if shared else None
         self._observations = Observations(exemplars=not shared)
-        if shared:
-            threading.Thread(target=self._write_often, name="metrics", daemon=True).start()
-            atexit.register(self._observations.write)
         self._source: ScrapeSource | None = None
         self._scraped = CollectorRegistry()  # the values that `collect` reads at each scrape
         self._scraped.register(self)
         self._scraping = threading.Lock()
+
+    def begin(self) -> None:
+        """Begin to write to the folder that processes share, if they share one."""
+        if self.shared:
+            threading.Thread(target=self._write_often, name="metrics", daemon=True).start()
+            atexit.register(self._observations.write)
 
     def add_models(self, models: Iterable[str]) -> None:
         """Create the series of models.
@@ -193,7 +195,7 @@ class Metrics(Collector):
     def collect(self) -> Iterable[Metric]:
         """Return the values of this process alone; `prometheus_client` calls it at each scrape."""
         source = self._source
-        ready = source is not None and source.ready
+        ready = source is not None and source.unready() is None
         yield GaugeMetricFamily("cloze_ready", "1 while the server admits requests.", float(ready))
         if source is None:
             return

@@ -38,6 +38,7 @@ from cloze.service.served_models import (
     EngineFactory,
     LocalModels,
     ServedModel,
+    close_models,
     open_bundles,
 )
 from cloze.service.tracing import make_tracing, with_spans
@@ -226,7 +227,7 @@ class BatchObserver:
         self._metrics.observe_queue(reference, queue_state(self.queues[reference]))
 
 
-async def serve(config: ChildConfig, make_engine: EngineFactory | None) -> None:
+async def run_engines(config: ChildConfig, make_engine: EngineFactory | None) -> None:
     """Start the engines, and serve until SIGTERM.
 
     Raises:
@@ -234,6 +235,7 @@ async def serve(config: ChildConfig, make_engine: EngineFactory | None) -> None:
     """
     bundles = open_bundles(config.settings)
     metrics = Metrics([bundle.manifest.reference for bundle in bundles], shared=True)
+    metrics.begin()
     tracing = make_tracing(config.settings)
     observer = BatchObserver(metrics)
     loop = asyncio.get_running_loop()
@@ -245,8 +247,7 @@ async def serve(config: ChildConfig, make_engine: EngineFactory | None) -> None:
     loop.add_signal_handler(signal.SIGTERM, engine.stop)
     config.report_ready()
     await engine.serve(socket.socket(fileno=config.listeners[0]))
-    for model in models:
-        model.queue.close()
+    close_models(models)
     if tracing is not None:
         tracing.close()
 
@@ -276,7 +277,7 @@ def main(make_engine: EngineFactory | None = None) -> int:
     server.begin(config.settings)
     write_as(config.name)
     try:
-        uvloop.run(serve(config, make_engine))
+        uvloop.run(run_engines(config, make_engine))
     except StartupError as error:
         sys.stderr.write(f"cloze: {error}\n")
         return 2

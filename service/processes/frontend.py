@@ -8,18 +8,20 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import uvloop
 
 from cloze.model_store import Bundle
-from cloze.service import app, server
+from cloze.service import server
+from cloze.service.app import front_end
 from cloze.service.core import StartupError
 from cloze.service.metrics import write_as
 from cloze.service.processes.generation import RETIRE
 from cloze.service.processes.reload_report import ask_supervisor
 from cloze.service.processes.remote import EngineLink, RemoteQueue
 from cloze.service.processes.start import ChildConfig
-from cloze.service.served_models import ServedModel
+from cloze.service.served_models import ServedModel, open_bundles
 
 _ENGINE_WAIT_S = 5.0
 """For a running engine, before the front end accepts connections.
@@ -30,7 +32,7 @@ still answer probes.
 
 
 class EngineProcesses:
-    """The engine processes of the server; see `cloze.service.app.RemoteEngines`.
+    """The engine processes of the server.
 
     Args:
         config: names the engines' sockets and the served models.
@@ -56,20 +58,23 @@ class EngineProcesses:
             await asyncio.wait_for(self._up.wait(), _ENGINE_WAIT_S)
 
 
-async def serve(config: ChildConfig) -> None:
+async def run_front_end(config: ChildConfig) -> None:
     """Answer HTTP until SIGTERM.
 
     Raises:
         StartupError: a bundle, the keys or the certificate cannot be opened.
     """
     engines = EngineProcesses(config)
-    service = app.front_end(config.settings, engines)
+    models = engines.models(open_bundles(config.settings))
+    service = front_end(config.settings, models)
     folder = config.engine_sockets[0].parent
-    service.on_reload(lambda: ask_supervisor(config.parent, folder, lambda: service.draining))
+    service.reload_elsewhere = partial(
+        ask_supervisor, config.parent, folder, is_draining=lambda: service.draining
+    )
     async with asyncio.TaskGroup() as tasks:
         connections = [tasks.create_task(link.run()) for link in engines.links]
         await engines.wait_for_one()
-        await server.serve(
+        await server.answer_http(
             service,
             config.settings,
             [socket.socket(fileno=descriptor) for descriptor in config.listeners],
@@ -86,7 +91,7 @@ def main() -> int:
     server.begin(config.settings)
     write_as(config.name)
     try:
-        uvloop.run(serve(config))
+        uvloop.run(run_front_end(config))
     except StartupError as error:
         sys.stderr.write(f"cloze: {error}\n")
         return 2

@@ -13,8 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cloze.service.core import Changes, ReloadRefused, ShuttingDown
-from cloze.service.generations import BUSY
+from cloze.service.core import BUSY, Changes, ReloadRefused, ShuttingDown
 
 _FILE = "reload.json"
 

@@ -18,7 +18,6 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 
 from cloze.service import server
-from cloze.service.admin_socket import listening_on_admin_socket
 from cloze.service.core import Device, StartupError
 from cloze.service.metrics import ProcessRestarts, forget_other_models, forget_process
 from cloze.service.processes.child import KINDS, Child
@@ -26,6 +25,7 @@ from cloze.service.processes.generation import ENGINE_COMMAND, Generation, make_
 from cloze.service.processes.reload_report import ReloadReport
 from cloze.service.served_models import open_bundles
 from cloze.service.settings import Settings
+from cloze.service.sockets import bind, listen, listening_on_admin_socket
 
 log = logging.getLogger("cloze")
 
@@ -86,7 +86,7 @@ class Supervisor:
                 return code
             if self._stopping:
                 return 128 + signal.SIGTERM
-            server.listen(self._listener, self._settings)
+            listen(self._listener, self._settings)
             if (code := self._start_all(self._serving, self._serving.front_ends)) is not None:
                 return code
             log.info("%d front ends are ready", len(self._serving.front_ends))
@@ -285,7 +285,7 @@ def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMA
     server.warn_of_unknown_variables()
     with (
         TemporaryDirectory(prefix="cloze-", ignore_cleanup_errors=True) as folder,
-        server.bind(settings) as listener,
+        bind(settings) as listener,
         listening_on_admin_socket(settings.admin_socket) as admin,
     ):
         return Supervisor(settings, listener, admin, Path(folder), engine_command).run()

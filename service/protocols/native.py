@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, create_model
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.http.errors import STATUS
+from cloze.service.http.errors import ERROR_STATUSES
 from cloze.service.http.routes import NPY, RAW, BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
 from cloze.service.protocols import operations, vectors
@@ -50,17 +50,20 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
 
 
 def _dispatch_doc(task_routes: Mapping[str, TaskRoute]) -> RouteDoc:
-    examples = [next(iter(route.doc.examples.items())) for route in task_routes.values()]
+    examples: dict[str, Mapping[str, Any]] = {}
+    for name, route in task_routes.items():
+        title, body = next(iter(route.doc.examples.items()))
+        examples[f"{name}: {title}"] = body
     return RouteDoc(
         summary="The task that fits the body, for clients that know only this address",
         tag="tasks",
         result=Any,
         error_body=ErrorBody,
         body=DispatchBody,
-        examples=dict(examples),
+        examples=examples,
         media_types=(RAW, NPY),
         headers={**TIMING_HEADERS, **vectors.HEADERS},
-        errors=tuple(sorted({status for status, _ in STATUS.values()})),
+        errors=ERROR_STATUSES,
     )
 
 
@@ -84,7 +87,7 @@ def task_route(task: Task) -> TaskRoute:
         examples={example.title: example.body for example in task.examples},
         media_types=(RAW, NPY) if task.vectors else (),
         headers={**TIMING_HEADERS, **(vectors.HEADERS if task.vectors else {})},
-        errors=tuple(sorted({status for status, _ in STATUS.values()})),
+        errors=ERROR_STATUSES,
     )
     warnings = ignored_fields if task.name in _SHARED else None
     check = vectors.check if task.vectors else None

@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
-from cloze.service.core import InvalidRequest, UnknownModel, WrongTask
+from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask
 from cloze.service.http.bodies import parse, read_body, run_anywhere, validate
-from cloze.service.http.errors import STATUS, ErrorInfo
+from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
 from cloze.service.http.routes import JSON, RAW, BytesResponse, Handler, Route, RouteDoc
 from cloze.service.pipeline import Pipeline, TaskResult
 from cloze.service.protocols.binary_tensors import HEADER, read_texts, split, write
@@ -40,8 +40,7 @@ from cloze.service.protocols.protocol import (
     ApiLimits,
     ProtocolContext,
     WireProtocol,
-    check_alive,
-    check_ready,
+    check,
 )
 from cloze.service.protocols.task_route import TIMING_HEADERS, Endpoint, TaskRoute, gate_models
 from cloze.service.protocols.tensors import TaskTensors, Tensor, TensorInfo
@@ -57,11 +56,7 @@ _OWN_PARAMETERS: Final = ("binary_data_output",)
 
 def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
     """Return the status and the body of an error. The protocol uses status 400 instead of 422."""
-    return _status(error.status), {"error": error.message}
-
-
-def _status(status: int) -> int:
-    return 400 if status == 422 else status
+    return without_422(error.status), {"error": error.message}
 
 
 class _TaskModel:
@@ -93,10 +88,7 @@ class _TaskModel:
             texts[tensor.name] = _texts(tensor)
         given = body.parameters or {}
         given = {name: value for name, value in given.items() if name not in _OWN_PARAMETERS}
-        try:
-            parameters = validate(self.task.parameters, given)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"parameters.{error}") from None
+        parameters = validate(self.task.parameters, given, Location(("parameters",)))
         return TaskCall(self.tensors.to_inputs(texts), parameters)
 
     def _respond(self, request: Request, body: InferBody, result: TaskResult) -> Response:
@@ -205,11 +197,11 @@ class _Server:
         return _json(ServerMetadata("cloze", version(DISTRIBUTION), list(_EXTENSIONS)))
 
     async def live(self, _: Request) -> Response:
-        check_alive(self._context.state)
+        check(self._context.state.broken())
         return _json(Live(True))
 
     async def ready(self, _: Request) -> Response:
-        check_ready(self._context.state)
+        check(self._context.state.unready())
         return _json(Ready(True))
 
     async def models(self, _: Request) -> Response:
@@ -233,7 +225,7 @@ class _Server:
 
     async def model_ready(self, request: Request) -> Response:
         model, pipeline = self._find(request)
-        check_ready(self._context.state)
+        check(self._context.state.unready())
         return _json(ModelReady(f"{pipeline.manifest.name}.{model.task.name}", True))
 
     async def infer(self, request: Request) -> Response:
@@ -309,7 +301,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         examples={"Two texts": _EXAMPLE},
         media_types=(RAW,),
         headers={**TIMING_HEADERS, HEADER: ("integer", "bytes of the JSON before the tensors")},
-        errors=tuple(sorted({_status(status) for status, _ in STATUS.values()})),
+        errors=tuple(sorted(set(map(without_422, ERROR_STATUSES)))),
     )
     found = [
         get("/v2", server.server, "The server and its extensions", ServerMetadata),

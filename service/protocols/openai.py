@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from cloze.model_store import Manifest
 from cloze.service.core import UnknownModel
-from cloze.service.http.errors import STATUS, ErrorInfo
+from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
 from cloze.service.http.routes import JSON, BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
@@ -104,14 +104,10 @@ class ErrorBody:
 
 def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
     """Return the status and the body of an error. OpenAI uses status 400 instead of 422."""
-    status = _status(error.status)
+    status = without_422(error.status)
     code = "model_not_found" if isinstance(error.error, UnknownModel) else None
     kind = _error_type(status)
     return status, {"error": {"message": error.message, "type": kind, "param": None, "code": code}}
-
-
-def _status(status: int) -> int:
-    return 400 if status == 422 else status
 
 
 def _error_type(status: int) -> str:
@@ -156,9 +152,9 @@ _EMBEDDINGS: Final = TaskRoute(
             "Two texts": {"input": ["What is deep learning?", "A cat sat."], "model": "cloze-bert"}
         },
         headers=TIMING_HEADERS,
-        errors=tuple(sorted({_status(status) for status, _ in STATUS.values()})),
+        errors=tuple(sorted(set(map(without_422, ERROR_STATUSES)))),
     ),
-    names={"inputs": "input"},
+    names={("inputs",): "input"},
 )
 
 

@@ -17,7 +17,7 @@ from cloze.service import core
 from cloze.service.http.access import OF_ADMIN_SOCKET
 from cloze.service.http.page import PAGE_HEADERS, page_handler
 from cloze.service.http.routes import HTML, JSON, TEXT, Route, RouteDoc
-from cloze.service.protocols.protocol import ProtocolContext, ServerState, check_alive, check_ready
+from cloze.service.protocols.protocol import ProtocolContext, ServerState, check
 from cloze.service.tasks import embed
 
 _TAG = "service"
@@ -40,20 +40,15 @@ _ALIVE: Final = orjson.dumps(Status("alive"))
 _READY: Final = orjson.dumps(Status("ready"))
 
 
-def probe_bodies(state: Callable[[], ServerState]) -> dict[bytes, Callable[[], bytes | None]]:
-    """Return, for the paths of probes, what returns the answer; None if it is not status 200.
+def probe_bodies(state: ServerState) -> dict[bytes, Callable[[], bytes | None]]:
+    """Return, for the path of each probe, a function that returns the answer with status 200.
 
-    Args:
-        state: returns the state of the service that answers.
+    The function returns None if the answer has another status.
     """
-
-    def alive() -> bytes | None:
-        return _ALIVE if state().restarts_engines or state().dead is None else None
-
-    def ready() -> bytes | None:
-        return _READY if state().dead is None and not state().draining else None
-
-    return {b"/healthz": alive, b"/readyz": ready}
+    return {
+        b"/healthz": lambda: _ALIVE if state.broken() is None else None,
+        b"/readyz": lambda: _READY if state.unready() is None else None,
+    }
 
 
 def routes(context: ProtocolContext, error_body: Any) -> Sequence[Route]:
@@ -100,15 +95,15 @@ class _Operations:
         self._scrapes = ThreadPoolExecutor(1, "scrape")
 
     async def alive(self, _: Request) -> Response:
-        check_alive(self._context.state)
+        check(self._context.state.broken())
         return Response(_ALIVE, media_type=JSON)
 
     async def ready(self, _: Request) -> Response:
-        check_ready(self._context.state)
+        check(self._context.state.unready())
         return Response(_READY, media_type=JSON)
 
     async def health(self, _: Request) -> Response:
-        check_ready(self._context.state)
+        check(self._context.state.unready())
         return Response()
 
     async def info(self, _: Request) -> Response:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from cloze.service.core import Changes, EngineDead, ShuttingDown
+from cloze.service.core import Changes, ServiceError
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.routes import Route
@@ -18,14 +18,12 @@ from cloze.service.tasks import Task
 class ServerState(Protocol):
     """The state of the server that probes report."""
 
-    @property
-    def dead(self) -> str | None:
-        """Why an engine is dead; None while all engines run."""
+    def broken(self) -> ServiceError | None:
+        """Return why the process should be restarted; None if it should not."""
         ...
 
-    @property
-    def draining(self) -> bool:
-        """Whether the server refuses new requests."""
+    def unready(self) -> ServiceError | None:
+        """Return why the process admits no request; None if it admits requests."""
         ...
 
     async def reload(self) -> Changes:
@@ -36,37 +34,11 @@ class ServerState(Protocol):
         """
         ...
 
-    @property
-    def restarts_engines(self) -> bool:
-        """Whether a supervisor restarts a dead engine, so that this process stays alive."""
-        ...
 
-
-def check_alive(state: ServerState) -> None:
-    """Raise if the process should be restarted.
-
-    Raises:
-        EngineDead: an engine is dead, and no supervisor restarts it.
-    """
-    if not state.restarts_engines:
-        _check_engine(state)
-
-
-def check_ready(state: ServerState) -> None:
-    """Raise unless the process admits requests.
-
-    Raises:
-        EngineDead: an engine is dead.
-        ShuttingDown: the server is draining.
-    """
-    _check_engine(state)
-    if state.draining:
-        raise ShuttingDown("the server is shutting down")
-
-
-def _check_engine(state: ServerState) -> None:
-    if (reason := state.dead) is not None:
-        raise EngineDead(f"the engine is dead: {reason}")
+def check(state: ServiceError | None) -> None:
+    """Raise the reason of a state that is not good."""
+    if state is not None:
+        raise state
 
 
 @dataclass(frozen=True, slots=True)

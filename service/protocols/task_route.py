@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.abandonment import run_on_thread
-from cloze.service.core import EmptyRequest, InvalidRequest
-from cloze.service.http.access_log import RequestCost
+from cloze.service.core import Location, RequestError
 from cloze.service.http.bodies import receive, run_anywhere
 from cloze.service.http.gate import GateModel
 from cloze.service.http.memory_limit import SMALL_BYTES
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.http.watch import WatchedRequest
+from cloze.service.logs import RequestCost
 from cloze.service.pipeline import Models, Pipeline, TaskResult
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.tasks import Task, TaskCall
@@ -58,7 +58,7 @@ class TaskRoute:
         warnings: body -> warnings about the body for the client, in ASCII; None: there are none.
         check: checks the headers of a request before its texts are tokenized; None: nothing to
             check.
-        names: the names of the task's inputs in the body, by the task's own, for errors.
+        names: the fields of the body, by the places of the task's inputs in the native protocol.
         serving: models -> those that may answer, the default first; None: those that serve the
             task.
     """
@@ -71,7 +71,7 @@ class TaskRoute:
     doc: RouteDoc
     warnings: Callable[[Any], Sequence[str]] | None = None
     check: Callable[[Request], None] | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[tuple[str | int, ...], str] = field(default_factory=dict)
     serving: Callable[[Models], Sequence[Pipeline]] | None = None
 
     def bind(self, context: ProtocolContext) -> Route:
@@ -150,12 +150,11 @@ class Endpoint:
                 terms=watched.terms,
                 before_large=watched.begin_answer,
             )
-        except (EmptyRequest, InvalidRequest) as error:
-            raise type(error)(_renamed(str(error), route.names)) from None
+        except RequestError as error:
+            raise type(error)(error.problem, _in_body(error.at, route.names)) from None
         if result.tokens:  # else the engine's histograms would count requests without it
             self._context.metrics.observe_parts(reference, result.timings, result.truncated)
-        texts = _text_count(call.inputs)
-        request.scope["cloze.cost"] = RequestCost(texts, result.tokens, result.timings)
+        request.scope["cloze.cost"] = RequestCost(result.texts, result.tokens, result.timings)
         if result.is_large:
             response = await run_on_thread(route.respond, request, body, result)
         else:
@@ -166,22 +165,17 @@ class Endpoint:
         return response
 
 
-def _text_count(inputs: Any) -> int:
-    """Return the number of a call's inputs; the token ids of one text are one."""
-    if isinstance(inputs, list):
-        return 1 if isinstance(inputs[0], int) else len(inputs)
-    for name in ("sentences", "candidates"):
-        if (others := getattr(inputs, name, None)) is not None:
-            return 1 + len(others)
-    return 1
+def _in_body(at: Location | None, names: Mapping[tuple[str | int, ...], str]) -> Location | None:
+    """Return the place in the body of what the native protocol has at another place.
 
-
-def _renamed(message: str, names: Mapping[str, str]) -> str:
-    """Return a message with the name that its input has in the body, if it begins with an input."""
-    for name, in_body in names.items():
-        if message.startswith(name):
-            return in_body + message.removeprefix(name)
-    return message
+    Args:
+        at: the place in the native protocol.
+        names: see `TaskRoute`.
+    """
+    for length in range(len(at or ()), 0, -1):
+        if at is not None and (name := names.get(at[:length])) is not None:
+            return Location((name, *at[length:]))
+    return at
 
 
 def _add_headers(response: Response, result: TaskResult, warnings: Sequence[str]) -> None:

@@ -15,7 +15,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.http.errors import STATUS
+from cloze.service.http.errors import ERROR_STATUSES
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import Models, Pipeline, TaskResult
 from cloze.service.protocols.error_body import ErrorBody, write_error
@@ -36,7 +36,6 @@ from cloze.service.tasks.task import NotEmpty, Text, Texts, TokenIds
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
 
 _TAG: Final = "text-embeddings-inference"
-_ERRORS: Final = tuple(sorted({status for status, _ in STATUS.values()}))
 _MODEL: Final = Field(None, description="a served model, NAME or NAME@VERSION")
 
 _OneOrTwo = Annotated[list[Text], Field(min_length=1, max_length=2)]
@@ -100,7 +99,7 @@ def _doc(
     **examples: Mapping[str, Any],
 ) -> RouteDoc:
     titled = {name.replace("_", " ").capitalize(): example for name, example in examples.items()}
-    return RouteDoc(summary, _TAG, result, ErrorBody, body, titled, (), headers, _ERRORS)
+    return RouteDoc(summary, _TAG, result, ErrorBody, body, titled, (), headers, ERROR_STATUSES)
 
 
 # ---- predict -------------------------------------------------------------------------------------
@@ -200,9 +199,9 @@ _RERANK: Final = TaskRoute(
     ),
     warnings=ignored_fields,
     names={
-        "inputs.source_sentence": "query",
-        "inputs.sentences": "texts",
-        "inputs": "texts",
+        ("inputs", "source_sentence"): "query",
+        ("inputs", "sentences"): "texts",
+        ("inputs",): "texts",
     },
     serving=_ranking,
 )
@@ -279,7 +278,7 @@ _DECODE: Final = TaskRoute(
         one_text={"ids": [2, 43, 1596, 18, 3]},
     ),
     warnings=ignored_fields,
-    names={"inputs": "ids"},
+    names={("inputs",): "ids"},
     serving=_all_models,
 )
 

@@ -11,8 +11,7 @@ The tensors follow from the types of a task, so that a task needs no entry here:
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from types import UnionType
-from typing import Annotated, Any, Final, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_origin
 
 import numpy as np
 import orjson
@@ -217,11 +216,9 @@ def _columns(task: Task) -> dict[str, str]:
 def _walk(annotation: Any) -> Iterator[Any]:
     """Yield a type and all types that it consists of, the outer ones first."""
     yield annotation
-    if get_origin(annotation) is Annotated:
-        yield from _walk(get_args(annotation)[0])
-    elif get_origin(annotation) in (list, dict, tuple, Union, UnionType):
-        for part in get_args(annotation):
-            yield from _walk(part)
+    parts = get_args(annotation)
+    for part in parts[:1] if get_origin(annotation) is Annotated else parts:
+        yield from _walk(part)
 
 
 def _scalar(annotation: Any) -> str | None:

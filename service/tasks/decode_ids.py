@@ -7,6 +7,7 @@ from pydantic import Field
 from cloze.service.abandonment import check_awaited
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks.task import (
+    INPUTS,
     NotEmpty,
     PreparedRequest,
     Task,
@@ -43,15 +44,22 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[tuple[list[
     limits, inputs = context.limits, call.inputs
     lists: list[list[int]] = inputs if inputs and isinstance(inputs[0], list) else [inputs]
     if len(lists) > (most := limits.max_request_texts):
-        raise InvalidRequest(f"inputs has {len(lists)} texts; the limit is {most}")
+        raise InvalidRequest(f"has {len(lists)} texts; the limit is {most}", INPUTS)
     if not all(lists):
-        raise EmptyRequest("inputs has an empty list; it needs at least 1 token id")
+        raise EmptyRequest("has an empty list; it needs at least 1 token id", INPUTS)
     if (count := sum(map(len, lists))) > (most := limits.max_results):
-        raise InvalidRequest(f"inputs has {count} token ids; the limit is {most}")
+        raise InvalidRequest(f"has {count} token ids; the limit is {most}", INPUTS)
     low, high = min(map(min, lists)), max(map(max, lists))
     if low < 0 or high > _MOST_ID:
-        raise InvalidRequest(f"inputs has token ids from {low} to {high}; they are 0 to {_MOST_ID}")
-    return PreparedRequest([], (lists, parameters.skip_special_tokens), count // _IDS_PER_RESULT)
+        raise InvalidRequest(
+            f"has token ids from {low} to {high}; they are 0 to {_MOST_ID}", INPUTS
+        )
+    return PreparedRequest(
+        [],
+        (lists, parameters.skip_special_tokens),
+        count // _IDS_PER_RESULT,
+        texts=len(lists),
+    )
 
 
 def decode(

@@ -15,11 +15,12 @@ from cloze.model_store.heads import (
     layer_embedding,
     token_embedding,
 )
-from cloze.service.core import EmptyRequest, Float32, InvalidRequest, WrongTask
+from cloze.service.core import EmptyRequest, Float32, InvalidRequest, Location, WrongTask
 from cloze.service.tasks import embed_inputs
 from cloze.service.tasks.embed_inputs import TextParameters
 from cloze.service.tasks.embed_layers import Layers, PoolingChoice, layer_request
 from cloze.service.tasks.task import (
+    INPUTS,
     Count,
     CountOrZero,
     Example,
@@ -88,6 +89,9 @@ class _State(NamedTuple):
     windows: list[int] | None = None
 
 
+_SPANS: Final = Location(("spans",))
+
+
 def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     """Tokenize the texts to embed.
 
@@ -121,6 +125,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         results=len(encoded.encodings),
         truncated=encoded.truncated,
         usage=encoded.usage,
+        texts=len(texts),
     )
 
 
@@ -147,7 +152,7 @@ def _prepare_spans(
     if parameters.choice == "window":
         raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
     _check_spans(text, spans, context)
-    encoded = embed_inputs.encode([text], ["inputs"], parameters, context, _TOKENS_REQUEST)
+    encoded = embed_inputs.encode([text], [INPUTS], parameters, context, _TOKENS_REQUEST)
     places = embed_inputs.offsets(text, len(encoded.encodings[0]), parameters, context)
     own = [(token, place) for token, place in enumerate(places) if place is not None]
     starts, ends = [place[0] for _, place in own], [place[1] for _, place in own]
@@ -156,7 +161,7 @@ def _prepare_spans(
         first, last = bisect_right(ends, start), bisect_left(starts, end)  # tokens never overlap
         if first >= last:
             raise InvalidRequest(
-                f"spans[{index}] has no token among the {len(places)} that the model reads"
+                f"has no token among the {len(places)} that the model reads", _SPANS.below(index)
             )
         rows.append((own[first][0], own[last - 1][0] + 1))
 
@@ -194,13 +199,13 @@ def _check_spans(text: Any, spans: Sequence[tuple[int, int]], context: TaskConte
     if not isinstance(text, str):
         raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")
     if not spans:
-        raise EmptyRequest("spans is an empty list; it needs at least 1 span")
+        raise EmptyRequest("is an empty list; it needs at least 1 span", _SPANS)
     if len(spans) > (most := context.limits.max_request_texts):
-        raise InvalidRequest(f"spans has {len(spans)} spans; the limit is {most}")
+        raise InvalidRequest(f"has {len(spans)} spans; the limit is {most}", _SPANS)
     for index, (start, end) in enumerate(spans):
         if not 0 <= start < end <= len(text):
             raise InvalidRequest(
-                f"spans[{index}] is ({start}, {end}); the text has {len(text)} characters"
+                f"is ({start}, {end}); the text has {len(text)} characters", _SPANS.below(index)
             )
 
 

@@ -51,7 +51,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
     texts, names = embed_inputs.texts_and_names(call.inputs, context)
     for name, text in zip(names, texts, strict=True):
         if parameters.return_offsets and not isinstance(text, str):
-            raise InvalidRequest(f"{name} is a list of token ids, which have no offsets")
+            raise InvalidRequest("is a list of token ids, which have no offsets", name)
     encoded = embed_inputs.encode(texts, names, parameters, context, _REQUEST)
     tokens, most = sum(map(len, encoded.encodings)), context.limits.max_results
     if tokens > most:
@@ -63,7 +63,12 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
             for text, encoding in zip(texts, encoded.encodings, strict=True)
         ]
     return PreparedRequest(
-        encoded.encodings, offsets, tokens, encoded.truncated, usage=encoded.usage
+        encoded.encodings,
+        offsets,
+        tokens,
+        encoded.truncated,
+        usage=encoded.usage,
+        texts=len(texts),
     )
 
 

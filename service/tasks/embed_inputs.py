@@ -7,7 +7,7 @@ from pydantic import Field
 
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HeadRequest
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.core import EmptyRequest, InvalidRequest, Location
 from cloze.service.tasks.long_text import (
     TruncationParameters,
     UsageParameters,
@@ -66,7 +66,7 @@ class EncodedTexts(NamedTuple):
     windows: list[int] | None
 
 
-def texts_and_names(inputs: Any, context: TaskContext) -> tuple[list[TextOrIds], list[str]]:
+def texts_and_names(inputs: Any, context: TaskContext) -> tuple[list[TextOrIds], list[Location]]:
     """Return the texts of `EmbedInputs`, and the name of each text in errors.
 
     Raises:
@@ -80,7 +80,7 @@ def texts_and_names(inputs: Any, context: TaskContext) -> tuple[list[TextOrIds],
 
 def encode(
     texts: Sequence[TextOrIds],
-    names: Sequence[str],
+    names: Sequence[Location],
     parameters: TextParameters,
     context: TaskContext,
     request: Mapping[str, HeadRequest],
@@ -124,7 +124,7 @@ def encode(
 
 def _divide(
     texts: Sequence[TextOrIds],
-    names: Sequence[str],
+    names: Sequence[Location],
     ids: Sequence[Sequence[int]],
     prompt: str,
     max_tokens: int,
@@ -201,7 +201,7 @@ def prompt_of(context: TaskContext, name: str | None) -> str:
 
 
 def _ids(
-    texts: Sequence[TextOrIds], names: Sequence[str], prompt: str, context: TaskContext
+    texts: Sequence[TextOrIds], names: Sequence[Location], prompt: str, context: TaskContext
 ) -> list[list[int]]:
     """Return the ids of each text without ``[CLS]`` and ``[SEP]``."""
     tokenizer = context.tokenizer
@@ -209,10 +209,10 @@ def _ids(
         if isinstance(text, str):
             check_text(text, name, context.limits)
         elif not text:
-            raise EmptyRequest(f"{name} is empty; it needs at least 1 token id")
+            raise EmptyRequest("is empty; it needs at least 1 token id", name)
         elif not (min(text) >= 0 and max(text) < tokenizer.vocab_size):
             known = f"this model's are 0 to {tokenizer.vocab_size - 1}"
-            raise InvalidRequest(f"{name} has token ids from {min(text)} to {max(text)}; {known}")
+            raise InvalidRequest(f"has token ids from {min(text)} to {max(text)}; {known}", name)
     strings = [prompt + text for text in texts if isinstance(text, str)]
     encoded = iter(tokenizer.ids(strings or [""]))
     ids = []

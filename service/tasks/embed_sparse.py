@@ -81,7 +81,12 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
         encoding.requests = {sparse_embedding.HEAD.name: request}
     named = bool(parameters.return_tokens)
     return PreparedRequest(
-        encoded.encodings, named, len(texts) * top_k, encoded.truncated, usage=encoded.usage
+        encoded.encodings,
+        named,
+        len(texts) * top_k,
+        encoded.truncated,
+        usage=encoded.usage,
+        texts=len(texts),
     )
 
 

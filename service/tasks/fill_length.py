@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cloze.service.core import InvalidRequest
+from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.long_text import LongText, characters
 from cloze.service.tasks.task import TaskContext, TextUsage
 
@@ -28,7 +28,7 @@ class Shortener:
         self.truncated = 0
         self.usage: list[TextUsage] | None = [] if report else None
 
-    def shortened(self, ids: Sequence[int], text: str, name: str) -> Sequence[int]:
+    def shortened(self, ids: Sequence[int], text: str, name: Location) -> Sequence[int]:
         """Return the ids of a text that the model reads, without special tokens.
 
         Args:
@@ -52,13 +52,14 @@ class Shortener:
             if self._choice == "error":
                 target = " with its longest target" if self._longest > 1 else ""
                 tokens = len(ids) + 2 + self._longest - 1
-                raise InvalidRequest(f"{name} has {tokens} tokens{target}; the model reads {most}")
+                raise InvalidRequest(f"has {tokens} tokens{target}; the model reads {most}", name)
             if self._choice == "window":
                 first = _first_of_window(masks, len(ids), room, name)
             elif (last := masks[-1] + 1) > room:
                 raise InvalidRequest(
-                    f"{name} has a mask token at token {last}, but the model reads only the first "
-                    f"{room} of a text; long_text window reads the part around the masks"
+                    f"has a mask token at token {last}, but the model reads only the first "
+                    f"{room} of a text; long_text window reads the part around the masks",
+                    name,
                 )
             self.truncated += 1
         end = min(len(ids), first + room)
@@ -70,26 +71,28 @@ class Shortener:
             self.usage.append(TextUsage(len(ids) + 2, end - first + 2, windows))
         return ids[first:end]
 
-    def _masks(self, ids: Sequence[int], name: str) -> list[int]:
+    def _masks(self, ids: Sequence[int], name: Location) -> list[int]:
         """Return the positions of a text's masks."""
         tokenizer, most = self._context.tokenizer, self._context.limits.max_masks
         masks = tokenizer.mask_positions(ids)
         if not masks:
             mask = tokenizer.mask_token
             raise InvalidRequest(
-                f"{name} holds no mask token; put {mask} where a word is to be guessed"
+                f"holds no mask token; put {mask} where a word is to be guessed",
+                name,
             )
         if len(masks) > most:
-            raise InvalidRequest(f"{name} holds {len(masks)} mask tokens; the limit is {most}")
+            raise InvalidRequest(f"holds {len(masks)} mask tokens; the limit is {most}", name)
         return masks
 
 
-def _first_of_window(masks: Sequence[int], tokens: int, room: int, name: str) -> int:
+def _first_of_window(masks: Sequence[int], tokens: int, room: int, name: Location) -> int:
     """Return the first token of the window that has a text's masks in its middle."""
     between = masks[-1] - masks[0] + 1
     if between > room:
         raise InvalidRequest(
-            f"{name} has {between} tokens from its first to its last mask; a window has {room}"
+            f"has {between} tokens from its first to its last mask; a window has {room}",
+            name,
         )
     middle = (masks[0] + masks[-1] + 1) // 2
     return min(max(middle - room // 2, 0), tokens - room)

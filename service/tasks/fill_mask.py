@@ -12,7 +12,7 @@ from pydantic import Field
 
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import masked_lm
-from cloze.service.core import InvalidRequest
+from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import fill_jointly, fill_length, fill_tokens, fill_words
 from cloze.service.tasks.long_text import LongText, UsageParameters
 from cloze.service.tasks.task import (
@@ -75,6 +75,9 @@ class _Filling(Protocol):
         """Return the result."""
 
 
+_TARGETS: Final = Location(("targets",))
+
+
 def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
     """Tokenize texts that each hold at least one mask token.
 
@@ -122,7 +125,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
     else:
         prepared = fill_tokens.prepare_tokens(ids, targets, top_k, context, many=many)
         prepared = prepared._replace(results=counter.predictions)
-    return prepared._replace(truncated=shortener.truncated, usage=shortener.usage)
+    return prepared._replace(truncated=shortener.truncated, usage=shortener.usage, texts=len(texts))
 
 
 def _takes_long(call: TaskCall) -> bool:
@@ -138,11 +141,13 @@ def _check_targets(
     parameters: FillMaskParameters, targets: Sequence[str], limits: TaskLimits
 ) -> None:
     if len(targets) > limits.max_top_k:
-        raise InvalidRequest(f"targets has {len(targets)} tokens; the limit is {limits.max_top_k}")
+        raise InvalidRequest(
+            f"has {len(targets)} tokens; the limit is {limits.max_top_k}", _TARGETS
+        )
     for index, target in enumerate(targets):
-        if len(target) > (most := limits.max_text_characters):
+        if len(target) > (longest := limits.max_text_characters):
             raise InvalidRequest(
-                f"targets[{index}] has {len(target)} characters; the limit is {most}"
+                f"has {len(target)} characters; the limit is {longest}", _TARGETS.below(index)
             )
     if parameters.decode is not None and targets:
         raise InvalidRequest("decode chooses among the whole vocabulary; leave out targets")

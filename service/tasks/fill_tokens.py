@@ -11,7 +11,7 @@ import numpy as np
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
-from cloze.service.core import InvalidRequest
+from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.task import PreparedRequest, TaskContext, check_text, input_name
 from cloze.service.tokenizer import Tokenizer
 
@@ -135,7 +135,7 @@ def prepare_originals(
         raise InvalidRequest(f"original takes at most {_MOST_RANKED} texts, got {len(ids)}")
     tokens = []
     for index, (text, original) in enumerate(zip(ids, originals, strict=True)):
-        check_text(original, "original", context.limits)
+        check_text(original, Location(("original",)), context.limits)
         pieces = tokenizer.ids([original])[0]
         if len(pieces) != 1 or pieces[0] == tokenizer.unknown_id:
             shown = ascii(original)[:80]
@@ -143,7 +143,7 @@ def prepare_originals(
         masks = len(tokenizer.mask_positions(text))
         if masks > 1:
             name = input_name(index, many=many)
-            raise InvalidRequest(f"{name} holds {masks} mask tokens; original takes texts with 1")
+            raise InvalidRequest(f"holds {masks} mask tokens; original takes texts with 1", name)
         tokens.append(pieces[0])
     encodings = _encodings(ids, top_k, list(range(tokenizer.vocab_size)), context)
     return PreparedRequest(encodings, TokenFilling(encodings, top_k, many, tokens))

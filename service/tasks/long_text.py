@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from cloze.service.core import InvalidRequest
+from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.task import TaskLimits, WireModel
 from cloze.service.tasks.windows import window_count, windows
 
@@ -65,7 +65,7 @@ class TruncationParameters(WireModel):
             )
         return self.long_text
 
-    def check_cut(self, name: str, tokens: int, max_tokens: int) -> None:
+    def check_cut(self, name: Location, tokens: int, max_tokens: int) -> None:
         """Check that a long text may be cut.
 
         Args:
@@ -81,7 +81,7 @@ class TruncationParameters(WireModel):
             raise too_long(name, tokens, max_tokens, asked)
 
 
-def too_long(name: str, tokens: int, max_tokens: int, asked: str) -> InvalidRequest:
+def too_long(name: Location, tokens: int, max_tokens: int, asked: str) -> InvalidRequest:
     """Return the error for a text that is not to be cut.
 
     Args:
@@ -90,7 +90,7 @@ def too_long(name: str, tokens: int, max_tokens: int, asked: str) -> InvalidRequ
         max_tokens: most tokens that the model reads.
         asked: the parameter that asks for the error.
     """
-    return InvalidRequest(f"{name} has {tokens} tokens; the model reads {max_tokens}, and {asked}")
+    return InvalidRequest(f"has {tokens} tokens; the model reads {max_tokens}, and {asked}", name)
 
 
 class WindowBudget:
@@ -101,7 +101,7 @@ class WindowBudget:
         self._tokens = 0
 
     def divide(
-        self, tokens: int, window_tokens: int, name: str, stride: int | None = None
+        self, tokens: int, window_tokens: int, name: Location, stride: int | None = None
     ) -> list[tuple[int, int]]:
         """Return the bounds of a text's windows; see `windows`.
 

@@ -14,6 +14,7 @@ from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import next_sentence
 from cloze.service.tasks.long_text import UsageParameters, too_long
 from cloze.service.tasks.task import (
+    INPUTS,
     Example,
     NotEmpty,
     PreparedRequest,
@@ -86,14 +87,14 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
     if isinstance(inputs, Candidates):
         candidates: list[str] = listed(inputs.candidates, limits)
         pairs = [(inputs.text, candidate) for candidate in candidates]
-        names = [f"inputs.candidates[{index}]" for index in range(len(pairs))]
+        names = [INPUTS.below("candidates", index) for index in range(len(pairs))]
     else:
         pairs = [(pair.text, pair.next) for pair in listed(inputs, limits)]
         many = isinstance(inputs, list)
         names = [input_name(index, many=many) for index in range(len(pairs))]
     for (first, second), name in zip(pairs, names, strict=True):
-        check_text(first, f"{name}.text", limits)
-        check_text(second, f"{name}.next", limits)
+        check_text(first, name.below("text"), limits)
+        check_text(second, name.below("next"), limits)
     texts = list(dict.fromkeys(text for pair in pairs for text in pair))  # each is tokenized once
     ids = dict(zip(texts, tokenizer.ids(texts), strict=True))
     encodings, usage, truncated = [], [], 0
@@ -107,7 +108,11 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
         usage.append(TextUsage(tokens, len(encoding)))
         truncated += cut
     return PreparedRequest(
-        encodings, inputs, truncated=truncated, usage=usage if parameters.return_usage else None
+        encodings,
+        inputs,
+        truncated=truncated,
+        usage=usage if parameters.return_usage else None,
+        texts=len(pairs) + isinstance(inputs, Candidates),
     )
 
 

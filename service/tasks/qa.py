@@ -12,7 +12,7 @@ from pydantic import Field
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import span
-from cloze.service.core import InvalidRequest
+from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.answer_spans import (
     Answers,
     QaDetails,
@@ -138,8 +138,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         if options.long_text == "error" and len(cut) < len(ids):
             most = options.max_question_len
             raise InvalidRequest(
-                f"{name}.question has {len(ids)} tokens; max_question_len is {most}, and long_text "
-                "is error"
+                f"has {len(ids)} tokens; max_question_len is {most}, and long_text is error",
+                name.below("question"),
             )
         if options.long_text == "error" and len(spans.ids) > window_tokens:
             raise too_long(name, whole, options.max_seq_len, "long_text is error")
@@ -165,6 +165,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         len(encodings) * _WINDOW_RESULTS,
         truncated,
         usage=usage if options.return_usage else None,
+        texts=len(questions),
     )
 
 
@@ -181,24 +182,25 @@ def _options(parameters: QaParameters, limits: TaskLimits) -> QaOptions:
     return options
 
 
-def _tokenize(pair: QaPair, name: str, context: TaskContext) -> tuple[list[int], Spans]:
+def _tokenize(pair: QaPair, name: Location, context: TaskContext) -> tuple[list[int], Spans]:
     """Return the question's ids and the context's tokens."""
-    check_text(pair.question, f"{name}.question", context.limits)
-    check_text(pair.context, f"{name}.context", context.limits)
+    check_text(pair.question, name.below("question"), context.limits)
+    check_text(pair.context, name.below("context"), context.limits)
     ids = context.tokenizer.ids([pair.question])[0]
     spans = context.tokenizer.spans(pair.context)
     if not ids or not spans.ids:
         empty = "context" if ids else "question"
-        raise InvalidRequest(f"{name}.{empty} has no token, only spaces or control characters")
+        raise InvalidRequest("has no token, only spaces or control characters", name.below(empty))
     return ids, spans
 
 
-def _stride(options: QaOptions, window_tokens: int, name: str) -> int:
+def _stride(options: QaOptions, window_tokens: int, name: Location) -> int:
     """Return the number of context tokens that neighbouring windows share."""
     if window_tokens < 1:
         raise InvalidRequest(
-            f"{name}.question leaves no room for the context: max_seq_len {options.max_seq_len}, "
-            f"max_question_len {options.max_question_len}"
+            f"leaves no room for the context: max_seq_len {options.max_seq_len}, "
+            f"max_question_len {options.max_question_len}",
+            name.below("question"),
         )
     if options.doc_stride is None:
         stride = min(options.max_seq_len // 2, _DEFAULT_STRIDE)

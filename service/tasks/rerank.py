@@ -11,7 +11,7 @@ from cloze.model_store import Manifest
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.core import EmptyRequest, InvalidRequest, Location
 from cloze.service.tasks import similarity, text_classification
 from cloze.service.tasks.long_text import TruncationParameters
 from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameters
@@ -83,6 +83,9 @@ def classifies(manifest: Manifest) -> bool:
     return isinstance(options, SequenceLabels) and len(options.labels) == 1
 
 
+_TEXTS: Final = Location(("texts",))
+
+
 def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     """Tokenize the query with the texts.
 
@@ -111,18 +114,19 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     texts = inputs.texts if parameters.return_text else None
     written = sum(map(len, texts or ())) // _CHARACTERS_PER_RESULT
     state = _State(scoring, prepared.state, texts)
-    return prepared._replace(state=state, results=max(prepared.results, written))
+    results = max(prepared.results, written)
+    return prepared._replace(state=state, results=results, texts=len(inputs.texts))
 
 
 def _check(inputs: RerankInputs, limits: TaskLimits) -> None:
     """Check the texts, by their names in this task; see `prepare`."""
-    check_text(inputs.query, "query", limits)
+    check_text(inputs.query, Location(("query",)), limits)
     if not inputs.texts:
-        raise EmptyRequest("texts is an empty list; it needs at least 1 text")
+        raise EmptyRequest("is an empty list; it needs at least 1 text", _TEXTS)
     if (count := len(inputs.texts)) > (most := limits.max_request_texts):
-        raise InvalidRequest(f"texts has {count} texts; the limit is {most}")
+        raise InvalidRequest(f"has {count} texts; the limit is {most}", _TEXTS)
     for index, text in enumerate(inputs.texts):
-        check_text(text, f"texts[{index}]", limits)
+        check_text(text, _TEXTS.below(index), limits)
 
 
 def decode(

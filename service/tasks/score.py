@@ -17,7 +17,7 @@ from pydantic import Field
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
-from cloze.service.core import InvalidRequest
+from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.long_text import LongText, UsageParameters
 from cloze.service.tasks.task import (
     Example,
@@ -110,23 +110,26 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         _State(scored, many),
         results=len(encodings),
         truncated=truncated,
+        texts=len(scored),
         usage=usage if parameters.return_usage else None,
     )
 
 
-def _check(ids: Sequence[int], name: str, choice: LongText, context: TaskContext) -> None:
+def _check(ids: Sequence[int], name: Location, choice: LongText, context: TaskContext) -> None:
     """Check the tokens of one text."""
     tokenizer, most = context.tokenizer, context.limits.max_tokens
     if not ids:
-        raise InvalidRequest(f"{name} has no token, only spaces or control characters")
+        raise InvalidRequest("has no token, only spaces or control characters", name)
     if len(ids) + 2 > most and choice == "error":
         raise InvalidRequest(
-            f"{name} has {len(ids) + 2} tokens; the model reads {most}; long_text window scores "
-            "each token in the part around it"
+            f"has {len(ids) + 2} tokens; the model reads {most}; long_text window scores "
+            "each token in the part around it",
+            name,
         )
     if tokenizer.mask_id in ids:
         raise InvalidRequest(
-            f"{name} holds {tokenizer.mask_token}, which has no probability; /fill-mask fills it"
+            f"holds {tokenizer.mask_token}, which has no probability; /fill-mask fills it",
+            name,
         )
 
 

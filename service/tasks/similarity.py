@@ -16,6 +16,7 @@ from cloze.service.core import EmptyRequest, Float32, InvalidRequest, WrongTask
 from cloze.service.tasks import embed, embed_inputs
 from cloze.service.tasks.embed_inputs import Offsets, TextParameters
 from cloze.service.tasks.task import (
+    INPUTS,
     Example,
     PreparedRequest,
     Task,
@@ -73,6 +74,9 @@ _ALL_VECTORS: Final = _VECTORS | {
 }
 
 
+_SENTENCES: Final = INPUTS.below("sentences")
+
+
 def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offsets] | None]:
     """Tokenize the text, then the texts to compare with it.
 
@@ -86,15 +90,19 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
     parameters: SimilarityParameters = call.parameters
     count, most = len(inputs.sentences), context.limits.max_request_texts - 1
     if not count:
-        raise EmptyRequest("inputs.sentences is an empty list; it needs at least 1 text")
+        raise EmptyRequest("is an empty list; it needs at least 1 text", _SENTENCES)
     if count > most:
-        raise InvalidRequest(f"inputs.sentences has {count} texts; the limit is {most}")
+        raise InvalidRequest(f"has {count} texts; the limit is {most}", _SENTENCES)
     texts = [inputs.source_sentence, *inputs.sentences]
-    names = ["inputs.source_sentence", *(f"inputs.sentences[{index}]" for index in range(count))]
+    names = [INPUTS.below("source_sentence"), *(_SENTENCES.below(n) for n in range(count))]
     if not parameters.details:
         encoded = embed_inputs.encode(texts, names, parameters, context, _VECTORS)
         return PreparedRequest(
-            encoded.encodings, None, truncated=encoded.truncated, usage=encoded.usage
+            encoded.encodings,
+            None,
+            truncated=encoded.truncated,
+            usage=encoded.usage,
+            texts=len(texts),
         )
     _check_token_vectors(context)
     encoded = embed_inputs.encode(texts, names, parameters, context, _ALL_VECTORS)
@@ -106,7 +114,12 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
         for text, encoding in zip(texts, encoded.encodings, strict=True)
     ]
     return PreparedRequest(
-        encoded.encodings, offsets, tokens, encoded.truncated, usage=encoded.usage
+        encoded.encodings,
+        offsets,
+        tokens,
+        encoded.truncated,
+        usage=encoded.usage,
+        texts=len(texts),
     )
 
 

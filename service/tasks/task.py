@@ -18,8 +18,11 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from cloze.model_store import Manifest
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.core import EmptyRequest, InvalidRequest, Location
 from cloze.service.tokenizer import Tokenizer
+
+INPUTS = Location(("inputs",))
+"""The place of a call's inputs, as the native protocol names it."""
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -196,6 +199,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
         usage: how much of each input was used; None unless the client asks.
         advance: (outputs, context) -> the next round of the engine, or None if `Task.decode`
             follows; None if there is one round.
+        texts: number of texts, pairs or questions of the request.
     """
 
     encodings: list[Encoding]
@@ -205,6 +209,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
     warnings: tuple[str, ...] = ()
     usage: Sequence[TextUsage] | None = None
     advance: "Advance | None" = None
+    texts: int = 1
 
 
 Advance = Callable[[Sequence[HeadOutputs], TaskContext], PreparedRequest[Any] | None]
@@ -276,19 +281,19 @@ def listed(inputs: T | list[T], limits: TaskLimits) -> list[T]:
     """
     texts = inputs if isinstance(inputs, list) else [inputs]
     if not texts:
-        raise EmptyRequest("inputs is an empty list; it needs at least 1 text")
+        raise EmptyRequest("is an empty list; it needs at least 1 text", INPUTS)
     if len(texts) > limits.max_request_texts:
         limit = limits.max_request_texts
-        raise InvalidRequest(f"inputs has {len(texts)} texts; the limit is {limit}")
+        raise InvalidRequest(f"has {len(texts)} texts; the limit is {limit}", INPUTS)
     return texts
 
 
-def input_name(index: int, *, many: bool) -> str:
-    """Return the name of one text of a request in errors: ``inputs`` or ``inputs[3]``."""
-    return f"inputs[{index}]" if many else "inputs"
+def input_name(index: int, *, many: bool) -> Location:
+    """Return the place of one text of a request: ``inputs`` or ``inputs[3]``."""
+    return INPUTS.below(index) if many else INPUTS
 
 
-def check_text(text: str, name: str, limits: TaskLimits) -> None:
+def check_text(text: str, name: Location, limits: TaskLimits) -> None:
     """Check that a text is neither empty nor longer than the limit.
 
     Raises:
@@ -296,10 +301,10 @@ def check_text(text: str, name: str, limits: TaskLimits) -> None:
         InvalidRequest: the text exceeds `TaskLimits.max_text_characters`.
     """
     if not text:
-        raise EmptyRequest(f"{name} is empty; it needs at least 1 character")
+        raise EmptyRequest("is empty; it needs at least 1 character", name)
     if len(text) > limits.max_text_characters:
         limit = limits.max_text_characters
-        raise InvalidRequest(f"{name} has {len(text)} characters; the limit is {limit}")
+        raise InvalidRequest(f"has {len(text)} characters; the limit is {limit}", name)
 
 
 def check_results(results: int, asked: str, limits: TaskLimits) -> None:
@@ -319,4 +324,4 @@ def check_range(value: int, low: int, high: int, name: str) -> None:
         InvalidRequest: the number is below ``low`` or above ``high``.
     """
     if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be between {low} and {high}, got {value}")
+        raise InvalidRequest(f"must be between {low} and {high}, got {value}", Location((name,)))

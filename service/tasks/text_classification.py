@@ -13,7 +13,7 @@ from pydantic import Field
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
-from cloze.service.core import Float32, InvalidRequest
+from cloze.service.core import Float32, InvalidRequest, Location
 from cloze.service.tasks.long_text import (
     TruncationParameters,
     UsageParameters,
@@ -96,9 +96,9 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     pairs = [(t, None) if isinstance(t, str) else (t.text, t.text_pair) for t in texts]
     for index, (first, second) in enumerate(pairs):
         name = input_name(index, many=many)
-        check_text(first, name if isinstance(texts[index], str) else f"{name}.text", limits)
+        check_text(first, name if isinstance(texts[index], str) else name.below("text"), limits)
         if second is not None:
-            check_text(second, f"{name}.text_pair", limits)
+            check_text(second, name.below("text_pair"), limits)
     firsts = tokenizer.ids([first for first, _ in pairs])
     seconds = tokenizer.ids([second or "" for _, second in pairs])
     encoder = _Encoder(parameters, context)
@@ -116,6 +116,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         results=len(encoder.encodings),
         truncated=encoder.truncated,
         usage=encoder.usage,
+        texts=len(texts),
     )
 
 
@@ -138,7 +139,7 @@ class _Encoder:
         self.truncated = 0
         self.usage: list[TextUsage] | None = [] if parameters.return_usage else None
 
-    def add_text(self, text: str, ids: list[int], name: str) -> None:
+    def add_text(self, text: str, ids: list[int], name: Location) -> None:
         """Add a text; ``ids`` are its tokens, without special tokens."""
         tokenizer, most = self._context.tokenizer, self._context.limits.max_tokens
         if self._choice == "window" and len(ids) > most - 2:
@@ -152,19 +153,20 @@ class _Encoder:
         encoding, cut = tokenizer.encode(ids, most, keep_end=self._parameters.keep_end)
         self._add_one(encoding, cut, len(ids) + 2, name)
 
-    def add_pair(self, first: list[int], second: list[int], name: str) -> None:
+    def add_pair(self, first: list[int], second: list[int], name: Location) -> None:
         """Add a pair of texts by their tokens, without special tokens."""
         tokenizer, most = self._context.tokenizer, self._context.limits.max_tokens
         tokens = len(first) + len(second) + tokenizer.special.pair_tokens
         if self._choice == "window" and tokens > most:
             raise InvalidRequest(
-                f"{name} is a pair of {tokens} tokens; the model reads {most}, and long_text "
-                "window divides only texts without a pair"
+                f"is a pair of {tokens} tokens; the model reads {most}, and long_text "
+                "window divides only texts without a pair",
+                name,
             )
         encoding, cut = tokenizer.pair(first, second, most, keep_end=self._parameters.keep_end)
         self._add_one(encoding, cut, tokens, name)
 
-    def _add_one(self, encoding: Encoding, cut: bool, tokens: int, name: str) -> None:
+    def _add_one(self, encoding: Encoding, cut: bool, tokens: int, name: Location) -> None:
         if cut:
             self._parameters.check_cut(name, tokens, self._context.limits.max_tokens)
         self.truncated += cut

@@ -160,7 +160,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         check_text(text, name, limits)
         spans = tokenizer.spans(text)
         if not spans.ids:
-            raise InvalidRequest(f"{name} has no token, only spaces or control characters")
+            raise InvalidRequest("has no token, only spaces or control characters", name)
         count = len(spans.ids)
         bounds = [(0, min(window_tokens, count))]
         if count > window_tokens:
@@ -181,7 +181,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
     state = _State(prepared, strategy, ignored, many)
     results = sum(map(len, encodings)) // _TOKENS_PER_RESULT
-    return PreparedRequest(encodings, state, results, truncated, usage=usage)
+    return PreparedRequest(encodings, state, results, truncated, usage=usage, texts=len(texts))
 
 
 _REQUEST: Final = {

@@ -126,7 +126,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Tokeni
         ids = np.array(spans.ids, np.int32)
         offsets = np.array(spans.offsets, np.int32).reshape(-1, 2)
         tokenized.append(TokenizedText(prompt + text, ids, offsets, before, after))
-    return PreparedRequest([], tokenized, tokens // _TOKENS_PER_RESULT)
+    return PreparedRequest([], tokenized, tokens // _TOKENS_PER_RESULT, texts=len(tokenized))
 
 
 def _special(tokenizer: Tokenizer, token_id: int) -> Token:

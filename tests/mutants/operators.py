@@ -21,6 +21,18 @@ from parso.tree import NodeOrLeaf
 Position = tuple[tuple[int, int], tuple[int, int]]
 
 
+class ReplaceException(exception_replacer.ExceptionReplacer):
+    """Replace an exception of a handler. Cosmic-ray's own operator fails on dotted names."""
+
+    @staticmethod
+    def _name_nodes(node: NodeOrLeaf) -> list[NodeOrLeaf]:
+        named = node.children[1]
+        if named.type == "atom":  # in parentheses
+            named = named.children[1]
+        names = named.children[::2] if named.type == "testlist_comp" else [named]
+        return [name.get_last_leaf() for name in names]
+
+
 class DropStatement(Operator):
     """Replace a call, or an assignment to an attribute or an item, by ``pass``."""
 
@@ -225,7 +237,7 @@ OPERATORS: tuple[Operator, ...] = (
         "AddNot",
     ),
     *_named(break_continue, "ReplaceBreakWithContinue", "ReplaceContinueWithBreak"),
-    exception_replacer.ExceptionReplacer(),
+    ReplaceException(),
     number_replacer.NumberReplacer(),
     zero_iteration_for_loop.ZeroIterationForLoop(),
     DropStatement(),

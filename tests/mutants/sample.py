@@ -39,7 +39,8 @@ class Equivalents:
     def __init__(self, file: Path = EQUIVALENT) -> None:
         tables = tomllib.loads(file.read_text())
         self._rules = [
-            (rule.get("path", ""), re.compile(rule["before"])) for rule in tables.get("rule", ())
+            (rule.get("path", ""), re.compile(rule["before"]), re.compile(rule.get("after", "")))
+            for rule in tables.get("rule", ())
         ]
         self._single = {
             (entry["path"], entry["before"], entry["after"]) for entry in tables.get("mutant", ())
@@ -48,8 +49,10 @@ class Equivalents:
     def __contains__(self, mutant: Mutant) -> bool:
         """Return whether a rule for a kind of line, or the list of single mutants, has it."""
         return (mutant.path, mutant.before, mutant.after) in self._single or any(
-            mutant.path.startswith(path) and rule.search(mutant.before)
-            for path, rule in self._rules
+            mutant.path.startswith(path)
+            and before.search(mutant.before)
+            and after.search(mutant.after)
+            for path, before, after in self._rules
         )
 
 

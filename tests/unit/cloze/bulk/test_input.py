@@ -11,7 +11,7 @@ from cloze.bulk import chunks, text_files
 from cloze.bulk.chunks import Chunk, chunk_of_batch, chunk_of_rows, grouped, is_json, json_field
 from cloze.bulk.errors import BulkError
 from cloze.bulk.parquet_files import ParquetReader, open_parquet
-from cloze.bulk.plan import FileFormat, Plan, Shard
+from cloze.bulk.plan import FileFormat, InputFile, Plan, Shard
 from cloze.bulk.sources import (
     ShardReader,
     check_column,
@@ -142,6 +142,43 @@ def test_a_line_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         plan_of(written(tmp_path / "x.jsonl", '{"a": 1}\n{"a":123}\n'))
 
 
+def test_the_limit_of_a_line_is_said_in_mib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert text_files.MAX_LINE_BYTES == 64 * 2**20
+    monkeypatch.setattr(text_files, "MAX_LINE_BYTES", 2 * 2**20)
+    line = '{"a": "' + "x" * (2 * 2**20 - 11) + '"}\n'
+    assert plan_of(written(tmp_path / "x.jsonl", line)).rows == 1
+    with pytest.raises(BulkError, match="a line of more than 2 MiB after byte 0"):
+        plan_of(written(tmp_path / "x.jsonl", line.replace("x", "xx", 1)))
+
+
+def test_a_pass_over_much_text_is_reported(tmp_path: Path) -> None:
+    file = written(tmp_path / "x.jsonl", "{}\n")
+    file_format, [small] = input_files([file])
+    reports: list[str] = []
+    for size, count in ((2**30, 0), (2**30 + 1, 1), (3 * 2**30, 2)):
+        large = InputFile(small.path, size, small.mtime_ns)
+        make_plan(file_format, [large], 2, reports.append)
+        assert len(reports) == count
+    assert reports == [
+        "finding the rows of 1.0 GiB of text",
+        "finding the rows of 3.0 GiB of text",
+    ]
+
+
+def test_a_file_is_compared_with_the_first_one(tmp_path: Path) -> None:
+    for suffix, content, other in (("csv", "x,y\n", "x,z\n"), ("parquet", "", "")):
+        files = [tmp_path / f"{name}.{suffix}" for name in "abc"]
+        for file in files:
+            if suffix == "csv":
+                written(file, other if file is files[2] else content)
+            else:
+                parquet(file, 1, **({"n": pa.int32()} if file is files[2] else {}))
+        with pytest.raises(BulkError, match=rf"c.{suffix} has other columns than .*/a.{suffix}: "):
+            plan_of(*files)
+
+
 def test_columns_have_the_type_of_all_their_values() -> None:
     types = ColumnTypes()
     types.add({"text": "a", "flag": True, "whole": 1, "number": 1, "mixed": 1, "big": 2**63})
@@ -168,6 +205,12 @@ def test_rows_have_at_most_a_thousand_keys() -> None:
     types.add({str(n): 1 for n in range(1000)})
     with pytest.raises(BulkError, match="more than 1000 different keys"):
         types.add({"one more": 1})
+
+
+def test_tables_may_have_more_columns_than_objects_have_keys(tmp_path: Path) -> None:
+    header = ",".join(f"c{number}" for number in range(1001))
+    plan = plan_of(written(tmp_path / "x.csv", f"{header}\n{header}\n"))
+    assert (len(plan.schema), plan.rows) == (1001, 1)
 
 
 def test_files_of_one_run_have_the_same_columns(tmp_path: Path) -> None:
@@ -299,6 +342,20 @@ def test_rows_of_text_files_become_columns() -> None:
     assert chunk.inputs == [("x", "a"), (None, None), (None, None)]
     assert chunk.errors == [None, "wrong", "odd"]
     assert (len(chunk), chunk.characters) == (3, 2)
+
+
+def test_large_integers_in_a_column_of_numbers_are_rounded() -> None:
+    schema = pa.schema([pa.field("n", pa.float64())])
+    chunk = chunk_of_rows([({"n": 2**60 + 1}, None), ({"n": 0.5}, None)], [], schema)
+    assert chunk.kept.to_pydict() == {"n": [2.0**60, 0.5]}
+
+
+def test_the_mark_of_json_is_that_of_earlier_runs() -> None:
+    """The plan of a run that continues has it."""
+    assert json_field("x").metadata == {b"cloze": b"json"}
+    assert is_json(pa.field("x", pa.string(), metadata={b"a": b"b", b"cloze": b"json"}))
+    assert not is_json(pa.field("x", pa.string(), metadata={b"cloze": b"other"}))
+    assert not is_json(pa.field("x", pa.string()))
 
 
 def test_rows_without_columns_to_keep_are_rows() -> None:

@@ -243,6 +243,29 @@ def test_sparse_words_and_similarities() -> None:
     assert recorded.requests[0].url.path == "/similarity"
 
 
+@pytest.mark.parametrize(
+    "name", [n for n, v in vars(Client).items() if hasattr(v, "__signature__")]
+)
+def test_each_option_is_sent_under_its_name(name: str) -> None:
+    """Except the type of the numbers, which is a header."""
+    method = getattr(Client, name)
+    parameters = inspect.signature(method).parameters.values()
+    options = {p.name: f"a {p.name}" for p in parameters if p.kind is p.KEYWORD_ONLY}
+    options.pop("dtype", None)
+    recorded = Recorded(lambda _: httpx.Response(400, json={"error": "no"}))
+    first = {"nsp": [("a", "b")], "qa": [("a", "b")], "rerank": "q", "similarity": "q"}
+    positional = [first.get(name, "a")]
+    if name in ("rerank", "similarity", "fill_mask_words"):
+        positional.append(["a", "b"])
+    with pytest.raises(RequestRefused):
+        getattr(recorded.client, name)(*positional, **options)
+    [body] = recorded.bodies
+    sent = body | body.get("parameters", {})
+    for option, value in options.items():
+        expected = list(value) if option == "targets" else value
+        assert sent["decode" if option == "method" else option] == expected, option
+
+
 # ---- batches, errors, retries ------------------------------------------------------------------
 
 

@@ -115,7 +115,7 @@ def test_sentences_with_their_words(tmp_path: Path) -> None:
     file.write_text("")
     with pytest.raises(DataError, match="holds no sentences"):
         read_sentences(file)
-    with pytest.raises(DataError, match="No such file"):
+    with pytest.raises(DataError, match="missing: No such file"):
         read_sentences(tmp_path / "missing")
 
 
@@ -144,6 +144,36 @@ def test_the_first_word_of_a_mask() -> None:
         complete([], checkpoint_tokenizer(mask=False), ByHand(likely))
 
 
+def test_a_wrong_word_of_the_sentence_is_a_repetition() -> None:
+    sentence = Sentence("The old King has an old [MASK].", ("crown",))
+    assert Completion(sentence, "king").repeats
+    assert Completion(sentence, "The").repeats
+    assert not Completion(sentence, "door").repeats
+    assert not Completion(sentence, "kin").repeats
+    assert not Completion(Sentence("a crown is a [MASK]", ("crown",)), "crown").repeats
+
+
+def test_each_sentence_gets_its_own_word() -> None:
+    """The mask of a file becomes the tokenizer's; the vocabulary's token is the word."""
+    asked: list[list[int]] = []
+
+    def predict(encoding: Encoding) -> dict[str, Any]:
+        asked.append(encoding.input_ids.tolist())
+        result = likely(encoding)["masked_lm"]
+        word = ID["##s"] if len(asked) == 1 else ID["sun"]
+        return {
+            "masked_lm": MaskedLMResult(
+                result.top_logits, np.array([[word]]), result.logsumexp, result.target_logits
+            )
+        }
+
+    given = [Sentence("red [MASK]", ("x",)), Sentence("[MASK] moon red", ("sun",))]
+    done = complete(given, checkpoint_tokenizer(), ByHand(predict))
+    assert [one.word for one in done] == ["##s", "sun"]
+    assert [one.sentence for one in done] == given
+    assert asked == [[CLS, ID["red"], MASK, SEP], [CLS, MASK, ID["moon"], ID["red"], SEP]]
+
+
 # ---- stereotypes -------------------------------------------------------------------------------
 
 
@@ -168,6 +198,12 @@ def test_pairs_of_stereotypes(tmp_path: Path) -> None:
 def test_only_shared_tokens_are_scored_and_not_the_special_ones() -> None:
     more, less = [CLS, 5, 9, 6, SEP], [CLS, 5, 6, SEP]
     assert list(bias._shared_tokens(more, less)) == [(0, 1), (1, 1), (0, 3), (1, 2)]
+
+
+def test_long_sentences_of_one_word_share_it() -> None:
+    """The matcher of the standard library leaves out frequent elements unless told otherwise."""
+    more, less = [CLS, *[7] * 250, SEP], [CLS, *[7] * 250, 8, SEP]
+    assert len(list(bias._shared_tokens(more, less))) == 500
 
 
 def test_the_share_of_pairs_that_prefer_the_stereotype() -> None:
@@ -306,6 +342,18 @@ def test_questions_with_their_answers(tmp_path: Path) -> None:
     assert not Question("", "", "", "", ((None, "x"),)).is_placed
 
 
+def test_ids_titles_and_places_of_other_types(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    entry = {"id": 5, "question": "w", "answers": [{"text": "b", "answer_start": "2"}]}
+    paragraph = {"context": "b b", "qas": [entry]}
+    file.write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+    assert read_questions([file]) == [Question("5", "", "w", "b b", ((2, "b"),))]
+    entry["is_impossible"] = False
+    assert Question("", "", "", "", ((None, "x"), (3, "y"))).is_placed
+    file.write_text(json.dumps({"data": [{"paragraphs": [paragraph]}]}))
+    assert not read_questions([file])[0].impossible
+
+
 def test_the_first_question_of_an_id_is_kept(tmp_path: Path) -> None:
     first = squad_file(tmp_path / "a.json", {"question": "one"})
     second = squad_file(tmp_path / "b.json", {"question": "two"}, {"question": "three"})
@@ -362,6 +410,12 @@ def test_figures_of_answers() -> None:
     assert score({"0": ""}, [asked(0, "the", "a")])["exact_match"] == 100
 
 
+def test_a_question_without_an_answer_is_wrong() -> None:
+    assert score({}, [asked(0, "red"), asked(1, "a red")]) == {"exact_match": 0, "f1": 0}
+    assert score({"1": ""}, [asked(0), asked(1)]) == {"exact_match": 50, "f1": 50}
+    assert score({"0": "red"}, [asked(0, "blue", "red", "old red")])["f1"] == 100
+
+
 def test_the_best_threshold_of_no_answer() -> None:
     questions = [asked(0, "red"), asked(1), asked(2, "blue")]
     best, threshold = best_threshold(questions, ["red", "wrong", "blue"], [-2.0, 5.0, 1.0])
@@ -370,6 +424,11 @@ def test_the_best_threshold_of_no_answer() -> None:
     assert (best, threshold) == (100, 0.0)
     best, threshold = best_threshold([asked(0, "red"), asked(1)], ["red", "x"], [3.0, 1.0])
     assert best == 50
+
+
+def test_of_equal_thresholds_the_highest_is_taken() -> None:
+    assert best_threshold([asked(0), asked(1)], ["", ""], [5.0, 3.0]) == (100, 5.0)
+    assert best_threshold([asked(0, "a b"), asked(1)], ["b", ""], [1.0, 2.0])[1] == 2.0
 
 
 # ---- the gate's texts --------------------------------------------------------------------------
@@ -395,6 +454,10 @@ def test_pairs_of_the_gate_have_two_types() -> None:
     single = gate_texts(max_tokens=512).sentences()
     assert ids[0].tolist() == [*single[0][0].tolist(), *single[1][0].tolist()[1:]]
     assert made[1][0][0].tolist() == [*single[0][0].tolist(), *single[7][0].tolist()[1:]]
+    for number, (_, context) in enumerate(texts.QUESTIONS):
+        halves = made[2 * count + number][0][0].tolist()
+        both = tokenizer().encode(context[: len(context) // 2], context[len(context) // 2 :])
+        assert halves == both.ids
     last = made[2 * count - 1][0][0].tolist()
     assert last == [*single[-1][0].tolist(), *single[6][0].tolist()[1:]]
     assert {int(t.max()) for _, t in gate_texts(type_vocab_size=0).sentence_pairs()} == {0}

@@ -38,7 +38,7 @@ def test_nodes_have_names_and_inputs_in_order() -> None:
     g.op("Abs", [x])
     g.output(first, "top", TensorProto.FLOAT, ["M", 3])
     assert first == "TopK_0"
-    assert g.operators() == {"Abs": 2, "Identity": 1, "TopK": 1}
+    assert list(g.operators().items()) == [("Abs", 2), ("Identity", 1), ("TopK", 1)]
     assert [list(n.output) for n in g._nodes] == [
         ["TopK_0", "TopK_0_1"],
         ["Abs_1"],

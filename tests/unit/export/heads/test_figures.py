@@ -199,6 +199,20 @@ def test_samples_of_layers_weigh_every_state() -> None:
         assert all(0.5 <= weight <= 1.5 for weight in whole.values())
         assert list(alone.values()) == [1]
     assert {n for request in drawn for n in request.vectors[1]} == {0, 1, 2, 3}  # type: ignore[attr-defined]
+    poolings = {str(request.pooling) for request in drawn}  # type: ignore[attr-defined]
+    assert poolings == {"mean", "cls", "max"}
+
+
+def test_the_64_largest_weights_of_sparse_vectors_are_compared() -> None:
+    asked: list[Any] = []
+
+    def answer(encoding: Encoding) -> SparseEmbeddingResult:
+        asked.append((encoding.requests["sparse_embedding"], len(encoding)))
+        return SparseEmbeddingResult(np.ones(1, np.float32), np.array([1]))
+
+    measured("sparse_embedding", answer, answer)
+    assert len(asked) == 2 * COUNT
+    assert all((request.tokens, request.top_k) == (tokens, 64) for request, tokens in asked)
 
 
 def test_sparse_vectors_are_compared_by_their_words() -> None:
@@ -213,6 +227,29 @@ def test_sparse_vectors_are_compared_by_their_words() -> None:
     assert _cosine(of(), of(a=1)) == 0
     figures = measured("sparse_embedding", lambda _: of(a=3, b=4), lambda _: of(b=2))
     assert figures == {"sparse_cosine_mean": pytest.approx(0.8)}
+
+
+def test_one_bad_text_lowers_the_mean() -> None:
+    def sparse(weight: float) -> SparseEmbeddingResult:
+        return SparseEmbeddingResult(np.array([3, weight], np.float32), np.array([7, 8]))
+
+    bad = first_of(lambda first: sparse(0 if first else 4))
+    figures = measured("sparse_embedding", lambda _: sparse(4), bad)
+    assert figures == {"sparse_cosine_mean": pytest.approx(1 - 0.4 / COUNT)}
+
+    def tokens(x: float) -> TokenEmbeddingResult:
+        return TokenEmbeddingResult(np.array([[x, 1]], np.float32))
+
+    bad_tokens = first_of(lambda first: tokens(-1 if first else 1))
+    figures = measured("token_embedding", lambda _: tokens(1), bad_tokens)
+    assert figures == {"token_embedding_cosine_mean": pytest.approx(1 - 1 / COUNT)}
+
+    def layers(x: float) -> LayerEmbeddingResult:
+        return LayerEmbeddingResult(np.array([[x, 1], [1, 1]], np.float32))
+
+    bad_layers = first_of(lambda first: layers(-1 if first else 1))
+    figures = measured("layer_embedding", lambda _: layers(1), bad_layers)
+    assert figures == {"layer_embedding_cosine_mean": pytest.approx(1 - 1 / COUNT)}
 
 
 def test_rows_of_requests() -> None:
@@ -270,6 +307,12 @@ def test_labels_of_a_configuration() -> None:
     for wrong in ({"1": "a"}, {"0": "a", "2": "b"}, {"x": "a"}, ["a"]):
         with pytest.raises(ExportError, match="id2label must name the labels 0 to N - 1"):
             read_labels({"id2label": wrong})
+
+
+def test_labels_that_are_wrong_are_shown_up_to_80_characters() -> None:
+    with pytest.raises(ExportError) as error:
+        read_labels({"id2label": {"1": "a" * 200}})
+    assert str(error.value).split("got ")[1] == str({"1": "a" * 200})[:80]
 
 
 def test_the_problem_type_follows_from_the_labels() -> None:

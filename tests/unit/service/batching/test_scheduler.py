@@ -22,8 +22,8 @@ from cloze.service.core import (
     EngineFailed,
     ShuttingDown,
 )
-from cloze.service.fake_engine import FakeEngine
 from tests.encodings import encoding
+from tests.fake_engine import FakeEngine
 from tests.stepped import SteppedScheduler
 from tests.waiting import wait_until
 

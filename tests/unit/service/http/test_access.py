@@ -1,8 +1,11 @@
 """Who may send a request, in which turn it starts, and which connections are accepted."""
 
 import asyncio
+import contextlib
+import errno
 import hashlib
 import socket
+import ssl
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ from cloze.service.http.caller import Callers
 from cloze.service.http.connection import DirectRoutes
 from cloze.service.http.keys import Keys, Scope
 from cloze.service.http.probes import Probes
-from cloze.service.http.routes import BytesResponse
+from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT, BytesResponse
 from cloze.service.http.starts import Starts
 
 # ---- hosts -------------------------------------------------------------------------------------
@@ -143,6 +146,14 @@ def test_handlers_are_called_without_the_router() -> None:
         assert asyncio.run(reach(direct, method, path)) == result
 
 
+def test_names_of_media_types() -> None:
+    """Clients ask for them by these names."""
+    assert (JSON, RAW, NPY, TEXT, HTML) == (
+        "application/json", "application/octet-stream", "application/x-npy", "text/plain",
+        "text/html",
+    )  # fmt: skip
+
+
 def test_a_response_of_bytes_has_its_length() -> None:
     response = BytesResponse(b"12345", b"text/plain", (b"x-more", b"1"))
     assert response.status_code == 200
@@ -263,3 +274,136 @@ def test_a_closed_acceptor_accepts_nothing() -> None:
                     client.recv(1)
 
     asyncio.run(run())
+
+
+class FullOnce(socket.socket):
+    """A listening socket of a process that has run out of files once."""
+
+    number = errno.EMFILE
+    failed = 0
+
+    def accept(self) -> Any:
+        if not self.failed:
+            self.failed = 1
+            raise OSError(self.number, "Too many open files")
+        return super().accept()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM])
+def test_a_process_without_files_accepts_again_after_a_pause(
+    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert acceptor_module._PAUSE_S == 0.2
+    monkeypatch.setattr(acceptor_module, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(FullOnce, "number", number)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        with FullOnce() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
+            with socket.create_connection(listener.getsockname()) as client:
+                client.setblocking(False)
+                assert await asyncio.wait_for(loop.sock_recv(client, 9), 20) == b"hello"
+            acceptor.close()
+            await acceptor.wait_closed()
+        assert caplog.messages == ["connections wait: Too many open files"]
+
+    asyncio.run(run())
+
+
+def test_other_errors_of_a_listening_socket_are_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FullOnce, "number", errno.EINVAL)
+
+    async def run() -> None:
+        with FullOnce() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
+            with pytest.raises(OSError, match="Too many open files"):
+                acceptor._accept()
+            acceptor.close()
+
+    asyncio.run(run())
+
+
+def test_connections_of_clients_that_have_gone_are_closed() -> None:
+    """A client that speaks no TLS, and one that is gone before its handshake."""
+
+    async def run() -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            probe = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+            plain = socket.create_connection(listener.getsockname())
+            plain.sendall(probe)
+            gone = socket.create_connection(listener.getsockname())
+            gone.close()
+            acceptor = Acceptor(
+                listener, Greeter, context, Probes({b"/health": lambda: b"up"}, frozenset())
+            )
+            plain.setblocking(False)
+            loop = asyncio.get_running_loop()
+            received = b""
+            with contextlib.suppress(ConnectionError):
+                while part := await asyncio.wait_for(loop.sock_recv(plain, 999), 20):
+                    received += part
+            assert not received.startswith(b"HTTP"), "with TLS, nobody answers in plain text"
+            while acceptor.is_opening:
+                await acceptor.wait_closed()
+            acceptor.close()
+            plain.close()
+
+    asyncio.run(run())
+
+
+def test_a_connection_is_counted_while_it_opens() -> None:
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
+            await acceptor.wait_closed()
+            with socket.create_connection(listener.getsockname()):
+                acceptor._accept()
+                assert acceptor.is_opening
+                await acceptor.wait_closed()
+                await asyncio.sleep(0)
+                assert not acceptor.is_opening
+            acceptor.close()
+
+    asyncio.run(run())
+
+
+def test_what_is_no_request_needs_no_key(keys: Keys) -> None:
+    seen: list[str] = []
+
+    async def lifespan(scope: Any, receive: Any, send: Any) -> None:
+        seen.append(scope["type"])
+
+    control: Any = AccessControl(lifespan, Callers(keys=keys), frozenset(), (), frozenset(), named)
+    asyncio.run(control({"type": "lifespan"}, None, None))
+    assert seen == ["lifespan"]
+
+
+def test_a_wrong_host_is_named_in_part() -> None:
+    async def shown(_: Request, error: Exception) -> Response:
+        return PlainTextResponse(str(error))
+
+    control = AccessControl(application, Callers(), frozenset(), (), frozenset({b"cloze"}), shown)
+    message = asyncio.run(reach(control, "GET", "/", host="x" * 99))
+    assert message == (
+        f"the Host header '{'x' * 79} is not of this server; name it in allowed_hosts"
+    )
+
+
+def test_the_first_scope_of_a_path_counts(keys: Keys) -> None:
+    scopes = (("/metrics/x", Scope.ADMIN), ("/metrics", Scope.METRICS))
+    control = AccessControl(
+        application, Callers(keys=keys), frozenset(), scopes, frozenset(), named
+    )
+    for path, key, result in (
+        ("/metrics/x", "admin", "passed"),
+        ("/metrics", "metrics", "passed"),
+        ("/x/metrics", "inference", "passed"),
+    ):
+        headers = {"authorization": f"Bearer {key}"}
+        assert asyncio.run(reach(control, "GET", path, **headers)) == result

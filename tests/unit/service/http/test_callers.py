@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import httptools
 import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -12,15 +13,16 @@ from starlette.requests import Request
 from cloze.service import core
 from cloze.service.core import Forbidden, InvalidRequest, Overloaded, StartupError, Unauthorized
 from cloze.service.http import keys as keys_module
-from cloze.service.http.caller import Callers, request_id, timeout_s
+from cloze.service.http.caller import Callers, is_first_try, request_id, timeout_s
 from cloze.service.http.errors import (
     STATUS,
     describe_error,
     describe_service_error,
     rejection,
+    retry_headers,
 )
 from cloze.service.http.keys import Key, KeyEntry, Keys, Scope, check_scope
-from cloze.service.http.paths import Paths
+from cloze.service.http.paths import Paths, sent_path
 
 
 def digest(key: str) -> str:
@@ -60,11 +62,22 @@ def test_a_refused_key_is_told_when_to_come_back() -> None:
     with pytest.raises(Overloaded, match="the key team may send 6 requests per minute") as caught:
         key.count(2.0)
     assert caught.value.reason is core.Rejection.KEY_LIMIT
-    assert caught.value.retry_after_s == 8 or 8 <= caught.value.retry_after_s < 10
+    assert caught.value.retry_after_s == pytest.approx(8)
     key.count(10.0)
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded) as again:
         key.count(19.0)
+    assert again.value.retry_after_s == pytest.approx(1)
     key.count(20.5)
+
+
+def test_a_request_that_a_key_has_not_sent_makes_no_wait_longer() -> None:
+    key = Key("team", entry(600))
+    assert sent(key, 0.0) == 600
+    for _ in range(3):
+        with pytest.raises(Overloaded) as caught:
+            key.count(0.05)
+        assert caught.value.retry_after_s == pytest.approx(0.05)
+    key.count(0.1)
 
 
 def test_a_key_without_a_limit_is_not_counted() -> None:
@@ -91,6 +104,7 @@ def test_a_key_is_found_by_its_hash(tmp_path: Path) -> None:
         (b"BEARER   first  ", "one"),
         (b"Bearer third", None),
         (b"Basic first", None),
+        (b"Digest first", None),
         (b"first", None),
         (b"", None),
     ):
@@ -161,6 +175,55 @@ def test_a_changed_file_is_read_again_and_counts_go_on(
     changed(file, 4)
     now += 1.1
     assert keys.find(b"Bearer first") is None, "a file without keys allows nobody"
+
+
+def test_an_unchanged_file_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "cloze")
+    now = 1000.0
+    monkeypatch.setattr(keys_module.time, "monotonic", lambda: now)
+    file = file_of(tmp_path / "keys", one="first", two="second")
+    keys = Keys(file)
+    now += 5
+    assert keys.find(b"Bearer first")
+    assert caplog.messages == []
+    file_of(file, one="first")
+    changed(file, 7)
+    now += 1.0
+    assert keys.find(b"Bearer second") is None, "a second after the last look"
+    assert caplog.messages == ["read 1 keys from the keys file"]
+    now += 5
+    assert keys.find(b"Bearer first")
+    assert len(caplog.messages) == 1, "one change is read once"
+    file.unlink()
+    now += 5
+    assert keys.find(b"Bearer first"), "a file that is gone changes nothing"
+    assert caplog.messages[-1].startswith("the old keys stay: ")
+
+
+def test_a_reload_of_a_malformed_file_keeps_the_keys(tmp_path: Path) -> None:
+    keys = Keys(file_of(tmp_path / "keys", one="first"))
+    (tmp_path / "keys").write_bytes(b"\xff")
+    with pytest.raises(StartupError, match="is no TOML"):
+        keys.reload()
+    assert keys.find(b"Bearer first")
+
+
+def test_an_entry_of_a_key_that_changes_is_another_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    table = TABLE.format(name="one", digest=digest("first"))
+    file.write_text(table + "requests_per_minute = 1")
+    keys = Keys(file)
+    key = keys.find(b"Bearer first")
+    assert key is not None
+    key.count(1.0)
+    file.write_text(table + "requests_per_minute = 2")
+    keys.reload()
+    again = keys.find(b"Bearer first")
+    assert again is not None
+    assert again is not key
+    assert again.entry.requests_per_minute == 2
 
 
 def test_a_key_needs_the_scope(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +307,54 @@ def test_a_request_without_a_time_has_none() -> None:
     assert timeout_s(scope(), 30.0) is None
 
 
+def test_a_wrong_time_is_shown_in_part() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        timeout_s(scope(x_request_timeout_ms="x" * 99), 30.0)
+    assert str(refused.value).endswith(f"from 1 to 30000, got '{'x' * 39}")
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("2.5", 2.5), ("600", 30.0), ("0.001", 0.001), ("0.0009", None), ("0", None), ("-1", None),
+     ("nan", None), ("1e3", None), ("9" * 9, 30.0), ("9" * 10, None), ("1." + "0" * 9, 1.0),
+     ("1." + "0" * 10, None), ("1.", None), (".5", None), ("5\n", None)],
+)  # fmt: skip
+def test_the_time_that_the_openai_client_waits(value: str, seconds: float | None) -> None:
+    assert timeout_s(scope(x_stainless_read_timeout=value), 30.0) == seconds
+
+
+def test_the_own_header_goes_before_that_of_the_openai_client() -> None:
+    for names in (("x_request_timeout_ms", "x_stainless_read_timeout"),
+                  ("x_stainless_read_timeout", "x_request_timeout_ms")):  # fmt: skip
+        values = {"x_request_timeout_ms": "1500", "x_stainless_read_timeout": "9"}
+        assert timeout_s(scope(**{name: values[name] for name in names}), 30.0) == 1.5
+
+
+def test_a_client_that_counts_its_tries() -> None:
+    assert is_first_try(scope(x_stainless_retry_count="0"))
+    assert not is_first_try(scope(x_stainless_retry_count="1"))
+    assert not is_first_try(scope())
+
+
+def test_a_key_is_looked_for_once_per_request(tmp_path: Path) -> None:
+    callers = Callers(keys=Keys(file_of(tmp_path / "keys", one="first")))
+    request = scope(authorization="Bearer first")
+    key = callers.key(request)
+    request["headers"] = []
+    assert callers.key(request) is key is not None
+    nobody = scope()
+    assert callers.key(nobody) is None
+    nobody["headers"] = [(b"authorization", b"Bearer first")]
+    assert callers.key(nobody) is None
+
+
+def test_paths_of_targets() -> None:
+    assert sent_path(b"/embed?x=/y") == "/embed"
+    assert sent_path(b"http://host/embed%41#z") == "/embed%41"
+    with pytest.raises(httptools.HttpParserError):
+        sent_path(b":")
+
+
 def test_ids_of_requests() -> None:
     good = "aZ09._:/+=-" + "x" * 117
     assert request_id(scope(x_request_id=good)) == good.encode()
@@ -304,8 +415,14 @@ def test_headers_of_errors(error: core.ServiceError, headers: dict[str, str]) ->
     assert (described.message, described.error) == ("x", error)
 
 
-def test_a_refusal_says_when_to_come_back() -> None:
-    assert describe_service_error(Overloaded("x", 7)).headers["retry-after"] == "7"
+@pytest.mark.parametrize(
+    ("seconds", "whole", "milliseconds"),
+    [(7, "7", "7000"), (1.2001, "2", "1201"), (0.0, "1", "1"), (0.5, "1", "500"), (-3, "1", "1")],
+)
+def test_a_refusal_says_when_to_come_back(seconds: float, whole: str, milliseconds: str) -> None:
+    headers = {"retry-after": whole, "retry-after-ms": milliseconds}
+    assert describe_service_error(Overloaded("x", seconds)).headers == headers
+    assert retry_headers(seconds) == headers
 
 
 def test_why_the_server_s_state_lets_a_request_fail() -> None:
@@ -332,6 +449,11 @@ def test_errors_of_the_router_and_of_bugs() -> None:
     assert (other.status, other.message) == (405, "/x does not answer PUT")
     assert other.headers == {"allow": "GET"}
     assert described(HTTPException(418, "tea")).message == "tea"
+    assert missing.kind == other.kind == "Validation"
+    long = Request({"type": "http", "method": "GET", "path": "/" + "x" * 500, "headers": [],
+                    "server": ("h", 1)})  # fmt: skip
+    shown = describe_error(long, HTTPException(404)).message
+    assert shown == f"there is no route '/{'x' * 118}; see /docs"
     bug = described(ValueError("secret"))
     assert (bug.status, bug.kind, bug.message) == (
         500,

@@ -2,13 +2,17 @@
 
 import json
 import logging
+import queue
+import socket
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from cloze.service.core import Timings
-from cloze.service.http.access_log import AccessLog, AccessRecord, RequestCost, _line
 from cloze.service.http.probes import Probes
+from cloze.service.logs import AccessLog, AccessRecord, RequestCost, _line
 
 TIMINGS = Timings(tokenize_s=0.001, queue_s=0.002, inference_s=0.003)
 COST = RequestCost(2, 30, TIMINGS)
@@ -133,3 +137,87 @@ def test_all_else_goes_the_usual_way(old: bytes, new: bytes) -> None:
 def test_a_probe_is_for_an_accepted_host() -> None:
     assert answer(GOOD, frozenset({b"cloze"})) is not None
     assert answer(GOOD, frozenset({b"other"})) is None
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """A client's socket and the server's end of its connection."""
+    client, server = socket.socketpair()
+    with client, server:
+        server.setblocking(False)
+        client.settimeout(5)
+        yield client, server
+
+
+def probes(hosts: frozenset[bytes] = frozenset()) -> Probes:
+    return Probes({b"/health": lambda: b'"up"', b"/ready": lambda: None}, hosts)
+
+
+def test_a_probe_ends_its_connection(pair: tuple[socket.socket, socket.socket]) -> None:
+    client, server = pair
+    client.sendall(GOOD)
+    assert probes().answers(server)
+    received = b""
+    while part := client.recv(4096):
+        received += part
+    assert received.endswith(b'\r\n\r\n"up"')
+    assert server.fileno() == -1
+
+
+def test_what_is_no_probe_is_left_on_the_connection(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    client, server = pair
+    assert not probes().answers(server), "nothing has arrived"
+    for sent in (GOOD[:-1], GOOD.replace(b"/health", b"/ready"), GOOD + b"x"):
+        client.sendall(sent)
+        assert not probes().answers(server)
+        assert server.recv(9999) == sent
+    client.close()
+    assert not probes().answers(server)
+    assert server.fileno() > 0
+
+
+def test_a_probe_has_1024_bytes_at_most(pair: tuple[socket.socket, socket.socket]) -> None:
+    client, server = pair
+    longest = GOOD.replace(b"kube", b"k" * (1024 - len(GOOD) + 4))
+    assert len(longest) == 1024
+    longer = longest.replace(b"User-Agent: ", b"User-Agent:  ")
+    client.sendall(longer)
+    assert not probes().answers(server)
+    assert server.recv(9999) == longer
+    client.sendall(longest)
+    assert probes().answers(server)
+
+
+def test_a_probe_has_an_id_of_its_own() -> None:
+    def identity() -> bytes:
+        sent = answer(GOOD)
+        assert sent is not None
+        return sent.split(b"x-request-id: ")[1].split(b"\r\n")[0]
+
+    assert len(identity()) == 16
+    assert identity() != identity()
+
+
+# ---- the thread that writes --------------------------------------------------------------------
+
+
+def test_lines_are_written_soon_by_a_thread_of_the_log() -> None:
+    written: queue.Queue[tuple[str, str]] = queue.Queue()
+
+    class Writer:
+        def add(self, line: str) -> None:
+            written.put((threading.current_thread().name, line))
+
+        def flush(self, wait_s: float) -> None:
+            assert wait_s == 0.1
+
+    writer: Any = Writer()
+    log = AccessLog("json", logging.INFO, 1.0, frozenset(), writer)
+    log.begin()
+    for status in (200, 201):
+        log.add(record(status))
+    (thread, first), (_, second) = written.get(timeout=10), written.get(timeout=10)
+    assert thread == "access log"
+    assert (json.loads(first)["status"], json.loads(second)["status"]) == (200, 201)

@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from cloze.service.core import Changes, ReloadRefused, ShuttingDown
-from cloze.service.generations import BUSY
+from cloze.service.core import BUSY, Changes, ReloadRefused, ShuttingDown
 from cloze.service.processes import child as child_module
 from cloze.service.processes import reload_report
 from cloze.service.processes.child import Child, end_all

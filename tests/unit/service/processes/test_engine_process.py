@@ -28,7 +28,6 @@ from cloze.service.core import (
     Rejection,
     StartupError,
 )
-from cloze.service.fake_engine import FakeEngine
 from cloze.service.metrics import Metrics
 from cloze.service.metrics.families import model_labels
 from cloze.service.processes import engine_process, frames
@@ -44,6 +43,7 @@ from cloze.service.processes.start import ChildConfig
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import Settings
 from tests import encodings
+from tests.fake_engine import FakeEngine
 from tests.test_tracing import collecting
 from tests.unit.service.processes.forked import Fork, forked, publish
 from tests.unit.service.tasks.model import manifest

@@ -1,10 +1,13 @@
 """Errors in the shapes of the protocols."""
 
+import json
+from typing import Any
+
 import pytest
 
 from cloze.service.core import InvalidRequest, UnknownModel
 from cloze.service.http.errors import ErrorInfo
-from cloze.service.protocols import error_body, openai
+from cloze.service.protocols import PROTOCOLS, ErrorResponder, error_body, openai
 
 
 @pytest.mark.parametrize(
@@ -35,3 +38,19 @@ def test_an_unknown_model_has_a_code() -> None:
 def test_an_error_of_the_native_protocol() -> None:
     info = ErrorInfo(504, "Overloaded", "why", InvalidRequest("why"))
     assert error_body.write_error(info) == (504, {"error": "why", "error_type": "Overloaded"})
+
+
+def test_the_protocol_of_a_path_writes_its_errors() -> None:
+    responder = ErrorResponder(PROTOCOLS)
+
+    def shape(path: str) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(responder.body(path, InvalidRequest("why")))
+        return body
+
+    native = {"error": "why", "error_type": "Validation"}
+    for path in ("/", "/embed", "/predict", "/nowhere", "/v1", "*"):
+        assert shape(path) == native, path
+    for path in ("/v1/embeddings", "/v1/nowhere", "/embeddings"):
+        assert shape(path)["error"]["type"] == "invalid_request_error", path
+    for path in ("/v2", "/v2/models/x/infer"):
+        assert shape(path) == {"error": "why"}, path

@@ -3,6 +3,7 @@
 import io
 import json
 import struct
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,11 @@ from cloze.service.core import EmptyRequest, InvalidRequest, MalformedRequest
 from cloze.service.http.routes import NPY
 from cloze.service.protocols import binary_tensors, vectors
 from cloze.service.protocols.lenient import LenientModel, ignored_fields
+from cloze.service.protocols.native import task_route
 from cloze.service.protocols.tensors import TaskTensors, Tensor
 from cloze.service.tasks import TASKS
-from cloze.service.tasks.nsp import NspLabel
+from cloze.service.tasks.nsp import NspLabel, RankedCandidate
+from cloze.service.tasks.task import NoParameters
 from cloze.service.tasks.text_classification import LabelScore
 
 # ---- binary tensors ----------------------------------------------------------------------------
@@ -172,6 +175,18 @@ def test_columns_of_results() -> None:
     assert written("similarity", [0.5, 0.25])["count"] == [1, 1]
 
 
+def test_a_column_that_some_entries_have() -> None:
+    value = [[NspLabel("IsNext", 0.5)], [RankedCandidate(1, 0.25, "a")]]
+    made = written("nsp", value)
+    assert (made["index"], made["text"], made["label"]) == ([0, 1], ["", "a"], ["IsNext", ""])
+
+
+def test_a_task_without_columns_has_results_alone() -> None:
+    tensors = TaskTensors(replace(TASKS["similarity"], result=list[str]))
+    assert tensors.outputs == [("result", "BYTES", (-1,))]
+    assert [tensor.name for tensor in tensors.to_outputs(["a"], None, 1)] == ["result"]
+
+
 def test_vectors_and_their_counts() -> None:
     assert written("embed", np.eye(2, dtype=np.float32)) == {
         "embedding": [[1, 0], [0, 1]], "count": [1, 1],
@@ -242,6 +257,11 @@ def test_vectors_of_fewer_bits() -> None:
         with pytest.raises(InvalidRequest, match="Accept asks for dtype"):
             vectors.check(asking(accept))
     vectors.check(asking(f"{RAW}; dtype=int8"))
+    with pytest.raises(InvalidRequest) as refused:
+        vectors.check(asking(f"{RAW}; dtype={'x' * 99}"))
+    assert str(refused.value) == (
+        f"Accept asks for dtype '{'x' * 40}'; there are float32, float16, int8, ubinary"
+    )
 
 
 def test_vectors_in_the_format_of_numpy() -> None:
@@ -282,3 +302,13 @@ def test_unknown_fields_are_named_in_a_warning() -> None:
     assert " more" not in warned(**dict(list(many.items())[:8]))[0]
     assert warned(**{"x" * 41: 1}) == (f"ignored unknown fields: {'x' * 40}",)
     assert warned(**{"é\n": 1}) == ("ignored unknown fields: \\xe9\\n",)
+
+
+# ---- bodies of tasks ---------------------------------------------------------------------------
+
+
+def test_a_task_without_parameters_takes_none() -> None:
+    task = replace(TASKS["score"], parameters=NoParameters)
+    assert task_route(task).body.model_fields.keys() == {"inputs", "model"}
+    body = task_route(task).body.model_validate({"inputs": "a"})
+    assert task_route(task).to_call(body).parameters == NoParameters()

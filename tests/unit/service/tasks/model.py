@@ -71,19 +71,24 @@ def manifest(**changes: Any) -> Manifest:
     return Manifest.model_validate(fields)
 
 
+def bundle(folder: Path, **changes: Any) -> Bundle:
+    """Return the model as a bundle in a folder; `changes` replace fields of the manifest."""
+    backend = Backend(
+        models.WordPiece(dict(ID.items()), unk_token="[UNK]", max_input_chars_per_word=100)
+    )
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens(["[CLS]", "[SEP]", "[MASK]"])
+    backend.save(str(folder / "tokenizer.json"))
+    return Bundle(manifest(**changes), folder)
+
+
 def context(limits: TaskLimits = LIMITS, /, **changes: Any) -> TaskContext:
     """Return the context of a call; `changes` replace fields of the manifest."""
-    described = manifest(**changes)
     with TemporaryDirectory() as folder:
-        backend = Backend(
-            models.WordPiece(dict(ID.items()), unk_token="[UNK]", max_input_chars_per_word=100)
-        )  # fmt: skip
-        backend.normalizer = normalizers.BertNormalizer()
-        backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-        backend.decoder = decoders.WordPiece()
-        backend.add_special_tokens(["[CLS]", "[SEP]", "[MASK]"])
-        backend.save(str(Path(folder) / "tokenizer.json"))
-        return TaskContext(described, Tokenizer(Bundle(described, Path(folder))), limits)
+        described = bundle(Path(folder), **changes)
+        return TaskContext(described.manifest, Tokenizer(described), limits)
 
 
 CONTEXT = context()

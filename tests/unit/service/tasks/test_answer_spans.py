@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 
+from cloze.service.core import InvalidRequest
 from cloze.service.tasks.answer_spans import (
     QaAnswer,
     QaDetails,
     QaOptions,
     Question,
+    SpanMemory,
     best_answers,
 )
 from cloze.service.tokenizer import Spans
@@ -142,3 +144,91 @@ def test_details_count_the_answers_above() -> None:
         "1 answer has a higher score",
         "returned",
     ]
+
+
+def test_only_the_best_spans_of_a_window_add_their_scores() -> None:
+    logits = window((1.0, 1.0), LOW, LOW, LOW, (0.9, 0.9), cls=(-9.0, -9.0))
+    shares = np.exp([-9, 1, -9, -9, -9, 0.9])
+    shares /= shares.sum()
+    one = only(best_answers(QUESTION, [logits], QaOptions(12, 1, 4, align_to_words=False)))
+    assert one.score == pytest.approx(shares[1] ** 2, rel=1e-4)  # without "Red"
+    aligned = only(best_answers(QUESTION, [logits], QaOptions(12, 1, 4)))
+    assert aligned.score == pytest.approx(shares[1] ** 2 + shares[5] ** 2, rel=1e-4)
+
+
+def test_twelve_spans_of_a_window_are_extended_to_words_for_one_answer() -> None:
+    # 13 words of one text, each less likely than the one before it: the last is left out.
+    words = 13
+    places = [(2 * n, 2 * n + 1) for n in range(words)]
+    question = Question("a " * words, Spans([1] * words, places, list(range(words))), 1, [(0, 13)])
+    rows = np.array([(-99, -99), *((-n / 4, -n / 4) for n in range(words))], np.float32)
+    answer = only(best_answers(question, [rows], QaOptions(20, 1, 4)))
+    shares = np.exp(-np.arange(words) / 4)
+    shares /= shares.sum()
+    assert answer.score == pytest.approx((shares[:12] ** 2).sum(), rel=1e-4)
+    more = only(best_answers(question, [rows], QaOptions(20, 1, 4, top_k=2)))
+    assert more.score == pytest.approx((shares**2).sum(), rel=1e-4)  # 14 spans
+
+
+def test_spans_without_probability_are_left_out() -> None:
+    options = QaOptions(12, 3, 4, top_k=5, align_to_words=False)
+    never = (-1000.0, -1000.0)
+    logits = window((0.0, 0.0), never, never, never, (0.0, -1000.0), cls=never)
+    answer = only(best_answers(QUESTION, [logits], options))
+    assert (answer.answer, answer.score) == ("red", 0.5)
+
+
+def test_a_window_whose_spans_have_no_probability_has_one() -> None:
+    options = QaOptions(12, 3, 4, top_k=5, align_to_words=False)
+    never = (-1000.0, -1000.0)
+    logits = window(never, never, never, never, never)
+    assert only(best_answers(QUESTION, [logits], options)).score == 0
+
+
+def test_spans_are_limited_by_their_memory() -> None:
+    largest = (24_000_000 - 256) // 2  # a text is kept twice, beside 256 bytes
+    SpanMemory().add(largest)
+    with pytest.raises(InvalidRequest, match="spans of the windows need more than 24000000 bytes"):
+        SpanMemory().add(largest + 1)
+    memory = SpanMemory()
+    memory.add(largest - 100)
+    with pytest.raises(InvalidRequest, match="need more than"):
+        memory.add(0)
+
+
+def test_only_the_answers_of_the_questions_before_are_kept() -> None:
+    answer = QaAnswer("a" * 744, 1.0, 0, 744)  # 1000 bytes
+    left = (24_000_000 - 256 - 4000) // 2
+    memory = SpanMemory()
+    for _ in range(2):
+        memory.add(1_000_000)
+        memory.keep([answer, answer])
+    memory.add(left)
+    memory.keep([])
+    with pytest.raises(InvalidRequest, match="need more than"):
+        memory.add(left + 1)
+
+
+def test_the_spans_of_an_answer_are_counted() -> None:
+    memory = SpanMemory()
+    text = "a" * 10_000_000
+    question = Question(text, Spans([1], [(5_000_000, len(text))], [0]), 1, [(0, 1)])
+    logits = [np.zeros((2, 2), np.float32)]
+    for _ in range(2):
+        best_answers(question, logits, OPTIONS, memory)  # 10 MB of spans, of which 5 stay
+    best_answers(question, logits, OPTIONS)  # alone
+    third = [np.zeros((2, 2), np.float32)]
+    best_answers(question, third, OPTIONS, memory)
+    with pytest.raises(InvalidRequest, match="send fewer contexts"):
+        best_answers(question, logits, OPTIONS, memory)
+
+
+def test_two_spans_of_a_window_are_both_extended() -> None:
+    options = QaOptions(12, 1, 4, top_k=4)
+    logits = window(LOW, (2.0, 2.0), (1.0, 1.0), LOW, LOW)
+    answers = best_answers(QUESTION, [logits], options)
+    assert isinstance(answers, list)
+    assert answers[0].answer == "doors"
+    shares = np.exp([0, -9, 2, 1, -9, -9])
+    shares /= shares.sum()
+    assert answers[0].score == pytest.approx(shares[2] ** 2 + shares[3] ** 2, rel=1e-4)

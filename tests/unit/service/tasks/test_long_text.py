@@ -88,7 +88,7 @@ def test_one_input_or_a_list() -> None:
         listed([], LIMITS)
     with pytest.raises(InvalidRequest, match="5 texts; the limit is 4"):
         listed(["a"] * 5, LIMITS)
-    assert (input_name(3, many=True), input_name(3, many=False)) == ("inputs[3]", "inputs")
+    assert [str(input_name(3, many=many)) for many in (True, False)] == ["inputs[3]", "inputs"]
 
 
 def test_limits_are_inclusive() -> None:

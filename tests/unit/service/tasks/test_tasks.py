@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from cloze.service.tasks import TASKS
-from cloze.service.tasks.task import PreparedRequest, TaskCall, TaskLimits
+from cloze.service.tasks import TASKS, decode_ids, rerank, tokenize
+from cloze.service.tasks.nsp import Candidates, Pair
+from cloze.service.tasks.similarity import SimilarityInputs
+from cloze.service.tasks.task import PreparedRequest, Task, TaskCall, TaskLimits
 from tests.unit.service.tasks.model import context
 
 WIDE = context(
@@ -50,6 +52,26 @@ def test_a_prepared_request_says_what_was_not_asked_for() -> None:
     request = PreparedRequest([], None)
     assert (request.results, request.truncated, request.warnings) == (0, 0, ())
     assert (request.usage, request.advance) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("task", "inputs", "texts"),
+    [
+        (TASKS["embed"], [5, 6, 7], 1),  # the ids of one text
+        (TASKS["embed"], ["a", [5, 6]], 2),
+        (TASKS["fill-mask"], ["[MASK]", "a [MASK]"], 2),
+        (TASKS["nsp"], Candidates(text="a", candidates=["a", "the"]), 3),
+        (TASKS["nsp"], [Pair(text="a", next="the")], 1),
+        (TASKS["similarity"], SimilarityInputs(source_sentence="a", sentences=["a", "the"]), 3),
+        (TASKS["text-classification"], ["a", "the"], 2),
+        (tokenize.TASK, ["a", "the", "a"], 3),
+        (decode_ids.TASK, [5, 6], 1),
+        (rerank.TASK, rerank.RerankInputs(query="a", texts=["a", "the", "a"]), 3),
+    ],
+)
+def test_a_prepared_request_says_how_many_texts_it_has(task: Task, inputs: Any, texts: int) -> None:
+    """The access log and the traces show the number."""
+    assert task.prepare(TaskCall(inputs, task.parameters()), WIDE).texts == texts
 
 
 EXAMPLES = [

@@ -35,7 +35,7 @@ class FakeEngine:
         self.poison = poison
         self.broken = False
 
-    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:  # noqa: ARG002
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the sum of the ids of each encoding; raise if `poison` selects one."""
         self.entered.set()
         self.gate.wait()

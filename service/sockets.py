@@ -1,0 +1,156 @@
+"""The sockets on which a server listens, and the certificate of its connections."""
+
+import logging
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cloze.service.core import StartupError
+from cloze.service.http.access import is_loopback
+from cloze.service.logs import announce
+from cloze.service.settings import Settings
+
+log = logging.getLogger("cloze")
+
+BACKLOG = 2048
+"""Length of the operating system's queue of connections that are not yet accepted."""
+
+_OWNER_ONLY = stat.S_IRUSR | stat.S_IWUSR
+
+
+def bind(settings: Settings) -> socket.socket:
+    """Bind the address and return the socket; call `listen` to accept connections.
+
+    Binding before models are loaded makes a start on a used port fail at once.
+
+    Raises:
+        StartupError: the address cannot be bound.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host, settings.port))
+    except OSError as error:
+        listener.close()
+        raise _cannot_listen(settings, error) from error
+    return listener
+
+
+def listen(listener: socket.socket, settings: Settings) -> None:
+    """Start to accept connections, and log the address.
+
+    Raises:
+        StartupError: another program listens on the address, or the log cannot be written.
+    """
+    try:
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise _cannot_listen(settings, error) from error
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if settings.tls_certificate else "http"
+    address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    announce(f"listening on {address}")
+    if not (is_loopback(settings.host) or settings.keys_file or settings.allow_anonymous):
+        log.warning(
+            "others reach this address, and no key is needed: set CLOZE_KEYS_FILE, or "
+            "CLOZE_ALLOW_ANONYMOUS=1 if that is intended"
+        )
+    log.info("a page to try it: %s/, documentation: %s/docs", address, address)
+    log.info("metrics: %s/metrics", address)
+
+
+def _cannot_listen(settings: Settings, error: OSError) -> StartupError:
+    return StartupError(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}")
+
+
+@contextmanager
+def listening_on_admin_socket(path: Path | None) -> Iterator[list[socket.socket]]:
+    """Yield the Unix socket on which a server without API keys can be asked to reload.
+
+    The file system decides who reaches the socket. A TCP address cannot: a proxy on the same
+    machine connects from loopback for clients elsewhere.
+
+    Args:
+        path: where the socket is, for its owner only, until the end; None: the list is empty.
+
+    Raises:
+        StartupError: the socket cannot be made, or another process listens on the path.
+    """
+    if path is None:
+        yield []
+        return
+    with socket.socket(socket.AF_UNIX) as listener:
+        # Before the socket has a path, so that nobody can connect in between.
+        os.fchmod(listener.fileno(), _OWNER_ONLY)
+        try:
+            _remove_unused(path)
+            listener.bind(os.fspath(path))
+            listener.listen(BACKLOG)
+        except OSError as error:
+            raise StartupError(f"cannot listen on {path}: {error.strerror or error}") from None
+        try:
+            yield [listener]
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove a socket on which nobody listens, as of a server that was killed."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as client:
+        try:
+            client.connect(os.fspath(path))
+        except ConnectionRefusedError:
+            path.unlink()
+
+
+class Certificate:
+    """The certificate that connections get by TLS.
+
+    Args:
+        certificate: PEM file of the certificate chain; None: no TLS.
+        key: PEM file of the certificate's private key.
+
+    Attributes:
+        context: for connections that open from now on; None: no TLS, or `use` was not called.
+    """
+
+    def __init__(self, certificate: Path | None, key: Path | None) -> None:
+        self._certificate, self._key = certificate, key
+        self.context: ssl.SSLContext | None = None
+
+    def check(self) -> None:
+        """Read the files without a further effect.
+
+        Raises:
+            StartupError: a file cannot be read, or the key is not the certificate's.
+        """
+        if self._certificate is not None:
+            self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+
+    def use(self) -> None:
+        """Use what the files hold now for the connections that open from now on.
+
+        Raises:
+            StartupError: a file cannot be read, or the key is not the certificate's.
+        """
+        if self._certificate is not None:
+            context = self.context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            self._load(context)
+            self.context = context
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        assert self._certificate is not None
+        try:
+            context.load_cert_chain(self._certificate, self._key)
+        except OSError as error:  # an SSLError too
+            raise StartupError(
+                f"the certificate {self._certificate} or its key cannot be used: "
+                f"{error.strerror or error}"
+            ) from None

@@ -1,0 +1,264 @@
+"""Whole graphs of tiny models against torch: layouts, precisions, stored weights and poolings."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+
+from cloze.export.calibration import input_scales
+from cloze.export.errors import ExportError
+from cloze.export.graph.builder import GraphBuilder
+from cloze.export.graph.linear_ops import Int8
+from cloze.export.graph_writer import GraphWriter, check_layout
+from cloze.export.model import Model
+from cloze.export.rounding import round_weights
+from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.session import open_session
+from cloze.export.verify import GraphUnderTest, verify
+from cloze.model_store.batch import BatchCodec, Encoding
+from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm
+from cloze.model_store.layouts import Layout
+from cloze.model_store.manifest import Graph, Parity, Precision, Weights
+from tests.unit.export.graph.tiny_models import TOKENIZER, checkpoint, model, projected
+
+ALL = tuple(HEADS.values())
+MOST = {Precision.FP32: 2e-6, Precision.FP16: 0.006, Precision.INT8: 0.12}
+"""The largest errors of these models, far below the tolerances of large ones."""
+
+
+def written(
+    folder: Path,
+    made: Model,
+    recipe: EmbeddingRecipe,
+    precisions: Sequence[Precision],
+    weights: Weights = Weights.FP32,
+    heads: tuple[Head, ...] = ALL,
+) -> dict[Precision, Graph]:
+    scales = {}
+    if weights is Weights.INT8 or Precision.INT8 in precisions:
+        scales = input_scales(made, TOKENIZER)
+    round_weights(made, recipe, weights, scales)
+    writer = GraphWriter(made, recipe, heads, folder, weights, scales)
+    return {precision: writer.write(precision) for precision in precisions}
+
+
+def verified(
+    folder: Path, graph: Graph, made: Model, recipe: EmbeddingRecipe, heads: tuple[Head, ...] = ALL
+) -> Parity:
+    subject = GraphUnderTest(graph, checkpoint(made, recipe), heads, 20)
+    parity = verify(folder, subject)
+    assert max(parity.max_error.values()) < MOST[graph.precision]
+    assert set(parity.max_error) == {tensor.name for head in heads for tensor in head.outputs}
+    one = Encoding(np.array([2, 5, 3], np.int32), np.zeros(3, np.int32))
+    declared = onnx.load(folder / graph.file, load_external_data=False).graph.input
+    assert {value.name for value in declared} == set(BatchCodec(subject.spec).pack([one]))
+    return parity
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta"])
+@pytest.mark.parametrize("precision", list(Precision))
+def test_every_head_agrees_with_torch(family: str, precision: Precision, tmp_path: Path) -> None:
+    made, recipe = model(family), projected()
+    graphs = written(tmp_path, made, recipe, [precision])
+    verified(tmp_path, graphs[precision], made, recipe)
+
+
+@pytest.mark.parametrize("head", list(HEADS))
+def test_each_head_is_complete_without_the_others(head: str, tmp_path: Path) -> None:
+    """Heads share constants, so a head alone has its own."""
+    made, recipe, heads = model(), projected(), (HEADS[head],)
+    graphs = written(tmp_path, made, recipe, [Precision.FP32, Precision.INT8], heads=heads)
+    for precision in graphs:
+        verified(tmp_path, graphs[precision], made, recipe, heads)
+
+
+@pytest.mark.parametrize("weights", [Weights.FP16, Weights.INT8])
+@pytest.mark.parametrize("precision", list(Precision))
+def test_rounded_weights_are_those_of_torch(
+    weights: Weights, precision: Precision, tmp_path: Path
+) -> None:
+    made, recipe = model(), projected()
+    graphs = written(tmp_path, made, recipe, [precision], weights)
+    verified(tmp_path, graphs[precision], made, recipe)
+    assert graphs[precision].weights is weights
+
+
+@pytest.mark.parametrize("pooling", list(Pooling))
+@pytest.mark.parametrize("precision", [Precision.FP32, Precision.FP16])
+def test_every_pooling_agrees_with_torch(
+    pooling: Pooling, precision: Precision, tmp_path: Path
+) -> None:
+    made, recipe, heads = model(), EmbeddingRecipe(pooling), (embedding.HEAD,)
+    graphs = written(tmp_path, made, recipe, [precision], heads=heads)
+    verified(tmp_path, graphs[precision], made, recipe, heads)
+
+
+@pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "relu"])
+@pytest.mark.parametrize("precision", list(Precision))
+def test_every_activation_agrees_with_torch(
+    activation: str, precision: Precision, tmp_path: Path
+) -> None:
+    made, recipe, heads = model(activation=activation), EmbeddingRecipe(), (masked_lm.HEAD,)
+    graphs = written(tmp_path, made, recipe, [precision], heads=heads)
+    verified(tmp_path, graphs[precision], made, recipe, heads)
+
+
+def outputs_of(folder: Path, graph: Graph, names: Sequence[str], feeds: dict[str, Any]) -> list:
+    return open_session(folder / graph.file, graph.layout).run(names, feeds)
+
+
+def test_weights_of_several_graphs_are_stored_once(tmp_path: Path) -> None:
+    made, recipe = model(hidden_size=32, intermediate_size=64), EmbeddingRecipe()
+    written(tmp_path, made, recipe, [Precision.FP32, Precision.INT8], Weights.INT8)
+    size = (tmp_path / "weights.bin").stat().st_size
+    assert not (tmp_path / "weights-int8.bin").exists()
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    GraphWriter(made, recipe, ALL, alone, Weights.INT8, input_scales(made, TOKENIZER)).write()
+    assert (alone / "weights.bin").stat().st_size == size
+
+
+def test_what_the_manifest_says_of_a_graph(tmp_path: Path) -> None:
+    graphs = written(tmp_path, model(), EmbeddingRecipe(), list(Precision), heads=(embedding.HEAD,))
+    assert {p: (g.file, g.layout, g.precision, g.weights, g.opset) for p, g in graphs.items()} == {
+        Precision.FP32: ("dense.onnx", Layout.DENSE, Precision.FP32, Weights.FP32, 20),
+        Precision.INT8: ("dense-int8.onnx", Layout.DENSE, Precision.INT8, Weights.FP32, 20),
+        Precision.FP16: ("packed-fp16.onnx", Layout.PACKED, Precision.FP16, Weights.FP32, 20),
+    }
+    for graph in graphs.values():
+        assert onnx.load(tmp_path / graph.file, load_external_data=False).graph.name == "cloze"
+    dense, int8, packed = (graphs[p].operators for p in list(graphs))
+    assert dense["MatMul"] == 12
+    assert dense["MultiHeadAttention"] == 2
+    assert int8["MatMulIntegerToFloat"] == 12
+    assert packed["PackedMultiHeadAttention"] == 2
+    assert packed["SkipLayerNormalization"] == 5
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "fits"),
+    [(16, 2, True), (12, 1, False), (256, 1, True), (264, 1, False), (24, 2, False)],
+)
+def test_heads_without_a_fast_kernel_are_refused(
+    hidden: int, heads: int, fits: bool, tmp_path: Path
+) -> None:
+    made = model(hidden_size=hidden, heads=heads, layers=1)
+    writer = GraphWriter(made, EmbeddingRecipe(), (embedding.HEAD,), tmp_path)
+    if fits:
+        writer.write(Precision.FP16)
+    else:
+        with pytest.raises(ExportError, match=f"heads of {hidden // heads} numbers have no fast"):
+            writer.write(Precision.FP16)
+        writer.write(Precision.FP32)
+
+
+def test_a_layout_is_that_of_its_precisions() -> None:
+    check_layout([], None)
+    check_layout([], Layout.DENSE)
+    check_layout([Precision.FP32, Precision.INT8], Layout.DENSE)
+    check_layout([Precision.FP16], Layout.PACKED)
+    check_layout(list(Precision), None)
+    with pytest.raises(ExportError, match="the layout packed is that of fp16; leave out --layout"):
+        check_layout([], Layout.PACKED)
+    with pytest.raises(ExportError, match="the layout dense is that of fp32, int8"):
+        check_layout(list(Precision), Layout.DENSE)
+
+
+def test_no_token_depends_on_the_batch_in_int8(tmp_path: Path) -> None:
+    """A row of a batch has the numbers that the row has alone."""
+    made, recipe = model(), EmbeddingRecipe()
+    graph = written(tmp_path, made, recipe, [Precision.INT8], heads=(masked_lm.HEAD,))[
+        Precision.INT8
+    ]
+    ids = np.random.default_rng(0).integers(0, 30, (3, 7), dtype=np.int32)
+    ids[1] = 3  # a sequence unlike the others
+
+    def run(rows: np.ndarray) -> np.ndarray:
+        count = rows.size
+        feeds = {
+            "input_ids": rows, "token_type_ids": np.zeros_like(rows),
+            "mask_rows": np.arange(count, dtype=np.int32), "top_k": np.array([30]),
+            "target_masks": np.arange(count, dtype=np.int32),
+            "target_ids": np.full(count, 5, np.int32),
+        }  # fmt: skip
+        known = {tensor.name for tensor in masked_lm.HEAD.inputs} | {"input_ids", "token_type_ids"}
+        assert known == set(feeds)
+        [targets] = outputs_of(tmp_path, graph, [masked_lm.TARGET_LOGITS.name], feeds)
+        return targets
+
+    together = run(ids)
+    for row in range(3):
+        np.testing.assert_allclose(
+            run(ids[row : row + 1]), together[7 * row : 7 * row + 7], atol=1e-5
+        )
+
+
+def test_tables_of_fp16_are_fp16(tmp_path: Path) -> None:
+    made = model(hidden_size=32, intermediate_size=64)
+    graph = written(tmp_path, made, EmbeddingRecipe(), [Precision.FP16], heads=(masked_lm.HEAD,))[
+        Precision.FP16
+    ]
+    loaded = onnx.load(tmp_path / graph.file, load_external_data=False).graph
+    types = {tensor.name: tensor.data_type for tensor in loaded.initializer}
+    trunk = {
+        name: kind for name, kind in types.items() if name.startswith(("layers", "embeddings"))
+    }
+    assert set(trunk.values()) == {TensorProto.FLOAT16}
+    stored_words = [name for name in types if "word" in name]
+    assert len(stored_words) == 1  # the table of the trunk is that of the decoder
+
+
+@pytest.mark.parametrize("precision", list(Precision))
+def test_a_table_of_integers_is_stored_once(precision: Precision, tmp_path: Path) -> None:
+    """The lookup and the decoder read the same integers; no floats are stored beside them."""
+    made = model(hidden_size=32, intermediate_size=64)
+    graph = written(
+        tmp_path, made, EmbeddingRecipe(), [precision], Weights.INT8, (masked_lm.HEAD,)
+    )[precision]
+    loaded = onnx.load(tmp_path / graph.file, load_external_data=False).graph
+    tables = {
+        tensor.name: (tensor.data_type, tuple(tensor.dims))
+        for tensor in loaded.initializer
+        if "word" in tensor.name
+    }
+    assert sorted(tables.values()) == [
+        (TensorProto.FLOAT, (30,)),
+        (TensorProto.INT8, (30, 32)),
+    ]
+    matrices = {t.name: t.data_type for t in loaded.initializer if t.name.startswith("layers")}
+    kinds = [kind for name, kind in matrices.items() if name.endswith("weight.int8")]
+    assert kinds == [TensorProto.INT8] * 12
+    floats = ("query.weight", "up.weight", "query.weight.fp16", "up.weight.fp16")
+    assert not [name for name in matrices if name.endswith(floats)]
+
+
+@pytest.mark.parametrize("least", [None, 0.0, -0.171])
+@torch.no_grad()
+def test_a_row_of_zeros_is_zero_in_int8(least: float | None, tmp_path: Path) -> None:
+    g, linear_ops, linear = GraphBuilder(), Int8({}), torch.nn.Linear(4, 3)
+    x = linear_ops.prepare_input(g, g.input("x", TensorProto.FLOAT, ["T", 4]), "w", least)
+    g.output(linear_ops.matmul(g, x, "w", linear), "y", TensorProto.FLOAT, ["T", 3])
+    g.save(tmp_path / "g.onnx", tmp_path / "w.bin")
+    rows = np.array([[0, 0, 0, 0], [1, 2, 0, 4]], np.float32)
+    [y] = open_session(tmp_path / "g.onnx", Layout.DENSE).run(["y"], {"x": rows})
+    assert y[0].tolist() == [0, 0, 0]
+    np.testing.assert_allclose(y[1], linear.weight.numpy() @ rows[1], atol=0.05)
+
+
+@torch.no_grad()
+def test_folded_biases_are_exact(tmp_path: Path) -> None:
+    """Keys need no bias, and the values' bias is part of the output's."""
+    made = model()
+    for layer in made.encoder.layers:
+        for linear in (layer.attention.query, layer.attention.key, layer.attention.value):
+            linear.bias.mul_(20)
+    graphs = written(tmp_path, made, EmbeddingRecipe(), [Precision.FP32], heads=(embedding.HEAD,))
+    subject = GraphUnderTest(
+        graphs[Precision.FP32], checkpoint(made, EmbeddingRecipe()), (embedding.HEAD,), 20
+    )
+    assert max(verify(tmp_path, subject).max_error.values()) < 1e-5

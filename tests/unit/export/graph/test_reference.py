@@ -1,0 +1,148 @@
+"""The reference of the fused operators: each operator alone against torch, in fp32 and fp16."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from onnx import TensorProto, helper
+
+from cloze.export.graph.builder import FUSED, GraphBuilder
+from cloze.export.graph.reference import ReferenceSession
+from cloze.model_store.layouts import Layout, Placement
+
+Array = Any
+RNG = np.random.default_rng(0)
+
+
+def run(
+    folder: Path, kind: str, inputs: Sequence[Array | None], domain: str = FUSED, **attributes: Any
+) -> Array:
+    """Run one operator; None is an absent input."""
+    g = GraphBuilder()
+    names, feeds = [], {}
+    for number, values in enumerate(inputs):
+        if values is None:
+            names.append("")
+            continue
+        dtype = helper.np_dtype_to_tensor_dtype(values.dtype)
+        names.append(g.input(f"x{number}", dtype, list(values.shape)))
+        feeds[f"x{number}"] = values
+    result = g.op(kind, names, domain=domain, **attributes)
+    g.output(result, "y", TensorProto.FLOAT, ["N", "H"])
+    g.save(folder / "g.onnx", folder / "w.bin")
+    [values] = ReferenceSession(folder / "g.onnx").run(["y"], feeds)
+    return values
+
+
+def drawn(*shape: int, dtype: Any = np.float32) -> Array:
+    return RNG.standard_normal(shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_attention_is_within_each_sequence(dtype: Any, heads: int, tmp_path: Path) -> None:
+    lengths = [3, 1, 5]
+    query, key, value = (drawn(9, 8, dtype=dtype) for _ in range(3))
+    feeds = Placement.of(Layout.PACKED, lengths).feeds()
+    places = [feeds["token_offset"], feeds["cu_seqlens"]]
+    inputs = [query, key, value, None, *places]
+    result = run(tmp_path, "PackedMultiHeadAttention", inputs, num_heads=heads)
+    assert result.dtype == dtype
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        q, k, v = (
+            torch.from_numpy(x[rows].astype(np.float32)).view(length, heads, -1).transpose(0, 1)
+            for x in (query, key, value)
+        )
+        expected = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).reshape(length, 8)
+        tolerance = 1e-6 if dtype is np.float32 else 2e-3
+        np.testing.assert_allclose(result[rows], expected, atol=tolerance)
+        start += length
+
+
+def test_large_scores_do_not_overflow(tmp_path: Path) -> None:
+    query = np.full((2, 8), 100, np.float32)
+    feeds = Placement.of(Layout.PACKED, [2]).feeds()
+    inputs = [query, query, drawn(2, 8), None, feeds["token_offset"], feeds["cu_seqlens"]]
+    result = run(tmp_path, "PackedMultiHeadAttention", inputs, num_heads=1)
+    np.testing.assert_allclose(result[0], inputs[2].mean(0), atol=1e-6)
+    inputs[1] = np.array([[100] * 8, [-100] * 8], np.float32)
+    result = run(tmp_path, "PackedMultiHeadAttention", inputs, num_heads=1)
+    np.testing.assert_allclose(result, inputs[2][[0, 0]], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ([[1, 0, 2], [3, 4, 5]], "does not match cu_seqlens"),
+        ([[0, 1, 2]], "does not match cu_seqlens"),
+        ([[0, 1, 3], [4, 2, 5], [6, 7, 8]], "does not match cu_seqlens"),
+        ([[0, 1, 3], [4, 2, 2]], "does not name every cell once"),
+        ([[0, 1, 3], [4, 5, 6]], "does not name every cell once"),
+    ],
+)
+def test_wrong_places_are_refused(offsets: list[list[int]], message: str, tmp_path: Path) -> None:
+    x = drawn(4, 8)
+    ends = np.array([0, 2, 4], np.int32)
+    good = np.array([[0, 1, 3], [4, 2, 5]], np.int32)
+    run(tmp_path, "PackedMultiHeadAttention", [x, x, x, None, good, ends], num_heads=1)
+    wrong = np.array(offsets, np.int32)
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, "PackedMultiHeadAttention", [x, x, x, None, wrong, ends], num_heads=1)
+
+
+def test_keys_have_no_bias(tmp_path: Path) -> None:
+    x, feeds = drawn(2, 8), Placement.of(Layout.PACKED, [2]).feeds()
+    inputs = [x, x, x, drawn(24), feeds["token_offset"], feeds["cu_seqlens"]]
+    with pytest.raises(AssertionError):
+        run(tmp_path, "PackedMultiHeadAttention", inputs, num_heads=1)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_norms_of_sums(dtype: Any, has_bias: bool, tmp_path: Path) -> None:
+    x, skip = drawn(3, 8, dtype=dtype), drawn(3, 8, dtype=dtype)
+    scale, shift, bias = (drawn(8, dtype=dtype) for _ in range(3))
+    inputs = [x, skip, scale, shift, *([bias] if has_bias else [])]
+    result = run(tmp_path, "SkipLayerNormalization", inputs, epsilon=0.1)
+    assert result.dtype == dtype
+    total = x.astype(np.float32) + skip + (bias.astype(np.float32) if has_bias else 0)
+    weights = [torch.from_numpy(v.astype(np.float32)) for v in (scale, shift)]
+    expected = F.layer_norm(torch.from_numpy(total), (8,), *weights, 0.1)
+    np.testing.assert_allclose(result, expected, atol=1e-6 if dtype is np.float32 else 4e-3)
+
+
+def test_sums_of_norms_are_in_fp32(tmp_path: Path) -> None:
+    """In fp16, 60000 + 60000 is infinite."""
+    x = np.array([[60000, -60000, 1, 2]], np.float16)
+    one, zero = np.ones(4, np.float16), np.zeros(4, np.float16)
+    for inputs in ([x, x, one, zero], [x, x, one, zero, x[0]]):
+        result = run(tmp_path, "SkipLayerNormalization", inputs, epsilon=1e-5)
+        assert np.isfinite(result).all()
+
+
+@pytest.mark.parametrize(("kind", "approximate"), [("BiasGelu", "none"), ("FastGelu", "tanh")])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_gelu_with_a_bias(kind: str, approximate: str, dtype: Any, tmp_path: Path) -> None:
+    x, bias = 3 * drawn(50, 8, dtype=dtype), drawn(8, dtype=dtype)
+    result = run(tmp_path, kind, [x, bias])
+    assert result.dtype == dtype
+    total = torch.from_numpy((x + bias).astype(np.float32))
+    expected = F.gelu(total, approximate=approximate).numpy().astype(dtype)
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_products_of_fp16_are_sums_in_fp32(tmp_path: Path) -> None:
+    a = np.full((1, 4096), 1.0, np.float16)
+    b = np.full((4096, 1), 0.25, np.float16)
+    a[0, 0] = 2048  # in fp16, 512 and many small numbers are 512
+    result = run(tmp_path, "MatMul", [a, b], domain="")
+    assert result.dtype == np.float16
+    assert result.tolist() == [[np.float16(2048 * 0.25 + 4095 * 0.25)]]
+    x, y = drawn(3, 5), drawn(5, 2)
+    np.testing.assert_allclose(run(tmp_path, "MatMul", [x, y], domain=""), x @ y, rtol=1e-6)

@@ -1,0 +1,59 @@
+"""Models of a few numbers with every head, and what a graph of them is made from."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cloze.export.blocks.config import EncoderConfig
+from cloze.export.model import Model
+from cloze.export.sentence import EmbeddingRecipe, Projection
+from cloze.model_store.heads import HEADS, Pooling, sequence_classification, token_classification
+from cloze.model_store.sequences import SpecialTokens
+
+LABELS = {
+    sequence_classification.HEAD.name: sequence_classification.SequenceLabels(
+        labels=("a", "b", "c"), problem_type="single_label_classification"
+    ),
+    token_classification.HEAD.name: token_classification.TokenLabels(labels=("O", "B", "I", "X")),
+}
+
+TOKENIZER: Any = SimpleNamespace(size=30, special=SpecialTokens(2, 3, 4), mask_id=4)
+
+
+def config(family: str = "bert", **sizes: Any) -> EncoderConfig:
+    fields: dict[str, Any] = {
+        "vocab_size": 30, "hidden_size": 16, "layers": 2, "heads": 2, "intermediate_size": 24,
+        "max_positions": 24, "type_vocab_size": 2 if family == "bert" else 0, "dropout": 0.0,
+        "layer_norm_eps": 1e-3,
+    }  # fmt: skip
+    return EncoderConfig(family=family, **(fields | sizes))
+
+
+@torch.no_grad()
+def model(family: str = "bert", **sizes: Any) -> Model:
+    """Return a model whose every parameter matters: no bias is 0, no scale is 1."""
+    made = Model(config(family, **sizes), list(HEADS), LABELS).eval()
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in made.named_parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.15)
+        if "norm" in name and name.endswith("weight"):
+            parameter.add_(1)
+    return made
+
+
+def projected(pooling: Pooling = Pooling.MEAN) -> EmbeddingRecipe:
+    """Return a recipe with two layers after its pooling; the first one has a tanh."""
+    generator = torch.Generator().manual_seed(6)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / 4
+
+    first = Projection(drawn(12, 16), drawn(12), tanh=True)
+    return EmbeddingRecipe(pooling, (first, Projection(drawn(10, 12), None, tanh=False)))
+
+
+def checkpoint(made: Model, recipe: EmbeddingRecipe) -> Any:
+    """Return what verification needs of a checkpoint."""
+    return SimpleNamespace(model=made, recipe=recipe, tokenizer=TOKENIZER)

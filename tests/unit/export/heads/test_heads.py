@@ -1,0 +1,271 @@
+"""Heads: their torch modules by formula, what checkpoints promise, and batches of mixed requests."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cloze.export.evaluation.pairs import ScoredPair
+from cloze.export.evaluation.scorer import GraphScorer
+from cloze.export.graph_writer import GraphWriter
+from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.heads.head import SampleSizes
+from cloze.export.heads.layer_embedding import _pooled
+from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.session import open_session
+from cloze.export.torch_scorer import TorchScorer
+from cloze.model_store.batch import Encoding
+from cloze.model_store.heads import (
+    HEADS,
+    GraphSpec,
+    HeadRequest,
+    Pooling,
+    embedding,
+    layer_embedding,
+    masked_lm,
+    next_sentence,
+    sequence_classification,
+    span,
+    sparse_embedding,
+    token_classification,
+    token_embedding,
+)
+from cloze.model_store.heads.embedding import EmbeddingResult
+from cloze.model_store.manifest import Graph, Precision
+from tests.unit.export.graph.tiny_models import LABELS, model
+from tests.unit.export.scorers import ByHand, gate_texts
+
+ROWS = torch.randn((4, 16), generator=torch.Generator().manual_seed(3))
+
+
+def test_the_heads_are_those_of_the_contract() -> None:
+    assert list(EXPORT_HEADS) == list(HEADS)
+    assert all(head.head is HEADS[name] for name, head in EXPORT_HEADS.items())
+    assert (MASKED_LM, NEXT_SENTENCE, SPAN, EMBEDDING) == (
+        "masked_lm", "next_sentence", "span", "embedding",
+    )  # fmt: skip
+
+
+def test_what_configurations_promise() -> None:
+    """The ends of class names decide which heads a checkpoint must have."""
+    assert {name: head.promised_by for name, head in EXPORT_HEADS.items() if head.promised_by} == {
+        "masked_lm": ("ForMaskedLM", "ForPreTraining"),
+        "next_sentence": ("ForNextSentencePrediction", "ForPreTraining"),
+        "span": ("ForQuestionAnswering",),
+        "sequence_classification": ("ForSequenceClassification",),
+        "token_classification": ("ForTokenClassification",),
+    }
+    assert {
+        name: head.architecture for name, head in EXPORT_HEADS.items() if head.architecture
+    } == {
+        "sequence_classification": "ForSequenceClassification",
+        "token_classification": "ForTokenClassification",
+    }
+    assert {name: head.module_of for name, head in EXPORT_HEADS.items() if head.module_of} == {
+        "sparse_embedding": "masked_lm"
+    }
+    assert {n: set(head.incomplete) for n, head in EXPORT_HEADS.items() if head.incomplete} == {
+        "next_sentence": {"pooler", "classifier"}
+    }
+    incomplete = EXPORT_HEADS["next_sentence"].incomplete
+    assert "has a pooler but no" in incomplete["pooler"]
+    assert "classifier but no pooler" in incomplete["classifier"]
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels_are_written_as_they_are_read(name: str) -> None:
+    head = EXPORT_HEADS[name]
+    assert head.read_options is not None
+    assert head.write_options is not None
+    settings = head.write_options(LABELS[name])
+    assert head.read_options(settings) == LABELS[name]
+    labels = LABELS[name].labels
+    assert settings["id2label"] == dict(enumerate(labels))
+    assert settings["label2id"] == {label: number for number, label in enumerate(labels)}
+    assert ("problem_type" in settings) == (name == "sequence_classification")
+
+
+# ---- modules by their formula ------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_logits_of_words_are_products_with_their_embeddings() -> None:
+    made = model()
+    head = made.masked_lm
+    assert head is not None
+    assert head.decoder.weight is made.encoder.embeddings.word.weight
+    transformed = F.gelu(ROWS @ head.transform.weight.T + head.transform.bias)
+    normed = F.layer_norm(transformed, (16,), head.norm.weight, head.norm.bias, 1e-3)
+    words = made.encoder.embeddings.word.weight
+    torch.testing.assert_close(head(ROWS), normed @ words.T + head.decoder.bias)
+
+
+@torch.no_grad()
+def test_classifiers_by_their_formula() -> None:
+    made = model()
+    nsp, labels = made.next_sentence, made.sequence_classification
+    assert nsp is not None
+    for head, size in ((nsp, 2), (labels, 3)):
+        pooled = torch.tanh(ROWS @ head.pooler.weight.T + head.pooler.bias)
+        expected = pooled @ head.classifier.weight.T + head.classifier.bias
+        torch.testing.assert_close(head(ROWS), expected)
+        assert expected.shape == (4, size)
+    for head, size in ((made.span, 2), (made.token_classification, 4)):
+        expected = ROWS @ head.classifier.weight.T + head.classifier.bias
+        torch.testing.assert_close(head(ROWS), expected)
+        assert expected.shape == (4, size)
+
+
+@torch.no_grad()
+def test_a_family_may_have_another_activation() -> None:
+    """A classifier of DistilBERT has a ReLU, and its head for words has a GELU."""
+    head = model("distilbert", activation="relu").sequence_classification
+    pooled = F.relu(ROWS @ head.pooler.weight.T + head.pooler.bias)
+    torch.testing.assert_close(head(ROWS), pooled @ head.classifier.weight.T + head.classifier.bias)
+
+
+def test_rows_of_layers_are_pooled() -> None:
+    rows = torch.tensor([[1.0, 8.0], [3.0, 2.0], [5.0, 2.0], [7.0, 0.0]])
+    assert _pooled(rows, Pooling.CLS).tolist() == [1, 8]
+    assert _pooled(rows, Pooling.MEAN).tolist() == [4, 3]
+    assert _pooled(rows, Pooling.MEAN_SQRT_LENGTH).tolist() == [8, 6]
+    assert _pooled(rows, Pooling.MAX).tolist() == [0, 0]  # the maxima have an output of their own
+
+
+# ---- mixed requests ----------------------------------------------------------------------------
+
+REQUESTS: list[dict[str, HeadRequest]] = [
+    {
+        "masked_lm": masked_lm.MaskedLMRequest([1, 3], 2, [5, 7, 6]),
+        "embedding": embedding.EmbeddingRequest(),
+        "token_classification": token_classification.TokenClassificationRequest(),
+    },
+    {
+        "next_sentence": next_sentence.NextSentenceRequest(),
+        "span": span.SpanRequest(),
+        "sparse_embedding": sparse_embedding.SparseEmbeddingRequest(5, 4),
+        "layer_embedding": layer_embedding.LayerEmbeddingRequest([{0: 0.5, 2: 2.0}], Pooling.CLS),
+    },
+    {
+        "masked_lm": masked_lm.MaskedLMRequest([0], 6),
+        "sequence_classification": sequence_classification.SequenceClassificationRequest(),
+        "token_embedding": token_embedding.TokenEmbeddingRequest(),
+        "sparse_embedding": sparse_embedding.SparseEmbeddingRequest(5, 2),
+    },
+    {
+        "masked_lm": masked_lm.MaskedLMRequest([2, 4], 0, [9]),
+        "layer_embedding": layer_embedding.LayerEmbeddingRequest([{1: 1.0}, {2: 1.0}], Pooling.MAX),
+        "embedding": embedding.EmbeddingRequest(),
+        "next_sentence": next_sentence.NextSentenceRequest(),
+        "token_embedding": token_embedding.TokenEmbeddingRequest(),
+    },
+    {},
+]  # fmt: skip
+
+
+def written(folder: Path, made: Any, precision: Precision) -> Graph:
+    writer = GraphWriter(made, EmbeddingRecipe(), tuple(HEADS.values()), folder)
+    return writer.write(precision)
+
+
+def arrays_of(results: Sequence[Any]) -> dict[str, np.ndarray]:
+    """Return the arrays of all results, by sequence, head and field."""
+    return {
+        f"{number} {name} {field}": getattr(result, field)
+        for number, output in enumerate(results)
+        for name, result in output.items()
+        for field in result.__dataclass_fields__
+        if isinstance(getattr(result, field), np.ndarray)
+    }
+
+
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), [(Precision.FP32, 1e-5), (Precision.FP16, 0.01)]
+)
+def test_each_sequence_of_a_batch_has_what_it_asks_for(
+    precision: Precision, tolerance: float, tmp_path: Path
+) -> None:
+    made = model()
+    graph = written(tmp_path, made, precision)
+    spec = GraphSpec(graph.layout, tuple(HEADS), token_types=True, pooling=Pooling.MEAN, layers=2)
+    ids = np.random.default_rng(0).integers(5, 30, (len(REQUESTS), 5), dtype=np.int32)
+    batch = [
+        Encoding(row, (np.arange(5) > 2).astype(np.int32), request)
+        for row, request in zip(ids, REQUESTS, strict=True)
+    ]
+    scorer = GraphScorer(open_session(tmp_path / graph.file, graph.layout), spec)
+    assert scorer.layers == 2
+    together = arrays_of(scorer.run(batch))
+    torch_scorer = TorchScorer(made, torch.device("cpu"))
+    assert torch_scorer.layers == 2
+    alone = arrays_of([torch_scorer.run([encoding])[0] for encoding in batch])
+    both = arrays_of(torch_scorer.run(batch))
+    assert together.keys() == alone.keys() == both.keys()
+    for name, values in together.items():
+        if values.dtype.kind == "f":
+            np.testing.assert_allclose(values, alone[name], atol=tolerance, err_msg=name)
+            np.testing.assert_allclose(both[name], alone[name], atol=1e-5, err_msg=name)
+        elif precision is Precision.FP32:
+            np.testing.assert_array_equal(values, alone[name], err_msg=name)
+
+
+@torch.no_grad()
+def test_results_by_their_formula() -> None:
+    """What a request of each kind means, from the hidden states."""
+    made = model()
+    ids = torch.tensor([[2, 9, 4, 8, 3]])
+    states = made.encoder.states(ids)[:, 0]  # [N, S, H]
+    scorer = TorchScorer(made, torch.device("cpu"))
+
+    def asked(**requests: HeadRequest) -> Any:
+        row = ids[0].numpy().astype(np.int32)
+        [output] = scorer.run([Encoding(row, np.zeros_like(row), requests)])
+        return output[next(iter(requests))]
+
+    assert made.masked_lm is not None
+    logits = made.masked_lm(states[-1][[2]])[0]
+    result = asked(masked_lm=masked_lm.MaskedLMRequest([2], 3, [7, 5]))
+    assert result.top_ids.tolist() == [logits.topk(3).indices.tolist()]
+    np.testing.assert_allclose(result.top_logits[0], logits.topk(3).values, rtol=1e-5)
+    np.testing.assert_allclose(result.logsumexp, [logits.logsumexp(0)], rtol=1e-5)
+    np.testing.assert_allclose(result.target_logits[0], logits[[7, 5]], rtol=1e-5)
+
+    weights = made.masked_lm(states[-1]).relu().log1p().amax(0)
+    words = asked(sparse_embedding=sparse_embedding.SparseEmbeddingRequest(5, 4))
+    kept = weights.topk(4).values
+    np.testing.assert_allclose(words.weights, kept[kept > 0], rtol=1e-5)
+
+    pooled = asked(embedding=embedding.EmbeddingRequest()).embedding
+    np.testing.assert_allclose(pooled, states[-1].mean(0), rtol=1e-4, atol=1e-6)
+    request = layer_embedding.LayerEmbeddingRequest([{0: 2.0, 1: -1.0}, {2: 1.0}], Pooling.MAX)
+    layers = asked(layer_embedding=request).vectors
+    expected = torch.stack([(2 * states[0] - states[1]).amax(0), states[2].amax(0)])
+    np.testing.assert_allclose(layers, expected, rtol=1e-4, atol=1e-6)
+
+
+# ---- figures of pairs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("max_tokens", "longest"), [(64, 64), (200, 128)])
+def test_scored_pairs_are_cut_to_128_tokens(max_tokens: int, longest: int) -> None:
+    pairs = [ScoredPair("a " * 300, "b", 1.0), ScoredPair("a", "b c", 2.0)]
+    rng = np.random.default_rng(0)
+    scorers = [
+        ByHand(lambda _: {"embedding": EmbeddingResult(rng.standard_normal(3).astype(np.float32))})
+        for _ in range(2)
+    ]
+    texts = gate_texts(max_tokens=max_tokens, scored_pairs=pairs)
+    EXPORT_HEADS["embedding"].measure(*scorers, texts)
+    for scorer in scorers:
+        assert max(len(encoding) for encoding in scorer.encodings) == longest
+
+
+def test_samples_have_few_words_each() -> None:
+    sample = EXPORT_HEADS["sparse_embedding"].sample(np.random.default_rng(0), SampleSizes(9, 7, 2))
+    assert sample == sparse_embedding.SparseEmbeddingRequest(9, 5)
+    request: Any = EXPORT_HEADS["masked_lm"].sample(np.random.default_rng(0), SampleSizes(9, 7, 2))
+    assert request.top_k == 5

@@ -1,0 +1,295 @@
+"""Verification and calibration of tiny models: which batches run, and what the formulas give."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cloze.export import calibration, gate
+from cloze.export.calibration import input_scales
+from cloze.export.errors import ExportError
+from cloze.export.gate import pass_gate
+from cloze.export.graph_writer import GraphWriter
+from cloze.export.heads import EXPORT_HEADS
+from cloze.export.model import Model
+from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.session import open_session
+from cloze.export.verify import GraphUnderTest, verify
+from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm, span
+from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
+from cloze.model_store.layouts import Layout
+from cloze.model_store.manifest import Graph, Precision
+from tests.unit.export.graph.tiny_models import TOKENIZER, checkpoint, model
+from tests.unit.export.scorers import ByHand, gate_texts
+
+TWO = (masked_lm.HEAD, embedding.HEAD)
+
+# ---- verification ------------------------------------------------------------------------------
+
+
+class Spy:
+    """Runs a graph, records its batches, and may spoil the outputs of one of them."""
+
+    def __init__(self, file: Path, layout: Layout, spoil: int = -1) -> None:
+        self._session, self._spoil = open_session(file, layout), spoil
+        self.feeds: list[dict[str, Any]] = []
+
+    def run(self, names: Any, feeds: dict[str, Any]) -> list[Any]:
+        self.feeds.append(feeds)
+        outputs = self._session.run(names, feeds)
+        if len(self.feeds) == self._spoil:
+            outputs = [values + np.asarray(1, values.dtype) for values in outputs]
+        return outputs
+
+
+def under_test(
+    folder: Path, precision: Precision = Precision.FP32, max_tokens: int = 20, **changes: Any
+) -> tuple[GraphUnderTest, Path]:
+    heads: tuple[Head, ...] = changes.pop("heads", TWO)
+    made = model(**changes)
+    graph: Graph = GraphWriter(made, EmbeddingRecipe(), heads, folder).write(precision)
+    subject = GraphUnderTest(graph, checkpoint(made, EmbeddingRecipe()), heads, max_tokens)
+    return subject, folder / graph.file
+
+
+def test_the_grid_of_a_dense_graph(tmp_path: Path) -> None:
+    subject, file = under_test(tmp_path)
+    spy = Spy(file, Layout.DENSE)
+    parity = verify(tmp_path, subject, spy)
+    shapes = [feeds["input_ids"].shape for feeds in spy.feeds]
+    grid = [(batch, length) for batch in (1, 2, 8) for length in (3, 16, 20)]
+    assert shapes == [*grid, (2, 16), (2, 16), (2, 16)]
+    masks = [len(feeds["mask_rows"]) for feeds in spy.feeds]
+    embedded = [len(feeds["embed_sequences"]) for feeds in spy.feeds]
+    assert masks == [3, 3, 3, 6, 6, 6, 24, 24, 24, 6, 0, 0]
+    assert embedded == [1, 1, 1, 2, 2, 2, 8, 8, 8, 0, 2, 0]
+    assert parity.tolerance == 1e-4
+    assert parity.golden_file == "golden.json"
+    for feeds in spy.feeds:
+        ids, types = feeds["input_ids"], feeds["token_type_ids"]
+        assert set(ids[:, 0]) == {2}
+        assert set(ids[:, -1]) == {3}
+        assert 0 <= ids.min() <= ids.max() < 30
+        half = ids.shape[1] // 2
+        assert set(types[:, : half + 1].ravel()) == {0}
+        assert set(types[:, half + 1 :].ravel()) <= {1}
+        assert types[:, -1].min() == 1
+    assert max(int(feeds["input_ids"].max()) for feeds in spy.feeds) == 29
+
+
+def test_golden_outputs_are_of_two_sequences(tmp_path: Path) -> None:
+    subject, file = under_test(tmp_path)
+    verify(tmp_path, subject)
+    golden = json.loads((tmp_path / "golden.json").read_text())
+    assert [np.shape(case["feeds"]["input_ids"]) for case in golden] == [(2, 3), (2, 16)]
+    session = open_session(file, Layout.DENSE)
+    for case in golden:
+        assert list(case) == ["feeds", "outputs"]
+        kinds = {"top_k": np.int64}
+        feeds = {
+            name: np.array(values, kinds.get(name, np.int32))
+            for name, values in case["feeds"].items()
+        }
+        outputs = session.run(list(case["outputs"]), feeds)
+        for actual, expected in zip(outputs, case["outputs"].values(), strict=True):
+            np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_short_models_are_verified_with_short_texts(tmp_path: Path) -> None:
+    subject, file = under_test(tmp_path, max_tokens=9)
+    spy = Spy(file, Layout.DENSE)
+    verify(tmp_path, subject, spy)
+    assert [feeds["input_ids"].shape[1] for feeds in spy.feeds] == [3, 9] * 3 + [9] * 3
+
+
+def test_long_models_are_verified_with_long_texts(tmp_path: Path) -> None:
+    subject, file = under_test(tmp_path, max_tokens=150, max_positions=150, heads=(span.HEAD,))
+    spy = Spy(file, Layout.DENSE)
+    verify(tmp_path, subject, spy)
+    assert [feeds["input_ids"].shape[1] for feeds in spy.feeds][:4] == [3, 16, 128, 150]
+
+
+def test_the_grid_of_a_packed_graph_has_mixed_lengths(tmp_path: Path) -> None:
+    subject, file = under_test(tmp_path, Precision.FP16)
+    spy = Spy(file, Layout.PACKED)
+    parity = verify(tmp_path, subject, spy)
+    assert (parity.tolerance, parity.golden_file) == (0.03, "golden-fp16.json")
+    lengths = [np.diff(feeds["cu_seqlens"]).tolist() for feeds in spy.feeds]
+    assert [len(sizes) for sizes in lengths] == [1, 1, 1, 2, 2, 2, 8, 8, 8, 2, 2, 2]
+    assert [sizes[0] for sizes in lengths[:9]] == [3, 16, 20] * 3
+    assert len(set(lengths[8])) > 2
+    assert lengths[9:] == [[16, 16]] * 3
+
+
+def test_models_without_token_types_have_none(tmp_path: Path) -> None:
+    subject, file = under_test(tmp_path, family="distilbert")
+    assert not subject.spec.token_types
+    spy = Spy(file, Layout.DENSE)
+    verify(tmp_path, subject, spy)
+    assert "token_type_ids" not in spy.feeds[0]
+    subject, _ = under_test(tmp_path)
+    spec = subject.spec
+    assert (spec.layout, spec.heads, spec.token_types) == (
+        Layout.DENSE, ("masked_lm", "embedding"), True,
+    )  # fmt: skip
+    assert (spec.pooling, spec.layers) == (Pooling.MEAN, 2)
+
+
+def test_models_of_one_token_type_have_zeros(tmp_path: Path) -> None:
+    subject, file = under_test(tmp_path, type_vocab_size=1)
+    spy = Spy(file, Layout.DENSE)
+    verify(tmp_path, subject, spy)
+    assert {int(feeds["token_type_ids"].max()) for feeds in spy.feeds} == {0}
+    three = tmp_path / "three"
+    three.mkdir()
+    subject, file = under_test(three, type_vocab_size=3)
+    spy = Spy(file, Layout.DENSE)
+    verify(three, subject, spy)
+    assert {int(feeds["token_type_ids"].max()) for feeds in spy.feeds} == {1}
+
+
+@pytest.mark.parametrize(
+    ("call", "cell"),
+    [
+        (1, "batch 1 x 3 tokens"),
+        (6, "batch 2 x 20 tokens"),
+        (9, "batch 8 x 20 tokens"),
+        (10, "masked_lm alone"),
+        (11, "embedding alone"),
+    ],
+)
+def test_each_batch_is_compared(call: int, cell: str, tmp_path: Path) -> None:
+    subject, file = under_test(tmp_path)
+    with pytest.raises(ExportError, match=f"parity: .* at {cell} differs from torch by"):
+        verify(tmp_path, subject, Spy(file, Layout.DENSE, spoil=call))
+    assert not (tmp_path / "golden.json").exists()
+
+
+def test_the_largest_errors_of_all_batches_are_reported(tmp_path: Path) -> None:
+    subject, file = under_test(tmp_path)
+
+    class Off(Spy):
+        """Is off by a little in one batch."""
+
+        def run(self, names: Any, feeds: dict[str, Any]) -> list[Any]:
+            outputs = super().run(names, feeds)
+            if len(self.feeds) == 4:
+                outputs = [v + np.float32(5e-5) if v.dtype == np.float32 else v for v in outputs]
+            return outputs
+
+    errors = verify(tmp_path, subject, Off(file, Layout.DENSE)).max_error
+    assert errors.pop("top_ids") == 0
+    assert set(errors) == {"top_logits", "logsumexp", "target_logits", "embeddings"}
+    for error in errors.values():
+        assert 1e-5 < error < 6e-5
+
+
+# ---- calibration -------------------------------------------------------------------------------
+
+
+def inputs_of(made: Model, linear: nn.Linear, tokens: int) -> torch.Tensor:
+    """Return the inputs of a layer for the tokens of calibration."""
+    seen: list[torch.Tensor] = []
+    hook = linear.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    generator = torch.Generator().manual_seed(0)
+    made(calibration._random_tokens(TOKENIZER, tokens, generator))
+    hook.remove()
+    return seen[0].abs().flatten(0, 1).amax(0)
+
+
+@torch.no_grad()
+def test_scales_follow_from_the_inputs_and_weights() -> None:
+    """Xiao et al. 2023, equation 4, with alpha 0.75."""
+    made = model(max_positions=24)
+    scales = input_scales(made, TOKENIZER)
+    assert set(scales) == {
+        f"layers.{number}.{name}" for number in (0, 1) for name in ("query", "output", "up")
+    }
+    for number, layer in enumerate(made.encoder.layers):
+        attention = layer.attention
+        for name, linears in (
+            ("query", (attention.query, attention.key, attention.value)),
+            ("up", (layer.up,)),
+        ):
+            largest = inputs_of(made, linears[0], 24)
+            weights = torch.cat([linear.weight.abs() for linear in linears]).amax(0)
+            factors = largest**0.75 / weights**0.25
+            scale = scales[f"layers.{number}.{name}"]
+            assert scale.factors is not None
+            torch.testing.assert_close(scale.factors, factors)
+            assert scale.step == pytest.approx(float((largest / factors).max()) / 127)
+        scale = scales[f"layers.{number}.output"]
+        assert scale.factors is None
+        largest = inputs_of(made, attention.output, 24)
+        assert scale.step == pytest.approx(float(largest.max()) / 127)
+
+
+@torch.no_grad()
+def test_channels_without_numbers_are_not_divided_by_zero() -> None:
+    made = model()
+    layer = made.encoder.layers[0]
+    layer.up.weight[:, 3] = 0
+    layer.attention_norm.weight[5] = 0
+    layer.attention_norm.bias[5] = 0
+    scale = input_scales(made, TOKENIZER)["layers.0.up"]
+    assert scale.factors is not None
+    assert scale.factors.isfinite().all()
+    largest = inputs_of(made, layer.up, 24)
+    assert float(scale.factors[3]) == pytest.approx(float(largest[3]) ** 0.75 / 1e-5**0.25)
+    weight = float(layer.up.weight[:, 5].abs().max())
+    assert float(scale.factors[5]) == pytest.approx(1e-5**0.75 / weight**0.25)
+
+
+@torch.no_grad()
+def test_calibration_has_a_seed_and_at_most_64_tokens() -> None:
+    made = model(max_positions=100)
+    one, same, other = (input_scales(made, TOKENIZER, seed) for seed in (0, 0, 1))
+    step = one["layers.0.up"].step
+    assert step == same["layers.0.up"].step != other["layers.0.up"].step
+    assert step == input_scales(made, TOKENIZER)["layers.0.up"].step
+    largest = inputs_of(made, made.encoder.layers[0].attention.output, 64)
+    assert one["layers.0.output"].step == pytest.approx(float(largest.max()) / 127)
+    assert not made.encoder.layers[0].up._forward_pre_hooks
+
+
+# ---- the gate ----------------------------------------------------------------------------------
+
+
+def test_a_figure_at_its_limit_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "token_embedding"
+    one = np.array([[1, 0]], np.float32)
+    scorer = ByHand(lambda _: {name: TokenEmbeddingResult(one)})
+    exact: Any = SimpleNamespace(
+        measure=EXPORT_HEADS[name].measure, limits={"token_embedding_cosine_mean": 1.0}
+    )
+    monkeypatch.setattr(gate, "EXPORT_HEADS", {name: exact})
+    passed = pass_gate(scorer, scorer, "graph", [HEADS[name]], gate_texts())
+    assert passed.measured == passed.limits == {"token_embedding_cosine_mean": 1.0}
+
+
+def test_all_heads_of_a_graph_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads: dict[str, Any] = {
+        "masked_lm": SimpleNamespace(measure=lambda *_: {"a": 0.5}, limits={"a": 0.4, "x": 1.0}),
+        "embedding": SimpleNamespace(
+            measure=lambda *_: {"b": 0.7, "c": 0.1}, limits={"b": 0.6, "c": 0.0}
+        ),
+    }
+    monkeypatch.setattr(gate, "EXPORT_HEADS", heads)
+    scorer: Any = None
+    passed = pass_gate(scorer, scorer, "graph", TWO, gate_texts())
+    assert passed.measured == {"a": 0.5, "b": 0.7, "c": 0.1}
+    assert passed.limits == {"a": 0.4, "b": 0.6, "c": 0.0}
+    for name, figure, value in (("masked_lm", "a", 0.3), ("embedding", "c", -0.1)):
+        figures = heads[name].measure() | {figure: value}
+        lower = SimpleNamespace(measure=lambda *_, f=figures: f, limits=heads[name].limits)
+        monkeypatch.setattr(gate, "EXPORT_HEADS", heads | {name: lower})
+        limit = heads[name].limits[figure]
+        with pytest.raises(
+            ExportError, match=f"{figure} is {value:.4f} and must be at least {limit}"
+        ):
+            pass_gate(scorer, scorer, "graph", TWO, gate_texts())

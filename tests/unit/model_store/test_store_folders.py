@@ -1,0 +1,247 @@
+"""Folders of a store: versions, removal, folders that are left over, and how more is installed."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, Field, ValidationError
+
+from cloze.model_store import Store, StoreError, installation, limits, store
+from cloze.model_store.error_lines import first_problem
+from cloze.model_store.installation import install_command
+from cloze.model_store.sealed_json import parse_sealed, seal
+from tests.unit.model_store.test_adopt import staged
+
+
+def kept(root: Path, *versions: int, name: str = "tiny") -> Store:
+    """Return a store with some versions of a bundle."""
+    one = Store(root)
+    for version in versions:
+        with one.staging() as folder:
+            one.adopt(staged(folder, version=version, name=name))
+    return one
+
+
+# ---- versions ----------------------------------------------------------------------------------
+
+
+def test_the_newest_version_is_meant_unless_one_is_named(tmp_path: Path) -> None:
+    one = kept(tmp_path, 2, 10, 9)
+    assert one.references() == ["tiny@2", "tiny@9", "tiny@10"]
+    assert one.resolve("tiny") == tmp_path / "tiny/10"
+    assert one.resolve("tiny@9") == tmp_path / "tiny/9"
+    assert one.manifest("tiny").version == 10
+    with pytest.raises(StoreError, match=r"'tiny' has no version 3 \(available: 2, 9, 10\)"):
+        one.resolve("tiny@3")
+    with pytest.raises(StoreError, match=rf"named 'other' in {tmp_path} \(available: tiny\)"):
+        one.resolve("other")
+    with pytest.raises(StoreError, match="available: none; `cloze export` makes one"):
+        Store(tmp_path / "empty").resolve("tiny")
+    with pytest.raises(StoreError, match="is not a version"):
+        one.resolve("tiny@x")
+
+
+def test_other_folders_are_no_versions(tmp_path: Path) -> None:
+    one = kept(tmp_path, 1)
+    for name in ("0", "01", "1x", "1234567890", "x"):
+        (tmp_path / "tiny" / name).mkdir()
+    (tmp_path / "tiny/2").write_text("a file")
+    (tmp_path / "Not a name/1").mkdir(parents=True)
+    (tmp_path / "nothing").mkdir()
+    assert one.references() == ["tiny@1"]
+    (tmp_path / "tiny/123456789").mkdir()
+    assert one.resolve("tiny").name == "123456789"
+
+
+def test_a_default_store_reads_the_package_s_bundles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, shipped = tmp_path / "own", tmp_path / "shipped"
+    kept(shipped, 1, 2)
+    kept(shipped, 1, name="other")
+    one = kept(own, 2, 3)
+    monkeypatch.setattr(one, "_folders", (own, shipped))
+    assert one.references() == ["other@1", "tiny@1", "tiny@2", "tiny@3"]
+    assert one.resolve("tiny@2") == own / "tiny/2"
+    assert one.resolve("tiny@1") == shipped / "tiny/1"
+    for reference in ("tiny@1", "other"):
+        with pytest.raises(StoreError, match=rf"is not in {own}; a bundle that comes with the"):
+            one.remove(reference)
+    one.remove("tiny")
+    assert one.references() == ["other@1", "tiny@1", "tiny@2"]
+
+
+# ---- removal -----------------------------------------------------------------------------------
+
+
+def test_one_version_or_all_are_removed(tmp_path: Path) -> None:
+    one = kept(tmp_path, 1, 2, 3)
+    one.remove("tiny@2")
+    assert one.references() == ["tiny@1", "tiny@3"]
+    one.remove("tiny@3")
+    assert (tmp_path / "tiny").is_dir()
+    one.remove("tiny@1")
+    assert list(tmp_path.iterdir()) == []
+    one = kept(tmp_path, 1, 2)
+    kept(tmp_path, 1, name="other")
+    one.remove("tiny")
+    assert one.references() == ["other@1"]
+    with pytest.raises(StoreError, match="no bundle named 'tiny'"):
+        one.remove("tiny")
+
+
+def test_other_files_of_a_name_stay(tmp_path: Path) -> None:
+    one = kept(tmp_path, 1)
+    (tmp_path / "tiny/notes").write_text("x")
+    one.remove("tiny")
+    assert [path.name for path in (tmp_path / "tiny").iterdir()] == ["notes"]
+
+
+def test_what_cannot_be_removed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = kept(tmp_path, 1)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    with pytest.raises(StoreError, match=rf"cannot remove 'tiny' from {tmp_path}: Permission"):
+        one.remove("tiny")
+
+
+# ---- staging -----------------------------------------------------------------------------------
+
+
+def test_folders_that_are_left_over_for_a_day_are_removed(tmp_path: Path) -> None:
+    assert store._STALE_STAGING_S == 24 * 3600
+    old, young, other = (tmp_path / name for name in (".staging-a", ".staging-b", "staging"))
+    now = time.time()
+    for folder, age in ((old, 24 * 3600 + 60), (young, 24 * 3600 - 600), (other, 10**6)):
+        folder.mkdir()
+        (folder / "x").write_text("x")
+        os.utime(folder, (now - age, now - age))
+    with Store(tmp_path).staging() as folder:
+        assert folder.is_dir()
+        assert folder.name.startswith(".staging-")
+        assert list(folder.iterdir()) == []
+        (folder / "y").write_text("y")
+    assert not folder.exists()
+    assert (old.exists(), young.exists(), other.exists()) == (False, True, True)
+
+
+def test_staging_makes_the_store_and_ends_with_an_error(tmp_path: Path) -> None:
+    one = Store(tmp_path / "a/b")
+    with pytest.raises(KeyError), one.staging() as folder:
+        raise KeyError("x")
+    assert list((tmp_path / "a/b").iterdir()) == []
+    assert not folder.exists()
+    with (
+        pytest.raises(StoreError, match=r"cannot write to the model store .*a/b: No space left"),
+        one.staging(),
+    ):
+        raise OSError(28, "No space left on device")
+    (tmp_path / "file").write_text("x")
+    with (
+        pytest.raises(StoreError, match=r"cannot write to the model store .*file"),
+        Store(tmp_path / "file").staging(),
+    ):
+        pass
+
+
+# ---- how more is installed ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recorded", "target"),
+    [
+        (None, "'cloze-server[cpu,export]'"),
+        ("https://index/x.whl", "'cloze-server[cpu,export]'"),
+        ("file://{}/missing", "'cloze-server[cpu,export]'"),
+        ("file://{}/a%20folder", "--editable '{}/a folder[cpu,export]'"),
+        ("file://{}/x.whl", "'cloze-server[cpu,export] @ file://{}/x.whl'"),
+    ],
+)
+def test_the_command_that_installs_extras(
+    recorded: str | None, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a folder").mkdir()
+    (tmp_path / "x.whl").write_text("x")
+    url = recorded and json.dumps({"url": recorded.format(tmp_path)})
+
+    class Installed:
+        def read_text(self, name: str) -> str | None:
+            assert name == "direct_url.json"
+            return url
+
+    monkeypatch.setattr(installation, "distribution", lambda _: Installed())
+    command = install_command("cpu", "export")
+    assert command == f"{sys.executable} -m pip install {target.format(tmp_path)}"
+
+
+def test_a_package_that_is_not_installed_comes_from_the_index(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def missing(_: str) -> Any:
+        raise PackageNotFoundError
+
+    monkeypatch.setattr(installation, "distribution", missing)
+    assert install_command("gpu").endswith(" -m pip install 'cloze-server[gpu]'")
+    assert installation.DISTRIBUTION == "cloze-server"
+
+
+# ---- errors and limits -------------------------------------------------------------------------
+
+
+class Inner(BaseModel):
+    numbers: list[int] = Field(max_length=2)
+
+
+class Outer(BaseModel):
+    inner: Inner
+
+
+def test_the_first_problem_has_its_field_and_value() -> None:
+    with pytest.raises(ValidationError) as error:
+        Outer.model_validate({"inner": {"numbers": [1, "x"]}})
+    assert first_problem(error.value) == (
+        "inner.numbers.1: input should be a valid integer, unable to parse string as an integer, "
+        "got 'x'"
+    )
+    with pytest.raises(ValidationError) as error:
+        Outer.model_validate(5)
+    assert first_problem(error.value).startswith("Input should be a valid dictionary")
+
+
+def test_sealed_objects_of_strangers() -> None:
+    for data, problem in (
+        (b"[" * 100_000, "it is nested too deeply"),
+        (b"{", "it is not JSON: "),
+        (b"\xff", "it is not JSON: "),
+        (b"[]", "a manifest is a JSON object"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            parse_sealed(data)
+    one, other = seal({"a": 1, "b": 2}), seal({"b": 2, "a": 1})
+    assert parse_sealed(one)["digest"] == parse_sealed(other)["digest"]
+    assert one != other
+
+
+def test_limits_of_bundles() -> None:
+    """A change of these decides which bundles are read."""
+    mib = 2**20
+    sizes = {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
+    assert sizes == {
+        "MAX_MANIFEST_BYTES": 4 * mib, "MAX_TOKENIZER_BYTES": 32 * mib,
+        "MAX_GOLDEN_BYTES": 16 * mib, "MAX_GRAPH_BYTES": 2 * mib,
+        "MAX_FILE_BYTES": 16 * 1024 * mib, "MAX_FILES": 64, "MAX_VOCABULARY": 2_000_000,
+        "MAX_POSITIONS": 16_384, "MAX_LAYERS": 128, "MAX_WIDTH": 65_536,
+        "MAX_PARAMETERS": 10**11, "MAX_TOLERANCE": 0.25, "MAX_GOLDEN_CASES": 16,
+        "MAX_GOLDEN_INPUT": 4096,
+    }  # fmt: skip

@@ -1,0 +1,297 @@
+"""Which requests the gate refuses before their bodies, and what it says to them."""
+
+import asyncio
+import logging
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from starlette.types import Scope
+
+from cloze.service.batching.promises import PromiseKey, Promises
+from cloze.service.core import BatchResult, ExpectedWait, ServiceError
+from cloze.service.http import gate as gate_module
+from cloze.service.http.caller import Callers
+from cloze.service.http.gate import (
+    ARRIVED,
+    CLIENT,
+    RETURNING,
+    Gate,
+    GateLimits,
+    GateModel,
+    note_start,
+)
+from cloze.service.http.starts import Starts
+from cloze.service.logs import AccessLog
+from cloze.service.metrics import Metrics
+
+
+class Waiting:
+    """A queue whose expected wait a test sets, and that records what it is asked."""
+
+    queued_tokens = 0
+    backlog_s = 0.0
+    dead: str | None = None
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds, self.draining = seconds, False
+        self.asked: list[tuple[str, int, float | None, int]] = []
+
+    def expected_wait(
+        self, client: str, tokens: int, timeout_s: float | None, unsubmitted: int = 0
+    ) -> ExpectedWait:
+        self.asked.append((client, tokens, timeout_s, unsubmitted))
+        return ExpectedWait(self.seconds, 0.5)
+
+    def submit(self, *_: Any, **__: Any) -> Future[BatchResult]:
+        raise NotImplementedError
+
+    def drain(self) -> None:
+        self.draining = True
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        raise NotImplementedError
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(gate_module.time, "monotonic", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+class Lines:
+    """A writer of the access log that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def add(self, line: str) -> None:
+        self.lines.append(line)
+
+    def flush(self, wait_s: float) -> None:
+        pass
+
+
+class Gated:
+    """A gate before queues; the first one is the default's."""
+
+    def __init__(self, *queues: Waiting, max_wait_s: float = 2.0) -> None:
+        self.queues = queues or (Waiting(),)
+        models = [GateModel(f"m@{n}", queue) for n, queue in enumerate(self.queues, 1)]
+        self.metrics, self.promises, self.written = Metrics(["m@1"]), Promises(), Lines()
+        self.starts = Starts()
+        self.log = AccessLog("json", logging.INFO, 1.0, frozenset(), self.written)  # type: ignore[arg-type]
+        self.gate = Gate(
+            {"/embed": models, "/of/{name}": models, "/none": []},
+            self._error,
+            GateLimits(max_wait_s, 60.0),
+            self.starts,
+            self.promises,
+            Callers(),
+            self.metrics,
+            self.log,
+        )
+
+    @staticmethod
+    def _error(path: str, error: ServiceError) -> bytes:
+        return f"{path}: {error}".encode()
+
+    def ask(self, size: int | str = 100, path: str = "/embed", **headers: str) -> bytes | None:
+        self.scope = scope(size, path, **headers)
+        return self.gate.refusal(self.scope)
+
+
+def scope(size: int | str, path: str, client: str = "a", **headers: str) -> Scope:
+    sent = {"content-length": str(size)} | headers
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in sent.items()]
+    return {"type": "http", "path": path, "client": (client, 1), "headers": pairs}
+
+
+def parts(answer: bytes | None) -> tuple[dict[str, str], str]:
+    assert answer is not None
+    head, body = answer.decode().split("\r\n\r\n")
+    first, *lines = head.split("\r\n")
+    assert first == "HTTP/1.1 429 Too Many Requests"
+    return dict(line.split(": ") for line in lines), body
+
+
+def test_a_wait_up_to_the_limit_is_admitted(clock: Clock) -> None:
+    queue = Waiting(2.0)
+    gated = Gated(queue)
+    assert gated.ask() is None
+    assert gated.scope[CLIENT] == "a"
+    assert queue.asked == [("a", 21, None, 0)]
+    queue.seconds = 2.1
+    assert gated.ask() is not None
+    assert CLIENT not in gated.scope
+    assert Gated(Waiting(10.0), max_wait_s=0).ask() is None, "0 is no limit"
+
+
+def test_a_refusal_says_why_and_when_to_come_back(clock: Clock) -> None:
+    gated = Gated(Waiting(3.25))
+    headers, body = parts(gated.ask(x_request_id="mine"))
+    assert body == "/embed: the request would wait about 3.2 s, longer than its limit of 2 s"
+    assert headers == {
+        "content-type": "application/json", "content-length": str(len(body)), "retry-after": "2",
+        "retry-after-ms": "1250", "x-request-id": "mine",
+    }  # fmt: skip
+    headers, _ = parts(gated.ask())
+    assert len(headers["x-request-id"]) == 16
+    assert headers["retry-after-ms"] == "2250", "half the wait is left while times are promised"
+    _, body = parts(gated.ask(path="/of/x"))
+    assert body.startswith("/of/{name}: ")
+
+
+def test_refusals_are_counted_and_logged(clock: Clock) -> None:
+    gated = Gated(Waiting(9.0))
+    assert gated.ask(x_request_id="mine") is not None
+    gated.log.flush(0)
+    [line] = gated.written.lines
+    for part in ('"route":"/embed"', '"status":429', '"id":"mine"', '"model":"m@1"', '"POST"',
+                 '"error":"Overloaded"'):  # fmt: skip
+        assert part in line
+    text = gated.metrics.exposition("")[0].decode()
+    series = [line for line in text.splitlines() if line.endswith(" 1.0") and "cloze" in line]
+    assert any('reason="wait"' in line for line in series)
+    assert any('status="429"' in line and 'route="/embed"' in line for line in series)
+
+
+def test_half_of_the_wait_is_for_those_that_come_back(clock: Clock) -> None:
+    queue = Waiting(5.0)
+    gated = Gated(queue)
+    headers, _ = parts(gated.ask())
+    assert headers["retry-after-ms"] == "3000"
+    queue.seconds = 1.5
+    _, body = parts(gated.ask(x_stainless_retry_count="0"))
+    assert body == "/embed: requests that were refused before go first"
+    assert gated.ask(client="b") is None, "nobody else's line"
+    queue.seconds = 2.0
+    _, body = parts(gated.ask(x_stainless_retry_count="0"))
+    assert "go first" in body, "the wait is at its limit, not above it"
+    queue.seconds = 1.0
+    assert gated.ask(x_stainless_retry_count="0") is None
+    queue.seconds = 1.5
+    clock.now += 3.0
+    assert gated.ask(x_stainless_retry_count="0") is not None, "it is tried for the first time"
+    assert gated.ask(x_stainless_retry_count="1") is None
+    assert gated.scope[RETURNING] is True
+    assert gated.scope[CLIENT] == "a"
+    assert RETURNING not in scope(1, "/embed")
+
+
+def test_a_promise_is_for_one_request(clock: Clock) -> None:
+    queue = Waiting(5.0)
+    gated = Gated(queue)
+    assert gated.ask() is not None
+    clock.now += 2.5
+    assert gated.ask() is not None, "it comes early, and gets a later time"
+    clock.now += 0.5
+    assert gated.ask() is None, "its time has come, however long the wait is"
+    assert gated.ask() is not None
+    key = PromiseKey("m@1", "a", 0)
+    assert gated.promises.outstanding(key, clock.now)
+
+
+def test_a_server_that_drains_lets_the_handler_answer(clock: Clock) -> None:
+    first, second = Waiting(9.0), Waiting(9.0)
+    gated = Gated(first, second)
+    second.drain()
+    assert gated.ask() is not None
+    first.drain()
+    assert gated.ask(x_stainless_retry_count="0") is None
+    assert gated.scope[CLIENT] == "a"
+
+
+def test_the_model_with_the_shortest_wait_counts(clock: Clock) -> None:
+    gated = Gated(Waiting(9.0), Waiting(1.0))
+    assert gated.ask() is None
+    gated = Gated(Waiting(9.0), Waiting(8.0))
+    assert parts(gated.ask())[1].startswith("/embed: the request would wait about 8.0 s")
+    gated.log.flush(0)
+    assert '"model":"m@2"' in gated.written.lines[0]
+
+
+def test_requests_that_no_model_answers_pass(clock: Clock) -> None:
+    gated = Gated(Waiting(9.0))
+    for path in ("/other", "/none", "/of/"):
+        assert gated.ask(path=path) is None
+        assert CLIENT not in gated.scope
+    assert gated.ask(path="/of/x") is not None
+
+
+@pytest.mark.parametrize(
+    ("size", "tokens"),
+    [(0, 1), (4, 1), (5, 2), (100, 21), ("x", 1), ("-5", 1), ("1" * 16, 1),
+     ("1" * 15, 1 + int("1" * 15) // 5)],
+)  # fmt: skip
+def test_the_tokens_of_a_body_are_a_fifth_of_its_bytes(
+    clock: Clock, size: int | str, tokens: int
+) -> None:
+    queue = Waiting()
+    assert Gated(queue).ask(size) is None
+    assert queue.asked[0][1] == tokens
+    gated = Gated(Waiting())
+    assert gated.gate.refusal({"path": "/embed", "client": ("a", 1), "headers": []}) is None
+    assert gated.queues[0].asked[0][1] == 1
+
+
+def test_the_time_limit_of_a_request(clock: Clock) -> None:
+    queue = Waiting(3.0)
+    gated = Gated(queue)
+    assert gated.ask(x_request_timeout_ms="6000") is None, "half of its time"
+    assert queue.asked[-1][2] == 6.0
+    assert gated.ask(x_request_timeout_ms="5900") is not None
+    asked = len(queue.asked)
+    assert gated.ask(x_request_timeout_ms="60001") is None, "the handler says what is wrong"
+    assert len(queue.asked) == asked
+    assert gated.scope[CLIENT] == "a"
+
+
+def test_what_has_passed_counts_until_its_handler_begins(clock: Clock) -> None:
+    queue = Waiting()
+    gated = Gated(queue)
+    passed = []
+    for _ in range(3):
+        gated.ask()
+        passed.append(gated.scope)
+    gated.ask(client="b")
+    gated.ask(5)
+    assert [asked[3] for asked in queue.asked] == [0, 21, 42, 0, 63]
+    note_start(passed[0])
+    note_start(passed[0])
+    gated.ask()
+    assert queue.asked[-1][3] == 63 + 2 - 21
+    for each in (*passed[1:], gated.scope):
+        note_start(each)
+    gated.ask()
+    assert queue.asked[-1][3] == 2
+
+
+def test_requests_that_wait_to_start_count(clock: Clock) -> None:
+    """At 8 starts per second, a new client waits for two turns of clients: a quarter of a second."""
+    queue = Waiting(1.75)
+    gated = Gated(queue)
+
+    async def run() -> None:
+        for _ in range(40):
+            gated.starts.start("b", lambda: None)
+        for _ in range(3):
+            clock.now += 0.5
+            gated.starts._turn()
+        assert gated.ask() is None
+        queue.seconds = 1.85
+        headers, body = parts(gated.ask())
+        assert "wait about 2.1 s" in body
+        assert headers["retry-after-ms"] == "101", "rounded up"
+
+    asyncio.run(run())
+
+
+def test_keys_of_a_scope() -> None:
+    """Other modules read them by their names."""
+    assert (ARRIVED, CLIENT, RETURNING) == ("cloze.arrived", "cloze.client", "cloze.returning")

@@ -1,0 +1,232 @@
+"""A service in this process: all protocols over models without weights, whose outputs are by hand.
+
+Its engine derives each output from the ids of the encoding, so that a test can tell what was run.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import numpy as np
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import Route as Path_
+from starlette.types import Receive, Scope, Send
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from cloze.model_store import Bundle
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.heads.embedding import EmbeddingResult
+from cloze.model_store.heads.masked_lm import MaskedLMResult
+from cloze.model_store.heads.next_sentence import NextSentenceResult
+from cloze.model_store.heads.sequence_classification import SequenceClassificationResult
+from cloze.model_store.heads.span import SpanResult
+from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
+from cloze.model_store.heads.token_classification import TokenClassificationResult
+from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
+from cloze.model_store.manifest import Precision
+from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
+from cloze.service.http.answers import Answers
+from cloze.service.http.caller import Callers
+from cloze.service.http.json_bodies import BodyLimits
+from cloze.service.http.memory_limit import MemoryLimit
+from cloze.service.http.routes import Route
+from cloze.service.http.watch import RequestWatch
+from cloze.service.metrics import Metrics
+from cloze.service.pipeline import Models, Pipeline
+from cloze.service.protocols import PROTOCOLS, ApiLimits, ErrorResponder, ProtocolContext
+from cloze.service.served_models import ServedModel
+from cloze.service.tasks import TASKS, Task, TaskLimits
+from tests.unit.service.tasks.model import ID, manifest
+
+LIMITS = TaskLimits(
+    max_tokens=12,
+    max_masks=3,
+    max_top_k=50,
+    max_results=4000,
+    max_request_tokens=4000,
+    max_text_characters=200,
+    max_request_texts=300,
+)
+API_LIMITS = ApiLimits(BodyLimits(200_000, 40_000, 50_000), 3)
+
+VECTOR, OTHER_VECTOR = [3.0, 0.0, 4.0, 0.0], [0.0, 0.0, 2.0, 0.0]
+"""The embeddings of a text of one word, and of any other one. Their cosine is 0.8."""
+
+
+class HandEngine:
+    """Returns outputs by hand; raises for a text with the word "war"."""
+
+    device = Device.CPU
+    precision = Precision.FP32
+    reason = "the test says so"
+    supports_varlen = False
+    runs = 0
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        self.runs += 1
+        if any(ID["war"] in encoding.input_ids for encoding in batch):
+            raise RuntimeError("a poisoned encoding")
+        return [_outputs(encoding) for encoding in batch]
+
+    def probe(self) -> None:
+        """Pass."""
+
+
+def _outputs(encoding: Encoding) -> HeadOutputs:
+    n = len(encoding)
+    rows = np.repeat(encoding.input_ids[:, None], 4, 1).astype(np.float32)
+    made: dict[str, Any] = {
+        "embedding": EmbeddingResult(np.array(VECTOR if n == 3 else OTHER_VECTOR, np.float32)),
+        "sparse_embedding": SparseEmbeddingResult(
+            np.array([2, 1], np.float32), np.array([ID["the"], ID["of"]])
+        ),
+        "token_embedding": TokenEmbeddingResult(rows),
+        "next_sentence": NextSentenceResult(np.array([1, -1], np.float32)),
+        "sequence_classification": SequenceClassificationResult(np.array([n, 3, 0, 2], np.float32)),
+        "token_classification": TokenClassificationResult(np.eye(4, dtype=np.float32)[[1] * n] * 9),
+        "span": SpanResult(np.eye(n, 2, dtype=np.float32) * 9),
+    }
+    if (request := encoding.requests.get("masked_lm")) is not None:
+        m, k = len(request.positions), request.top_k  # type: ignore[attr-defined]
+        logits = np.tile(-np.arange(k, dtype=np.float32), (m, 1))
+        top_ids = np.tile(np.arange(k) + ID["the"], (m, 1))
+        targets = np.zeros((m, len(request.targets)), np.float32)  # type: ignore[attr-defined]
+        made["masked_lm"] = MaskedLMResult(logits, top_ids, np.ones(m, np.float32), targets)
+    return {name: made[name] for name in encoding.requests}
+
+
+def save_tokenizer(folder: Path) -> None:
+    backend = Backend(models.WordPiece(dict(ID), unk_token="[UNK]", max_input_chars_per_word=100))
+    backend.normalizer = normalizers.BertNormalizer()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens(["[CLS]", "[SEP]", "[MASK]"])
+    backend.save(str(folder / "tokenizer.json"))
+
+
+@dataclass
+class State:
+    """The state of a server, which a test sets."""
+
+    dead: str | None = None
+    draining: bool = False
+    restarts_engines: bool = False
+    changes: Changes = field(default_factory=lambda: Changes(["a@2"], ["a@1"], []))
+
+    def unready(self) -> ServiceError | None:
+        if self.dead is not None:
+            return EngineDead(f"the engine is dead: {self.dead}")
+        return ShuttingDown("the server is shutting down") if self.draining else None
+
+    def broken(self) -> ServiceError | None:
+        return None if self.dead is None or self.restarts_engines else self.unready()
+
+    async def reload(self) -> Changes:
+        return self.changes
+
+
+class Service:
+    """The routes of all protocols over some models.
+
+    Args:
+        folder: a folder for a tokenizer.
+        described: changes of the manifest, per model; the first one is the default.
+        tasks: the tasks that the server offers.
+        callers: names the clients.
+        api_limits: the limits of the HTTP interface.
+
+    Attributes:
+        engine: the engine of all models.
+        state: the state of the server.
+        scope: keys for the scopes of requests.
+        seen: the scope of the last request, as the application left it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        described: Iterable[dict[str, Any]] = ({},),
+        *,
+        tasks: dict[str, Task] = TASKS,
+        callers: Callers | None = None,
+        api_limits: ApiLimits = API_LIMITS,
+    ) -> None:
+        save_tokenizer(folder)
+        limits = SchedulerLimits(1, 512, 100_000, 30.0)
+        self.engine = HandEngine()
+        self.queues: list[Scheduler] = []
+        pipelines = []
+        for changes in described:
+            bundle = Bundle(manifest(**changes), folder)
+            self.queues.append(Scheduler(self.engine, limits))
+            served = ServedModel(bundle, self.queues[-1], lambda: "fp32")
+            pipelines.append(Pipeline(served, LIMITS))
+        self.state, self.scope = State(), dict[str, Any]()
+        self.seen: Scope = {}
+        self.metrics = Metrics([pipeline.manifest.reference for pipeline in pipelines])
+        self.bodies, self.answers = MemoryLimit("bodies", 1_000_000), Answers(1_000_000)
+        self.context = ProtocolContext(
+            tasks,
+            Models(pipelines, tasks.values()),
+            self.metrics,
+            self.state,
+            api_limits,
+            RequestWatch(30.0, 60.0, callers or Callers(), self.bodies, self.answers),
+        )
+        self.routes = [r for protocol in PROTOCOLS for r in protocol.routes(self.context)]
+        self._app = _application(self.routes)
+        self._runner = asyncio.Runner()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _: type[BaseException] | None, __: BaseException | None, ___: TracebackType | None
+    ) -> None:
+        self._runner.close()
+        for queue in self.queues:
+            queue.close()
+
+    async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope |= self.scope
+        self.seen = scope
+        await self._app(scope, receive, send)
+
+    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        """Return the answer to a request; see `httpx.request`."""
+
+        async def play() -> httpx.Response:
+            transport = httpx.ASGITransport(self._call, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://cloze") as client:
+                return await client.request(method, path, **options)
+
+        return self._runner.run(play())
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        return self.ask("POST", path, json=body, headers=sent)
+
+    def get(self, path: str, **headers: str) -> httpx.Response:
+        return self.ask("GET", path, headers=headers)
+
+
+def _application(routes: Iterable[Route]) -> Starlette:
+    responder = ErrorResponder(PROTOCOLS)
+    paths = [Path_(route.path, route.handler, methods=[route.method]) for route in routes]
+    handlers = dict.fromkeys((ServiceError, HTTPException, Exception), responder.respond)
+    return Starlette(routes=paths, exception_handlers=handlers)  # type: ignore[arg-type]
+
+
+class OneLabel(HandEngine):
+    """The engine of a classifier of one label, whose logit is the length of the sequence."""
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        rows = [np.array([len(encoding)], np.float32) for encoding in batch]
+        return [{"sequence_classification": SequenceClassificationResult(row)} for row in rows]

@@ -1,0 +1,156 @@
+"""Probes, the served models, metrics and reloads: what operators get."""
+
+import hashlib
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloze.service.core import Forbidden
+from cloze.service.http.access import OF_ADMIN_SOCKET
+from cloze.service.http.caller import Callers
+from cloze.service.http.keys import Keys
+from cloze.service.protocols import operations
+from cloze.service.protocols.protocol import ApiLimits
+from cloze.service.settings import Settings
+from cloze.service.tasks import TASKS
+from tests.unit.service.protocols.service import Service, State
+
+DEAD = {"error": "the engine is dead: it hangs", "error_type": "Unhealthy"}
+DRAINING = {"error": "the server is shutting down", "error_type": "Unhealthy"}
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    with Service(tmp_path) as made:
+        yield made
+
+
+def states() -> dict[str, State]:
+    return {
+        "healthy": State(),
+        "draining": State(draining=True),
+        "dead": State("it hangs"),
+        "restarting": State("it hangs", restarts_engines=True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "statuses"),
+    [
+        ("/healthz", {"healthy": 200, "draining": 200, "dead": 503, "restarting": 200}),
+        ("/readyz", {"healthy": 200, "draining": 503, "dead": 503, "restarting": 503}),
+        ("/health", {"healthy": 200, "draining": 503, "dead": 503, "restarting": 503}),
+        ("/v2/health/live", {"healthy": 200, "draining": 200, "dead": 503, "restarting": 200}),
+        ("/v2/health/ready", {"healthy": 200, "draining": 503, "dead": 503, "restarting": 503}),
+        ("/v2/models/tiny.embed/ready", {"healthy": 200, "draining": 503, "dead": 503}),
+    ],
+)
+def test_probes_follow_the_state(service: Service, path: str, statuses: dict[str, int]) -> None:
+    for name, status in statuses.items():
+        vars(service.state).update(vars(states()[name]))
+        response = service.get(path)
+        assert response.status_code == status, name
+        if status == 503:
+            assert response.headers["retry-after"] == "1"
+            error = (DRAINING if name == "draining" else DEAD)["error"]
+            assert response.json()["error"] == error
+
+
+def test_answers_of_probes(service: Service) -> None:
+    assert service.get("/healthz").json() == {"status": "alive"}
+    assert service.get("/readyz").json() == {"status": "ready"}
+    assert service.get("/health").content == b""
+    assert service.get("/v2/health/live").json() == {"live": True}
+    assert service.get("/v2/health/ready").json() == {"ready": True}
+    for path in ("/healthz", "/readyz", "/v2/health/live", "/info", "/v2", "/v1/models"):
+        assert service.get(path).headers["content-type"] == "application/json"
+
+
+def test_probes_that_are_answered_at_once_follow_the_state_too() -> None:
+    for name, state in states().items():
+        bodies = operations.probe_bodies(state)
+        assert bodies.keys() == {b"/healthz", b"/readyz"}
+        alive = b'{"status":"alive"}' if name != "dead" else None
+        ready = b'{"status":"ready"}' if name == "healthy" else None
+        assert (bodies[b"/healthz"](), bodies[b"/readyz"]()) == (alive, ready), name
+
+
+def test_routes_that_are_asked_every_few_seconds() -> None:
+    probes = {"/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"}
+    assert probes == operations.PROBES
+    assert probes | {"/metrics"} == operations.QUIET_ROUTES
+
+
+def test_what_is_said_of_the_models(service: Service) -> None:
+    embedding = {
+        "dimensions": 4, "pooling": "mean", "normalize": True, "max_tokens": 10, "projected": False,
+    }  # fmt: skip
+    info = service.get("/info").json()
+    [model] = info.pop("models")
+    assert info == {
+        "model_id": "tiny", "model_sha": None, "model_dtype": "fp32",
+        "model_type": {"embedding": {"pooling": "mean"}}, "max_input_length": 10,
+        "max_client_batch_size": 3, "max_request_bytes": 200_000,
+        "version": version("cloze-server"), "defaults": dict.fromkeys(TASKS, "tiny@3"),
+    }  # fmt: skip
+    described = model.pop("embedding")
+    assert {name: described[name] for name in embedding} == embedding
+    assert model.pop("source")["location"] == "x"
+    assert model == {
+        "name": "tiny", "version": 3, "tasks": list(TASKS), "family": "bert", "parameters": 100,
+        "precision": "fp32", "max_tokens": 12, "license": None,
+    }  # fmt: skip
+
+
+def test_models_without_embeddings(tmp_path: Path) -> None:
+    masks: dict[str, Any] = {
+        "name": "masks", "tasks": ("fill-mask",), "embedding": None, "heads": {},
+    }  # fmt: skip
+    with Service(tmp_path, [masks]) as alone:
+        info = alone.get("/info").json()
+        assert (info["model_id"], info["max_input_length"], info["model_type"]) == ("masks", 12, {})
+        assert info["defaults"] == {"fill-mask": "masks@3", "score": "masks@3"}
+        assert info["models"][0]["embedding"] is None
+    with Service(tmp_path, [masks, {}]) as second:
+        info = second.get("/info").json()
+        assert info["model_id"] == "tiny", "the default of embed is shown"
+        assert [model["name"] for model in info["models"]] == ["masks", "tiny"]
+    with Service(tmp_path, [masks, {}], tasks={"fill-mask": TASKS["fill-mask"]}) as few:
+        assert few.get("/info").json()["model_id"] == "masks", "nobody may embed"
+
+
+def test_metrics_in_the_format_that_is_accepted(service: Service) -> None:
+    response = service.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "cloze_" in response.text
+    response = service.get("/metrics", accept="application/openmetrics-text; version=1.0.0")
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+
+
+def test_who_may_reload(tmp_path: Path, service: Service) -> None:
+    changes = {"added": ["a@2"], "removed": ["a@1"], "kept": []}
+    response = service.ask("POST", "/admin/reload")
+    assert response.status_code == 403
+    assert "is reloaded through its admin socket only" in response.json()["error"]
+    assert service.seen["cloze.error"] == Forbidden.__name__
+    service.scope["state"] = {OF_ADMIN_SOCKET: False}
+    assert service.ask("POST", "/admin/reload").status_code == 403
+    service.scope["state"] = {OF_ADMIN_SOCKET: True}
+    assert service.ask("POST", "/admin/reload").json() == changes
+    digest = hashlib.sha256(b"secret").hexdigest()
+    (tmp_path / "keys").write_text(f'[a]\nsha256 = "{digest}"\nscopes = ["admin"]\n')
+    with Service(tmp_path, callers=Callers(keys=Keys(tmp_path / "keys"))) as guarded:
+        response = guarded.ask("POST", "/admin/reload")
+        assert response.json() == changes, "the access control has checked the key"
+        assert response.headers["content-type"] == "application/json"
+
+
+def test_the_limits_that_settings_give(no_variables: None) -> None:
+    settings = Settings(max_request_texts=5000, max_request_bytes=2048, max_request_tokens=7000)
+    limits = ApiLimits.of(settings)
+    assert limits.max_request_texts == 5000
+    assert (limits.body.max_bytes, limits.body.max_parts) == (2048, 80_000)
+    assert limits.body.max_values == 87_000

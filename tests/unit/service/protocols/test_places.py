@@ -1,0 +1,60 @@
+"""Errors have the place of what is wrong as data; each protocol shows it by its own field names."""
+
+import pytest
+
+from cloze.service.core import InvalidRequest, Location
+from cloze.service.http.bodies import validate
+from cloze.service.protocols.task_route import _in_body
+from cloze.service.protocols.tei import _RERANK
+from cloze.service.tasks.task import INPUTS, Text, Texts, WireModel
+
+
+class Nested(WireModel):
+    count: int = 0
+
+
+class Body(WireModel):
+    inputs: Text | Texts | Nested = ""
+    parameters: Nested | None = None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"parameters": {"count": "a"}}, "parameters.count: Input should be a valid integer"),
+        ({"parameters": {"str": 1}}, "parameters.str: Extra inputs are not permitted"),
+        ({"Nested": 1}, "Nested: Extra inputs are not permitted"),
+        ({"inputs": ["a", 5]}, "inputs.1: Input should be a valid string"),
+        ({"inputs": {"count": "a"}}, "inputs.count: Input should be a valid integer"),
+        ([], "the body: Input should be an object"),
+    ],
+)
+def test_a_message_names_the_place_in_the_body(value: object, message: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        validate(Body, value)
+    assert message in str(caught.value).split("; ")
+
+
+def test_a_part_of_a_body_has_its_place() -> None:
+    with pytest.raises(InvalidRequest, match=r"^parameters\.count: Input should be"):
+        validate(Nested, {"count": "a"}, Location(("parameters",)))
+
+
+@pytest.mark.parametrize(
+    ("at", "shown"),
+    [
+        (INPUTS.below("source_sentence"), "query"),
+        (INPUTS.below("sentences", 3), "texts[3]"),
+        (INPUTS.below(2), "texts[2]"),
+        (Location(("inputs_of", "another")), "inputs_of.another"),
+        (None, "None"),
+    ],
+)
+def test_a_protocol_has_its_own_names(at: Location | None, shown: str) -> None:
+    assert str(_in_body(at, _RERANK.names)) == shown
+
+
+def test_the_message_begins_with_the_place() -> None:
+    error = InvalidRequest("is empty", INPUTS.below(3, "question"))
+    assert str(error) == "inputs[3].question is empty"
+    assert str(InvalidRequest("nothing fits")) == "nothing fits"

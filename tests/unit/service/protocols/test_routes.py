@@ -1,0 +1,652 @@
+"""Requests of every protocol to a service in this process: what is read, run and answered."""
+
+import base64
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from cloze.service.core import Rejection
+from cloze.service.http.memory_limit import Hold
+from cloze.service.http.routes import NPY, RAW
+from cloze.service.http.watch import ANSWER_BYTES
+from cloze.service.tasks import TASKS
+from tests.unit.service.protocols.service import OneLabel, Service
+
+CLASSES = {
+    "sequence_classification": {"labels": ["a", "b", "c", "d"], "problem_type": "regression"}
+}
+CLASSIFIER = {
+    "name": "classes", "tasks": ("text-classification",), "embedding": None, "heads": CLASSES,
+}  # fmt: skip
+RANKER = CLASSIFIER | {
+    "name": "ranker",
+    "heads": {"sequence_classification": {"labels": ["score"], "problem_type": "regression"}},
+}
+EMBEDDER = {"name": "small", "version": 1, "tasks": ("embed",), "heads": {}}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A model of every task in two versions, and one that embeds."""
+    folder = tmp_path_factory.mktemp("bundle")
+    models = ({}, EMBEDDER, {"version": 2})
+    with Service(folder, models) as made:
+        yield made
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Service]:
+    """A service whose state a test changes."""
+    with Service(tmp_path) as made:
+        yield made
+
+
+def ok(response: httpx.Response) -> Any:
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def refused(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]
+
+
+# ---- the route of a task -----------------------------------------------------------------------
+
+
+def test_parameters_are_fields_of_the_body_or_an_object_in_it(service: Service) -> None:
+    assert ok(service.post("/embed", {"inputs": "the", "normalize": False})) == [[3, 0, 4, 0]]
+    assert len(ok(service.post("/embed_all", {"inputs": "the", "normalize": False}))[0]) == 3
+    assert ok(service.post("/embed_sparse", {"inputs": "the", "top_k": 2}))[0][0]["index"] > 0
+    similar = {"inputs": {"source_sentence": "a", "sentences": ["b c", "d"]}}
+    assert ok(service.post("/similarity", similar)) == pytest.approx([0.8, 1.0])
+    named = similar | {"parameters": {"normalise": True}}
+    response = service.post("/similarity", named)
+    assert response.headers["x-warning"] == "ignored unknown fields: parameters.normalise"
+    masked = {"inputs": "a [MASK]"}
+    assert len(ok(service.post("/fill-mask", masked))) == 5
+    assert len(ok(service.post("/fill-mask", masked | {"parameters": {"top_k": 2}}))) == 2
+    assert len(ok(service.post("/fill-mask", masked | {"parameters": None}))) == 5
+    labels = {"inputs": "a", "parameters": {"top_k": 1}, "model": "tiny@2"}
+    assert [row["label"] for row in ok(service.post("/classify", labels))[0]] == ["O"]
+
+
+def test_which_routes_ignore_unknown_fields(service: Service) -> None:
+    for path in ("/embed", "/embed_all", "/embed_sparse"):
+        response = service.post(path, {"inputs": "the", "colour": 1})
+        assert response.headers["x-warning"] == "ignored unknown fields: colour", path
+    assert "x-warning" not in service.post("/embed", {"inputs": "the"}).headers
+    for path in ("/fill-mask", "/nsp", "/qa", "/classify", "/token-classification", "/score"):
+        status, _ = refused(service.post(path, {"inputs": "the [MASK]", "colour": 1}))
+        assert status == 422, path
+    status, message = refused(
+        service.post("/fill-mask", {"inputs": "[MASK]", "parameters": {"x": 1}})
+    )
+    assert (status, message) == (422, "parameters.x: Extra inputs are not permitted")
+
+
+def test_the_report_on_the_texts(service: Service) -> None:
+    report = ok(service.post("/embed", {"inputs": "the", "return_usage": True}))
+    assert report["result"][0] == pytest.approx([0.6, 0, 0.8, 0])
+    assert report["usage"] == [{"tokens": 3, "used": 3, "windows": None}]
+
+
+def test_headers_of_an_answer(service: Service) -> None:
+    response = service.post("/embed", {"inputs": ["the", "a b c d e f g h i j"], "model": "small"})
+    headers = {name: response.headers[name] for name in ("x-compute-tokens", "x-truncated")}
+    assert headers == {"x-compute-tokens": "13", "x-truncated": "1"}
+    for name in ("x-compute-time", "x-total-time", "x-tokenization-time", "x-queue-time",
+                 "x-inference-time"):  # fmt: skip
+        assert 0 <= int(response.headers[name]) < 30_000
+    assert response.headers["x-total-time"] == response.headers["x-compute-time"]
+    assert service.seen["cloze.model"] == "small@1"
+    cost = service.seen["cloze.cost"]
+    assert (cost.texts, cost.tokens) == (2, 13)
+    total_ms = 1000 * (cost.timings.tokenize_s + cost.timings.queue_s + cost.timings.inference_s)
+    assert int(response.headers["x-compute-time"]) == round(total_ms)
+    parts = {
+        "x-tokenization-time": cost.timings.tokenize_s,
+        "x-queue-time": cost.timings.queue_s,
+        "x-inference-time": cost.timings.inference_s,
+    }
+    for name, seconds in parts.items():
+        assert int(response.headers[name]) == round(1000 * seconds)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "texts"),
+    [
+        ("/embed", {"inputs": "the"}, 1),
+        ("/embed", {"inputs": [109, 110]}, 1),
+        ("/embed", {"inputs": [[109], [110]]}, 2),
+        ("/similarity", {"inputs": {"source_sentence": "a", "sentences": ["b", "c"]}}, 3),
+        ("/nsp", {"inputs": {"text": "a", "candidates": ["b", "c"]}}, 3),
+        ("/nsp", {"inputs": {"text": "a", "next": "b"}}, 1),
+        ("/qa", {"inputs": [{"question": "a", "context": "b"}] * 2}, 2),
+    ],
+)
+def test_the_number_of_texts_of_a_request(
+    service: Service, path: str, body: dict[str, Any], texts: int
+) -> None:
+    ok(service.post(path, body))
+    assert service.seen["cloze.cost"].texts == texts
+
+
+def test_requests_without_the_engine_are_not_in_its_histograms(alone: Service) -> None:
+    ok(alone.post("/tokenize", {"inputs": "the"}))
+    assert "tokenize" not in _stages(alone)
+    ok(alone.post("/embed", {"inputs": "the"}))
+    assert "tokenize" in _stages(alone)
+
+
+def _stages(service: Service) -> str:
+    return "\n".join(
+        line for line in service.get("/metrics").text.splitlines()
+        if line.startswith("cloze_") and "_count{" in line and not line.endswith(" 0.0")
+    )  # fmt: skip
+
+
+def test_the_model_that_a_request_names(service: Service) -> None:
+    for model, served in (
+        (None, "tiny@3"),
+        ("tiny", "tiny@3"),
+        ("tiny@2", "tiny@2"),
+        ("small", "small@1"),
+    ):
+        ok(service.post("/embed", {"inputs": "the", "model": model}))
+        assert service.seen["cloze.model"] == served
+    assert refused(service.post("/embed", {"inputs": "a", "model": "x"}))[0] == 404
+    status, message = refused(service.post("/fill-mask", {"inputs": "[MASK]", "model": "small"}))
+    assert (status, message) == (424, "model small cannot do fill-mask; it does embed, similarity")
+
+
+def test_a_large_answer_is_held_until_it_is_read(service: Service) -> None:
+    many = {"inputs": [[n % 9 + 109 for n in range(8)]] * 290, "normalize": False}
+    response = service.post("/embed_all", many)
+    assert len(ok(response)) == 290
+    assert len(response.content) > 65_536
+    hold = service.seen[ANSWER_BYTES]
+    assert isinstance(hold, Hold)
+    assert hold.size == len(response.content)
+    ok(service.post("/fill-mask", {"inputs": "the [MASK]"}))
+    assert ANSWER_BYTES not in service.seen
+
+
+def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
+    many = {"inputs": [[109] * 8] * 290}
+    for client in ("x", "x", "y"):
+        alone._runner.run(alone.answers.begin(client))
+    status, message = refused(alone.post("/embed_all", many, x_request_timeout_ms="400"))
+    assert (status, message) == (504, "no answer within the limit of 400 ms")
+    assert alone.seen["cloze.rejection"] is Rejection.TIMEOUT
+    ok(alone.post("/embed_all", {"inputs": "the"}, x_request_timeout_ms="400"))
+
+
+def test_a_wrong_header_is_found_before_the_engine_runs(alone: Service) -> None:
+    accept = f"{RAW}; dtype=int4"
+    assert alone.post("/embed", {"inputs": "the"}, accept=accept).status_code == 422
+    assert alone.engine.runs == 0
+    ok(alone.post("/embed", {"inputs": "the"}))
+    assert alone.engine.runs == 1
+
+
+def test_errors_of_the_engine_and_of_texts(service: Service) -> None:
+    status, message = refused(service.post("/embed", {"inputs": "war"}))
+    assert (status, message) == (500, "the engine cannot run this input (RuntimeError)")
+    assert service.seen["cloze.error"] == "EngineFailed"
+    assert service.seen["cloze.rejection"] is None
+    assert refused(service.post("/embed", {"inputs": ""}))[0] == 400
+    assert refused(service.post("/embed", {"inputs": ["a"] * 301}))[0] == 422
+
+
+def test_a_full_queue_is_a_rejection(alone: Service) -> None:
+    alone.queues[0].drain()
+    alone.queues[0].close()
+    status, _ = refused(alone.post("/embed", {"inputs": "the"}))
+    assert status == 503
+    assert alone.seen["cloze.rejection"] is Rejection.SHUTTING_DOWN
+    assert alone.seen["cloze.error"] == "ShuttingDown"
+
+
+# ---- vectors as bytes --------------------------------------------------------------------------
+
+
+def test_vectors_in_the_format_that_is_accepted(service: Service) -> None:
+    body = {"inputs": ["the", "a"], "normalize": False}
+    response = service.post("/embed", body, accept=RAW)
+    assert np.frombuffer(response.content, "<f4").tolist() == [3, 0, 4, 0] * 2
+    assert response.headers["x-shape"] == "2,4"
+    response = service.post("/embed_all", body, accept=RAW)
+    assert (response.headers["x-lengths"], response.headers["x-shape"]) == ("3,3", "6,4")
+    assert "x-compute-tokens" in response.headers
+    status, message = refused(service.post("/embed", body, accept=f"{RAW}; dtype=int4"))
+    assert status == 422
+    assert message.startswith("Accept asks for dtype 'int4'")
+    assert service.post("/embed", body, accept=NPY).content[:6] == b"\x93NUMPY"
+    labels = service.post("/classify", {"inputs": "a"}, accept=f"{RAW}; dtype=int4")
+    assert labels.status_code == 200, "only vectors have a dtype"
+
+
+# ---- POST / ------------------------------------------------------------------------------------
+
+
+def dispatched(service: Service, inputs: Any, **fields: Any) -> set[str]:
+    """Return the keys that the result of a task has at its beginning."""
+    result = ok(service.post("/", {"inputs": inputs} | fields))
+    while isinstance(result, list):
+        result = result[0]
+    return set(result) if isinstance(result, dict) else {type(result).__name__}
+
+
+def test_the_body_chooses_the_task(service: Service) -> None:
+    assert dispatched(service, "the") == {"float"}
+    assert dispatched(service, ["the", "a"]) == {"float"}
+    assert dispatched(service, [109, 110]) == {"float"}
+    assert "token_str" in dispatched(service, "the [MASK]")
+    assert "token_str" in dispatched(service, ["[MASK]", "a [MASK]"], parameters={"top_k": 1})
+    assert dispatched(service, {"question": "a", "context": "b"}) >= {"answer", "start"}
+    assert dispatched(service, [{"question": "a", "context": "b"}]) >= {"answer", "start"}
+    assert dispatched(service, {"source_sentence": "a", "sentences": ["b"]}) == {"float"}
+    assert dispatched(service, {"text": "a", "next": "b"}) == {"label", "score"}
+    assert dispatched(service, {"text": "a", "text_pair": "b"}) == {"label", "score"}
+    ok(service.post("/", {"inputs": "the", "model": "small"}))
+    assert service.seen["cloze.model"] == "small@1"
+
+
+def test_bodies_that_fit_no_task(service: Service) -> None:
+    status, message = refused(service.post("/", {"inputs": {"x": 1}}))
+    assert status == 422
+    assert message.startswith("inputs has an object that fits no task: it has none of ")
+    assert "question" in message
+    status, message = refused(service.post("/", {"inputs": "a", "parameters": {}}))
+    assert (status, message) == (
+        422,
+        "inputs without a mask and with parameters may be for /classify or "
+        "/token-classification, and both of them is served; send the request to the route of its "
+        "task",
+    )
+    assert refused(service.post("/", {}))[1] == "inputs: Field required"
+    assert refused(service.post("/", {"inputs": "the", "normalize": 1}))[0] == 422
+    assert refused(service.ask("POST", "/", content=b"{"))[0] == 400
+
+
+def test_what_is_served_chooses_between_tasks_with_equal_bodies(tmp_path: Path) -> None:
+    with Service(tmp_path, [CLASSIFIER]) as one:
+        assert dispatched(one, "a", parameters={}) == {"label", "score"}
+        assert refused(one.post("/", {"inputs": "[MASK]"})) == (
+            424,
+            "no served model can do embed",
+        )
+    with Service(tmp_path, [EMBEDDER]) as neither:
+        assert (
+            "and neither of them"
+            in refused(neither.post("/", {"inputs": "a", "parameters": {}}))[1]
+        )
+    offered = {"embed": TASKS["embed"], "qa": TASKS["qa"]}
+    with Service(tmp_path, tasks=offered) as few:
+        assert dispatched(few, "[MASK]") == {"float"}, "nobody offers fill-mask"
+        assert refused(few.post("/", {"inputs": {"next": "a"}}))[0] == 422
+        assert dispatched(few, {"question": "a", "context": "b"}) >= {"answer"}
+        assert few.post("/predict", {"inputs": "a"}).status_code == 404
+        assert few.post("/rerank", {"query": "a", "texts": ["b"]}).status_code == 404
+        assert few.post("/decode", {"ids": [5]}).status_code == 200
+    with Service(tmp_path, tasks={"fill-mask": TASKS["fill-mask"]}) as masks:
+        status, message = refused(masks.post("/", {"inputs": "a"}))
+        assert (status, message) == (424, "this server does not offer embed")
+
+
+def test_rerank_needs_both_of_its_tasks(tmp_path: Path) -> None:
+    for tasks in (["similarity"], ["text-classification"]):
+        with Service(tmp_path, tasks={name: TASKS[name] for name in tasks}) as made:
+            assert made.post("/rerank", {"query": "a", "texts": ["b"]}).status_code == 404
+            status = made.post("/predict", {"inputs": "a"}).status_code
+            assert status == (200 if tasks == ["text-classification"] else 404)
+
+
+# ---- text-embeddings-inference -----------------------------------------------------------------
+
+
+def test_labels_of_predict(service: Service) -> None:
+    one = ok(service.post("/predict", {"inputs": "a"}))
+    assert [row["label"] for row in one] == ["O", "B-PER", "LOC", "I-PER"]
+    assert one[3]["score"] < 0.1
+    assert ok(service.post("/predict", {"inputs": ["a"]})) == one
+    raw = ok(service.post("/predict", {"inputs": ["a", "b"], "raw_scores": True}))
+    assert raw[0] == {"label": "O", "score": 5.0}, "a pair is one sequence"
+    batch = ok(service.post("/predict", {"inputs": [["a"], ["a", "b"]], "raw_scores": True}))
+    assert [rows[0]["score"] for rows in batch] == [3.0, 5.0]
+    response = service.post("/predict", {"inputs": "a", "top_n": 3})
+    assert response.headers["x-warning"] == "ignored unknown fields: top_n"
+    long = {"inputs": "a b c d e f g h i j k", "truncate": False}
+    assert refused(service.post("/predict", long))[0] == 422
+    ok(service.post("/predict", long | {"truncate": True}))
+    for wrong in ({"inputs": []}, {"inputs": [["a", "b", "c"]]}, {"inputs": ["a", "b", "c"]}, {}):
+        assert service.post("/predict", wrong).status_code in (400, 422)
+
+
+def test_ranks_by_embeddings(service: Service) -> None:
+    body = {"query": "a", "texts": ["b c", "d"]}
+    response = service.post("/rerank", body)
+    assert response.headers["x-ranked-by"] == "similarity"
+    assert response.headers["content-type"] == "application/json"
+    rows = ok(response)
+    assert [row["index"] for row in rows] == [1, 0]
+    assert rows[0].keys() == {"index", "score"}
+    rows = ok(service.post("/rerank", body | {"return_text": True}))
+    assert [row["text"] for row in rows] == ["d", "b c"]
+    response = service.post("/rerank", body | {"truncation": 1})
+    assert response.headers["x-warning"] == "ignored unknown fields: truncation"
+    long = {"query": "a", "texts": ["a b c d e f g h i j k l"], "truncate": False}
+    status, message = refused(service.post("/rerank", long))
+    assert status == 422
+    assert message.startswith("texts[0] has 14 tokens")
+    assert refused(service.post("/rerank", {"query": "", "texts": ["a"]}))[1].startswith("query is")
+    status, message = refused(service.post("/rerank", {"query": "a", "texts": []}))
+    assert (status, message) == (400, "texts is an empty list; it needs at least 1 text")
+
+
+def test_a_classifier_of_one_label_ranks_first(tmp_path: Path) -> None:
+    body = {"query": "a", "texts": ["b", "c d"], "raw_scores": True}
+    with Service(tmp_path, [{}, RANKER]) as made:
+        made.queues[1]._engine = OneLabel()  # type: ignore[attr-defined]
+        response = made.post("/rerank", body)
+        assert response.headers["x-ranked-by"] == "classifier"
+        assert ok(response) == [{"index": 1, "score": 6.0}, {"index": 0, "score": 5.0}]
+        long = body | {"texts": ["b", "a b c d e f g h i j k l"], "truncate": False}
+        assert refused(made.post("/rerank", long))[1].startswith("texts[1] has ")
+        response = made.post("/rerank", body | {"model": "tiny"})
+        assert response.headers["x-ranked-by"] == "similarity"
+
+
+def test_tokens_and_texts(service: Service) -> None:
+    [tokens] = ok(service.post("/tokenize", {"inputs": "the é"}))
+    assert [(t["text"], t["special"], t["start"], t["stop"]) for t in tokens] == [
+        ("[CLS]", True, None, None), ("the", False, 0, 3), ("é", False, 4, 6),
+        ("[SEP]", True, None, None),
+    ]  # fmt: skip
+    two = ok(service.post("/tokenize", {"inputs": ["the", "a"], "add_special_tokens": False}))
+    assert [[token["text"] for token in tokens] for tokens in two] == [["the"], ["a"]]
+    [asked] = ok(service.post("/tokenize", {"inputs": "the", "prompt_name": "query"}))
+    assert [token["text"] for token in asked][1:4] == ["ask", ":", "the"]
+    assert ok(service.post("/decode", {"ids": [[109], [109, 3]]})) == ["the", "the"]
+    kept = ok(service.post("/decode", {"ids": [109, 3], "skip_special_tokens": False}))
+    assert kept == ["the [SEP]"]
+    assert service.post("/decode", {"ids": [5], "x": 1}).headers["x-warning"].endswith(" x")
+    assert service.post("/tokenize", {"inputs": "a", "x": 1}).headers["x-warning"].endswith(" x")
+    assert refused(service.post("/decode", {"ids": [-1]}))[1].startswith("ids")
+    ok(service.post("/tokenize", {"inputs": "the", "model": "small"}))
+    assert service.seen["cloze.model"] == "small@1"
+
+
+def test_every_model_tokenizes_and_those_that_embed_are_first(tmp_path: Path) -> None:
+    masks = {"name": "masks", "tasks": ("fill-mask",), "embedding": None, "heads": {}}
+    with Service(tmp_path, [masks, {}]) as made:
+        ok(made.post("/tokenize", {"inputs": "a"}))
+        assert made.seen["cloze.model"] == "tiny@3"
+        ok(made.post("/decode", {"ids": [5], "model": "masks"}))
+        assert made.seen["cloze.model"] == "masks@3"
+
+
+def test_which_models_may_answer_a_route(tmp_path: Path) -> None:
+    """The gate refuses requests while all of them are full; the first one is the default's."""
+    masks = {"name": "masks", "tasks": ("fill-mask",), "embedding": None, "heads": {}}
+    both = {"name": "both", "heads": RANKER["heads"], "tasks": ("text-classification", "embed")}
+    with Service(tmp_path, [masks, {}, both]) as made:
+        models = {
+            route.path: None if route.models is None else [m.reference for m in route.models]
+            for route in made.routes
+            if (route.method, route.path) != ("GET", "/")
+        }
+        queues = {queue for r in made.routes for _, queue in r.models or ()}
+        assert queues == set(made.queues)
+    every = ["masks@3", "tiny@3", "both@3"]
+    embedding = ["tiny@3", "both@3"]
+    assert models["/fill-mask"] == ["masks@3", "tiny@3"]
+    assert models["/embed"] == models["/v1/embeddings"] == models["/embeddings"] == embedding
+    assert models["/rerank"] == ["both@3", "tiny@3"]
+    assert models["/predict"] == ["tiny@3", "both@3"]
+    assert models["/tokenize"] == models["/decode"] == [*embedding, "masks@3"]
+    assert models["/"] == models["/v2/models/{model}/infer"] == every
+    assert models["/v2/models/{model}/versions/{version}/infer"] == every
+    for path in ("/metrics", "/admin/reload", "/v1/models", "/v2", "/v2/models/{model}"):
+        assert models[path] is None
+
+
+# ---- OpenAI ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/embeddings"])
+def test_embeddings_in_openai_s_shape(service: Service, path: str) -> None:
+    body = {"input": ["the", "the king"], "model": "small"}
+    answer = ok(service.post(path, body))
+    assert answer.keys() == {"object", "data", "model", "usage"}
+    assert (answer["object"], answer["model"]) == ("list", "small")
+    assert answer["usage"] == {"prompt_tokens": 7, "total_tokens": 7}
+    first, second = answer["data"]
+    assert (first["object"], first["index"], second["index"]) == ("embedding", 0, 1)
+    assert first["embedding"] == pytest.approx([0.6, 0, 0.8, 0])
+    encoded = ok(service.post(path, body | {"encoding_format": "base64"}))["data"][1]
+    vector = np.frombuffer(base64.b64decode(encoded["embedding"]), "<f4")
+    assert vector.tolist() == [0, 0, 1, 0]
+    assert ok(service.post(path, body | {"encoding_format": "float"})) == answer
+    cut = ok(service.post(path, body | {"dimensions": 2, "user": "me"}))["data"][0]
+    assert cut["embedding"] == [1, 0]
+    assert len(ok(service.post(path, {"input": [109, 110], "model": "tiny"}))["data"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"input": "", "model": "tiny"}, 400, "input is empty; it needs at least 1 character"),
+        ({"input": ["a"] * 301, "model": "tiny"}, 400, "input has 301 texts; the limit is 300"),
+        ({"input": "a"}, 400, "model: Field required"),
+        ({"input": "a", "model": "x"}, 404, "no model 'x' is served"),
+        ({"input": "a", "model": "tiny", "dimensions": 9}, 400, "dimensions must be between"),
+        ({"input": "a", "model": "tiny", "more": 1}, 400, "more: Extra inputs"),
+    ],
+)
+def test_errors_in_openai_s_shape(
+    service: Service, body: dict[str, Any], status: int, message: str
+) -> None:
+    for path in ("/v1/embeddings", "/embeddings"):
+        response = service.post(path, body)
+        error = response.json()["error"]
+        assert (response.status_code, error["type"]) == (status, "invalid_request_error")
+        assert error["message"].startswith(message)
+        assert error["code"] == ("model_not_found" if status == 404 else None)
+
+
+def test_models_in_openai_s_shape(service: Service) -> None:
+    rows = ok(service.get("/v1/models"))
+    assert rows.keys() == {"object", "data"}
+    assert rows["object"] == "list"
+    assert [row["id"] for row in rows["data"]] == ["tiny@3", "small@1", "tiny@2"]
+    one = {"id": "tiny@3", "object": "model", "created": 1_767_225_600, "owned_by": "cloze"}
+    assert rows["data"][0] == one
+    assert ok(service.get("/v1/models/tiny")) == one
+    assert ok(service.get("/v1/models/tiny%403")) == one
+    missing = service.get("/v1/models/x")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    assert service.get("/v1/x").json()["error"]["type"] == "invalid_request_error"
+
+
+# ---- the Open Inference Protocol ---------------------------------------------------------------
+
+
+def tensor(name: str, *texts: str, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "shape": [len(texts)], "datatype": "BYTES", "data": list(texts)} | fields
+
+
+def infer(service: Service, model: str, *tensors: Any, **fields: Any) -> httpx.Response:
+    return service.post(f"/v2/models/{model}/infer", {"inputs": list(tensors)} | fields)
+
+
+def test_an_answer_in_tensors(service: Service) -> None:
+    answer = ok(infer(service, "tiny.embed", tensor("text", "the", "a b"), id="mine"))
+    assert answer == {
+        "model_name": "tiny.embed", "model_version": "3", "id": "mine",
+        "outputs": [
+            {"name": "embedding", "shape": [2, 4], "datatype": "FP32",
+             "data": pytest.approx([0.6, 0, 0.8, 0, 0, 0, 1, 0])},
+            {"name": "count", "shape": [2], "datatype": "INT64", "data": [1, 1]},
+        ],
+    }  # fmt: skip
+    answer = ok(infer(service, "small.embed", tensor("text", "the"), outputs=[{"name": "count"}]))
+    assert "id" not in answer
+    assert [row["name"] for row in answer["outputs"]] == ["count"]
+    every = ok(infer(service, "small.embed", tensor("text", "the"), outputs=[]))
+    assert len(every["outputs"]) == 2
+    older = ok(
+        service.post("/v2/models/tiny.embed/versions/2/infer", {"inputs": [tensor("text", "a")]})
+    )
+    assert older["model_version"] == "2"
+    assert service.seen["cloze.model"] == "tiny@2"
+    parameters = {"parameters": {"normalize": False}}
+    assert ok(infer(service, "tiny.embed", tensor("text", "a"), **parameters))["outputs"][0][
+        "data"
+    ] == [3, 0, 4, 0]
+    column = tensor("text", "a", "b", shape=[2, 1], data=[["a"], ["b"]])
+    assert ok(infer(service, "tiny.embed", column))["outputs"][1]["data"] == [1, 1]
+    labels = ok(infer(service, "tiny.text-classification", tensor("text", "a")))["outputs"]
+    assert [row["name"] for row in labels] == ["result", "count", "label", "score"]
+    assert labels[2]["data"][0] == "O"
+
+
+def binary(tensors: list[dict[str, Any]], packed: bytes, **fields: Any) -> dict[str, Any]:
+    """Return the options of a request with bytes after its JSON."""
+    head = json.dumps({"inputs": tensors} | fields).encode()
+    return {
+        "content": head + packed,
+        "headers": {"inference-header-content-length": str(len(head))},
+    }
+
+
+def packed(*texts: str) -> bytes:
+    return b"".join(struct.pack("<I", len(text.encode())) + text.encode() for text in texts)
+
+
+def sized(name: str, size: Any, count: int) -> dict[str, Any]:
+    parameters = {"binary_data_size": size}
+    return {"name": name, "shape": [count], "datatype": "BYTES", "parameters": parameters}
+
+
+def test_bytes_in_and_out(service: Service) -> None:
+    texts, contexts = packed("a é", "b"), packed("c", "d")
+    tensors = [sized("question", len(texts), 2), sized("context", len(contexts), 2)]
+    asked = [
+        {"name": "answer", "parameters": {"binary_data": True}},
+        {"name": "count", "parameters": {"binary_data": True}},
+        {"name": "start"},
+    ]
+    options = binary(tensors, texts + contexts, outputs=asked)
+    response = service.ask("POST", "/v2/models/tiny.qa/infer", **options)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == RAW
+    length = int(response.headers["inference-header-content-length"])
+    rows = {row["name"]: row for row in json.loads(response.content[:length])["outputs"]}
+    assert rows["start"] == {"name": "start", "shape": [2], "datatype": "INT64", "data": [0, 0]}
+    assert rows["answer"]["parameters"] == {"binary_data_size": 10}
+    assert "data" not in rows["answer"]
+    assert response.content[length:] == struct.pack("<2q", 1, 1) + packed("c", "d")
+    some = [{"name": "count", "parameters": {"binary_data": False}}, {"name": "answer"}]
+    options = binary(
+        tensors, texts + contexts, outputs=some, parameters={"binary_data_output": True}
+    )
+    response = service.ask("POST", "/v2/models/tiny.qa/infer", **options)
+    length = int(response.headers["inference-header-content-length"])
+    rows = {row["name"]: row for row in json.loads(response.content[:length])["outputs"]}
+    assert rows["count"]["data"] == [1, 1]
+    assert response.content[length:] == packed("c", "d")
+    plain = service.ask("POST", "/v2/models/tiny.qa/infer", **binary(tensors, texts + contexts))
+    assert plain.headers["content-type"] == "application/json"
+    assert "inference-header-content-length" not in plain.headers
+
+
+@pytest.mark.parametrize(
+    ("model", "tensors", "fields", "status", "message"),
+    [
+        ("tiny", [], {}, 404, "no model 'tiny' is served; a name is <bundle>.<task>, such as tiny.fill-mask"),
+        (".embed", [], {}, 404, "no model '.embed' is served; a name is"),
+        ("tiny.x", [], {}, 404, "no model 'tiny.x' is served; a name is"),
+        ("x.embed", [], {}, 404, "no model 'x' is served"),
+        ("small.qa", [], {}, 404, "no model 'small.qa' is served: model small cannot do qa"),
+        ("tiny.embed", [], {}, 400, "inputs lacks the tensor text"),
+        ("tiny.embed", [tensor("text", "a"), tensor("text", "b")], {}, 400, "inputs has 'text' twice"),
+        ("tiny.embed", [tensor("text", "a", shape=[2])], {}, 400, "text has 1 texts; its shape says 2"),
+        ("tiny.embed", [tensor("text", "a", shape=[])], {}, 400, "text has the shape []; send [n] or [n, 1]"),
+        ("tiny.embed", [tensor("text", "a", shape=[1, 2])], {}, 400, "text has the shape [1, 2]; send"),
+        ("tiny.embed", [tensor("text", "a", shape=[1, 1, 1])], {}, 400, "text has the shape [1, 1, 1]; send"),
+        ("tiny.embed", [tensor("text", data=None)], {}, 400, "text has neither data nor binary_data_size"),
+        ("tiny.embed", [tensor("text", "a")], {"outputs": [{"name": "x"}]}, 400, "outputs names 'x'; embed has embedding, count"),
+        ("tiny.embed", [tensor("text", "a")], {"parameters": {"x": 1}}, 400, "parameters.x: Extra inputs"),
+        ("tiny.embed", [sized("text", 1, 1)], {}, 400, "text has the binary_data_size 1; 0 bytes are left"),
+        ("tiny.embed", [sized("text", -1, 1)], {}, 400, "text has the binary_data_size -1; 0 bytes are left"),
+        ("tiny.embed", [sized("text", "1", 1)], {}, 400, "text has a binary_data_size that is no whole number"),
+        ("tiny.embed", [sized("text", 0, 1) | {"data": ["a"]}], {}, 400, "text has both data and binary_data_size"),
+        ("tiny.embed", [tensor("text", "a")], {"id": "x" * 1025}, 400, "id: String should have at most 1024"),
+        ("tiny.embed", [tensor("text", "a", shape=[1] * 9)], {}, 400, "inputs.0.shape: List should have at most 8"),
+    ],
+)  # fmt: skip
+def test_requests_of_tensors_that_are_refused(
+    service: Service,
+    model: str,
+    tensors: list[Any],
+    fields: dict[str, Any],
+    status: int,
+    message: str,
+) -> None:
+    response = infer(service, model, *tensors, **fields)
+    assert response.status_code == status
+    assert response.json().keys() == {"error"}
+    assert response.json()["error"].startswith(message)
+
+
+def test_bytes_that_are_refused(service: Service) -> None:
+    texts = packed("a", "b", "c", "d")
+    for options, message in (
+        (
+            binary([sized("text", 5, 1)], packed("a") + b"xyz"),
+            "3 bytes after the JSON belong to no",
+        ),
+        (binary([sized("text", len(texts), 4)], texts), "text has over 3 texts, the limit"),
+        (
+            binary([sized("text", 5, 1), sized("more", 7, 1)], packed("a") + b"123"),
+            "more has the binary_data_size 7; 3 bytes are left",
+        ),
+        (
+            binary([sized("text", 6, 1)], packed("a")),
+            "text has the binary_data_size 6; 5 bytes are",
+        ),
+    ):
+        response = service.ask("POST", "/v2/models/tiny.embed/infer", **options)
+        assert response.status_code == 400
+        assert response.json()["error"].startswith(message)
+
+
+def test_what_is_said_of_a_model(service: Service) -> None:
+    assert ok(service.get("/v2")) == {
+        "name": "cloze", "version": "0.1.0", "extensions": ["binary_tensor_data"],
+    }  # fmt: skip
+    assert ok(service.get("/v2/models"))["models"][-2:] == ["small.embed", "small.similarity"]
+    assert len(ok(service.get("/v2/models"))["models"]) == len(TASKS) + 2, "each name once"
+    text = {"name": "text", "datatype": "BYTES", "shape": [-1]}
+    described = ok(service.get("/v2/models/tiny.embed"))
+    assert described == {
+        "name": "tiny.embed", "versions": ["3", "2"], "platform": "onnxruntime_onnx",
+        "inputs": [text],
+        "outputs": [
+            {"name": "embedding", "datatype": "FP32", "shape": [-1, -1]},
+            {"name": "count", "datatype": "INT64", "shape": [-1]},
+        ],
+    }  # fmt: skip
+    assert ok(service.get("/v2/models/small.embed"))["versions"] == ["1"]
+    assert ok(service.get("/v2/models/tiny.embed/versions/2"))["name"] == "tiny.embed"
+    assert service.get("/v2/models/tiny.embed/versions/9").status_code == 404
+    assert ok(service.get("/v2/models/tiny%2Eembed/ready")) == {"name": "tiny.embed", "ready": True}
+    assert ok(service.get("/v2/models/tiny.embed/versions/3/ready"))["ready"] is True
+    assert service.get("/v2/models/x.embed/ready").status_code == 404

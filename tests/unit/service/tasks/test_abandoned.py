@@ -1,0 +1,58 @@
+"""Work on threads ends soon after its client has gone: long tasks ask between their parts."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloze.service.abandonment import Abandoned, run_on_thread
+from cloze.service.tasks import decode_ids, tokenize
+from cloze.service.tasks.answer_spans import QaOptions, Question, best_answers
+from cloze.service.tasks.task import TaskCall
+from cloze.service.tokenizer import Spans
+from tests.unit.service.tasks.model import CONTEXT, ids
+
+READY = tokenize.prepare(TaskCall("the door", tokenize.TokenizeParameters()), CONTEXT)
+DECODING = decode_ids.prepare(TaskCall(ids("the door"), decode_ids.DecodeParameters()), CONTEXT)
+QUESTION = Question("red", Spans([1], [(0, 3)], [0]), 1, [(0, 1)])
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda: tokenize.prepare(TaskCall("the", tokenize.TokenizeParameters()), CONTEXT),
+        lambda: [list(text.parts()) for text in tokenize.decode(READY, [], CONTEXT)],
+        lambda: decode_ids.decode(DECODING, [], CONTEXT),
+        lambda: best_answers(QUESTION, [np.zeros((2, 2), np.float32)], QaOptions(12, 3, 4)),
+    ],
+    ids=["tokenize", "write tokens", "decode ids", "find answers"],
+)
+def test_work_whose_client_has_gone_ends(work: Callable[[], Any]) -> None:
+    work()
+    started, gone = threading.Event(), threading.Event()
+    ends: list[BaseException | None] = []
+
+    def run() -> None:
+        started.set()
+        gone.wait(10)
+        try:
+            work()
+        except Abandoned as error:
+            ends.append(error)
+        else:
+            ends.append(None)
+
+    async def leave() -> None:
+        task = asyncio.create_task(run_on_thread(run))
+        await asyncio.to_thread(started.wait, 10)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        gone.set()
+
+    asyncio.run(leave())  # waits for the thread
+    assert [type(end) for end in ends] == [Abandoned]

@@ -1,0 +1,125 @@
+"""Entities of texts whose vocabulary marks the tokens that begin a word."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from cloze.model_store import Bundle
+from cloze.model_store.heads.token_classification import TokenClassificationResult
+from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.tasks.task import TaskContext
+from cloze.service.tokenizer import Tokenizer
+from tests.unit.service.tasks.model import CONTEXT, LIMITS, decoded, limited, manifest, prepared
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+PIECES += ["\u2581the", "\u2581red", "s", "\u2581door", "-", "a", "\u2581a"]
+
+# The labels are O, B-PER, I-PER and LOC.
+OUT, BEGIN, IN, LOC = np.eye(4, dtype=np.float32) * 9
+
+
+@pytest.fixture(params=["with the space", "without the space"])
+def marked(request: pytest.FixtureRequest, tmp_path: Path) -> TaskContext:
+    """Return a model whose tokens may include the space before a word, or not."""
+    backend = Backend(models.Unigram([(piece, -1.0) for piece in PIECES], unk_id=1))
+    marks = pre_tokenizers.Metaspace(prepend_scheme="always")
+    alone = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), marks])
+    backend.pre_tokenizer = marks if request.param == "with the space" else alone
+    backend.decoder = decoders.Metaspace(prepend_scheme="always")
+    backend.add_special_tokens(["[CLS]", "[SEP]", "[MASK]"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    size = {"vocab_size": len(PIECES)}
+    base = manifest()
+    special = {"cls_id": 2, "sep_id": 3, "mask_id": 4}
+    described = manifest(
+        tokenizer=base.tokenizer.model_dump(exclude_none=True) | size | special,
+        architecture=base.architecture.model_dump() | size,
+    )
+    return TaskContext(described, Tokenizer(Bundle(described, tmp_path)), LIMITS)
+
+
+def groups(
+    text: str, rows: list[Any], model: TaskContext, strategy: str
+) -> list[tuple[str, str, int]]:
+    request = prepared("token-classification", text, model, aggregation_strategy=strategy)
+    [encoding] = request.encodings
+    assert len(encoding) == len(rows) + 2
+    result = TokenClassificationResult(np.stack([OUT, *rows, OUT]))
+    entities = decoded("token-classification", request, [{"token_classification": result}], model)
+    return [(e.entity_group, e.word, e.end) for e in entities]
+
+
+def test_a_token_without_a_space_before_it_continues_a_word(marked: TaskContext) -> None:
+    assert groups("reds door", [BEGIN, LOC, LOC], marked, "first") == [
+        ("PER", "reds", 4),
+        ("LOC", "door", 9),
+    ]
+    assert groups("reds door", [BEGIN, LOC, LOC], marked, "simple") == [
+        ("PER", "red", 3),
+        ("LOC", "s door", 9),
+    ]
+
+
+def test_the_first_token_of_a_text_begins_a_word(marked: TaskContext) -> None:
+    assert groups("the door", [LOC, BEGIN], marked, "first") == [
+        ("LOC", "the", 3),
+        ("PER", "door", 8),
+    ]
+
+
+def test_an_unknown_token_begins_a_word(marked: TaskContext) -> None:
+    found = groups("red\N{SNOWMAN}", [BEGIN, LOC], marked, "first")
+    assert [(label, end) for label, _, end in found] == [("PER", 3), ("LOC", 4)]
+
+
+# ---- several texts, and names in errors --------------------------------------------------------
+
+
+def test_each_text_has_the_entities_of_its_windows() -> None:
+    texts = ["a b c d e f g h i j k l", "a"]
+    request = prepared("token-classification", texts, stride=2)
+    assert len(request.encodings) == 3
+    assert request.truncated == 0
+    rows = ([OUT] * 9 + [LOC], [OUT, LOC, OUT, BEGIN], [IN])
+    outputs = [
+        {"token_classification": TokenClassificationResult(np.stack([OUT, *window, OUT]))}
+        for window in rows
+    ]
+    first, second = decoded("token-classification", request, outputs)
+    assert [(e.entity_group, e.word) for e in first] == [("LOC", "j"), ("PER", "l")]
+    assert [(e.entity_group, e.word) for e in second] == [("PER", "a")]
+
+
+def test_four_tokens_cost_as_much_as_a_prediction() -> None:
+    for text, results in (("a", 0), ("a b", 1), ("a b c d e", 1), ("a b c d e f", 2)):
+        assert prepared("token-classification", text).results == results
+
+
+def test_texts_are_checked_and_named() -> None:
+    with pytest.raises(EmptyRequest, match=r"inputs\[1\] is empty"):
+        prepared("token-classification", ["a", ""])
+    with pytest.raises(InvalidRequest, match="inputs has 201 characters"):
+        prepared("token-classification", "a" * 201)
+    with pytest.raises(InvalidRequest, match=r"inputs\[1\] has no token"):
+        prepared("token-classification", ["a", " "])
+    long = "a b c d e f g h i j k"
+    assert prepared("token-classification", [long, "a", long]).truncated == 2
+    tight = limited(max_request_tokens=47)
+    with pytest.raises(InvalidRequest, match=r"up to inputs\[1\] the windows hold 48 tokens"):
+        prepared("token-classification", [long, long], tight, long_text="window")
+
+
+def test_an_entity_of_equal_length_and_score_stays() -> None:
+    text = "a b c d e f g h i j k"
+    request = prepared("token-classification", text, CONTEXT, stride=4)
+    first, second = [OUT] * 6 + [LOC, LOC] + [OUT] * 2, [OUT, LOC, LOC, OUT, OUT]
+    outputs = [
+        {"token_classification": TokenClassificationResult(np.stack([OUT, *window, OUT]))}
+        for window in (first, second)
+    ]
+    found = decoded("token-classification", request, outputs)
+    assert [(e.entity_group, e.start, e.end) for e in found] == [("LOC", 12, 15)]

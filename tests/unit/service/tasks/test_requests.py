@@ -1,0 +1,417 @@
+"""What all tasks do with the texts of a request: names in errors, what was cut, what it costs."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from cloze.model_store.heads.embedding import EmbeddingResult
+from cloze.model_store.heads.masked_lm import MaskedLMResult
+from cloze.model_store.heads.next_sentence import NextSentenceResult
+from cloze.model_store.heads.sequence_classification import SequenceClassificationResult
+from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
+from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.tasks import TASKS
+from cloze.service.tasks.nsp import Candidates, Pair
+from cloze.service.tasks.qa import QaPair
+from cloze.service.tasks.similarity import SimilarityInputs
+from cloze.service.tasks.task import TaskCall, TextUsage
+from cloze.service.tasks.text_classification import TextPair
+from tests.unit.service.tasks.model import (
+    CONTEXT,
+    ID,
+    MASK,
+    context,
+    decoded,
+    ids,
+    limited,
+    manifest,
+    prepared,
+    tokens,
+)
+
+LONG = "a b c d e f g h i j k"  # 13 tokens; the model reads 12, embeddings read 10
+
+
+def named(name: str, text: str) -> Any:
+    """Return an error for an empty text, with its name."""
+    return pytest.raises(EmptyRequest, match=f"^{name} is empty; it needs at least 1 {text}")
+
+
+@pytest.mark.parametrize(
+    ("task", "inputs", "name"),
+    [
+        ("text-classification", "", "inputs"),
+        ("text-classification", ["a", ""], r"inputs\[1\]"),
+        ("text-classification", TextPair(text="", text_pair="a"), r"inputs\.text"),
+        ("text-classification", [TextPair(text="a", text_pair="")], r"inputs\[0\]\.text_pair"),
+        ("nsp", Pair(text="", next="a"), r"inputs\.text"),
+        ("nsp", [Pair(text="a", next="")], r"inputs\[0\]\.next"),
+        ("nsp", Candidates(text="a", candidates=["a", ""]), r"inputs\.candidates\[1\]\.next"),
+        ("score", ["a", ""], r"inputs\[1\]"),
+        ("score", "", "inputs"),
+        ("fill-mask", ["[MASK]", ""], r"inputs\[1\]"),
+        ("fill-mask", "", "inputs"),
+        ("embed", ["a", ""], r"inputs\[1\]"),
+        ("embed-all", ["a", ""], r"inputs\[1\]"),
+        ("embed-sparse", ["a", ""], r"inputs\[1\]"),
+        ("qa", [QaPair(question="a", context="")], r"inputs\[0\]\.context"),
+    ],
+)
+def test_an_empty_text_is_named(task: str, inputs: Any, name: str) -> None:
+    with named(name, "character"):
+        prepared(task, inputs)
+
+
+@pytest.mark.parametrize(
+    ("task", "inputs"),
+    [
+        ("text-classification", ["a"] * 5),
+        ("nsp", [Pair(text="a", next="b")] * 5),
+        ("nsp", Candidates(text="a", candidates=["b"] * 5)),
+        ("score", ["a"] * 5),
+        ("fill-mask", ["[MASK]"] * 5),
+        ("embed", ["a"] * 5),
+        ("embed-all", ["a"] * 5),
+        ("embed-sparse", ["a"] * 5),
+        ("token-classification", ["a"] * 5),
+        ("qa", [QaPair(question="a", context="b")] * 5),
+    ],
+)
+def test_texts_are_limited(task: str, inputs: Any) -> None:
+    with pytest.raises(InvalidRequest, match="5 texts; the limit is 4"):
+        prepared(task, inputs)
+    fewer = inputs[:4] if isinstance(inputs, list) else Candidates(text="a", candidates=["b"] * 4)
+    prepared(task, fewer)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_takes_an_empty_list_for_no_text(task: str) -> None:
+    """Only the task says that a list is empty: validation accepts the list."""
+    inputs = SimilarityInputs(source_sentence="a", sentences=[]) if task == "similarity" else []
+    with pytest.raises(EmptyRequest, match="empty list; it needs at least 1"):
+        prepared(task, inputs)
+
+
+def test_cut_texts_are_counted() -> None:
+    for task in ("text-classification", "embed", "embed-all", "embed-sparse"):
+        request = prepared(task, [LONG, "a", LONG], return_usage=True)
+        read = 12 if task == "text-classification" else 10
+        assert request.truncated == 2, task
+        assert request.usage == [TextUsage(13, read), TextUsage(3, 3), TextUsage(13, read)], task
+        assert prepared(task, LONG).usage is None, task
+    pairs = [Pair(text=LONG, next="a"), Pair(text="a", next="b"), Pair(text="a", next=LONG)]
+    request = prepared("nsp", pairs, return_usage=True)
+    assert request.truncated == 2
+    assert request.usage == [TextUsage(15, 12), TextUsage(5, 5), TextUsage(15, 12)]
+    labelled = [TextPair(text=LONG, text_pair="a"), "a", TextPair(text="a", text_pair=LONG)]
+    assert prepared("text-classification", labelled).truncated == 2
+    assert prepared("score", [LONG, "a", LONG], long_text="truncate").truncated == 2
+    texts = [f"[MASK] {LONG}", "[MASK]", f"[MASK] {LONG}"]
+    request = prepared("fill-mask", texts, return_usage=True)
+    assert request.truncated == 2
+    assert request.usage == [TextUsage(14, 12), TextUsage(3, 3), TextUsage(14, 12)]
+    questions = [QaPair(question="a", context=LONG), QaPair(question="b", context="a")]
+    assert prepared("qa", questions, long_text="truncate").truncated == 1
+
+
+def test_compared_texts_that_are_cut_are_counted() -> None:
+    inputs = SimilarityInputs(source_sentence=LONG, sentences=["a", LONG])
+    for details in (True, False):
+        request = prepared("similarity", inputs, details=details, return_usage=True)
+        assert request.truncated == 2
+        assert request.usage == [TextUsage(13, 10), TextUsage(3, 3), TextUsage(13, 10)]
+        assert prepared("similarity", inputs, details=details).usage is None
+
+
+def test_spans_of_a_text_that_is_cut() -> None:
+    request = prepared("embed", LONG, spans=[(0, 1)], return_usage=True)
+    assert (request.truncated, request.usage) == (1, [TextUsage(13, 10)])
+    request = prepared("embed", "a", spans=[(0, 1)])
+    assert (request.truncated, request.usage) == (0, None)
+    with pytest.raises(InvalidRequest, match=r"spans\[1\] has no token among the 10"):
+        prepared("embed", LONG, spans=[(0, 1), (16, 17)])
+    kept = prepared("embed", LONG, spans=[(20, 21)], truncation_direction="left", normalize=False)
+    rows = np.arange(10, dtype=np.float32)[:, None]
+    [vector] = decoded("embed", kept, [{"token_embedding": TokenEmbeddingResult(rows)}])
+    assert vector.tolist() == [8]
+
+
+def test_spans_are_scaled_or_cut_as_whole_vectors_are() -> None:
+    request = prepared("embed", "the", spans=[(0, 3)], dimensions=2)
+    rows = np.array([[9, 9, 9, 9], [3, 4, 5, 6], [9, 9, 9, 9]], np.float32)
+    outputs = [{"token_embedding": TokenEmbeddingResult(rows)}]
+    np.testing.assert_allclose(decoded("embed", request, outputs), [[0.6, 0.8]], rtol=1e-6)
+
+
+def test_a_short_text_is_not_refused() -> None:
+    prepared("text-classification", "a", long_text="error")
+    prepared("text-classification", "a", truncate=False)
+    prepared("embed", "a", long_text="error")
+    prepared("token-classification", "a", long_text="error")
+    prepared("nsp", Pair(text="a", next="b"), long_text="error")
+
+
+def test_costs_of_requests() -> None:
+    assert prepared("text-classification", ["a", "b"]).results == 2
+    assert prepared("text-classification", LONG, long_text="window").results == 2
+    assert prepared("embed", ["a", "b"]).results == 2
+    assert prepared("embed", [LONG, "b"], long_text="window").results == 3
+    assert prepared("embed-sparse", ["a", "b"]).results == 100
+    assert prepared("embed-sparse", ["a", "b"], top_k=3).results == 6
+    assert prepared("qa", QaPair(question="a", context="b")).results == 32
+    divided = prepared("qa", QaPair(question="a", context=LONG))
+    assert divided.results == 32 * len(divided.encodings) > 32
+    assert prepared("nsp", Pair(text="a", next="b")).results == 0
+    masked = {"targets": ["sun", "moon", "red"], "top_k": 1}
+    assert prepared("fill-mask", ["[MASK]", "[MASK] a [MASK]"], **masked).results == 9
+    assert prepared("fill-mask", "[MASK]", original="sun", top_k=3).results == 3
+
+
+def test_written_sequences_are_limited_to_four_times_the_tokens() -> None:
+    # 2 texts x 5 predictions x tokens per text: 2 masks x 3 tokens, 1 mask x 2 tokens.
+    texts = ["[MASK] [MASK] a", "[MASK] a"]
+    prepared("fill-mask", texts, limited(max_request_tokens=10))  # 30 + 10 written
+    with pytest.raises(InvalidRequest, match="sequences would hold more than 36 tokens"):
+        prepared("fill-mask", texts, limited(max_request_tokens=9))
+
+
+def test_no_mask_has_more_predictions_than_the_vocabulary_has_tokens() -> None:
+    wide = limited(max_top_k=10**6, max_results=10**6)
+    prepared("fill-mask", "[MASK]", wide, top_k=len(ID))
+    with pytest.raises(InvalidRequest, match=f"top_k must be between 1 and {len(ID)}, got"):
+        prepared("fill-mask", "[MASK]", wide, top_k=len(ID) + 1)
+
+
+def test_the_usage_of_a_short_text() -> None:
+    for task in ("token-classification", "score", "text-classification", "embed"):
+        assert prepared(task, "a b", return_usage=True).usage == [TextUsage(4, 4)], task
+
+
+def test_only_some_tasks_take_long() -> None:
+    for name, task in TASKS.items():
+        if name != "fill-mask":
+            assert task.takes_long(TaskCall("a", task.parameters())) == (name == "score"), name
+
+
+@pytest.mark.parametrize(
+    ("task", "inputs", "parameters"),
+    [
+        ("fill-mask", ["[MASK]", "[MASK]"], {}),
+        ("fill-mask", ["[MASK]", "[MASK]"], {"decode": "beam"}),
+        ("fill-mask", ["[MASK]"], {"targets": ["reds", "a"], "targets_as": "words"}),
+        ("fill-mask", ["[MASK]"], {"original": ["a"]}),
+        ("score", ["a", "b"], {}),
+        ("embed", ["a", LONG], {"long_text": "window"}),
+        ("embed-all", ["a", "b"], {}),
+        ("embed-sparse", ["a", "b"], {}),
+        ("nsp", [Pair(text="a", next="b"), Pair(text="b", next="a")], {}),
+        ("qa", [QaPair(question="a", context="b"), QaPair(question="a", context=LONG)], {}),
+        ("similarity", SimilarityInputs(source_sentence="a", sentences=["b"]), {}),
+        ("text-classification", ["a", TextPair(text="a", text_pair="b"), LONG], {}),
+        ("text-classification", ["a", LONG], {"long_text": "window"}),
+        ("token-classification", ["a", LONG], {"long_text": "window"}),
+    ],
+)
+def test_each_encoding_asks_the_head_of_the_task(
+    task: str, inputs: Any, parameters: dict[str, Any]
+) -> None:
+    request = prepared(task, inputs, **parameters)
+    asked = [tuple(encoding.requests) for encoding in request.encodings]
+    assert asked == [TASKS[task].heads] * len(asked)
+
+
+# ---- what each task returns for several texts --------------------------------------------------
+
+
+def test_scores_of_windows_are_per_text() -> None:
+    request = prepared(
+        "text-classification", [LONG, "a", LONG], long_text="window", function_to_apply="none"
+    )
+    name = "sequence_classification"
+    rows = [[2, 0, 0, 0], [4, 0, 0, 0], [5, 0, 0, 0], [6, 0, 0, 0], [8, 0, 0, 0]]
+    outputs = [{name: SequenceClassificationResult(np.array(row, np.float32))} for row in rows]
+    results = decoded("text-classification", request, outputs)
+    assert [labels[0].score for labels in results] == [3, 5, 7]
+    plain = prepared("text-classification", ["a", "b"], function_to_apply="none")
+    results = decoded("text-classification", plain, outputs[:2])
+    assert [labels[0].score for labels in results] == [2, 4]
+
+
+def test_the_scores_of_each_text_add_up_to_one() -> None:
+    name = "sequence_classification"
+    request = prepared("text-classification", ["a", "b"])
+    rows = np.array([[1, 2, 3, 4], [9, 0, 0, 0]], np.float32)
+    outputs = [{name: SequenceClassificationResult(row)} for row in rows]
+    for labels, row in zip(decoded("text-classification", request, outputs), rows, strict=True):
+        assert sum(label.score for label in labels) == pytest.approx(1)
+        assert labels[0].score == pytest.approx(np.exp(row.max()) / np.exp(row).sum())
+
+
+def test_vectors_of_windows_are_per_text() -> None:
+    request = prepared("embed", [LONG, "a"], long_text="window", normalize=False)
+    assert list(map(len, request.encodings)) == [10, 7, 3]
+    rows = ([17, 0, 0, 0], [0, 17, 0, 0], [1, 2, 3, 4])
+    outputs = [{"embedding": EmbeddingResult(np.array(row, np.float32))} for row in rows]
+    np.testing.assert_allclose(
+        decoded("embed", request, outputs), [[10, 7, 0, 0], [1, 2, 3, 4]], rtol=1e-6
+    )
+    assert all(list(e.requests) == ["embedding"] for e in request.encodings)
+
+
+def test_windows_of_all_texts_are_limited_together() -> None:
+    texts = [LONG, LONG]  # two windows of 12, then two of 10 tokens per text
+    for task, need in (("text-classification", 48), ("embed", 40)):
+        prepared(task, texts, limited(max_request_tokens=need), long_text="window")
+        with pytest.raises(InvalidRequest, match=rf"up to inputs\[1\] .* hold {need} tokens"):
+            prepared(task, texts, limited(max_request_tokens=need - 1), long_text="window")
+
+
+def test_windows_of_a_text_keep_to_the_place_where_it_ends() -> None:
+    for task in ("text-classification", "embed"):
+        whole = LONG[: 2 * (10 if task == "text-classification" else 8) - 1]
+        request = prepared(task, whole, long_text="window", return_usage=True)
+        assert len(request.encodings) == 1
+        assert request.usage is not None
+        assert request.usage[0].windows is None
+
+
+def test_each_pair_has_its_texts_even_if_they_repeat() -> None:
+    pairs = [Pair(text="a", next="b"), Pair(text="a", next="c"), Pair(text="b", next="a")]
+    request = prepared("nsp", pairs)
+    assert tokens(request) == [
+        "[CLS] a [SEP] b [SEP]",
+        "[CLS] a [SEP] c [SEP]",
+        "[CLS] b [SEP] a [SEP]",
+    ]
+    rows = ([1, 0], [0, 1], [3, 0])
+    outputs = [{"next_sentence": NextSentenceResult(np.array(r, np.float32))} for r in rows]
+    assert [labels[0].score > 0.5 for labels in decoded("nsp", request, outputs)] == [
+        True, False, True,
+    ]  # fmt: skip
+
+
+def test_candidates_of_equal_score_keep_their_order() -> None:
+    request = prepared("nsp", Candidates(text="a", candidates=["b", "c"]))
+    outputs = [{"next_sentence": NextSentenceResult(np.zeros(2, np.float32))}] * 2
+    assert [one.index for one in decoded("nsp", request, outputs)] == [0, 1]
+
+
+def test_targets_and_originals_of_equal_score_keep_their_order() -> None:
+    nothing = np.zeros((1, 0), np.float32)
+    logits = np.zeros((1, 3), np.float32)
+    result = MaskedLMResult(nothing, nothing.astype(int), np.ones(1, np.float32), logits)
+    for targets_as in ("tokens", "words"):
+        request = prepared(
+            "fill-mask", "[MASK]", targets=["sun", "a", "red"], targets_as=targets_as
+        )
+        outputs = [{"masked_lm": result}] * len(request.encodings)
+        if targets_as == "words":
+            one = MaskedLMResult(nothing, nothing.astype(int), result.logsumexp, logits[:, :1])
+            outputs = [{"masked_lm": one}] * 3
+        words = [p.token_str for p in decoded("fill-mask", request, outputs)]
+        assert words == ["sun", "a", "red"], targets_as
+    whole = np.zeros((1, len(ID)), np.float32)
+    request = prepared("fill-mask", "[MASK]", original="sun", top_k=1)
+    result = MaskedLMResult(nothing + 1, np.array([[MASK]]), np.ones(1, np.float32), whole)
+    result = MaskedLMResult(np.ones((1, 1), np.float32), result.top_ids, result.logsumexp, whole)
+    assert decoded("fill-mask", request, [{"masked_lm": result}]).original.rank == 1
+
+
+def test_each_original_belongs_to_its_text() -> None:
+    request = prepared("fill-mask", ["a [MASK]", "b [MASK]"], original=["sun", "moon"], top_k=1)
+    whole = np.zeros((1, len(ID)), np.float32)
+    whole[0, ids("sun moon")] = [3, 2]
+    result = MaskedLMResult(
+        np.full((1, 1), 3, np.float32), np.array([ids("sun")]), np.full(1, 4, np.float32), whole
+    )
+    first, second = decoded("fill-mask", request, [{"masked_lm": result}] * 2)
+    assert (first.original.token_str, first.original.rank) == ("sun", 1)
+    assert (second.original.token_str, second.original.rank) == ("moon", 2)
+    assert second.predictions[0].sequence == "b sun"
+    with pytest.raises(InvalidRequest, match=r"inputs\[1\] holds 2 mask tokens"):
+        prepared("fill-mask", ["[MASK]", "[MASK] [MASK]"], original=["a", "a"])
+    with pytest.raises(InvalidRequest, match="original has 201 characters"):
+        prepared("fill-mask", "[MASK]", original="a" * 201)
+
+
+# ---- a model without a recipe, and with a default prompt ---------------------------------------
+
+
+def test_a_model_without_a_recipe_reads_as_much_as_it_can() -> None:
+    rest = [task for task in manifest().tasks if not task.startswith("embed")]
+    model = context(tasks=rest, embedding=None)
+    request = prepared("embed-sparse", LONG, model, return_usage=True)
+    assert request.usage == [TextUsage(13, 12)]
+    with pytest.raises(InvalidRequest, match=r"'query' is not one of .* \(none\)"):
+        prepared("embed-sparse", "a", model, prompt_name="query")
+
+
+def test_a_named_prompt_replaces_the_default() -> None:
+    recipe = CONTEXT.manifest.embedding
+    assert recipe is not None
+    both = {"prompts": {"q": "ask ", "d": "say "}, "default_prompt": "q"}
+    model = context(embedding=recipe.model_dump() | both)
+    assert tokens(prepared("embed", "a", model, prompt_name="d")) == ["[CLS] say a [SEP]"]
+    assert tokens(prepared("embed", ids("a"), model)) == ["[CLS] a [SEP]"]
+    with pytest.raises(InvalidRequest, match=r"'x{79} is not one"):
+        prepared("embed", "a", model, prompt_name="x" * 100)
+
+
+# ---- the bodies that validation accepts --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("task", "accepted", "refused"),
+    [
+        ("embed", ["a", [1, 2], ["a", [1, 2]], [[1]]], [1, {"a": 1}, [1.5], [None]]),
+        ("qa", [{"question": "a", "context": "b"}], ["a", {"question": "a"}]),
+        ("nsp", [{"text": "a", "next": "b"}, [{"text": "a", "next": "b"}]], ["a", {"text": "a"}]),
+        ("fill-mask", ["a", ["a", "b"]], [1, [1], {"text": "a"}]),
+        ("text-classification", ["a", [{"text": "a"}, "b"], {"text": "a", "text_pair": "b"}], [1]),
+    ],
+)
+def test_inputs_of_a_body(task: str, accepted: list[Any], refused: list[Any]) -> None:
+    adapter = TypeAdapter(TASKS[task].inputs)
+    for body in accepted:
+        adapter.validate_python(body)
+    for body in refused:
+        with pytest.raises(ValidationError):
+            adapter.validate_python(body)
+
+
+@pytest.mark.parametrize(
+    ("task", "field", "values"),
+    [
+        ("embed", "pooling", ["cls", "mean", "max"]),
+        ("embed", "long_text", ["error", "truncate", "window"]),
+        ("embed", "encoding_format", ["float", "base64"]),
+        ("embed-all", "long_text", ["error", "truncate"]),
+        ("embed-all", "truncation_direction", ["left", "right", "Left"]),
+        ("fill-mask", "long_text", ["error", "truncate", "window"]),
+        ("fill-mask", "decode", ["independent", "left-to-right", "beam"]),
+        ("fill-mask", "targets_as", ["tokens", "words"]),
+        ("nsp", "long_text", ["error", "truncate"]),
+        ("qa", "long_text", ["error", "truncate", "window"]),
+        ("score", "long_text", ["error", "truncate", "window"]),
+        ("text-classification", "long_text", ["error", "truncate", "window"]),
+        ("text-classification", "function_to_apply", ["sigmoid", "softmax", "none"]),
+        ("token-classification", "aggregation_strategy", ["none", "simple", "first", "average"]),
+        ("token-classification", "aggregation_strategy", ["max"]),
+        ("token-classification", "long_text", ["error", "truncate", "window"]),
+        ("embed", "layers", ["first", "second-to-last", "last", "sum-last-four", "sum-all"]),
+        ("embed", "layers", ["concat-last-four"]),
+    ],
+)
+def test_choices_of_a_parameter(task: str, field: str, values: list[str]) -> None:
+    model = TASKS[task].parameters
+    for value in values:
+        model.model_validate({field: value})
+    with pytest.raises(ValidationError):
+        model.model_validate({field: "other"})
+
+
+def test_parameters_that_are_left_out_have_no_value() -> None:
+    for name, task in TASKS.items():
+        assert set(task.parameters().model_dump().values()) <= {None}, name

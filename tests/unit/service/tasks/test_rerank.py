@@ -1,0 +1,132 @@
+"""Reranking: who scores, in what order texts are returned, and what is refused."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloze.model_store.heads.embedding import EmbeddingResult
+from cloze.model_store.heads.sequence_classification import SequenceClassificationResult
+from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.tasks import rerank
+from cloze.service.tasks.task import PreparedRequest, TaskCall, TaskContext
+from tests.unit.service.tasks.model import CONTEXT, LABELS, context, limited, tokens, types
+
+
+def ranker(*labels: str) -> dict[str, Any]:
+    """Return the heads of a classifier with other labels."""
+    return {
+        "sequence_classification": {
+            "labels": labels,
+            "problem_type": "single_label_classification",
+        },
+        "token_classification": {"labels": LABELS},
+    }
+
+
+CLASSIFIER = context(heads=ranker("relevance"))
+
+
+def asked(
+    texts: list[str], model: TaskContext = CLASSIFIER, query: str = "the door", **parameters: Any
+) -> PreparedRequest[Any]:
+    inputs = rerank.RerankInputs(query=query, texts=texts)
+    return rerank.prepare(TaskCall(inputs, rerank.RerankParameters(**parameters)), model)
+
+
+def logits(*values: float) -> list[dict[str, Any]]:
+    name = "sequence_classification"
+    return [{name: SequenceClassificationResult(np.array([v], np.float32))} for v in values]
+
+
+def test_the_task_is_named_as_its_route() -> None:
+    assert (rerank.TASK.name, rerank.TASK.route) == ("rerank", "/rerank")
+
+
+def test_a_classifier_of_one_label_ranks_pairs_of_query_and_text() -> None:
+    request = asked(["a", "b", "c"])
+    assert tokens(request) == [f"[CLS] the door [SEP] {text} [SEP]" for text in "abc"]
+    assert types(request) == [[0, 0, 0, 0, 1, 1]] * 3
+    ranking = rerank.decode(request, logits(0, 2, -2), CLASSIFIER)
+    assert ranking.by == "classifier"
+    assert [(r.index, r.text) for r in ranking.ranks] == [(1, None), (0, None), (2, None)]
+    sigmoid = [1 / (1 + np.exp(-2)), 0.5, 1 / (1 + np.exp(2))]
+    assert [r.score for r in ranking.ranks] == pytest.approx(sigmoid)
+
+
+def test_raw_scores_are_the_logits() -> None:
+    ranking = rerank.decode(asked(["a", "b"], raw_scores=True), logits(-3, 2), CLASSIFIER)
+    assert [(r.index, r.score) for r in ranking.ranks] == [(1, 2), (0, -3)]
+
+
+@pytest.mark.parametrize("model", [CONTEXT, context(heads=ranker("no", "yes"))])
+def test_any_other_model_ranks_by_the_similarity_of_embeddings(model: TaskContext) -> None:
+    request = asked(["a", "b"], model)
+    assert tokens(request) == ["[CLS] the door [SEP]", "[CLS] a [SEP]", "[CLS] b [SEP]"]
+    rows = ([2, 0, 0, 0], [0, 1, 0, 0], [3, 4, 0, 0])
+    outputs = [{"embedding": EmbeddingResult(np.array(row, np.float32))} for row in rows]
+    ranking = rerank.decode(request, outputs, model)
+    assert ranking.by == "similarity"
+    assert [(r.index, r.score) for r in ranking.ranks] == [
+        (1, pytest.approx(0.6)),
+        (0, pytest.approx(0)),
+    ]
+
+
+def test_a_model_without_labels_does_not_classify() -> None:
+    described = CONTEXT.manifest
+    without = described.model_copy(update={"heads": {}})
+    assert not rerank.classifies(without)
+    assert not rerank.classifies(described)
+    assert rerank.classifies(CLASSIFIER.manifest)
+
+
+def test_texts_of_equal_score_keep_their_order() -> None:
+    ranking = rerank.decode(asked(["a", "b", "c"]), logits(1, 2, 1), CLASSIFIER)
+    assert [r.index for r in ranking.ranks] == [1, 0, 2]
+
+
+def test_texts_are_returned_if_asked() -> None:
+    request = asked(["a", "b"], return_text=True)
+    ranking = rerank.decode(request, logits(1, 2), CLASSIFIER)
+    assert [(r.index, r.text) for r in ranking.ranks] == [(1, "b"), (0, "a")]
+
+
+def test_returned_texts_count_as_results() -> None:
+    wide = context(limited(max_text_characters=30_000).limits, heads=ranker("relevance"))
+    texts = ["a " * 15_000, "b " * 10_000]  # 50,000 characters: as 5 predictions
+    assert asked(texts, wide, return_text=True).results == 5
+    assert asked(texts, wide).results == 2
+    assert asked(["a", "b", "c"], return_text=True).results == 3
+
+
+def test_long_texts_are_cut_as_asked() -> None:
+    long = "a b c d e f g h i j"  # 15 tokens with the query and the special tokens
+    request = asked([long])
+    assert tokens(request) == ["[CLS] the door [SEP] a b c d e f g [SEP]"]
+    assert request.truncated == 1
+    assert tokens(asked([long], truncation_direction="left")) == [
+        "[CLS] the door [SEP] d e f g h i j [SEP]"
+    ]
+    for parameters in ({"truncate": False}, {"long_text": "error"}):
+        with pytest.raises(InvalidRequest, match=r"inputs\[0\] has 15 tokens; the model reads 12"):
+            asked([long], **parameters)
+        with pytest.raises(InvalidRequest, match=r"sentences\[0\] has 12 tokens; .* reads 10"):
+            asked([long], CONTEXT, **parameters)
+
+
+def test_texts_are_limited_and_named() -> None:
+    asked(["a"] * 4)
+    asked(["a" * 200])
+    with pytest.raises(InvalidRequest, match="texts has 5 texts; the limit is 4"):
+        asked(["a"] * 5)
+    with pytest.raises(EmptyRequest, match="texts is an empty list"):
+        asked([])
+    with pytest.raises(EmptyRequest, match=r"texts\[1\] is empty"):
+        asked(["a", ""])
+    with pytest.raises(EmptyRequest, match="query is empty"):
+        asked(["a"], query="")
+    with pytest.raises(InvalidRequest, match="query has 201 characters; the limit is 200"):
+        asked(["a"], query="a" * 201)
+    with pytest.raises(InvalidRequest, match=r"texts\[0\] has 201 characters"):
+        asked(["a" * 201])

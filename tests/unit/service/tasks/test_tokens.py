@@ -1,0 +1,195 @@
+"""Tokens of texts, and texts of tokens: places in bytes, limits, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from cloze.service.core import EmptyRequest, InvalidRequest
+from cloze.service.tasks import decode_ids, tokenize
+from cloze.service.tasks.task import PreparedRequest, TaskCall, TaskContext
+from cloze.service.tasks.tokenize import Token
+from tests.unit.service.tasks.model import (
+    CLS,
+    CONTEXT,
+    ID,
+    SEP,
+    UNK,
+    VOCABULARY,
+    ids,
+    limited,
+)
+
+
+def tokenized(
+    inputs: Any, model: TaskContext = CONTEXT, **parameters: Any
+) -> PreparedRequest[list[tokenize.TokenizedText]]:
+    made = tokenize.TokenizeParameters(**parameters)
+    return tokenize.prepare(TaskCall(inputs, made), model)
+
+
+def all_tokens(inputs: Any, model: TaskContext = CONTEXT, **parameters: Any) -> list[list[Token]]:
+    request = tokenized(inputs, model, **parameters)
+    texts = tokenize.decode(request, [], model)
+    return [[token for part in text.parts() for token in part] for text in texts]
+
+
+def test_the_tasks_are_named_as_their_routes() -> None:
+    assert (tokenize.TASK.name, tokenize.TASK.route) == ("tokenize", "/tokenize")
+    assert (decode_ids.TASK.name, decode_ids.TASK.route) == ("decode", "/decode")
+    assert (tokenize.TASK.heads, decode_ids.TASK.heads) == ((), ())
+
+
+def test_tokens_have_their_places_between_special_tokens() -> None:
+    assert all_tokens("the reds") == [
+        [
+            Token(CLS, "[CLS]", True, None, None),
+            Token(ID["the"], "the", False, 0, 3),
+            Token(ID["red"], "red", False, 4, 7),
+            Token(ID["##s"], "s", False, 7, 8),
+            Token(SEP, "[SEP]", True, None, None),
+        ]
+    ]
+
+
+def test_special_tokens_may_be_left_out() -> None:
+    assert all_tokens(["a", "b"], add_special_tokens=False) == [
+        [Token(ID["a"], "a", False, 0, 1)],
+        [Token(ID["b"], "b", False, 0, 1)],
+    ]
+    assert tokenize.TokenizeParameters().add_special_tokens
+
+
+def test_places_are_in_bytes_of_the_text() -> None:
+    # Characters of two, two, three and four bytes: the limits of each length, and one below.
+    text = "a\u00e9\u07ff\u0800\U00010000 \u007f\u0080\uffff a"
+    first, *_, last = all_tokens(text, add_special_tokens=False)[0]
+    assert (first.start, last.start, last.stop) == (
+        0,
+        len(text[:-1].encode()),
+        len(text.encode()),
+    )
+    for index, character in enumerate(text):
+        prefix = text[: index + 1]
+        assert tokenize._byte_ends(text)[index + 1] == len(prefix.encode()), character
+
+
+def test_an_unknown_token_has_the_text_that_stands_there() -> None:
+    [[token]] = all_tokens("\N{SNOWMAN}", add_special_tokens=False)
+    assert token == Token(UNK, "\N{SNOWMAN}", False, 0, 3)
+
+
+def test_a_prompt_is_part_of_the_text() -> None:
+    [tokens] = all_tokens("the", prompt_name="query", add_special_tokens=False)
+    assert [(t.text, t.start, t.stop) for t in tokens] == [
+        ("ask", 0, 3),
+        (":", 4, 5),
+        ("the", 6, 9),
+    ]
+    with pytest.raises(InvalidRequest, match="prompt_name 'no' is not one"):
+        tokenized("the", prompt_name="no")
+
+
+def test_a_long_text_is_written_in_parts() -> None:
+    model = limited(max_text_characters=10_000, max_results=5000)
+    [text] = tokenize.decode(tokenized("a b " * 1025, model), [], model)
+    parts = list(text.parts())
+    assert [len(part) for part in parts] == [1, 1024, 1024, 2, 1]
+    assert [t.text for part in parts[1:-1] for t in part] == ["a", "b"] * 1025
+    assert [t.start for part in parts[1:-1] for t in part] == list(range(0, 4100, 2))
+
+
+def test_a_text_of_spaces_has_special_tokens_only() -> None:
+    assert [t.text for t in all_tokens(" ")[0]] == ["[CLS]", "[SEP]"]
+    assert all_tokens(" ", add_special_tokens=False) == [[]]
+
+
+def test_tokens_are_limited_per_request() -> None:
+    tokenized(["a b c", "d"], limited(max_results=8))
+    with pytest.raises(
+        InvalidRequest, match=r"the texts up to inputs\[1\] have at least 8 tokens; the limit is 7"
+    ):
+        tokenized(["a b c", "d"], limited(max_results=7))
+    with pytest.raises(InvalidRequest, match="inputs has at least 5 tokens; the limit is 4"):
+        tokenized("a b c", limited(max_results=4))
+    tokenized(["a b c", "d"], limited(max_results=4), add_special_tokens=False)
+
+
+def test_a_text_that_exceeds_the_limit_is_not_tokenized_to_its_end() -> None:
+    model = limited(max_text_characters=200_000, max_results=100)
+    with pytest.raises(InvalidRequest) as error:
+        tokenized("a b " * 40_000, model)
+    assert "at least" in str(error.value)
+    assert int(str(error.value).split("at least ")[1].split()[0]) < 60_000  # of 80,000
+
+
+def test_eight_tokens_cost_as_much_as_a_prediction() -> None:
+    assert tokenized("a b c d e").results == 0
+    assert tokenized("a b c d e f").results == 1
+    assert tokenized(["a b c d e f", "a b c d e f"]).results == 2
+    assert tokenized("a").encodings == []
+
+
+def test_texts_to_tokenize_are_checked() -> None:
+    tokenized(["a"] * 4)
+    with pytest.raises(InvalidRequest, match="5 texts; the limit is 4"):
+        tokenized(["a"] * 5)
+    with pytest.raises(EmptyRequest, match=r"inputs\[1\] is empty"):
+        tokenized(["a", ""])
+    with pytest.raises(EmptyRequest, match=r"^inputs is empty"):
+        tokenized("")
+    with pytest.raises(InvalidRequest, match="inputs has 201 characters"):
+        tokenized("a" * 201)
+
+
+# ---- texts of tokens ---------------------------------------------------------------------------
+
+
+def prepared_ids(
+    inputs: Any, model: TaskContext = CONTEXT, **parameters: Any
+) -> PreparedRequest[Any]:
+    made = decode_ids.DecodeParameters(**parameters)
+    return decode_ids.prepare(TaskCall(inputs, made), model)
+
+
+def texts_of(inputs: Any, **parameters: Any) -> list[str]:
+    return decode_ids.decode(prepared_ids(inputs, **parameters), [], CONTEXT)
+
+
+def test_ids_are_joined_to_texts() -> None:
+    assert texts_of(ids("the red ##s")) == ["the reds"]
+    assert texts_of([ids("the"), ids("red door")]) == ["the", "red door"]
+
+
+def test_special_tokens_are_left_out_unless_asked_for() -> None:
+    wrapped = [CLS, ID["the"], SEP]
+    assert texts_of(wrapped) == ["the"]
+    assert texts_of(wrapped, skip_special_tokens=False) == ["[CLS] the [SEP]"]
+
+
+def test_ids_outside_the_vocabulary_have_no_text() -> None:
+    assert texts_of([0, len(VOCABULARY), 2**32 - 1, ID["the"]]) == ["[PAD] the"]
+    for wrong in ([-1, 5], [[5], [-1]]):
+        with pytest.raises(
+            InvalidRequest, match="token ids from -1 to 5; they are 0 to 4294967295"
+        ):
+            prepared_ids(wrong)
+    with pytest.raises(InvalidRequest, match="token ids from 5 to 4294967296"):
+        prepared_ids([[2**32], [5]])
+
+
+def test_ids_are_limited_per_request() -> None:
+    prepared_ids([[1]] * 4)
+    with pytest.raises(InvalidRequest, match="inputs has 5 texts; the limit is 4"):
+        prepared_ids([[1]] * 5)
+    prepared_ids([[1] * 30] * 2)
+    with pytest.raises(InvalidRequest, match="inputs has 61 token ids; the limit is 60"):
+        prepared_ids([[1] * 31, [1] * 30])
+    for empty in ([], [[]], [[1], []]):
+        with pytest.raises(EmptyRequest, match="empty list; it needs at least 1 token id"):
+            prepared_ids(empty)
+
+
+def test_32_ids_cost_as_much_as_a_prediction() -> None:
+    assert prepared_ids([[1] * 16, [1] * 15]).results == 0
+    assert prepared_ids([1] * 32).results == 1
+    assert prepared_ids([1]).encodings == []

@@ -338,7 +338,7 @@ def prepare_words(
     texts = []
     for at, text in ids:
         size = len(text) + 2 + longest - 1
-        whole = [tokenizer.cls_id, *text, tokenizer.sep_id]
+        whole = tokenizer.special.text(text)
         masks = tokenizer.mask_positions(whole)
         texts.append(_Text(whole, masks))
         budget.add(len(masks) * pieces * size, at)

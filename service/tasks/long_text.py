@@ -211,7 +211,7 @@ class TextEncoder:
         Raises:
             InvalidRequest: the pair is too long, and long texts are refused or divided.
         """
-        tokens = len(first) + len(second) + self._tokenizer.pair_tokens
+        tokens = len(first) + len(second) + self._tokenizer.special.pair_tokens
         if self.rule.choice == "window" and tokens > self._most:
             raise InvalidRequest(
                 f"is a pair of {tokens} tokens; the model reads {self._most}, and long_text "

@@ -139,10 +139,10 @@ def _add(
     at, tokenizer = pair.at, context.tokenizer
     ids, spans = _tokenize(pair, context)
     cut = ids[: options.max_question_len]
-    around = len(cut) + tokenizer.pair_tokens
+    around = len(cut) + tokenizer.special.pair_tokens
     room = options.max_seq_len - around
     stride = _stride(options, room, at)
-    whole = len(ids) + len(spans.ids) + tokenizer.pair_tokens
+    whole = len(ids) + len(spans.ids) + tokenizer.special.pair_tokens
     if options.long_text == "error" and len(cut) < len(ids):
         most = options.max_question_len
         raise InvalidRequest(
@@ -159,7 +159,7 @@ def _add(
     places = characters(bounds, read.offsets) if len(bounds) > 1 else None
     is_cut = len(cut) < len(ids) or len(read.ids) < len(spans.ids)
     encoder.add_encodings(encodings, TextUsage(whole, around + len(read.ids), places), cut=is_cut)
-    return Question(pair.value.context, read, tokenizer.second_start(len(cut)), bounds)
+    return Question(pair.value.context, read, tokenizer.special.second_start(len(cut)), bounds)
 
 
 _REQUEST: Final = {span.HEAD.name: span.SpanRequest()}

@@ -110,8 +110,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Tokeni
     for at, text in texts:
         check_text(text, at, limits)
     prompt = embed_inputs.prompt_of(context, parameters.prompt_name)
-    before = (_special(tokenizer, tokenizer.cls_id),) if parameters.add_special_tokens else ()
-    after = (_special(tokenizer, tokenizer.sep_id),) if parameters.add_special_tokens else ()
+    before = (_special(tokenizer, tokenizer.special.cls),) if parameters.add_special_tokens else ()
+    after = (_special(tokenizer, tokenizer.special.sep),) if parameters.add_special_tokens else ()
     tokenized: list[TokenizedText] = []
     tokens = 0
     for at, text in texts:

@@ -11,7 +11,7 @@ Each text is its length, 4 bytes, and its UTF-8. Source: Triton Inference Server
 
 import io
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -54,63 +54,35 @@ DTYPES: Final[Mapping[str, Convert]] = {
 filled up with zeros: [n, ceil(D / 8)]."""
 
 
-def check_accept(request: Request) -> None:
-    """Check the dtype that a request accepts.
-
-    Raises:
-        InvalidRequest: there is no such dtype.
-    """
-    _accepted(request)
-
-
-def respond_vectors(request: Request, values: Float32) -> BytesResponse:
-    """Return vectors [n, D] float32, in the format that the client accepts.
+def respond(request: Request, value: Any) -> BytesResponse:
+    """Return a result in the format that the client accepts; only vectors have others than JSON.
 
     Args:
         request: the request, with an ``Accept`` header or none.
-        values: [n, D] float32.
+        value: vectors [n, D] float32; or at least one array [S, D] float32, which as bytes follow
+            each other; or another result.
     """
-    kind, dtype = _accepted(request)
+    several = isinstance(value, list) and bool(value) and isinstance(value[0], np.ndarray)
+    if not several and not isinstance(value, np.ndarray):
+        return json_response(value)
+    kind, dtype = accepted(request)
     if kind == JSON:
-        return json_response(values.astype("<f4", copy=False))
-    return _respond_bytes(kind, dtype, values)
-
-
-def respond_lists(request: Request, values: Sequence[Float32]) -> BytesResponse:
-    """Return several arrays [S, D] float32; as bytes, one after the other.
-
-    Args:
-        request: the request, with an ``Accept`` header or none.
-        values: at least one array.
-    """
-    kind, dtype = _accepted(request)
-    if kind == JSON:
-        return json_response(list(values))
-    lengths = b",".join(b"%d" % len(rows) for rows in values)
-    return _respond_bytes(kind, dtype, np.concatenate(values), (b"x-lengths", lengths))
-
-
-def _respond_bytes(
-    kind: str, dtype: str, values: Float32, *headers: tuple[bytes, bytes]
-) -> BytesResponse:
-    converted, scale = DTYPES[dtype](values)
+        return json_response(value)
+    converted, scale = DTYPES[dtype](np.concatenate(value) if several else value)
+    content = io.BytesIO()
     if kind == NPY:
-        file = io.BytesIO()
-        np.save(file, converted)
-        content = file.getvalue()
+        np.save(content, converted)
     else:
-        content = converted.tobytes()
-    return BytesResponse(
-        content,
-        kind.encode(),
-        (b"x-dtype", dtype.encode()),
-        (b"x-shape", b"%d,%d" % converted.shape),
-        *([(b"x-scale", b"%.9g" % scale)] if scale is not None else []),
-        *headers,
-    )
+        content.write(converted.tobytes())
+    headers = [(b"x-dtype", dtype.encode()), (b"x-shape", b"%d,%d" % converted.shape)]
+    if scale is not None:
+        headers.append((b"x-scale", b"%.9g" % scale))
+    if several:
+        headers.append((b"x-lengths", b",".join(b"%d" % len(rows) for rows in value)))
+    return BytesResponse(content.getvalue(), kind.encode(), *headers)
 
 
-def _accepted(request: Request) -> tuple[str, str]:
+def accepted(request: Request) -> tuple[str, str]:
     """Return the media type that a request prefers, JSON, raw bytes or NumPy, and its dtype.
 
     The type is JSON unless another type has a higher weight (RFC 9110, section 12.5.1).

@@ -8,7 +8,6 @@ the shape of text-embeddings-inference: ``{"error", "error_type"}``.
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
 
-import numpy as np
 from pydantic import BaseModel, Field, create_model
 from starlette.requests import Request
 
@@ -23,7 +22,6 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     WireProtocol,
     ignored_fields,
-    json_response,
     write_error,
 )
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
@@ -82,7 +80,7 @@ def task_route(task: Task) -> TaskRoute:
             [value] = value
         if result.usage is not None:
             value = {"result": value, "usage": result.usage}
-        return _respond(request, value)
+        return binary.respond(request, value)
 
     def to_call(request_body: Any) -> TaskCall:
         if at_root:
@@ -102,7 +100,7 @@ def task_route(task: Task) -> TaskRoute:
         errors=ERROR_STATUSES,
     )
     warnings = ignored_fields if task.name in _SHARED else None
-    check = binary.check_accept if task.vectors else None
+    check = binary.accepted if task.vectors else None
     return TaskRoute(task.route, task, body, to_call, respond, doc, warnings, check)
 
 
@@ -144,14 +142,6 @@ def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
     return create_model(
         f"{_title(task)}Body", __base__=base, __doc__=f"``POST {task.route}``.", **fields
     )
-
-
-def _respond(request: Request, value: Any) -> BytesResponse:
-    if isinstance(value, np.ndarray):
-        return binary.respond_vectors(request, value)
-    if isinstance(value, list) and value and isinstance(value[0], np.ndarray):
-        return binary.respond_lists(request, value)
-    return json_response(value)
 
 
 PROTOCOL: Final = WireProtocol("native", ("/",), routes, write_error)

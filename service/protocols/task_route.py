@@ -70,7 +70,7 @@ class TaskRoute:
     respond: Callable[[Request, Any, TaskResult], BytesResponse]
     doc: RouteDoc
     warnings: Callable[[Any], Sequence[str]] | None = None
-    check: Callable[[Request], None] | None = None
+    check: Callable[[Request], object] | None = None
     names: Mapping[tuple[str | int, ...], str] = field(default_factory=dict)
     serving: Callable[[Models], Sequence[Pipeline]] | None = None
 

@@ -129,7 +129,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         return _prepare_spans(call, parameters.spans, dimensions, normalize, context)
     texts = listed(call.inputs, context.limits)
     encoded = embed_inputs.encode(texts, parameters, context, request)
-    windows = encoded.windows if parameters.choice == "window" else None
+    windows = encoded.windows if encoded.rule.choice == "window" else None
     state = _State(rows, dimensions, normalize, windows)
     return encoded.prepared(state, len(encoded.encodings))
 

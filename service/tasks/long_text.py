@@ -133,7 +133,6 @@ class TextEncoder:
 
     Attributes:
         rule: what to do with long texts.
-        budget: divides long texts.
         encodings: one per text or pair, or one per window of a text.
         windows: number of encodings of each text or pair.
         truncated: number of texts and pairs that were cut.
@@ -149,7 +148,7 @@ class TextEncoder:
     ) -> None:
         self.rule, self._tokenizer, self._requests = rule, context.tokenizer, requests
         self._most = context.limits.max_tokens if max_tokens is None else max_tokens
-        self.budget = WindowBudget(context.limits)
+        self._budget = TokenBudget(context.limits, "the windows hold")
         self.encodings: list[Encoding] = []
         self.windows: list[int] = []
         self.truncated = 0
@@ -174,7 +173,8 @@ class TextEncoder:
             return self._add_windows(at, ids, text, prompt)
         keep_end = self.rule.keep_end
         encoding, cut = self._tokenizer.encode(ids, self._most, keep_end=keep_end)
-        self._add_one(at, encoding, len(ids) + 2, cut)
+        usage = TextUsage(len(ids) + 2, len(encoding))
+        self.add_encodings(at, [encoding], usage, cut=cut)
         return [(0, len(encoding) - 2)]
 
     def _add_windows(
@@ -191,7 +191,7 @@ class TextEncoder:
             )
         bounds = [(0, len(own))]
         if len(own) > room:
-            bounds = self.budget.divide(len(own), room, at, self.rule.stride)
+            bounds = self.divide(len(own), room, at, self.rule.stride)
         encodings = [
             self._tokenizer.encode([*prefix, *own[first:end]], self._most)[0]
             for first, end in bounds
@@ -202,7 +202,7 @@ class TextEncoder:
                 (start - len(prompt), end - len(prompt))
                 for start, end in characters(bounds, places[len(prefix) :])
             ]
-        self.add_encodings(encodings, TextUsage(len(ids) + 2, len(ids) + 2, windows))
+        self.add_encodings(at, encodings, TextUsage(len(ids) + 2, len(ids) + 2, windows))
         return bounds
 
     def add_pair(self, at: Location, first: Sequence[int], second: Sequence[int]) -> None:
@@ -220,23 +220,24 @@ class TextEncoder:
             )
         keep_end = self.rule.keep_end
         encoding, cut = self._tokenizer.pair(first, second, self._most, keep_end=keep_end)
-        self._add_one(at, encoding, tokens, cut)
-
-    def _add_one(self, at: Location, encoding: Encoding, tokens: int, cut: bool) -> None:
-        if cut:
-            self.rule.check(at, tokens, self._most)
-        self.add_encodings([encoding], TextUsage(tokens, len(encoding)), cut=cut)
+        self.add_encodings(at, [encoding], TextUsage(tokens, len(encoding)), cut=cut)
 
     def add_encodings(
-        self, encodings: Sequence[Encoding], usage: TextUsage, *, cut: bool = False
+        self, at: Location, encodings: Sequence[Encoding], usage: TextUsage, *, cut: bool = False
     ) -> None:
         """Add the encodings of one text or pair.
 
         Args:
+            at: place of the text.
             encodings: its encodings.
             usage: how much of it they have.
             cut: whether it was cut.
+
+        Raises:
+            InvalidRequest: it was cut, but long texts are refused.
         """
+        if cut:
+            self.rule.check(at, usage.tokens, self._most)
         if self._requests is not None:
             for encoding in encodings:
                 encoding.requests = self._requests
@@ -245,6 +246,25 @@ class TextEncoder:
         self.truncated += cut
         if self.usage is not None:
             self.usage.append(usage)
+
+    def divide(
+        self, tokens: int, room: int, at: Location, stride: int | None = None, around: int = 2
+    ) -> list[Bounds]:
+        """Return the bounds of a text's windows; see `windows`.
+
+        Args:
+            tokens: tokens of the text, without special tokens.
+            room: most tokens of the text per window.
+            at: place of the text.
+            stride: tokens that neighbouring windows share; None: a quarter of a window.
+            around: tokens of each window besides those of the text.
+
+        Raises:
+            InvalidRequest: the windows hold more tokens than a request may have.
+        """
+        stride = room // _OVERLAP if stride is None else stride
+        self._budget.add(window_count(tokens, room, stride) * (room + around), at)
+        return windows(tokens, room, stride)
 
     def prepared(self, state: S, results: int = 0) -> PreparedRequest[S]:
         """Return the request with all its encodings; see `PreparedRequest`."""
@@ -283,32 +303,6 @@ class TokenBudget:
                 at,
                 UP_TO,
             )
-
-
-class WindowBudget:
-    """Divides the texts of one request into windows, within the tokens that a request may have."""
-
-    def __init__(self, limits: TaskLimits) -> None:
-        self._budget = TokenBudget(limits, "the windows hold")
-
-    def divide(
-        self, tokens: int, room: int, at: Location, stride: int | None = None, around: int = 2
-    ) -> list[Bounds]:
-        """Return the bounds of a text's windows; see `windows`.
-
-        Args:
-            tokens: tokens of the text, without special tokens.
-            room: most tokens of the text per window.
-            at: place of the text.
-            stride: tokens that neighbouring windows share; None: a quarter of a window.
-            around: tokens of each window besides those of the text.
-
-        Raises:
-            InvalidRequest: the windows hold more tokens than a request may have.
-        """
-        stride = room // _OVERLAP if stride is None else stride
-        self._budget.add(window_count(tokens, room, stride) * (room + around), at)
-        return windows(tokens, room, stride)
 
 
 def windows(tokens: int, room: int, stride: int) -> list[Bounds]:

@@ -152,13 +152,15 @@ def _add(
     if len(spans.ids) > room:
         encoder.rule.check(at, whole, options.max_seq_len)
     read = spans.first(room) if options.long_text == "truncate" else spans
-    bounds = encoder.budget.divide(len(read.ids), room, at, stride, around)
+    bounds = encoder.divide(len(read.ids), room, at, stride, around)
     encodings = [
         tokenizer.pair(cut, read.ids[first:end], options.max_seq_len)[0] for first, end in bounds
     ]
     places = characters(bounds, read.offsets) if len(bounds) > 1 else None
     is_cut = len(cut) < len(ids) or len(read.ids) < len(spans.ids)
-    encoder.add_encodings(encodings, TextUsage(whole, around + len(read.ids), places), cut=is_cut)
+    encoder.add_encodings(
+        at, encodings, TextUsage(whole, around + len(read.ids), places), cut=is_cut
+    )
     return Question(pair.value.context, read, tokenizer.special.second_start(len(cut)), bounds)
 
 

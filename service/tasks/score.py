@@ -99,10 +99,10 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Spans]
         copies = len(scored[-1].ids)
         budget.add(copies * min(copies + 2, limits.max_tokens), at)
     check_results(sum(len(spans.ids) for spans in scored), "the texts need", limits)
-    for spans, length in zip(scored, lengths, strict=True):
+    for (at, _), spans, length in zip(texts, scored, lengths, strict=True):
         usage = TextUsage(length + 2, len(spans.ids) + 2)
         cut = len(spans.ids) < length
-        encoder.add_encodings(_masked_copies(spans.ids, context), usage, cut=cut)
+        encoder.add_encodings(at, _masked_copies(spans.ids, context), usage, cut=cut)
     return encoder.prepared(scored, len(encoder.encodings))
 
 

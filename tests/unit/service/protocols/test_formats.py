@@ -209,7 +209,7 @@ ROWS = np.array([[0.5, -1.0, 0.0], [2.0, 0.25, -0.5]], np.float32)
 
 
 def response_of(accept: str | None) -> tuple[bytes, dict[str, str]]:
-    response = binary.respond_vectors(asking(accept), ROWS)
+    response = binary.respond(asking(accept), ROWS)
     return bytes(response.body), {n.decode(): v.decode() for n, v in response.raw_headers}
 
 
@@ -255,10 +255,10 @@ def test_vectors_of_fewer_bits() -> None:
     assert (zeros.tolist(), scale) == ([[0, 0]], 1.0)
     for accept in (f"{RAW}; dtype=float64", f"{NPY}; dtype="):
         with pytest.raises(InvalidRequest, match="Accept asks for dtype"):
-            binary.check_accept(asking(accept))
-    binary.check_accept(asking(f"{RAW}; dtype=int8"))
+            binary.accepted(asking(accept))
+    binary.accepted(asking(f"{RAW}; dtype=int8"))
     with pytest.raises(InvalidRequest) as refused:
-        binary.check_accept(asking(f"{RAW}; dtype={'x' * 99}"))
+        binary.accepted(asking(f"{RAW}; dtype={'x' * 99}"))
     assert str(refused.value) == (
         f"Accept asks for dtype '{'x' * 40}'; there are float32, float16, int8, ubinary"
     )
@@ -272,11 +272,11 @@ def test_vectors_in_the_format_of_numpy() -> None:
 
 def test_lists_of_arrays_have_their_lengths() -> None:
     several = [ROWS, ROWS[:1]]
-    response = binary.respond_lists(asking(RAW), several)
+    response = binary.respond(asking(RAW), several)
     headers = dict(response.raw_headers)
     assert (headers[b"x-lengths"], headers[b"x-shape"]) == (b"2,1", b"3,3")
     assert bytes(response.body) == np.concatenate(several).tobytes()
-    response = binary.respond_lists(asking(), several)
+    response = binary.respond(asking(), several)
     assert json.loads(bytes(response.body)) == [rows.tolist() for rows in several]
 
 

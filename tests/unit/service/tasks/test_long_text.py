@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks.long_text import (
+    LongTextRule,
+    TextEncoder,
     TruncationParameters,
-    WindowBudget,
     characters,
     window_count,
     windows,
@@ -19,7 +20,7 @@ from cloze.service.tasks.task import (
     check_text,
     listed,
 )
-from tests.unit.service.tasks.model import LIMITS
+from tests.unit.service.tasks.model import CONTEXT, LIMITS
 
 
 def test_windows_overlap_by_the_stride_and_end_with_the_text() -> None:
@@ -36,13 +37,13 @@ def test_the_count_is_that_of_the_windows(tokens: int, size: int, data: st.DataO
     assert window_count(tokens, size, stride) == len(windows(tokens, size, stride))
 
 
-def test_a_budget_counts_whole_windows_with_their_special_tokens() -> None:
-    budget = WindowBudget(LIMITS)  # 400 tokens per request
-    assert budget.divide(20, 8, "inputs") == windows(20, 8, 2)  # 3 windows x 10
-    assert budget.divide(8, 8, "inputs", stride=0) == [(0, 8)]  # 40 tokens so far
-    budget.divide(36 * 8, 8, "inputs", stride=0)  # 360 more: the limit itself
+def test_an_encoder_counts_whole_windows_with_their_special_tokens() -> None:
+    encoder = TextEncoder(LongTextRule("window"), CONTEXT)  # 400 tokens per request
+    assert encoder.divide(20, 8, "inputs") == windows(20, 8, 2)  # 3 windows x 10
+    assert encoder.divide(8, 8, "inputs", stride=0) == [(0, 8)]  # 40 tokens so far
+    encoder.divide(36 * 8, 8, "inputs", stride=0)  # 360 more: the limit itself
     with pytest.raises(InvalidRequest, match=r"up to last .* hold 410 tokens; .* is 400"):
-        budget.divide(1, 8, "last")
+        encoder.divide(1, 8, "last")
 
 
 def test_characters_of_windows() -> None:

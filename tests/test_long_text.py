@@ -13,9 +13,8 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 
 from cloze.export.publish import export
 from cloze.model_store import Store
-from cloze.service.core import InvalidRequest
+from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.long_text import LongTextRule, TextEncoder
-from cloze.service.tasks.task import INPUTS
 from tests.serving import Server, running_server
 from tests.test_sentence import saved as sentence_transformer
 from tests.unit.service.tasks.model import limited
@@ -314,14 +313,14 @@ def test_bytes_give_way_to_the_report(every_task: Server) -> None:
 
 def test_the_windows_of_a_request_are_limited() -> None:
     encoder = TextEncoder(LongTextRule("window"), limited(max_request_tokens=1000))
-    assert encoder.divide(300, 100, INPUTS.below(0)) == [
+    assert encoder.divide(300, 100, Location(("inputs", 0))) == [
         (0, 100),
         (75, 175),
         (150, 250),
         (225, 300),
     ]
     with pytest.raises(InvalidRequest) as refused:
-        encoder.divide(1000, 100, INPUTS.below(1))
+        encoder.divide(1000, 100, Location(("inputs", 1)))
     assert str(refused.value) == (
         "up to inputs[1] the windows hold 1734 tokens; the limit of a request is 1000"
     )

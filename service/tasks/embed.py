@@ -204,7 +204,7 @@ def _prepare_spans(
     text, parameters = call.inputs, call.parameters
     if isinstance(text, list) and len(text) == 1:
         text = text[0]  # some protocols have lists only
-    if parameters.choice == "window":
+    if parameters.rule().choice == "window":
         raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
     _check_spans(text, spans, context)
     encoded = embed_inputs.encode([Input(INPUTS, text)], parameters, context, _TOKENS_REQUEST)

@@ -87,7 +87,8 @@ def offsets(text: str, tokens: int, parameters: TextParameters, context: TaskCon
     """
     prompt = prompt_of(context, parameters.prompt_name)
     found = context.tokenizer.spans(prompt + text).offsets
-    kept = found[len(found) - (tokens - 2) :] if parameters.keep_end else found[: tokens - 2]
+    first = len(found) - (tokens - 2) if parameters.rule().keep_end else 0
+    kept = found[first : first + tokens - 2]
     skipped = len(prompt)
     places = [(start - skipped, end - skipped) if start >= skipped else None for start, end in kept]
     return [None, *places, None]

@@ -58,33 +58,23 @@ class TruncationParameters(WireModel):
         None, description="error refuses a long text, truncate cuts it; the default is truncate"
     )
 
-    @property
-    def keep_end(self) -> bool:
-        """Whether to cut the start of a long text."""
-        return self.truncation_direction == "left"
-
-    @property
-    def choice(self) -> LongText:
-        """What to do with a long text.
+    def rule(self, *, report: bool | None = False) -> "LongTextRule":
+        """Return what to do with long texts.
 
         Raises:
             InvalidRequest: ``truncate`` and ``long_text`` contradict each other.
         """
-        if self.long_text is None:
-            return "error" if self.truncate is False else "truncate"
-        if self.truncate is not None and self.long_text == (
-            "error" if self.truncate else "truncate"
-        ):
+        keep_end = self.truncation_direction == "left"
+        choice: LongText | None = self.long_text
+        if choice is None:
+            choice = "error" if self.truncate is False else "truncate"
+            return LongTextRule(choice, "truncate is false", keep_end, report=bool(report))
+        if self.truncate is not None and choice == ("error" if self.truncate else "truncate"):
             given = str(self.truncate).lower()
             raise InvalidRequest(
-                f"truncate {given} contradicts long_text {self.long_text}; leave out one of them"
+                f"truncate {given} contradicts long_text {choice}; leave out one of them"
             )
-        return self.long_text
-
-    def rule(self, *, report: bool | None) -> "LongTextRule":
-        """Return what to do with long texts; see `choice`."""
-        refused_by = "truncate is false" if self.long_text is None else _REFUSED
-        return LongTextRule(self.choice, refused_by, self.keep_end, report=bool(report))
+        return LongTextRule(choice, keep_end=keep_end, report=bool(report))
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,28 +63,28 @@ def test_characters_of_windows() -> None:
     ],
 )
 def test_the_choice_for_a_long_text(fields: dict, choice: str) -> None:
-    assert TruncationParameters(**fields).choice == choice
+    assert TruncationParameters(**fields).rule().choice == choice
 
 
 @pytest.mark.parametrize(("truncate", "long_text"), [(True, "error"), (False, "truncate")])
 def test_contradicting_parameters_are_refused(truncate: bool, long_text: str) -> None:
     parameters = TruncationParameters(truncate=truncate, long_text=long_text)
     with pytest.raises(InvalidRequest, match=f"truncate {str(truncate).lower()} contradicts"):
-        _ = parameters.choice
+        _ = parameters.rule().choice
 
 
 def test_a_cut_is_refused_by_the_parameter_that_forbids_it() -> None:
-    TruncationParameters().rule(report=None).check(INPUTS, 14, 12)
+    TruncationParameters().rule().check(INPUTS, 14, 12)
     with pytest.raises(InvalidRequest, match="inputs has 14 tokens; the model reads 12, and trunc"):
-        TruncationParameters(truncate=False).rule(report=None).check(INPUTS, 14, 12)
+        TruncationParameters(truncate=False).rule().check(INPUTS, 14, 12)
     with pytest.raises(InvalidRequest, match="and long_text is error"):
-        TruncationParameters(long_text="error").rule(report=None).check(INPUTS, 14, 12)
+        TruncationParameters(long_text="error").rule().check(INPUTS, 14, 12)
 
 
 def test_the_side_to_cut() -> None:
-    assert not TruncationParameters().keep_end
-    assert not TruncationParameters(truncation_direction="Right").keep_end
-    assert TruncationParameters(truncation_direction="LEFT").keep_end
+    assert not TruncationParameters().rule().keep_end
+    assert not TruncationParameters(truncation_direction="Right").rule().keep_end
+    assert TruncationParameters(truncation_direction="LEFT").rule().keep_end
 
 
 def test_one_input_or_a_list() -> None:

@@ -159,9 +159,8 @@ class Schedule:
         request = self.requests[index]
         lengths = request.lengths
         batch = [encodings.encoding([10 * index + 1] * length, embed=True) for length in lengths]
-        submit = partial(
-            self.scheduler.submit, batch, time.monotonic() + 1000, client=self.clients[index]
-        )
+        deadline, client = time.monotonic() + 1000, self.clients[index]
+        submit = partial(encodings.submit, self.scheduler, batch, deadline, client=client)
         if self.is_dead or self.is_draining:
             with pytest.raises(EngineDead if self.is_dead else ShuttingDown):
                 submit()

@@ -18,6 +18,7 @@ from cloze.service.http.gate import RETURNING, Gate, GateLimits, GateModel, note
 from cloze.service.http.starts import Starts
 from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
+from tests.encodings import submit
 from tests.test_admission import Steady, measured
 from tests.test_scheduler import later, sized
 
@@ -57,7 +58,7 @@ def scope(size: int = 50, client: str = "a", **headers: str) -> Scope:
 def test_a_full_server_that_drains_lets_the_handler_say_so() -> None:
     """A client that gets 429 would come back to this replica; the handler answers 503."""
     with gate(max_wait_s=0.1) as (gated, scheduler, _):
-        scheduler.submit([sized(10)] * 12, later(), client="a")
+        submit(scheduler, [sized(10)] * 12, later(), client="a")
         first_try = {"x_stainless_retry_count": "0"}  # one that no promise admits
         refusal = gated.refusal(scope(**first_try))
         assert refusal is not None
@@ -68,7 +69,7 @@ def test_a_full_server_that_drains_lets_the_handler_say_so() -> None:
 
 def test_the_gate_judges_a_request_by_its_own_line() -> None:
     with gate(max_wait_s=0.1) as (gated, scheduler, _):
-        scheduler.submit([sized(10)] * 12, later(), client="a")
+        submit(scheduler, [sized(10)] * 12, later(), client="a")
         assert gated.refusal(scope()) is not None
         for passing in (
             scope(client="b"),
@@ -79,16 +80,16 @@ def test_the_gate_judges_a_request_by_its_own_line() -> None:
         ):
             assert gated.refusal(passing) is None
             note_start(passing)
-        scheduler.submit([sized(10)] * 12, later(5), client="a", timeout_s=5)
+        submit(scheduler, [sized(10)] * 12, later(5), client="a", timeout_s=5)
         assert gated.refusal(scope(x_request_timeout_ms="5000")) is None
         stated = scope(x_request_timeout_ms="4000")
-        scheduler.submit([sized(10)] * 250, later(90), client="c", timeout_s=90)
+        submit(scheduler, [sized(10)] * 250, later(90), client="c", timeout_s=90)
         assert gated.refusal(stated) is None
 
 
 def test_what_has_passed_counts_until_it_is_submitted() -> None:
     with gate(max_wait_s=0.1) as (gated, scheduler, _):
-        scheduler.submit([sized(10)], later(), client="a")
+        submit(scheduler, [sized(10)], later(), client="a")
         scopes = [scope() for _ in range(40)]
         passed = [each for each in scopes if gated.refusal(each) is None]
         assert 5 <= len(passed) < 40
@@ -100,8 +101,8 @@ def test_what_has_passed_counts_until_it_is_submitted() -> None:
 def test_a_refusal_promises_a_time_and_keeps_it() -> None:
     with gate(max_wait_s=0.1) as (gated, scheduler, engine):
         for _ in range(2):  # before the next look at the wait, so that both are admitted
-            scheduler.submit([sized(10)] * 5, later(), client="a")
-        scheduler.submit([sized(10)] * 8, later(), client="a", returning=True)
+            submit(scheduler, [sized(10)] * 5, later(), client="a")
+        submit(scheduler, [sized(10)] * 8, later(), client="a", returning=True)
         refusals = [gated.refusal(scope()) for _ in range(3)]
         told = [int(dict(_headers(refusal))["retry-after-ms"]) for refusal in refusals if refusal]
         assert told == sorted(told)

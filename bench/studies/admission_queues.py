@@ -23,7 +23,11 @@ from cloze.model_store.batch import Encoding
 from cloze.service.batching import admission, fair_queue, lines, scheduler
 from cloze.service.batching.lines import QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
-from cloze.service.core import BatchResult, Overloaded
+from cloze.service.core import (
+    BatchResult,
+    Overloaded,
+    Submission,
+)
 from cloze.service.settings import Settings
 from tests.fake_engine import FakeEngine
 
@@ -175,12 +179,8 @@ class SchedulerQueue:
         """Return whether the scheduler admits a request."""
         client = request.client if self._fair_shares else ""
         try:
-            future = self._scheduler.submit(
-                [encoding(request.tokens)],
-                self._clock.now + self._timeout_s,
-                client=client,
-                timeout_s=self._stated_s,
-            )
+            deadline, batch = self._clock.now + self._timeout_s, [encoding(request.tokens)]
+            future = self._scheduler.submit(Submission(deadline, batch, client, self._stated_s))
         except Overloaded:
             return False
         self._requests[future] = request

@@ -30,7 +30,10 @@ from cloze.service.batching.admission import longest_wait_s
 from cloze.service.batching.lines import LineKey, QueuedEncoding
 from cloze.service.batching.promises import PromiseKey, Promises
 from cloze.service.batching.scheduler import SchedulerLimits
-from cloze.service.core import Overloaded
+from cloze.service.core import (
+    Overloaded,
+    Submission,
+)
 from tests.fake_engine import FakeEngine
 
 COST, ALONE_FACTOR = COSTS["int8"], ALONE["int8"]
@@ -198,13 +201,14 @@ class Simulation:
             self._refuse(arrival, key, wait.seconds - admitted_s, wait.per_request_s)
             return
         try:
-            future = self._scheduler.submit(
-                [encoding(length) for length in arrival.lengths],
+            submission = Submission(
                 now + (stated or DEFAULTS.request_timeout_ms / 1000),
-                client=arrival.client,
-                timeout_s=stated,
+                [encoding(length) for length in arrival.lengths],
+                arrival.client,
+                stated,
                 returning=returning,
             )
+            future = self._scheduler.submit(submission)
         except Overloaded as error:
             self._refuse(arrival, key, error.retry_after_s, wait.per_request_s)
             return

@@ -19,7 +19,7 @@ from cloze.bulk.run_folder import RunFolder, ShardReport
 from cloze.bulk.sources import ShardReader
 from cloze.bulk.writers import RowResult, ShardWriter, open_writer
 from cloze.model_store import Store, StoreError
-from cloze.service.core import EngineFailed, RequestError, RequestTerms, ServiceError, StartupError
+from cloze.service.core import EngineFailed, RequestError, ServiceError, StartupError, Submission
 from cloze.service.pipeline import Pipeline, task_limits
 from cloze.service.served_models import EngineCallbacks, LocalModels
 from cloze.service.tasks import TaskCall
@@ -36,7 +36,7 @@ _CHUNKS_IN_FLIGHT = 16
 _CHARACTERS_IN_FLIGHT = 4 * 2**20
 """Most characters of several chunks that are read and not written, for the memory."""
 
-_TERMS = RequestTerms(deadline=math.inf)
+_TERMS = Submission(deadline=math.inf)
 
 Progress = Callable[[int], None]
 """Called with a number of rows that have been written."""

@@ -12,7 +12,7 @@ from cloze.service.batching.activity import Activity
 from cloze.service.batching.drain_rate import DrainRate
 from cloze.service.batching.fair_queue import FairQueue
 from cloze.service.batching.lines import LineKey, due_time
-from cloze.service.core import ExpectedWait, Overloaded, Rejection
+from cloze.service.core import ExpectedWait, Overloaded, Rejection, Submission
 
 _WEIGHT = 0.1
 """Weight of the newest value in exponential moving averages."""
@@ -93,23 +93,8 @@ class Admission:
         each = min(tokens * share.lines * share.clients, waiting + tokens)
         return ExpectedWait(wait / rate, each / rate)
 
-    def check(
-        self,
-        tokens: int,
-        client: str,
-        timeout_s: float | None,
-        deadline: float,
-        *,
-        returning: bool = False,
-    ) -> None:
+    def check(self, submission: Submission) -> None:
         """Raise if a request has to wait for too long. An empty queue admits any request.
-
-        Args:
-            tokens: tokens of all encodings of the request.
-            client: who sends the request.
-            timeout_s: the time limit that the request states; None: it states none.
-            deadline: `time.monotonic` time of the request's end.
-            returning: whether the request comes back when it was told to.
 
         Raises:
             Overloaded: the request would wait for too long, it or another one would end after its
@@ -119,6 +104,7 @@ class Admission:
         if not queue.tokens:
             return
         now, rate = time.monotonic(), self.rate
+        tokens, client, timeout_s = submission.tokens, submission.client, submission.timeout_s
         ahead = queue.share(client, LineKey.of(tokens, timeout_s)).ahead
         free = self._max_queue_tokens - queue.tokens
         if ahead + tokens > free:  # so no line ever fills the queue (Choudhury and Hahne 1998)
@@ -132,13 +118,15 @@ class Admission:
         if not rate:
             return
         wait = self.expected_wait(client, tokens, timeout_s)
-        end_s, left_s = wait.seconds + wait.per_request_s, deadline - now
-        factor = _RETURNING if returning else 1.0
+        end_s, left_s = wait.seconds + wait.per_request_s, submission.deadline - now
+        factor = _RETURNING if submission.returning else 1.0
         limit_s = factor * longest_wait_s(timeout_s, self._max_wait_s)
         if wait.seconds > limit_s:
             raise Overloaded(too_long(wait.seconds, limit_s), wait.seconds - limit_s)
         late_s = end_s - factor * _SHARE_OF_TIME * left_s
-        late_s = max(late_s, -queue.demand.slack_s(now, rate, due_time(now, deadline), tokens))
+        late_s = max(
+            late_s, -queue.demand.slack_s(now, rate, due_time(now, submission.deadline), tokens)
+        )
         if late_s > 0:
             raise Overloaded(
                 f"the request would end in about {end_s:.1f} s beside what was accepted before it, "

@@ -17,13 +17,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import HeadOutputs
 from cloze.service.batching.activity import Activity
 from cloze.service.batching.admission import Admission
 from cloze.service.batching.fair_queue import NOTHING_TAKEN, FairQueue, Taken
@@ -40,6 +40,7 @@ from cloze.service.core import (
     ExpectedWait,
     ServiceError,
     ShuttingDown,
+    Submission,
 )
 
 _WORKER_NICE = 4
@@ -157,32 +158,17 @@ class Scheduler:
         """Whether the scheduler refuses new requests."""
         return self._draining
 
-    def submit(
-        self,
-        encodings: Sequence[Encoding],
-        deadline: float,
-        *,
-        client: str = "",
-        timeout_s: float | None = None,
-        accepted: bool = False,
-        returning: bool = False,
-        later_round: bool = False,
-        trace: str = "",
-    ) -> Future[BatchResult]:
+    def submit(self, submission: Submission) -> Future[BatchResult]:
         """Admit all encodings of a request or none; see `core.Queue`."""
-        lengths = list(map(len, encodings))
-        tokens = sum(lengths)
         with self._lock:
             self._check_alive()
-            if not later_round:
-                if self._draining and not accepted:
+            if not submission.later_round:
+                if self._draining and not submission.accepted:
                     raise ShuttingDown("the server is shutting down")
-                self._admission.check(tokens, client, timeout_s, deadline, returning=returning)
-            line = LineKey.of(tokens, timeout_s, later_round=later_round)
-            request = self._queue.add(encodings, lengths, deadline, client, line)
-            request.trace = trace
+                self._admission.check(submission)
+            request = self._queue.add(submission, LineKey.of_submission(submission))
             request.add_done_callback(self._forget)
-            self._changed.notify(len(encodings))
+            self._changed.notify(len(submission.encodings))
             self._wake_for_short_texts()
         return request
 

@@ -17,9 +17,9 @@ from cloze.service.core import (
     DeadlineExceeded,
     Overloaded,
     Rejection,
-    RequestTerms,
     ServiceError,
     SlowRequest,
+    Submission,
 )
 from cloze.service.http.answers import Answers
 from cloze.service.http.caller import Callers, timeout_s
@@ -129,10 +129,14 @@ class WatchedRequest:
                 raise self._error from None
 
     @property
-    def terms(self) -> RequestTerms:
-        """The terms on which the request waits for the engine."""
-        return RequestTerms(
-            self.deadline, self.client, self._stated_s, self._trace, self._returning
+    def terms(self) -> Submission:
+        """What the request submits, without its encodings."""
+        return Submission(
+            self.deadline,
+            client=self.client,
+            timeout_s=self._stated_s,
+            trace=self._trace,
+            returning=self._returning,
         )
 
     async def begin_answer(self) -> None:

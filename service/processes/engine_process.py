@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 
 import uvloop
@@ -84,7 +83,7 @@ class FrontEndChannel(Channel):
         self._engine.closed(self)
 
     def _submit(self, run: frames.Run) -> None:
-        tokens = sum(map(len, run.encodings))
+        tokens = run.submission.tokens
         try:
             future = self._engine.submit(run)
         except ServiceError as error:
@@ -92,7 +91,7 @@ class FrontEndChannel(Channel):
             self.send(frames.encode_answer(frames.Answer(run.number, error, wait)))
             return
         self._pending[run.number] = future
-        terms = replace(run, encodings=())  # the callback need not keep these
+        terms = run._replace(submission=run.submission._replace(encodings=()))  # for the memory
         future.add_done_callback(partial(self._encode_answer, terms, tokens))
 
     def _encode_answer(self, run: frames.Run, tokens: int, future: Future[BatchResult]) -> None:
@@ -171,22 +170,14 @@ class EngineServer:
 
     def submit(self, run: frames.Run) -> Future[BatchResult]:
         """Admit a request; see `core.Queue`."""
-        future = self._queues[run.model].submit(
-            run.encodings,
-            run.deadline,
-            client=run.client,
-            timeout_s=run.timeout_s,
-            accepted=run.accepted,
-            returning=run.returning,
-            later_round=run.later_round,
-            trace=run.trace,
-        )
+        future = self._queues[run.model].submit(run.submission)
         self.observe_queue(run.model)
         return future
 
     def expected_wait(self, run: frames.Run, tokens: int) -> ExpectedWait:
         """Return the expected wait of a further request like a request of so many tokens."""
-        return self._queues[run.model].expected_wait(run.client, tokens, run.timeout_s)
+        terms = run.submission
+        return self._queues[run.model].expected_wait(terms.client, tokens, terms.timeout_s)
 
     def observe_queue(self, model: int) -> None:
         """Record how many tokens wait. Any thread may call this."""

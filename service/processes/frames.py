@@ -12,10 +12,10 @@ and `Answer`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS
 from cloze.service import core
-from cloze.service.core import NO_WAIT, BatchResult, ExpectedWait, ServiceError
+from cloze.service.core import NO_WAIT, BatchResult, ExpectedWait, ServiceError, Submission
 
 _REQUESTS = {name: msgspec.msgpack.Decoder(head.request) for name, head in HEADS.items()}
 _FIELDS = {name: [field.name for field in fields(head.result)] for name, head in HEADS.items()}
@@ -34,7 +34,6 @@ _ERRORS = {
     for name, kind in vars(core).items()
     if isinstance(kind, type) and issubclass(kind, ServiceError)
 }
-_RUN = "run"
 
 _Index = Annotated[int, msgspec.Meta(ge=0)]
 _Length = Annotated[int, msgspec.Meta(ge=1)]
@@ -47,33 +46,18 @@ class MalformedMessage(ValueError):
     """The peer sent a message that this module does not write."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """A request of a front end.
 
     Attributes:
         number: chosen by the front end, for the answer.
-        deadline: `time.monotonic` time, which all processes of a machine share.
         model: index of the served model.
-        accepted: whether the request arrived before a drain.
-        encodings: at least one.
-        later_round: whether the request was admitted in an earlier round.
-        client: the client of the request, for fair shares.
-        timeout_s: the time limit that the request states; None: it states none.
-        trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
-        returning: whether the request comes back when a refusal said so.
+        submission: what the request submits.
     """
 
     number: int
-    deadline: float
     model: int
-    accepted: bool
-    encodings: Sequence[Encoding]
-    later_round: bool = False
-    client: str = ""
-    timeout_s: float | None = None
-    trace: str = ""
-    returning: bool = False
+    submission: Submission
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +94,19 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
     number: int
 
 
-class _Run(msgspec.Struct, tag=_RUN, array_like=True, gc=False):
-    number: int
-    deadline: float
-    model: _Index
-    accepted: bool
+class _Encodings(msgspec.Struct, array_like=True, gc=False):
     lengths: Annotated[list[_Length], msgspec.Meta(min_length=1)]
     requests: list[dict[str, msgspec.Raw]]  # the distinct ones
     request_of: list[_Index]  # index into `requests`, per encoding
     input_ids: memoryview
     token_type_ids: memoryview
-    later_round: bool
-    client: str
-    timeout_s: float | None
-    trace: str
-    returning: bool
+
+
+class _Run(msgspec.Struct, tag="run", array_like=True, gc=False):
+    number: int
+    model: _Index
+    submission: Submission  # without its encodings
+    encodings: _Encodings
 
 
 class _Column(msgspec.Struct, array_like=True, gc=False):
@@ -168,29 +150,8 @@ def encode(message: Greeting | Cancel) -> bytes:
 
 def encode_run(run: Run) -> bytes:
     """Return the message of a request."""
-    encodings = run.encodings
-    distinct: dict[int, tuple[int, Mapping[str, Any]]] = {}  # by identity: encodings share them
-    request_of = [
-        distinct.setdefault(id(e.requests), (len(distinct), e.requests))[0] for e in encodings
-    ]
-    message = [  # as `_Run`, whose requests are not encoded yet
-        _RUN,
-        run.number,
-        run.deadline,
-        run.model,
-        run.accepted,
-        [len(encoding) for encoding in encodings],
-        [requests for _, requests in distinct.values()],
-        request_of,
-        np.concatenate([encoding.input_ids for encoding in encodings]).data,
-        np.concatenate([encoding.token_type_ids for encoding in encodings]).data,
-        run.later_round,
-        run.client,
-        run.timeout_s,
-        run.trace,
-        run.returning,
-    ]
-    return _encoder.encode(message)
+    terms = run.submission._replace(encodings=())
+    return _encoder.encode(_Run(run.number, run.model, terms, _pack(run.submission.encodings)))
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -223,37 +184,42 @@ def decode_request(message: memoryview | bytes) -> Run | Cancel:
     """
     try:
         decoded = _to_engine.decode(message)
-        return decoded if isinstance(decoded, Cancel) else _run(decoded)
+        if isinstance(decoded, Cancel):
+            return decoded
+        submission = decoded.submission._replace(encodings=_unpack(decoded.encodings))
+        return Run(decoded.number, decoded.model, submission)
     except _MALFORMED as error:
         raise _malformed(error) from error
 
 
-def _run(decoded: _Run) -> Run:
-    ids = np.frombuffer(decoded.input_ids, np.int32)
-    types = np.frombuffer(decoded.token_type_ids, np.int32)
-    ends = list(accumulate(decoded.lengths, initial=0))
+def _pack(encodings: Sequence[Encoding]) -> _Encodings:
+    distinct: dict[int, tuple[int, Any]] = {}  # by identity: encodings share them
+    request_of = [
+        distinct.setdefault(id(e.requests), (len(distinct), e.requests))[0] for e in encodings
+    ]
+    return _Encodings(
+        [len(encoding) for encoding in encodings],
+        [requests for _, requests in distinct.values()],
+        request_of,
+        np.concatenate([encoding.input_ids for encoding in encodings]).data,
+        np.concatenate([encoding.token_type_ids for encoding in encodings]).data,
+    )
+
+
+def _unpack(packed: _Encodings) -> list[Encoding]:
+    ids = np.frombuffer(packed.input_ids, np.int32)
+    types = np.frombuffer(packed.token_type_ids, np.int32)
+    ends = list(accumulate(packed.lengths, initial=0))
     if not len(ids) == len(types) == ends[-1]:
         raise ValueError(f"{ends[-1]} tokens have {len(ids)} ids and {len(types)} types")
     requests = [
         {name: _REQUESTS[name].decode(raw) for name, raw in by_head.items()}
-        for by_head in decoded.requests
+        for by_head in packed.requests
     ]
-    encodings = [
+    return [
         Encoding(ids[first:end], types[first:end], requests[index])
-        for (first, end), index in zip(pairwise(ends), decoded.request_of, strict=True)
+        for (first, end), index in zip(pairwise(ends), packed.request_of, strict=True)
     ]
-    return Run(
-        decoded.number,
-        decoded.deadline,
-        decoded.model,
-        decoded.accepted,
-        encodings,
-        decoded.later_round,
-        decoded.client,
-        decoded.timeout_s,
-        decoded.trace,
-        decoded.returning,
-    )
 
 
 def decode_answer(message: memoryview | bytes) -> Greeting | Answer:

@@ -9,7 +9,7 @@ from cloze.service.batching.activity import Activity
 from cloze.service.batching.admission import Admission, longest_wait_s, too_long
 from cloze.service.batching.fair_queue import FairQueue
 from cloze.service.batching.lines import LineKey, PendingRequest
-from cloze.service.core import NO_WAIT, ExpectedWait, Overloaded, Rejection
+from cloze.service.core import NO_WAIT, ExpectedWait, Overloaded, Rejection, Submission
 from tests.encodings import encoding
 
 INFINITY = float("inf")
@@ -39,8 +39,8 @@ class Full:
         timeout_s: float | None = None,
         deadline: float = INFINITY,
     ) -> PendingRequest:
-        key = LineKey.of(tokens, timeout_s)
-        return self.queue.add([encoding([1] * tokens)], [tokens], deadline, client, key)
+        submission = Submission(deadline, [encoding([1] * tokens)], client, timeout_s)
+        return self.queue.add(submission, LineKey.of_submission(submission))
 
     def refusal(
         self,
@@ -51,7 +51,8 @@ class Full:
         **options: Any,
     ) -> Overloaded | None:
         try:
-            self.admission.check(tokens, client, timeout_s, 1000.0 + left_s, **options)
+            batch, deadline = [encoding([1] * tokens)], 1000.0 + left_s
+            self.admission.check(Submission(deadline, batch, client, timeout_s, **options))
         except Overloaded as error:
             return error
         return None

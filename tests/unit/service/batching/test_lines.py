@@ -9,6 +9,7 @@ import pytest
 from cloze.service.batching.demand import Demand
 from cloze.service.batching.lines import Client, Line, LineKey, QueuedEncoding, due_time
 from cloze.service.batching.lines import PendingRequest as Request
+from cloze.service.core import Submission
 from tests.encodings import encoding
 
 
@@ -45,7 +46,8 @@ def test_a_line_knows_its_oldest_encoding() -> None:
     assert (line.turn, client.turn) == (-math.inf, -math.inf)
     assert (line.requests, line.tokens, line.groups, client.waits) == (0, 0, {}, False)
     assert line.next_group() is None
-    request, other = Request(1, 3, math.inf, line), Request(1, 3, math.inf, line)
+    submission = Submission(math.inf, [encoding([1] * 3)])
+    request, other = Request(submission, line), Request(submission, line)
     line.groups = {
         5: deque([queued(request, 3, 5), queued(other, 9, 5)]),
         7: deque([queued(other, 2, 7)]),

@@ -22,7 +22,11 @@ from cloze.service.batching.drain_rate import DrainRate
 from cloze.service.batching.fair_queue import FairQueue
 from cloze.service.batching.lines import LineKey
 from cloze.service.batching.watchdog import Watchdog
-from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR
+from cloze.service.core import (
+    MAX_BATCH_VOCABULARY_ROWS,
+    MAX_PADDING_FACTOR,
+    Submission,
+)
 from tests.test_scheduler import later, sized
 
 
@@ -194,7 +198,7 @@ def test_the_rate_falls_while_more_workers_are_busy_than_were_measured() -> None
 def test_a_model_that_begins_to_work_slows_the_others_at_once() -> None:
     activity, queue = Activity(), FairQueue(varlen=False, max_dropped_tokens=100)
     admission = Admission(queue, activity, 1, 1000, 10.0)
-    queue.add([sized(100)], [100], later(), "", LineKey(0, 0))
+    queue.add(Submission(later(), [sized(100)]), LineKey(0, 0))
     activity.begin()
     admission.batch_ended(10, 10.0)
     time.sleep(0.25)

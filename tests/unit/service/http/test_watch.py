@@ -23,6 +23,7 @@ from cloze.service.core import (
     Rejection,
     RequestTooLarge,
     SlowRequest,
+    Submission,
     UnsupportedEncoding,
 )
 from cloze.service.http.answers import Answers
@@ -243,10 +244,10 @@ def test_terms_of_a_request(play: Any) -> None:
         asked.scope |= {ARRIVED: 3.0, RETURNING: True, TRACE: "00-a-b-01"}
         await asyncio.sleep(5)
         with watch_of().request(asked) as watched:
-            assert watched.terms == (5.0, "a", 2.0, "00-a-b-01", True)
+            assert watched.terms == Submission(5.0, (), "a", 2.0, "00-a-b-01", returning=True)
             assert watched.started == 3.0
         with watch_of(40.0).request(request()) as watched:
-            assert watched.terms == (45.0, "a", None, "", False)
+            assert watched.terms == Submission(45.0, client="a")
             assert watched.timeout_s == 40.0
 
     play(run())

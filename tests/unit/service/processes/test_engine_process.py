@@ -27,6 +27,7 @@ from cloze.service.core import (
     Overloaded,
     Rejection,
     StartupError,
+    Submission,
 )
 from cloze.service.metrics import Metrics
 from cloze.service.metrics.families import model_labels
@@ -43,6 +44,7 @@ from cloze.service.processes.start import ChildConfig
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import Settings
 from tests import encodings
+from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 from tests.test_tracing import collecting
 from tests.unit.service.processes.forked import Fork, forked, publish
@@ -63,16 +65,16 @@ class Queue(Scheduler):
     """
 
     def __init__(self, engine: FakeEngine) -> None:
-        self.terms: list[dict[str, Any]] = []
+        self.terms: list[Submission] = []
         self.failure: Exception | None = None
         self.asked: list[tuple[Any, ...]] = []
         super().__init__(engine, LIMITS)
 
-    def submit(self, encodings: Any, deadline: float, **terms: Any) -> Future[BatchResult]:
-        self.terms.append({"deadline": deadline, **terms})
+    def submit(self, submission: Submission) -> Future[BatchResult]:
+        self.terms.append(submission._replace(encodings=()))
         if self.failure is not None:
             raise self.failure
-        return super().submit(encodings, deadline, **terms)
+        return super().submit(submission)
 
     def expected_wait(self, *asked: Any, **further: Any) -> ExpectedWait:
         self.asked.append((*asked, *further.items()))
@@ -147,10 +149,10 @@ class Process:
             queue.close()
 
 
-def run(number: int = 7, tokens: int = 3, **terms: Any) -> frames.Run:
-    fields = {"deadline": time.monotonic() + 60, "model": 0, "accepted": False} | terms
+def run(number: int = 7, tokens: int = 3, *, model: int = 0, **terms: Any) -> frames.Run:
+    fields = {"deadline": time.monotonic() + 60} | terms
     batch = [encodings.encoding([1] * tokens, embed=True)]
-    return frames.Run(number=number, encodings=batch, **fields)
+    return frames.Run(number, model, Submission(encodings=batch, **fields))
 
 
 @pytest.fixture
@@ -187,7 +189,7 @@ def test_a_greeting_comes_first_and_then_answers(on_loop: OnLoop) -> None:
             ("tiny@3", "int8"), ("other@1", "fp32"),
         ]  # fmt: skip
         assert process.queues[0].terms == [
-            {"deadline": deadline, "returning": True, "later_round": True, **terms}
+            Submission(deadline, returning=True, later_round=True, **terms)
         ]
         assert answer.number == 7
         assert answer.outcome.outputs[0]["embedding"].embedding.tolist() == [3.0]
@@ -392,7 +394,7 @@ async def asked(path: Path, fork: Fork) -> None:
         assert queue.precision() == "fp32"
         for number in (1, 2):
             batch = [encodings.encoding([number] * 4, embed=True)]
-            future = queue.submit(batch, time.monotonic() + 60)
+            future = submit(queue, batch, time.monotonic() + 60)
             result = await asyncio.wrap_future(future)
             assert result.outputs[0]["embedding"].embedding.tolist() == [4.0 * number]
             fork.send(signal.SIGTERM)

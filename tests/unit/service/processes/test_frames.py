@@ -57,36 +57,29 @@ def answered(answer: Answer) -> Answer:
 
 
 def test_every_field_of_a_run_arrives() -> None:
-    run = Run(11, 12.5, 3, True, ENCODINGS, True, "someone", 4.5, "00-ab-cd-01", True)
-    decoded = arrived(run)
-    fields = (
-        "number",
-        "deadline",
-        "model",
-        "accepted",
-        "later_round",
-        "client",
-        "timeout_s",
-        "returning",
-    )
-    assert [getattr(decoded, name) for name in (*fields, "trace")] == [
-        11, 12.5, 3, True, True, "someone", 4.5, True, "00-ab-cd-01",
-    ]  # fmt: skip
-    assert [e.input_ids.tolist() for e in decoded.encodings] == [[1, 2, 3], [4, 5], [6]]
-    assert [e.token_type_ids.tolist() for e in decoded.encodings] == [[0, 0, 1], [1, 1], [0]]
-    assert [dict(e.requests) for e in decoded.encodings] == [SHARED, MASKED, SHARED]
+    terms = core.Submission(12.5, (), "someone", 4.5, "00-ab-cd-01", True, True, True)
+    assert not [value for value in terms[2:] if value in terms._field_defaults.values()]
+    decoded = arrived(Run(11, 3, terms._replace(encodings=ENCODINGS)))
+    assert (decoded.number, decoded.model) == (11, 3)
+    assert decoded.submission._replace(encodings=()) == terms
+    encodings = decoded.submission.encodings
+    assert [e.input_ids.tolist() for e in encodings] == [[1, 2, 3], [4, 5], [6]]
+    assert [e.token_type_ids.tolist() for e in encodings] == [[0, 0, 1], [1, 1], [0]]
+    assert [dict(e.requests) for e in encodings] == [SHARED, MASKED, SHARED]
 
 
 def test_defaults_of_a_run_are_those_of_a_plain_request() -> None:
-    decoded = arrived(Run(1, 2.0, 0, False, ENCODINGS[:1]))
+    plain = core.Submission(2.0)
+    decoded = arrived(Run(1, 0, plain._replace(encodings=ENCODINGS[:1]))).submission
+    assert decoded._replace(encodings=()) == plain
     assert (decoded.accepted, decoded.later_round, decoded.client) == (False, False, "")
     assert (decoded.timeout_s, decoded.trace, decoded.returning) == (None, "", False)
 
 
 def test_shared_requests_are_sent_once() -> None:
-    decoded = arrived(Run(1, 2.0, 0, False, ENCODINGS))
-    assert decoded.encodings[0].requests is decoded.encodings[2].requests
-    assert decoded.encodings[0].requests is not decoded.encodings[1].requests
+    first, second, third = arrived(Run(1, 0, core.Submission(2.0, ENCODINGS))).submission.encodings
+    assert first.requests is third.requests
+    assert first.requests is not second.requests
 
 
 def test_a_greeting_and_a_cancellation_arrive() -> None:
@@ -157,11 +150,12 @@ def test_other_errors_keep_their_kind(kind: type[core.ServiceError]) -> None:
 def changed(message: bytes, old: object, new: object) -> bytes:
     """Return a message with another value in the place of one value."""
     fields = msgspec.msgpack.decode(message)
-    fields[fields.index(old)] = new
+    values = next(values for values in (fields, fields[-1]) if old in values)
+    values[values.index(old)] = new
     return msgspec.msgpack.encode(fields)
 
 
-RUN = encode_run(Run(1, 2.0, 77, False, ENCODINGS[:2]))
+RUN = encode_run(Run(1, 77, core.Submission(2.0, ENCODINGS[:2])))
 MODEL, LENGTHS, REQUEST_OF = 77, [3, 2], [0, 1]
 IDS = np.array([1, 2, 3, 4, 5], np.int32).tobytes()
 TYPES = np.array([0, 0, 1, 1, 1], np.int32).tobytes()
@@ -241,7 +235,7 @@ def test_a_reason_that_does_not_exist_is_malformed() -> None:
 
 
 def test_a_head_that_does_not_exist_is_malformed() -> None:
-    requests = msgspec.msgpack.decode(RUN)[6]
+    requests = msgspec.msgpack.decode(RUN)[-1][1]
     with pytest.raises(MalformedMessage, match="KeyError: 'no_head'"):
         decode_request(changed(RUN, requests, [{"no_head": {}}, {}]))
     with pytest.raises(MalformedMessage):
@@ -282,7 +276,7 @@ def test_a_view_of_a_message_is_decoded() -> None:
     assert isinstance(run, Run)
     assert run.number == 1
     with pytest.raises(ValueError, match="read-only"):
-        run.encodings[0].input_ids[0] = 9
+        run.submission.encodings[0].input_ids[0] = 9
 
 
 def test_every_field_of_a_result_must_be_there() -> None:
@@ -300,7 +294,7 @@ def test_every_field_of_a_result_must_be_there() -> None:
 
 
 def test_a_request_that_is_nested_too_deeply_is_malformed() -> None:
-    requests = msgspec.msgpack.decode(RUN)[6]
+    requests = msgspec.msgpack.decode(RUN)[-1][1]
     deep = msgspec.Raw(b"\x91" * 100_000 + b"\x00")
     with pytest.raises(MalformedMessage, match="RecursionError"):
         decode_request(changed(RUN, requests, [{"masked_lm": deep}, {}]))

@@ -16,7 +16,7 @@ from typing import Final
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cloze.service.application import PAGES, Snapshot, create_app, protected
-from cloze.service.batching.promises import Promises
+from cloze.service.batching.admission import Promises
 from cloze.service.core import (
     BUSY,
     Changes,

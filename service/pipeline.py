@@ -13,8 +13,8 @@ from typing import Any, Final, NamedTuple
 
 from cloze.model_store import Manifest
 from cloze.service.abandonment import run_on_thread
+from cloze.service.batching.admission import PromiseKey, Promises
 from cloze.service.batching.lines import LineKey
-from cloze.service.batching.promises import PromiseKey, Promises
 from cloze.service.core import (
     BatchResult,
     Overloaded,

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.batching.drain_rate import DrainRate
+from cloze.service.batching.measures import DrainRate
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import BatchResult, Overloaded, Rejection
 from tests.encodings import submit
@@ -164,11 +164,11 @@ def test_the_rate_counts_only_while_others_wait() -> None:
     rate = DrainRate()
     for now in (0.0, 0.1, 0.2, 0.3):
         rate.batch_ended(now, 100, waiting=True)
-    assert rate.tokens_per_s == pytest.approx(1000)
+    assert rate.per_s == pytest.approx(1000)
     rate.batch_ended(0.35, 5, waiting=False)
     rate.batch_ended(60.0, 5, waiting=True)  # nobody waited for a minute
     rate.batch_ended(60.5, 500, waiting=True)
-    assert rate.tokens_per_s == pytest.approx(1000)
+    assert rate.per_s == pytest.approx(1000)
 
 
 def test_a_pause_is_no_rate() -> None:
@@ -176,9 +176,9 @@ def test_a_pause_is_no_rate() -> None:
     rate = DrainRate()
     rate.batch_ended(0.0, 100, waiting=True)
     rate.batch_ended(3600.0, 100, waiting=True)
-    assert rate.tokens_per_s == 0.0
+    assert rate.per_s == 0.0
     rate.batch_ended(3600.5, 500, waiting=True)
-    assert rate.tokens_per_s == pytest.approx(1000)
+    assert rate.per_s == pytest.approx(1000)
 
 
 def test_clients_that_gave_up_are_forgotten() -> None:

@@ -201,6 +201,7 @@ def sized(length: int) -> Encoding:
 def test_a_batch_is_alone_while_nothing_else_runs_or_waits() -> None:
     engine = Recording()
     scheduler = Scheduler(engine, SchedulerLimits(2, 512, 10_000, 60.0))
+    scheduler.start()
     try:
         wait_until(lambda: scheduler._idle_workers == 2)
         futures = [submit(scheduler, [sized(5)], float("inf"))]

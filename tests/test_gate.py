@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import pytest
 from starlette.types import Scope
 
-from cloze.service.batching import promises as module
-from cloze.service.batching.promises import PromiseKey, Promises
+from cloze.service.batching import admission as module
+from cloze.service.batching.admission import PromiseKey, Promises
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import InvalidRequest, ServiceError
 from cloze.service.http.caller import Callers, timeout_s
@@ -141,7 +141,7 @@ def test_promises_follow_one_another_at_the_rate_of_the_line() -> None:
 
 def test_promises_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No client takes the room of others, and nobody is promised more than a minute."""
-    monkeypatch.setattr(module, "_MOST", 100)
+    monkeypatch.setattr(module, "_MOST_PROMISES", 100)
     promises = Promises()
     for _ in range(1000):
         assert promises.promise(LINE, 0.0, 1.0, 0.001) <= 3

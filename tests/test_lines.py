@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.bench.studies.admission_queues import Clock, virtual_time
-from cloze.service.batching.demand import Demand
 from cloze.service.batching.fair_queue import FairQueue
 from cloze.service.batching.lines import LineKey
+from cloze.service.batching.measures import Demand
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import (
     BatchResult,
@@ -27,13 +27,6 @@ from tests.test_scheduler import sized
 
 RATE = 1000.0
 """Tokens per second of the worker."""
-
-
-class Threadless(Scheduler):
-    """A scheduler whose batches the test runs."""
-
-    def _start_threads(self) -> None:
-        self._threads.clear()  # `close` joins them
 
 
 @dataclass(eq=False)
@@ -84,7 +77,7 @@ def server(max_wait_s: float = 4.0) -> Iterator[Server]:
     clock = Clock()
     with virtual_time(clock):
         limits = SchedulerLimits(1, 20, 10**6, stall_timeout_s=1000.0, max_wait_s=max_wait_s)
-        scheduler = Threadless(FakeEngine(), limits)
+        scheduler = Scheduler(FakeEngine(), limits)
         scheduler._admission.tokens_per_s = RATE
         yield Server(scheduler, clock)
         scheduler.close()

@@ -57,6 +57,7 @@ def running(
     **limits: float,
 ) -> Iterator[Scheduler]:
     scheduler = Scheduler(engine, replace(LIMITS, **limits), on_batch=on_batch, on_dead=on_dead)
+    scheduler.start()
     try:
         yield scheduler
     finally:
@@ -592,6 +593,7 @@ def test_close_fails_what_is_pending_and_joins_the_threads() -> None:
         workers=2, max_batch_tokens=8, max_queue_tokens=1000, stall_timeout_s=30.0
     )
     scheduler = Scheduler(engine, limits)
+    scheduler.start()
     futures = [submit(scheduler, [sized(length)], later()) for length in (3, 4, 5)]
     assert engine.entered.wait(WAIT_S)
     releaser = threading.Timer(0.1, engine.gate.set)

@@ -98,6 +98,7 @@ class Engine:
             workers=1, max_batch_tokens=1000, max_queue_tokens=2**31, stall_timeout_s=60
         )
         self.scheduler = Scheduler(self.engine, limits)
+        self.scheduler.start()
         self.path = path
         self.listener = listen(path)
         self._bundle = Store(store).open("bert")

@@ -110,13 +110,6 @@ class AdmissionQueue(BatchQueue[SimulatedRequest], Protocol):
         ...
 
 
-class ThreadlessScheduler(Scheduler):
-    """A scheduler without threads, since the simulation runs the batches."""
-
-    def _start_threads(self) -> None:
-        self._threads.clear()  # `close` joins them
-
-
 @lru_cache(MAX_TOKENS)
 def encoding(length: int) -> Encoding:
     """Return an encoding of so many tokens, without content."""
@@ -159,7 +152,7 @@ class SchedulerQueue:
             batch_latency_s=DEFAULTS.batch_latency_ms / 1000,
             max_wait_s=max_wait_s,
         )
-        self._scheduler = ThreadlessScheduler(FakeEngine(), limits)
+        self._scheduler = Scheduler(FakeEngine(), limits)
         self._requests: dict[Future[BatchResult], SimulatedRequest] = {}
         self._running: dict[SimulatedRequest, QueuedEncoding] = {}
 

@@ -6,7 +6,7 @@ short one. A batch takes encodings of the same length from other lines as well, 
 their turns, and each line pays for its own, so that fairness costs no throughput.
 
 Only one thing goes before turns: what was accepted ends in time. When no time is left for anything
-else, the request with the earliest deadline is next (`demand`).
+else, the request with the earliest deadline is next (`Demand`).
 """
 
 import math
@@ -14,7 +14,6 @@ import time
 from collections import deque
 from typing import Final, NamedTuple
 
-from cloze.service.batching.demand import Demand
 from cloze.service.batching.lines import (
     Client,
     Line,
@@ -23,6 +22,7 @@ from cloze.service.batching.lines import (
     QueuedEncoding,
     Turns,
 )
+from cloze.service.batching.measures import Demand
 from cloze.service.core import (
     MAX_BATCH_VOCABULARY_ROWS,
     MAX_PADDING_FACTOR,

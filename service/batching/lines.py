@@ -47,12 +47,6 @@ class LineKey(NamedTuple):
         size = _LATER_ROUND if later_round else sum(tokens >= least for least in _SIZES)
         return cls(size, 0 if timeout_s is None else 1 + int(timeout_s).bit_length())
 
-    @classmethod
-    def of_submission(cls, submission: Submission) -> "LineKey":
-        """Return the line of what a request submits."""
-        later_round = submission.later_round
-        return cls.of(submission.tokens, submission.timeout_s, later_round=later_round)
-
 
 class HasTurn(Protocol):
     """What is served by turns: a client, or a line of a client."""

@@ -3,7 +3,7 @@
 Without the gate, a refusal costs almost as much as an answer, and under an overload refusals take
 the processor from the answers. The scheduler decides on the same figures, with the tokens of the
 request, which the gate estimates by the size of the body. The gate also lets those go first that
-come back when they were told to (`batching.promises`).
+come back when they were told to (`batching.admission`).
 """
 
 import math
@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from starlette.types import Scope
 
-from cloze.service.batching.admission import longest_wait_s, too_long
+from cloze.service.batching.admission import PromiseKey, Promises, longest_wait_s, too_long
 from cloze.service.batching.lines import LineKey
-from cloze.service.batching.promises import PromiseKey, Promises
 from cloze.service.core import (
     InvalidRequest,
     Overloaded,

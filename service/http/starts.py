@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from cloze.service.batching.drain_rate import DrainRate
+from cloze.service.batching.measures import DrainRate
 
 _PER_TURN = 4
 """Most requests that start per turn; a handler takes about 0.2 ms until it waits."""
@@ -50,7 +50,7 @@ class Starts:
 
     def expected_wait_s(self, client: str) -> float:
         """Return the seconds until a request of a client that arrives now starts."""
-        rate = self._rate.tokens_per_s
+        rate = self._rate.per_s
         if not self._waiting or not rate or time.monotonic() - self._measured > _RATE_LASTS_S:
             return 0.0
         own = len(self._lines.get(client, ())) + 1

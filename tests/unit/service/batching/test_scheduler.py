@@ -12,7 +12,7 @@ import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching import scheduler as scheduler_module
-from cloze.service.batching.activity import Activity
+from cloze.service.batching.measures import Activity
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import (
     BatchFill,
@@ -62,6 +62,7 @@ def running(
     engine: FakeEngine, of: SchedulerLimits = LIMITS, **options: Any
 ) -> Iterator[Scheduler]:
     made = Scheduler(engine, of, **options)
+    made.start()
     try:
         yield made
     finally:
@@ -384,6 +385,7 @@ def test_close_fails_what_waits_and_does_not_wait_for_ever() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     made = Scheduler(engine, LIMITS)
+    made.start()
     runs, waits = submit(made, [sized(5)], later()), None
     engine.entered.wait(20)
     waits = submit(made, [sized(6)], later())

@@ -205,7 +205,7 @@ def test_the_wait_of_a_client_is_its_own_line_and_one_turn_of_each_other(
         for _ in range(3):
             now[0] += 0.5
             starts._turn()
-        rate = starts._rate.tokens_per_s
+        rate = starts._rate.per_s
         assert rate == pytest.approx(8)
         waiting = starts._waiting
         assert starts._lines.keys() == {"a"}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Scope
 
-from cloze.service.batching.promises import PromiseKey, Promises
+from cloze.service.batching.admission import PromiseKey, Promises
 from cloze.service.core import BatchResult, ExpectedWait, ServiceError
 from cloze.service.http import gate as gate_module
 from cloze.service.http.caller import Callers

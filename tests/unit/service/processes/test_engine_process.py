@@ -69,6 +69,7 @@ class Queue(Scheduler):
         self.failure: Exception | None = None
         self.asked: list[tuple[Any, ...]] = []
         super().__init__(engine, LIMITS)
+        self.start()
 
     def submit(self, submission: Submission) -> Future[BatchResult]:
         self.terms.append(submission._replace(encodings=()))

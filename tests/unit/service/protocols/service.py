@@ -166,6 +166,7 @@ class Service:
         for changes in described:
             bundle = Bundle(manifest(**changes), folder)
             self.queues.append(Scheduler(self.engine, limits))
+            self.queues[-1].start()
             served = ServedModel(bundle, self.queues[-1], lambda: "fp32")
             pipelines.append(Pipeline(served, LIMITS))
         self.state, self.scope = State(), dict[str, Any]()

@@ -103,6 +103,19 @@ class Families:
         self._truncated = self._counter(
             "cloze_truncated_texts", "Texts cut to the model's limit.", MODEL
         )
+        # Of processes that share a folder, a scrape adds up the gauges of those that live.
+        self.queue_tokens = self._gauge(
+            "cloze_queue_tokens", "Tokens that wait for a worker.", MODEL
+        )
+        self.backlog = self._gauge(
+            "cloze_queue_backlog_seconds",
+            "Time in which all that waits for a worker will have started.",
+            MODEL,
+            "livemax",
+        )
+        self.in_flight = self._gauge(
+            "cloze_requests_in_flight", "Requests that have arrived and are not answered."
+        )
         self._of_models: tuple[Counter | Histogram, ...] = (
             self.requests,
             self.durations,
@@ -142,27 +155,11 @@ class Families:
     def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
         return Counter(name, text, labels, registry=self._registry)
 
-
-class SharedGauges:
-    """The gauges of processes that share a folder; a scrape adds up those of live processes."""
-
-    def __init__(self) -> None:
-        def gauge(
-            name: str,
-            text: str,
-            labels: Sequence[str] = (),
-            mode: Literal["livesum", "livemax"] = "livesum",
-        ) -> Gauge:
-            return Gauge(name, text, labels, registry=None, multiprocess_mode=mode)
-
-        self.queue_tokens = gauge(QUEUE_TOKENS, QUEUE_TOKENS_TEXT, MODEL)
-        self.backlog = gauge(BACKLOG, BACKLOG_TEXT, MODEL, "livemax")
-        self.in_flight = gauge(IN_FLIGHT, IN_FLIGHT_TEXT)
-
-
-QUEUE_TOKENS = "cloze_queue_tokens"
-QUEUE_TOKENS_TEXT = "Tokens that wait for a worker."
-BACKLOG = "cloze_queue_backlog_seconds"
-BACKLOG_TEXT = "Time in which all that waits for a worker will have started."
-IN_FLIGHT = "cloze_requests_in_flight"
-IN_FLIGHT_TEXT = "Requests that have arrived and are not answered."
+    def _gauge(
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str] = (),
+        mode: Literal["livesum", "livemax"] = "livesum",
+    ) -> Gauge:
+        return Gauge(name, text, labels, registry=self._registry, multiprocess_mode=mode)

@@ -138,7 +138,7 @@ class Process:
         return self.wire.sent[1:]
 
     def waiting(self, name: str = "tiny@3") -> tuple[float, float]:
-        gauges: Any = self.metrics._gauges
+        gauges: Any = self.metrics._families
         labels = model_labels(name)
         each = (gauges.queue_tokens, gauges.backlog)
         tokens, backlog = (gauge.labels(*labels)._value.get() for gauge in each)
@@ -286,7 +286,7 @@ def test_a_process_serves_until_its_last_front_end_has_left(
     on_loop: OnLoop, tmp_path: Path
 ) -> None:
     async def test(process: Process) -> None:
-        gauges: Any = process.metrics._gauges
+        gauges: Any = process.metrics._families
         gauges.queue_tokens.labels(*model_labels("other@1")).set(77)
         path = tmp_path / "e.sock"
         with socket.socket(socket.AF_UNIX) as listener:

@@ -30,8 +30,7 @@ from cloze.service.core import (
 )
 from cloze.service.metrics import Metrics, QueueState, write_as
 from cloze.service.processes import frames
-from cloze.service.processes.channel import MAX_UNSENT_BYTES, Channel
-from cloze.service.processes.start import ChildConfig
+from cloze.service.processes.children import ChildConfig
 from cloze.service.served_models import (
     EngineCallbacks,
     EngineFactory,
@@ -48,7 +47,7 @@ _SENDING_S, _LONGEST_EXIT_S = 0.1, 1.0
 """Time to send the last answers of a process whose engine is dead."""
 
 
-class FrontEndChannel(Channel):
+class FrontEndChannel(frames.Channel):
     """The connection to one front end: admits its requests and sends their results.
 
     Args:
@@ -134,7 +133,7 @@ class EngineServer:
         self,
         models: Sequence[ServedModel],
         metrics: Metrics,
-        max_unsent_bytes: int = MAX_UNSENT_BYTES,
+        max_unsent_bytes: int = frames.MAX_UNSENT_BYTES,
     ) -> None:
         self._queues = [model.queue for model in models]
         self._references = [model.bundle.manifest.reference for model in models]

@@ -25,7 +25,6 @@ from cloze.service.core import (
     Submission,
 )
 from cloze.service.processes import frames
-from cloze.service.processes.channel import Channel
 
 
 @dataclass(slots=True)
@@ -45,7 +44,7 @@ class _PendingRun:
     sent: int = 0
 
 
-class EngineLink(Channel):
+class EngineLink(frames.Channel):
     """This front end's connection to one engine process, and to the processes that replace it.
 
     Args:

@@ -32,15 +32,15 @@ from cloze.service.core import (
 from cloze.service.metrics import Metrics
 from cloze.service.metrics.families import model_labels
 from cloze.service.processes import engine_process, frames
-from cloze.service.processes.channel import MAX_UNSENT_BYTES
+from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.engine_process import (
     BatchObserver,
     EngineServer,
     FrontEndChannel,
     _exit_soon,
 )
+from cloze.service.processes.frames import MAX_UNSENT_BYTES
 from cloze.service.processes.remote import EngineLink, RemoteQueue
-from cloze.service.processes.start import ChildConfig
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import Settings
 from tests import encodings

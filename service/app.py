@@ -21,6 +21,7 @@ from cloze.service.core import (
     BUSY,
     Changes,
     EngineDead,
+    QueueState,
     Reload,
     ReloadRefused,
     ServiceError,
@@ -37,7 +38,7 @@ from cloze.service.http.memory_limit import MemoryLimit
 from cloze.service.http.starts import Starts
 from cloze.service.http.watch import RequestWatch
 from cloze.service.logs import AccessLog
-from cloze.service.metrics import Metrics, ModelInfo, QueueState
+from cloze.service.metrics import Metrics, ModelInfo
 from cloze.service.pipeline import Models, Pipeline, task_limits
 from cloze.service.protocols import (
     PROTOCOLS,
@@ -326,8 +327,7 @@ class Service:
 
     def queues(self) -> dict[str, QueueState]:
         """Return the state of the queue of each model, by its full name."""
-        queues = ((name, model.queue) for name, model in self.snapshot.by_name.items())
-        return {name: QueueState(queue.queued_tokens, queue.backlog_s) for name, queue in queues}
+        return {name: model.queue.state for name, model in self.snapshot.by_name.items()}
 
     def model_infos(self) -> list[ModelInfo]:
         """Return the labels of each served model that never change."""

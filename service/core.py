@@ -284,6 +284,18 @@ class ExpectedWait(NamedTuple):
     per_request_s: float
 
 
+class QueueState(NamedTuple):
+    """What waits in a queue.
+
+    Attributes:
+        tokens: number of tokens that wait.
+        backlog_s: seconds in which all of them will have started, at the measured rate.
+    """
+
+    tokens: int
+    backlog_s: float
+
+
 NO_WAIT: Final = ExpectedWait(0.0, 0.0)
 
 
@@ -386,13 +398,8 @@ class Queue(Protocol):
     """The queue of one model's requests, before an engine in this or in another process."""
 
     @property
-    def queued_tokens(self) -> int:
-        """Number of tokens that wait."""
-        ...
-
-    @property
-    def backlog_s(self) -> float:
-        """Seconds in which all that waits will have started, at the measured rate."""
+    def state(self) -> QueueState:
+        """What waits."""
         ...
 
     @property

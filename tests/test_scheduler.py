@@ -130,9 +130,9 @@ def test_every_request_ends_once_and_rightly(
             else:
                 assert sums(future) == [length * value for length, value in sizes]
         deadline = later()
-        while scheduler.queued_tokens and time.monotonic() < deadline:
+        while scheduler.state.tokens and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert scheduler.queued_tokens == 0
+        assert scheduler.state.tokens == 0
     assert not scheduler._queue.requests, "a finished request is forgotten"
     assert sum(report.sequences for report in reports) == sum(map(len, engine.batches))
     for batch in engine.batches:
@@ -151,7 +151,7 @@ def test_an_engine_that_supports_varlen_gets_what_waits_in_one_batch() -> None:
         first = []
         for _ in range(2):
             first.append(submit(scheduler, [sized(1)], later()))
-            while scheduler.queued_tokens:  # until a worker holds it
+            while scheduler.state.tokens:  # until a worker holds it
                 time.sleep(0.001)
         waiting = [
             submit(scheduler, [sized(length, length)], later()) for length in (20, 3, 40, 5, 16)
@@ -173,7 +173,7 @@ def test_a_long_encoding_does_not_make_a_mixed_batch_mostly_padding_of_its_embed
     engine.gate.clear()
     with running(engine, workers=1, max_batch_tokens=64) as scheduler:
         first = submit(scheduler, [sized(1)], later())
-        while scheduler.queued_tokens:  # until the worker holds it
+        while scheduler.state.tokens:  # until the worker holds it
             time.sleep(0.001)
         waiting = [submit(scheduler, [sized(length)], later()) for length in (40, *[1] * 20)]
         engine.gate.set()
@@ -270,9 +270,9 @@ def test_cancelled_work_frees_the_queue_at_once() -> None:
         first = submit(scheduler, [sized(10)], later())
         assert engine.entered.wait(WAIT_S)
         given_up = submit(scheduler, [sized(10), sized(11)], later())
-        assert scheduler.queued_tokens == 21
+        assert scheduler.state.tokens == 21
         given_up.cancel()
-        assert scheduler.queued_tokens == 0
+        assert scheduler.state.tokens == 0
         second = submit(scheduler, [sized(12)], later())
         third = submit(scheduler, [sized(13)], later())
         engine.gate.set()
@@ -396,7 +396,7 @@ def test_a_full_queue_admits_all_of_a_request_or_none() -> None:
         first = submit(scheduler, [sized(10)], later())
         assert engine.entered.wait(WAIT_S)
         second = submit(scheduler, [sized(10), sized(10)], later())
-        assert scheduler.queued_tokens == 20
+        assert scheduler.state.tokens == 20
         with pytest.raises(
             Overloaded,
             match="holds 20 tokens, 20 of them like this request's 21; together they would be "
@@ -404,7 +404,7 @@ def test_a_full_queue_admits_all_of_a_request_or_none() -> None:
         ) as caught:
             submit(scheduler, [sized(1), sized(20)], later())
         assert caught.value.retry_after_s >= 1
-        assert scheduler.queued_tokens == 20
+        assert scheduler.state.tokens == 20
         third = submit(scheduler, [sized(10)], later())
         engine.gate.set()
         assert [sums(first), sums(second), sums(third)] == [[10.0], [10.0, 10.0], [10.0]]

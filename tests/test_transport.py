@@ -195,7 +195,7 @@ def test_results_come_back_in_the_order_of_the_encodings(engine: Engine) -> None
             futures = [submit(queue, encode(n, 2 * n, 3), in_a_minute()) for n in range(1, 20)]
             for n, future in enumerate(futures, start=1):
                 assert sums(await outcome(future)) == [n, 2 * n, 3]
-            assert queue.queued_tokens == 0
+            assert queue.state.tokens == 0
 
     run(play())
 
@@ -219,12 +219,12 @@ def test_a_cancelled_request_does_not_run(engine: Engine) -> None:
             running = submit(queue, encode(1), in_a_minute())
             await asyncio.to_thread(engine.engine.entered.wait)
             cancelled = submit(queue, encode(2), in_a_minute())
-            await until(lambda: engine.scheduler.queued_tokens == 2)
+            await until(lambda: engine.scheduler.state.tokens == 2)
             cancelled.cancel()
-            await until(lambda: engine.scheduler.queued_tokens == 0)
+            await until(lambda: engine.scheduler.state.tokens == 0)
             engine.engine.gate.set()
             assert sums(await outcome(running)) == [1]
-            assert queue.queued_tokens == 0
+            assert queue.state.tokens == 0
             assert len(engine.engine.batches) == 1
 
     run(play())
@@ -265,7 +265,7 @@ def test_an_engine_that_does_not_return_fails_pending_requests(
                 for future in futures:
                     with pytest.raises(EngineDead, match="the process of engine-0 ended"):
                         await outcome(future)
-                assert queue.queued_tokens == 0
+                assert queue.state.tokens == 0
                 assert queue.dead == "the process of engine-0 ended"
 
     run(play())
@@ -315,8 +315,8 @@ def test_a_front_end_that_dies_cancels_its_requests_only(engine: Engine) -> None
                 await asyncio.to_thread(engine.engine.entered.wait)
                 waiting = submit(RemoteQueue([survivor], 0), encode(2), in_a_minute())
                 lost = [submit(RemoteQueue([link], 0), encode(5), in_a_minute()) for _ in range(4)]
-                await until(lambda: engine.scheduler.queued_tokens == 22)
-            await until(lambda: engine.scheduler.queued_tokens == 2)
+                await until(lambda: engine.scheduler.state.tokens == 22)
+            await until(lambda: engine.scheduler.state.tokens == 2)
             engine.engine.gate.set()
             assert sums(await outcome(running)) == [1]
             assert sums(await outcome(waiting)) == [2]
@@ -396,7 +396,7 @@ def test_a_front_end_that_does_not_read_is_dropped(
                 assert sums(await outcome(future)) == [7]
                 await until(lambda: "more than the limit of 10000" in caplog.text)
                 await read_all(hung)
-            await until(lambda: engine.scheduler.queued_tokens == 0)
+            await until(lambda: engine.scheduler.state.tokens == 0)
 
     run(play())
 

@@ -92,7 +92,7 @@ def _round_s(scheduler: Scheduler, message: bytes) -> float:
         run = frames.decode_request(message)
         assert isinstance(run, frames.Run)
         scheduler.submit(run.submission).add_done_callback(_encode_answer)
-    while scheduler.queued_tokens:
+    while scheduler.state.tokens:
         taken = scheduler._take_now()
         scheduler._run(0, taken.batch, taken.fill)
     return time.thread_time() - began

@@ -49,9 +49,10 @@ from cloze.service.core import (
     NO_WAIT,
     BatchResult,
     ExpectedWait,
+    QueueState,
     Submission,
 )
-from cloze.service.metrics import Metrics, QueueState
+from cloze.service.metrics import Metrics
 from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer
 from cloze.service.processes.remote import EngineLink, RemoteQueue
@@ -112,8 +113,7 @@ class Cost:
 class InstantQueue:
     """A queue whose worker thread answers at once; see `cloze.service.core.Queue`."""
 
-    queued_tokens = 0
-    backlog_s = 0.0
+    state = QueueState(0, 0.0)
     dead = None
     draining = False
 

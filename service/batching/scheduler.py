@@ -38,6 +38,7 @@ from cloze.service.core import (
     EngineDead,
     EngineFailed,
     ExpectedWait,
+    QueueState,
     ServiceError,
     ShuttingDown,
     Submission,
@@ -145,14 +146,9 @@ class Scheduler:
         thread.start()
 
     @property
-    def queued_tokens(self) -> int:
-        """Number of tokens that wait."""
-        return self._queue.tokens
-
-    @property
-    def backlog_s(self) -> float:
-        """Seconds in which all that waits will have started, at the measured rate."""
-        return self._admission.backlog_s
+    def state(self) -> QueueState:
+        """What waits."""
+        return QueueState(self._queue.tokens, self._admission.backlog_s)
 
     @property
     def dead(self) -> str | None:

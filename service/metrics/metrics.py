@@ -15,7 +15,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-from cloze.service.core import BatchReport, Rejection, Timings
+from cloze.service.core import BatchReport, QueueState, Rejection, Timings
 from cloze.service.metrics.families import MODEL, Families, ModelSeries, model_labels
 
 _WRITE_EVERY_S = 0.1
@@ -32,13 +32,6 @@ _MAX_EXEMPLAR_CHARACTERS = 128
 
 Source: OpenMetrics 1.0, section Exemplars. A scraper may reject an exposition with a longer one.
 """
-
-
-class QueueState(NamedTuple):
-    """The queue of a model: the tokens that wait, and the seconds until they start."""
-
-    tokens: int
-    backlog_s: float
 
 
 class ModelInfo(NamedTuple):

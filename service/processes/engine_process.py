@@ -28,7 +28,7 @@ from cloze.service.core import (
     ServiceError,
     StartupError,
 )
-from cloze.service.metrics import Metrics, QueueState, write_as
+from cloze.service.metrics import Metrics, write_as
 from cloze.service.processes import frames
 from cloze.service.processes.children import ChildConfig
 from cloze.service.served_models import (
@@ -180,7 +180,7 @@ class EngineServer:
 
     def observe_queue(self, model: int) -> None:
         """Record how many tokens wait. Any thread may call this."""
-        self._metrics.observe_queue(self._references[model], queue_state(self._queues[model]))
+        self._metrics.observe_queue(self._references[model], self._queues[model].state)
 
     def opened(self, channel: FrontEndChannel) -> None:
         """Add a front end."""
@@ -190,11 +190,6 @@ class EngineServer:
         """Remove a front end that has disconnected."""
         self._channels.remove(channel)
         self._changed.set()
-
-
-def queue_state(queue: Queue) -> QueueState:
-    """Return the state of a queue."""
-    return QueueState(queue.queued_tokens, queue.backlog_s)
 
 
 class BatchObserver:
@@ -214,7 +209,7 @@ class BatchObserver:
     def on_batch(self, reference: str, report: BatchReport) -> None:
         """Record a batch. Called on a worker thread."""
         self._metrics.observe_batch(reference, report)
-        self._metrics.observe_queue(reference, queue_state(self.queues[reference]))
+        self._metrics.observe_queue(reference, self.queues[reference].state)
 
 
 async def run_engines(config: ChildConfig, make_engine: EngineFactory | None) -> None:

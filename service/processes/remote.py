@@ -20,6 +20,7 @@ from cloze.service.core import (
     BatchResult,
     EngineDead,
     ExpectedWait,
+    QueueState,
     ServiceError,
     ShuttingDown,
     Submission,
@@ -232,14 +233,12 @@ class RemoteQueue:
         self._draining = False
 
     @property
-    def queued_tokens(self) -> int:
-        """Tokens of this front end's requests, of all models, that are not answered."""
-        return sum(link.tokens for link in self._links)
+    def state(self) -> QueueState:
+        """Tokens of this front end's requests, of all models, that are not answered.
 
-    @property
-    def backlog_s(self) -> float:
-        """0.0: the engine processes know their rates, and report them as metrics."""
-        return 0.0
+        The engine processes measure their rates, and report them as metrics.
+        """
+        return QueueState(sum(link.tokens for link in self._links), backlog_s=0.0)
 
     @property
     def dead(self) -> str | None:

@@ -93,7 +93,7 @@ def test_a_batch_is_reported() -> None:
             submit(made, [sized(6)], later(), trace=""),
             submit(made, [sized(6)], later(), trace="00-3"),
         ]
-        assert made.queued_tokens == 24
+        assert made.state.tokens == 24
         begin = time.monotonic()
         wait_until(lambda: time.monotonic() > begin + 0.02)
         engine.gate.set()
@@ -292,7 +292,7 @@ def test_a_drain_refuses_new_requests_only() -> None:
         submit(made, [sized(5)], later())
     submit(made, [sized(5)], later(), accepted=True)
     submit(made, [sized(5)], later(), later_round=True)
-    assert made.queued_tokens == 15
+    assert made.state.tokens == 15
     made.close()
     for options in ({"accepted": True}, {"later_round": True}):
         with pytest.raises(ShuttingDown):
@@ -324,7 +324,7 @@ def test_a_request_comes_back_only_if_it_says_so() -> None:
     with pytest.raises(Exception, match=r"about 1.1 s, longer than its limit of 1 s"):
         submit(made, [sized(1)], later())
     submit(made, [sized(1)], later(), returning=True)
-    assert made.queued_tokens == 12
+    assert made.state.tokens == 12
 
 
 def test_a_cancelled_request_wakes_those_who_wait_for_it() -> None:
@@ -339,7 +339,7 @@ def test_a_cancelled_request_wakes_those_who_wait_for_it() -> None:
     future.cancel()
     assert done.wait(10)
     thread.join()
-    assert made.queued_tokens == 0
+    assert made.state.tokens == 0
 
 
 def test_a_request_that_ends_during_its_run_keeps_its_end() -> None:
@@ -357,9 +357,9 @@ def test_a_request_that_ends_during_its_run_keeps_its_end() -> None:
 def test_the_backlog_is_that_of_the_measured_rate() -> None:
     made = stepped(workers=2)
     submit(made, [sized(10), sized(20)], later())
-    assert made.backlog_s == 0
+    assert made.state.backlog_s == 0
     made._admission.tokens_per_s = 5.0
-    assert made.backlog_s == 3.0
+    assert made.state.backlog_s == 3.0
     assert made.expected_wait("new", 5, None).seconds == 0
     assert made.expected_wait("", 5, None).seconds == 3.0
     assert made.expected_wait("new", 5, None, 40).seconds == 7.0

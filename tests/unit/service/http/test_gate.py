@@ -9,7 +9,12 @@ import pytest
 from starlette.types import Scope
 
 from cloze.service.batching.admission import PromiseKey, Promises
-from cloze.service.core import BatchResult, ExpectedWait, ServiceError
+from cloze.service.core import (
+    BatchResult,
+    ExpectedWait,
+    QueueState,
+    ServiceError,
+)
 from cloze.service.http import gate as gate_module
 from cloze.service.http.caller import Callers
 from cloze.service.http.gate import (
@@ -29,8 +34,7 @@ from cloze.service.metrics import Metrics
 class Waiting:
     """A queue whose expected wait a test sets, and that records what it is asked."""
 
-    queued_tokens = 0
-    backlog_s = 0.0
+    state = QueueState(0, 0.0)
     dead: str | None = None
 
     def __init__(self, seconds: float = 0.0) -> None:

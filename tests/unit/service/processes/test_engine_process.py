@@ -25,6 +25,7 @@ from cloze.service.core import (
     EngineFailed,
     ExpectedWait,
     Overloaded,
+    QueueState,
     Rejection,
     StartupError,
     Submission,
@@ -82,8 +83,8 @@ class Queue(Scheduler):
         return ExpectedWait(2.5, 0.5)
 
     @property
-    def backlog_s(self) -> float:
-        return 1.5
+    def state(self) -> QueueState:
+        return super().state._replace(backlog_s=1.5)
 
 
 class Wire:
@@ -228,7 +229,7 @@ def test_a_cancelled_request_is_dropped(on_loop: OnLoop) -> None:
         assert process.waiting() == (6, 1.5)
         process.receive(frames.Cancel(2))
         process.receive(frames.Cancel(99))
-        assert process.queues[0].queued_tokens == 3
+        assert process.queues[0].state.tokens == 3
         assert process.waiting() == (3, 1.5)
         process.engine.gate.set()
         answers = await process.answers(2)
@@ -269,9 +270,9 @@ def test_a_front_end_that_leaves_cancels_its_requests_only(on_loop: OnLoop) -> N
         process.engine.entered.wait(20)
         process.receive(run(2))
         channel.received(memoryview(frames.encode_run(run(1, tokens=5))))
-        assert process.queues[0].queued_tokens == 8
+        assert process.queues[0].state.tokens == 8
         process.channel.lost()
-        assert process.queues[0].queued_tokens == 5
+        assert process.queues[0].state.tokens == 5
         process.engine.gate.set()
         async with asyncio.timeout(20):
             while len(other.sent) < 2 or process.channel._pending:

@@ -104,7 +104,7 @@ def test_a_request_is_sent_and_answered() -> None:
         assert engines.queue.dead is None
         assert engines.queue.precision() == "int8"
         future = engines.submit(3, client="someone", timeout_s=2.5, accepted=True, trace="t")
-        assert engines.queue.queued_tokens == 3
+        assert engines.queue.state.tokens == 3
         (run,) = wire.runs
         sent = run.submission
         assert (sent.client, sent.timeout_s, sent.accepted, sent.trace) == (
@@ -116,7 +116,7 @@ def test_a_request_is_sent_and_answered() -> None:
         assert (run.model, sent.later_round) == (0, False)
         engines.answer(0, run, RESULT)
         assert future.result(0).queue_s == 0.25
-        assert engines.queue.queued_tokens == 0
+        assert engines.queue.state.tokens == 0
         engines.answer(0, run, RESULT)  # a late answer belongs to nobody
 
     on_loop(test)
@@ -129,7 +129,7 @@ def test_an_error_of_the_engine_ends_the_request() -> None:
         future = engines.submit()
         engines.answer(0, wire.runs[0], Overloaded("full", 7))
         assert isinstance(future.exception(0), Overloaded)
-        assert engines.queue.queued_tokens == 0
+        assert engines.queue.state.tokens == 0
 
     on_loop(test)
 
@@ -142,7 +142,7 @@ def test_requests_go_to_the_running_engine_with_the_fewest_tokens() -> None:
             engines.submit(tokens)
         assert [len(run.submission.encodings[0]) for run in one.runs] == [5]
         assert [len(run.submission.encodings[0]) for run in two.runs] == [3, 1, 1]
-        assert engines.queue.queued_tokens == 10
+        assert engines.queue.state.tokens == 10
 
     on_loop(test)
 
@@ -154,7 +154,7 @@ def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
         future = engines.submit()
         assert future.cancel()
         assert wire.sent[-1] == frames.Cancel(wire.runs[0].number)
-        assert engines.queue.queued_tokens == 0
+        assert engines.queue.state.tokens == 0
         assert future.done()
 
     on_loop(test)
@@ -276,7 +276,7 @@ def test_a_draining_queue_takes_only_what_was_accepted() -> None:
             engines.submit()
         engines.submit(accepted=True)
         engines.submit(later_round=True)
-        assert engines.queue.queued_tokens == 6
+        assert engines.queue.state.tokens == 6
 
     on_loop(test)
 
@@ -348,7 +348,7 @@ def test_defaults_of_a_request() -> None:
         (run,) = wire.runs
         sent = run.submission
         assert sent._replace(encodings=()) == Submission(sent.deadline)
-        assert engines.queue.backlog_s == 0
+        assert engines.queue.state.backlog_s == 0
         engines.submit(returning=True, later_round=True)
         sent = wire.runs[-1].submission
         assert (sent.returning, sent.later_round) == (True, True)
@@ -367,7 +367,7 @@ def test_a_model_has_its_own_place() -> None:
         array = np.arange(4, dtype=np.int32)
         submit(second, [Encoding(array, array)], time.monotonic() + 60)
         assert wire.runs[0].model == 1
-        assert second.queued_tokens == 4
+        assert second.state.tokens == 4
 
     on_loop(test)
 
@@ -454,7 +454,7 @@ def test_a_request_is_not_cancelled_at_an_engine_that_is_gone() -> None:
         engines.links[0].lost()
         future.cancel()
         assert len(wire.sent) == 1
-        assert engines.queue.queued_tokens == 0
+        assert engines.queue.state.tokens == 0
 
     on_loop(test)
 

@@ -12,9 +12,8 @@ import orjson
 import pytest
 
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.http import pace
-from cloze.service.http.answers import Answers
-from cloze.service.http.memory_limit import Hold
+from cloze.service.http import memory_limit
+from cloze.service.http.memory_limit import Answers, Hold
 from tests.leaping_loop import run_leaping
 from tests.serving import Server, running_server
 from tests.test_memory import peaks_mb
@@ -67,7 +66,7 @@ def test_a_large_answer_waits_until_another_is_read_quickly() -> None:
         answers = Answers(6 * MB)
         reader = await send(answers, "a", 2 * MB)
         waiting = wait(answers, "a", 2 * MB)
-        await reader.read(2 * pace.HURRIED_RATE, 3 * pace.HURRIED_GRACE_S)
+        await reader.read(2 * memory_limit.HURRIED_RATE, 3 * memory_limit.HURRIED_GRACE_S)
         assert not waiting.done()
         assert not reader.ended
         answers.was_read(reader)
@@ -85,12 +84,18 @@ def test_who_reads_a_little_now_and_then_is_closed_if_others_wait() -> None:
         frugal = await send(answers, "b", MB)
         everybody = [*readers, frugal]
         await asyncio.gather(
-            *(reader.read(2 * pace.RATE, 2 * pace.HURRIED_GRACE_S) for reader in everybody)
+            *(
+                reader.read(2 * memory_limit.RATE, 2 * memory_limit.HURRIED_GRACE_S)
+                for reader in everybody
+            )
         )
         assert not any(reader.ended for reader in everybody), "nobody needs the room"
         waiting = wait(answers, "c", 3 * MB)
         await asyncio.gather(
-            *(reader.read(2 * pace.RATE, pace.HURRIED_GRACE_S) for reader in everybody)
+            *(
+                reader.read(2 * memory_limit.RATE, memory_limit.HURRIED_GRACE_S)
+                for reader in everybody
+            )
         )
         assert {reader.ended for reader in readers} == {"it reads its answer too slowly"}
         assert not frugal.ended, "it holds less than the average"
@@ -106,7 +111,8 @@ def test_a_slow_client_is_closed_only_below_the_least_rate_while_nobody_waits() 
         answers = Answers(6 * MB)
         slow, slower = [await send(answers, "a", MB) for _ in range(2)]
         await asyncio.gather(
-            slow.read(2 * pace.RATE, 3 * pace.GRACE_S), slower.read(pace.RATE / 2, 3 * pace.GRACE_S)
+            slow.read(2 * memory_limit.RATE, 3 * memory_limit.GRACE_S),
+            slower.read(memory_limit.RATE / 2, 3 * memory_limit.GRACE_S),
         )
         assert slower.ended
         assert not slow.ended

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from cloze.service.core import Overloaded, Rejection
-from cloze.service.http import pace
-from cloze.service.http.answers import Answers
-from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit
-from cloze.service.http.pace import Pace
+from cloze.service.http import memory_limit
+from cloze.service.http.memory_limit import SMALL_BYTES, Answers, Hold, MemoryLimit, Pace
 from tests.leaping_loop import run_leaping
 
 
@@ -338,8 +336,8 @@ async def crowded() -> Table:
 
 
 def test_the_rates_of_transfers() -> None:
-    assert (pace.RATE, pace.GRACE_S) == (1000, 10.0)
-    assert (pace.HURRIED_RATE, pace.HURRIED_GRACE_S) == (65_536, 1.0)
+    assert (memory_limit.RATE, memory_limit.GRACE_S) == (1000, 10.0)
+    assert (memory_limit.HURRIED_RATE, memory_limit.HURRIED_GRACE_S) == (65_536, 1.0)
 
 
 def test_a_transfer_that_stands_still_ends_after_its_grace() -> None:

@@ -31,7 +31,7 @@ from cloze.service.http.access import Callers
 from cloze.service.http.errors import STATUSES_FROM_ZERO
 from cloze.service.http.gate import Gate, Paths, Starts
 from cloze.service.http.keys import Keys
-from cloze.service.http.memory_limit import Answers, MemoryLimit
+from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.recorder import Recorder
 from cloze.service.http.watch import RequestWatch
@@ -175,7 +175,7 @@ class Service:
             settings.access_log_share,
             operations.QUIET_ROUTES,
         )
-        self.answers = Answers(settings.max_answers_bytes)
+        self.answers = UnreadAnswers(settings.max_answers_bytes)
         wait_s = settings.max_queue_wait_ms / 1000
         self._watch = RequestWatch(
             settings.request_timeout_ms / 1000,

@@ -14,7 +14,7 @@ from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import InvalidRequest, ServiceError
 from cloze.service.http.access import timeout_s
 from cloze.service.http.gate import Gate, GateModel, Starts
-from cloze.service.http.memory_limit import Answers
+from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import RequestRecord
 from cloze.service.http.recorder import Recorder
 from cloze.service.logs import AccessLog
@@ -35,7 +35,7 @@ def gate(max_wait_s: float) -> Iterator[tuple[Gate, Scheduler, Steady]]:
     """A gate before a scheduler of 1,000 tokens per second, whose engine waits."""
     with measured(max_wait_s=max_wait_s) as (scheduler, engine):
         log = AccessLog("text", logging.CRITICAL, 0.0, frozenset())
-        recorder = Recorder(Metrics(["m@1"]), log, None, Answers(1), None)  # type: ignore[arg-type]
+        recorder = Recorder(Metrics(["m@1"]), log, None, UnreadAnswers(1), None)  # type: ignore[arg-type]
         routes = {"/embed": [GateModel("m@1", scheduler)]}
         gated = Gate(routes, error_bytes, max_wait_s, Starts(), Promises(), recorder)
         yield gated, scheduler, engine

@@ -1,4 +1,4 @@
-"""Answers that clients do not read: they hold bounded memory, and harm nobody else."""
+"""UnreadAnswers that clients do not read: they hold bounded memory, and harm nobody else."""
 
 import asyncio
 import socket
@@ -13,7 +13,7 @@ import pytest
 
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.http import memory_limit
-from cloze.service.http.memory_limit import Answers, Hold
+from cloze.service.http.memory_limit import Hold, UnreadAnswers
 from tests.leaping_loop import run_leaping
 from tests.serving import Server, running_server
 from tests.test_memory import peaks_mb
@@ -48,7 +48,7 @@ class FakeReader:
             self.unread -= round(bytes_per_s / 10)
 
 
-async def send(answers: Answers, client: str, size: int) -> FakeReader:
+async def send(answers: UnreadAnswers, client: str, size: int) -> FakeReader:
     """Send an answer to a client that has read nothing of it."""
     reader = FakeReader(size)
     hold = await answers.hold(client, size, waits=True)
@@ -57,13 +57,13 @@ async def send(answers: Answers, client: str, size: int) -> FakeReader:
     return reader
 
 
-def wait(answers: Answers, client: str, size: int) -> "asyncio.Task[Hold | None]":
+def wait(answers: UnreadAnswers, client: str, size: int) -> "asyncio.Task[Hold | None]":
     return asyncio.create_task(answers.hold(client, size, waits=True))
 
 
 def test_a_large_answer_waits_until_another_is_read_quickly() -> None:
     async def play() -> None:
-        answers = Answers(6 * MB)
+        answers = UnreadAnswers(6 * MB)
         reader = await send(answers, "a", 2 * MB)
         waiting = wait(answers, "a", 2 * MB)
         await reader.read(2 * memory_limit.HURRIED_RATE, 3 * memory_limit.HURRIED_GRACE_S)
@@ -79,7 +79,7 @@ def test_who_reads_a_little_now_and_then_is_closed_if_others_wait() -> None:
     """A client has a buffer per second of each of its three answers; another one waits."""
 
     async def play() -> None:
-        answers = Answers(6 * MB)
+        answers = UnreadAnswers(6 * MB)
         readers = [await send(answers, "a", MB) for _ in range(3)]
         frugal = await send(answers, "b", MB)
         everybody = [*readers, frugal]
@@ -108,7 +108,7 @@ def test_who_reads_a_little_now_and_then_is_closed_if_others_wait() -> None:
 
 def test_a_slow_client_is_closed_only_below_the_least_rate_while_nobody_waits() -> None:
     async def play() -> None:
-        answers = Answers(6 * MB)
+        answers = UnreadAnswers(6 * MB)
         slow, slower = [await send(answers, "a", MB) for _ in range(2)]
         await asyncio.gather(
             slow.read(2 * memory_limit.RATE, 3 * memory_limit.GRACE_S),
@@ -122,7 +122,7 @@ def test_a_slow_client_is_closed_only_below_the_least_rate_while_nobody_waits() 
 
 def test_a_client_holds_half_of_the_room_and_of_the_turns() -> None:
     async def play() -> None:
-        answers = Answers(6 * MB)
+        answers = UnreadAnswers(6 * MB)
         await send(answers, "a", 3 * MB)
         waiting = wait(answers, "a", MB)
         await asyncio.wait_for(send(answers, "b", 3 * MB), 1)
@@ -140,7 +140,7 @@ def test_a_client_holds_half_of_the_room_and_of_the_turns() -> None:
 
 def test_a_smaller_answer_does_not_wait_but_counts() -> None:
     async def play() -> None:
-        answers = Answers(2 * MB)
+        answers = UnreadAnswers(2 * MB)
         first = await answers.hold("a", MB, waits=True)
         second = await answers.hold("a", MB // 2, waits=False)
         assert first is not None

@@ -11,7 +11,7 @@ from typing import Final
 from starlette.types import Scope
 
 from cloze.service.core import Forbidden, InvalidRequest
-from cloze.service.http.keys import Key, Keys, Permission, check_key
+from cloze.service.http.keys import Keys, Permission, check_key
 from cloze.service.http.record import Headers, RequestRecord
 
 OF_ADMIN_SOCKET: Final = "cloze.admin_socket"
@@ -66,8 +66,11 @@ class Callers:
             route: the route of its path; None if there is none.
         """
         headers: Headers = scope["headers"]
-        key = self._key(headers)
-        stated_s, limit_problem = None, ""
+        first = dict(reversed(headers))  # the first value of each header
+        sent = first.get(b"content-length", b"")
+        key, stated_s, limit_problem = None, None, ""
+        if self.keys is not None and b"authorization" in first:
+            key = self.keys.find(first[b"authorization"])
         try:
             stated_s = timeout_s(headers, self._max_timeout_s)
         except InvalidRequest as error:
@@ -77,6 +80,7 @@ class Callers:
             path=scope["path"],
             route=route,
             headers=headers,
+            length=int(sent) if sent.isdigit() and len(sent) < 16 else None,
             identity=request_id(headers),
             key=key,
             client=f"key {key.name}" if key is not None else self._address(scope, headers),
@@ -84,13 +88,6 @@ class Callers:
             limit_problem=limit_problem,
             arrived=time.monotonic(),
         )
-
-    def _key(self, headers: Headers) -> Key | None:
-        """Return the API key of a request; None if it has none."""
-        if self.keys is None:
-            return None
-        sent = next((value for name, value in headers if name == b"authorization"), b"")
-        return self.keys.find(sent) if sent else None
 
     def _address(self, scope: Scope, headers: Headers) -> str:
         """Return the address of a client; "" if the server does not know it."""
@@ -202,26 +199,21 @@ class Access:
         Raises:
             ServiceError: the host, the key, its permission or its rate is wrong.
         """
-        if self._hosts:
-            self._check_host(request.headers)
-        if not self._needs_keys:
-            return
+        for name, value in request.headers if self._hosts else ():
+            if name == b"host" and not is_accepted(value, self._hosts):
+                raise Forbidden(
+                    f"the Host header {ascii(value.decode('latin-1'))[:80]} is not of this "
+                    "server; name it in allowed_hosts"
+                )
         path = request.path
-        if request.method in ("GET", "HEAD") and path in self._open_routes:
+        is_open = request.method in ("GET", "HEAD") and path in self._open_routes
+        if is_open or not self._needs_keys:
             return
         needed = next(
             (needed for prefix, needed in self._permissions if path.startswith(prefix)),
             Permission.INFERENCE,
         )
         check_key(request.key, needed)
-
-    def _check_host(self, headers: Headers) -> None:
-        for name, value in headers:
-            if name == b"host" and not is_accepted(value, self._hosts):
-                raise Forbidden(
-                    f"the Host header {ascii(value.decode('latin-1'))[:80]} is not of this "
-                    "server; name it in allowed_hosts"
-                )
 
 
 def is_loopback(host: str) -> bool:

@@ -23,7 +23,7 @@ from cloze.service.batching.lines import LineKey
 from cloze.service.batching.promises import PromiseKey, Promises
 from cloze.service.core import Overloaded, Queue, Rejection, ServiceError
 from cloze.service.http.access import is_first_try
-from cloze.service.http.record import Headers, RequestRecord
+from cloze.service.http.record import RequestRecord
 from cloze.service.http.recorder import Recorder
 
 ErrorBytes = Callable[[str, ServiceError], bytes]
@@ -180,7 +180,7 @@ class Gate:
         if route is None or not (served := self._routes.get(route)):
             return None
         client, stated_s = request.client, request.stated_s
-        tokens = 1 + _content_length(request.headers) // _BYTES_PER_TOKEN
+        tokens = 1 + (request.length or 0) // _BYTES_PER_TOKEN
         line = LineKey.of(tokens, stated_s)
         if request.limit_problem:  # the handler writes that error
             self._starts.admit(request, line, tokens)
@@ -215,14 +215,6 @@ class Gate:
         headers = b"\r\nretry-after-ms: %d\r\nx-request-id: %s\r\n\r\n"
         filled = headers % (math.ceil(after_s * 1000), request.identity)
         return answer.replace(b"\r\n\r\n", filled, 1)
-
-
-def _content_length(headers: Headers) -> int:
-    """Return the bytes of a request's body; 0 if the headers do not say so."""
-    for name, value in headers:
-        if name == b"content-length":
-            return int(value) if value.isdigit() and len(value) < 16 else 0
-    return 0
 
 
 # ---- paths ---------------------------------------------------------------------------------------

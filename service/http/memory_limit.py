@@ -350,7 +350,7 @@ class _Unread:
         self._reader.end("it reads its answer too slowly")
 
 
-class Answers:
+class UnreadAnswers:
     """The answers of one process that are written or not yet read.
 
     Args:

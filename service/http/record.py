@@ -27,6 +27,7 @@ class RequestRecord:
         method, path: as they were sent; a path is never decoded, see `Paths`.
         route: the route of the path; None if there is none.
         headers: its headers.
+        length: the bytes of its body that the headers announce; None if they announce none.
         identity: its id.
         key: its API key; None if it has none.
         client: the client, which has a fair share and limits: a key or an address; "" if unknown.
@@ -50,6 +51,7 @@ class RequestRecord:
     path: str
     route: str | None
     headers: Headers
+    length: int | None
     identity: bytes
     key: Key | None
     client: str

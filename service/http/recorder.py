@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloze.service.http.memory_limit import Answers
+from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.logs import AccessLog, AccessRecord
 from cloze.service.metrics import Metrics
@@ -36,7 +36,7 @@ class Recorder:
         metrics: Metrics,
         access_log: AccessLog,
         tracing: Tracing | None,
-        answers: Answers,
+        answers: UnreadAnswers,
         respond: Respond,
     ) -> None:
         self._metrics, self._access_log, self._tracing = metrics, access_log, tracing

@@ -22,7 +22,7 @@ from starlette.types import Scope
 
 from cloze.service.http.acceptor import ConnectionTable
 from cloze.service.http.gate import Starts, sent_path
-from cloze.service.http.memory_limit import Answers
+from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.uvicorn_internals import (
     ASGI3Application,
@@ -96,7 +96,7 @@ class ServerProtocol(HttpToolsProtocol):
         make_record: Callable[[Scope], RequestRecord],
         refusal: Callable[[RequestRecord], bytes | None],
         table: ConnectionTable,
-        answers: Answers,
+        answers: UnreadAnswers,
         starts: Starts,
         **arguments: Any,
     ) -> None:
@@ -106,7 +106,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._answers, self._starts = answers, starts
         self._unparsed = b""
         self._header_bytes = 0
-        self._progress = False
+        self._progress = False  # whether received bytes have caused a parser event
         self._state = State.IDLE
         self._deadline = math.inf  # `loop.time` at which the connection ends by its state
         self._timer: asyncio.TimerHandle | None = None
@@ -228,24 +228,17 @@ class ServerProtocol(HttpToolsProtocol):
         if self.flow.read_paused or self.transport.is_closing():
             return
         data, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
-        self._parse_slice(data)
-        if self._unparsed:
-            self.transport.pause_reading()
-        if not self.flow.read_paused:
-            self.parse_soon()
-
-    def _parse_slice(self, data: bytes) -> None:
-        """Parse bytes, and count them if they cause no parser event."""
         self._progress = False
         super().data_received(data)
-        if self._progress:
-            self._header_bytes = 0
-            return
-        self._header_bytes += len(data)
+        self._header_bytes = 0 if self._progress else self._header_bytes + len(data)
         if self._header_bytes > MAX_HEADER_BYTES:
             message = f"the request's headers have more than {MAX_HEADER_BYTES} bytes, the limit"
             log.warning("a request was refused: %s", message)
             self._answer_and_close(431, "Request Header Fields Too Large", message)
+        if self._unparsed:
+            self.transport.pause_reading()
+        if not self.flow.read_paused:
+            self.parse_soon()
 
     def on_message_begin(self) -> None:
         """Note the first byte of a request, whose headers must arrive in time."""

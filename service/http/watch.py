@@ -26,10 +26,10 @@ from cloze.service.http.memory_limit import (
     HURRIED_RATE,
     RATE,
     SMALL_BYTES,
-    Answers,
     Hold,
     MemoryLimit,
     Pace,
+    UnreadAnswers,
 )
 from cloze.service.http.record import RECORD, RequestRecord
 
@@ -57,26 +57,6 @@ class WatchedRequest:
         DeadlineExceeded: the request has a body, but no answer in time.
         ClientGone: the client closed its connection after it had sent its body.
     """
-
-    __slots__ = (
-        "_error",
-        "_hold",
-        "_is_old",
-        "_is_slow",
-        "_moved",
-        "_reading",
-        "_receive",
-        "_task",
-        "_timer",
-        "_turn",
-        "_waits",
-        "_watch",
-        "_watcher",
-        "deadline",
-        "received_bytes",
-        "record",
-        "timeout_s",
-    )
 
     def __init__(self, watch: "RequestWatch", request: Request) -> None:
         self._watch = watch
@@ -138,11 +118,11 @@ class WatchedRequest:
         )
 
     async def begin_answer(self) -> None:
-        """Wait until a large answer may be decoded; see `Answers.begin`."""
+        """Wait until a large answer may be decoded; see `UnreadAnswers.begin`."""
         self._turn = await self._watch.answers.begin(self.record.client)
 
     async def hold_answer(self, size: int) -> None:
-        """Hold the memory of an answer until its client has read it; see `Answers`."""
+        """Hold the memory of an answer until its client has read it; see `UnreadAnswers`."""
         waits = self._turn is not None
         self.record.hold = await self._watch.answers.hold(self.record.client, size, waits=waits)
 
@@ -273,11 +253,11 @@ class RequestWatch:
         self,
         timeout_s: float,
         bodies: MemoryLimit | None = None,
-        answers: Answers | None = None,
+        answers: UnreadAnswers | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.bodies = bodies or MemoryLimit("bodies", sys.maxsize)
-        self.answers = answers or Answers(sys.maxsize)
+        self.answers = answers or UnreadAnswers(sys.maxsize)
         self.arriving = Pace(self.bodies)
         self._young: dict[WatchedRequest, None] = {}  # in the order of their start
         self._ticking = False

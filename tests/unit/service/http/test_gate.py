@@ -12,7 +12,7 @@ from cloze.service.core import BatchResult, ExpectedWait, ServiceError
 from cloze.service.http import gate as gate_module
 from cloze.service.http.access import Callers
 from cloze.service.http.gate import Gate, GateModel, Paths, Starts
-from cloze.service.http.memory_limit import Answers
+from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import RequestRecord
 from cloze.service.http.recorder import Recorder
 from cloze.service.logs import AccessLog
@@ -82,7 +82,7 @@ class Gated:
         self.log = AccessLog("json", logging.INFO, 1.0, frozenset(), self.written)  # type: ignore[arg-type]
         routes = {"/embed": models, "/of/{name}": models, "/none": []}
         self.paths = Paths(routes)
-        recorder = Recorder(self.metrics, self.log, None, Answers(1), None)  # type: ignore[arg-type]
+        recorder = Recorder(self.metrics, self.log, None, UnreadAnswers(1), None)  # type: ignore[arg-type]
         self.gate = Gate(routes, self._error, max_wait_s, self.starts, self.promises, recorder)
 
     @staticmethod

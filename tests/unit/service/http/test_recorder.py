@@ -11,7 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 from cloze.service.core import Overloaded, Rejection, Timings
 from cloze.service.http import recorder as recorder_module
 from cloze.service.http.access import Access
-from cloze.service.http.memory_limit import Answers, Hold
+from cloze.service.http.memory_limit import Hold, UnreadAnswers
 from cloze.service.http.record import RECORD
 from cloze.service.http.recorder import OTHER_ROUTE, Recorder
 from cloze.service.http.routes import DirectRoutes
@@ -50,7 +50,7 @@ class World:
 
     def __init__(self, app: Any) -> None:
         self.app = app
-        self.metrics, self.written, self.answers = Metrics(["m@1"]), Lines(), Answers(10**6)
+        self.metrics, self.written, self.answers = Metrics(["m@1"]), Lines(), UnreadAnswers(10**6)
         log = AccessLog("json", logging.INFO, 1.0, frozenset(), cast(Any, self.written))
         self.log = log
         self.recorder = Recorder(self.metrics, log, None, self.answers, self._respond)

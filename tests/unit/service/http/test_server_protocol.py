@@ -17,7 +17,7 @@ from cloze.service.batching.lines import LineKey
 from cloze.service.http.acceptor import ConnectionLimits, ConnectionTable
 from cloze.service.http.access import Callers
 from cloze.service.http.gate import Starts
-from cloze.service.http.memory_limit import Answers
+from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.server_protocol import MAX_HEADER_BYTES, ServerProtocol
 from tests.leaping_loop import run_leaping
@@ -90,7 +90,11 @@ class World:
         self.started: list[float] = []
         self.bodies: list[bytes] = []
         self.release = asyncio.Event()
-        self.table, self.answers, self.starts = ConnectionTable(limits), Answers(10**6), Starts()
+        self.table, self.answers, self.starts = (
+            ConnectionTable(limits),
+            UnreadAnswers(10**6),
+            Starts(),
+        )
         self.config = uvicorn.Config(
             self._app, log_config=None, ws="none", interface="asgi3", proxy_headers=False
         )
@@ -347,6 +351,43 @@ def test_headers_must_arrive_in_time(reasons: Callable[[], list[str]]) -> None:
         await asyncio.sleep(20)
         assert transport.closed_at == pytest.approx(17.0)
         assert reasons() == ["the headers of its request did not arrive in time"]
+
+    play(run)
+
+
+def test_headers_behind_a_request_keep_their_time_when_it_is_answered(
+    reasons: Callable[[], list[str]],
+) -> None:
+    async def run() -> None:
+        world = World()
+        transport = world.connect()
+        transport.protocol.data_received(post("/hang") + GET[:9])
+        await asyncio.sleep(3)
+        world.release.set()
+        await asyncio.sleep(20)
+        assert statuses(transport) == [200]
+        assert transport.closed_at == pytest.approx(10.0)
+        assert reasons() == ["the headers of its request did not arrive in time"]
+
+    play(run)
+
+
+def test_a_connection_that_sends_headers_makes_room_for_a_new_one() -> None:
+    async def run() -> None:
+        world = World(ConnectionLimits(10.0, 60.0, 1))
+        begun = world.connect()
+        begun.protocol.data_received(GET[:9])
+        second = world.connect()
+        assert begun.is_closing()
+        await settle()
+        second.protocol.data_received(post("/hang") + GET[:9])
+        await settle()
+        assert world.connect().is_closing(), "its request runs"
+        await settle()
+        world.release.set()
+        await settle()
+        assert not world.connect().is_closing()
+        assert second.is_closing()
 
     play(run)
 

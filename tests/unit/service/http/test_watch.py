@@ -35,7 +35,7 @@ from cloze.service.http.bodies import (
     validate,
 )
 from cloze.service.http.json_bodies import PIECE_BYTES, BodyLimits
-from cloze.service.http.memory_limit import SMALL_BYTES, Answers, Hold, MemoryLimit
+from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD
 from cloze.service.http.watch import RequestWatch, WatchedRequest
 from cloze.service.tracing import RequestTrace
@@ -78,7 +78,7 @@ def request(*parts: bytes | float | str, **headers: str) -> Request:
 
 
 def watch_of(
-    timeout_s: float = 30.0, bodies: MemoryLimit | None = None, answers: Answers | None = None
+    timeout_s: float = 30.0, bodies: MemoryLimit | None = None, answers: UnreadAnswers | None = None
 ) -> RequestWatch:
     return RequestWatch(timeout_s, bodies, answers)
 
@@ -369,7 +369,7 @@ def test_a_body_that_stalls_ends_after_ten_seconds_and_a_whole_one_does_not(play
 
 def test_large_answers(play: Any) -> None:
     async def run() -> None:
-        answers = Answers(2 * LARGE)
+        answers = UnreadAnswers(2 * LARGE)
         watch = watch_of(answers=answers)
         asked = request()
         with watch.request(asked) as watched:

@@ -34,7 +34,7 @@ from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
 from cloze.service.http.access import Callers
 from cloze.service.http.json_bodies import BodyLimits
-from cloze.service.http.memory_limit import Answers, MemoryLimit
+from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import Route
 from cloze.service.http.watch import RequestWatch
@@ -172,7 +172,7 @@ class Service:
         self.seen: RequestRecord
         self._callers = callers or Callers(max_timeout_s=60.0)
         self.metrics = Metrics([pipeline.manifest.reference for pipeline in pipelines])
-        self.bodies, self.answers = MemoryLimit("bodies", 1_000_000), Answers(1_000_000)
+        self.bodies, self.answers = MemoryLimit("bodies", 1_000_000), UnreadAnswers(1_000_000)
         self.context = ProtocolContext(
             tasks,
             Models(pipelines, tasks.values()),

@@ -11,14 +11,15 @@ from string import ascii_lowercase
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.model import Model
 from cloze.export.publish import ExportOptions, export
 from cloze.export.tokenizer import describe_tokenizer
+from cloze.export.tokenizer_files import SPECIAL_TOKENS, wordpiece
 from cloze.export.train.save import save_checkpoint
-from cloze.export.train.vocabulary import SPECIAL_TOKENS, wordpiece
 from cloze.model_store import Bundle, Store
 from cloze.model_store.manifest import Precision
 
@@ -117,17 +118,25 @@ def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Check
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.02)
     checkpoint = folder / f"{name}-checkpoint"
-    tokenizer = wordpiece(_vocabulary(config.vocab_size), lowercase=True)
-    save_checkpoint(model, describe_tokenizer(tokenizer), checkpoint)
+    save_checkpoint(model, describe_tokenizer(random_tokenizer(config.vocab_size)), checkpoint)
     precisions = (Precision.FP16,) if cuda else ()
     options = ExportOptions(tasks=("embed",), precisions=precisions, cuda=cuda)
     bundle = export(str(checkpoint), name, Store(folder / "store"), options)
     return bundle, load_checkpoint(str(checkpoint))
 
 
+def random_tokenizer(size: int) -> Tokenizer:
+    """Return a tokenizer of `size` tokens."""
+    return wordpiece(_vocabulary(size), {}, SPECIAL_TOKENS, lowercase=True)
+
+
 def _vocabulary(size: int) -> dict[str, int]:
     """Return `size` tokens and their ids."""
-    tokens = [*SPECIAL_TOKENS, *ascii_lowercase, *(f"##{letter}" for letter in ascii_lowercase)]
+    tokens = [
+        *SPECIAL_TOKENS.values(),
+        *ascii_lowercase,
+        *(f"##{letter}" for letter in ascii_lowercase),
+    ]
     # The remaining tokens consist of letters, because a number is not always one token.
     words = map("".join, product(ascii_lowercase, repeat=4))
     tokens += islice(words, size - len(tokens))

@@ -143,8 +143,9 @@ def export(
     """Turn a checkpoint into a bundle.
 
     SOURCE is a directory with config.json, weights (model.safetensors or pytorch_model.bin, in one
-    file or sharded) and a tokenizer (tokenizer.json or vocab.txt); or a sentence-transformers
-    directory; or a hub id such as google-bert/bert-base-uncased.
+    file or sharded) and a tokenizer (tokenizer.json, vocab.txt, vocab.json with merges.txt, or a
+    SentencePiece model); or a sentence-transformers directory; or a hub id such as
+    google-bert/bert-base-uncased.
 
     The command publishes the bundle only if its graph agrees with torch over a grid of batch sizes
     and sequence lengths.

@@ -84,7 +84,7 @@ def _random_tokens(
     masked = torch.rand(ids.shape, generator=generator) < _MASKED
     if tokenizer.mask_id is not None:
         ids[masked] = tokenizer.mask_id
-    ids[:, 0], ids[:, -1] = tokenizer.cls_id, tokenizer.sep_id
+    ids[:, 0], ids[:, -1] = tokenizer.special.cls, tokenizer.special.sep
     return ids
 
 

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
 
     model, notes = load_model(read_tensors(weights), family, config, settings)
     _mask_padding_rows(model, tokenizer)
+    tokenizer = _with_types_of(config, tokenizer)
     if tokenizer.note:
         notes.append(tokenizer.note)
     heads = tuple(
@@ -163,6 +164,13 @@ def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> 
             f"the tokenizer has {size} tokens, but the embedding has {rows} rows: "
             "they do not belong together"
         )
+
+
+def _with_types_of(config: EncoderConfig, tokenizer: CheckpointTokenizer) -> CheckpointTokenizer:
+    """Return the tokenizer with a type of second texts that the encoder has."""
+    largest = max(0, config.type_vocab_size - 1)
+    second_type = min(tokenizer.special.second_type, largest)
+    return replace(tokenizer, special=replace(tokenizer.special, second_type=second_type))
 
 
 def _mask_padding_rows(model: Model, tokenizer: CheckpointTokenizer) -> None:

@@ -1,7 +1,7 @@
 """Fills a torch `Model` from the tensors of a checkpoint.
 
-Each of our tensors is filled from exactly one tensor of the checkpoint, of the same shape and with
-finite values. Otherwise nothing is loaded.
+Each of our tensors is filled from the tensors of the checkpoint that the family's rules name, with
+the shape of its config and with finite values. Otherwise nothing is loaded.
 """
 
 import re
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.errors import ExportError
+from cloze.export.errors import ExportError, first_line
 from cloze.export.families import Family
-from cloze.export.families.rules import Fold
+from cloze.export.families.rules import Fold, Target
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model import Model
 from cloze.model_store.heads.head import Frozen
@@ -96,7 +96,7 @@ def _rename(tensors: Mapping[str, Tensor], family: Family) -> tuple[RenamedTenso
         if not targets and not theirs.endswith("position_ids"):
             unknown.append(theirs)
         for target in targets:
-            value, ours = target.convert(tensor), target.name
+            value, ours = _converted(target, theirs, tensor), target.name
             if target.is_added:
                 added[ours] = value
             elif ours in renamed and not torch.equal(renamed[ours][1], value):
@@ -111,8 +111,22 @@ def _rename(tensors: Mapping[str, Tensor], family: Family) -> tuple[RenamedTenso
     for ours, value in added.items():
         if ours in renamed:
             theirs, tensor = renamed[ours]
+            if value.shape[1:] != tensor.shape[1:]:
+                raise ExportError(
+                    f"{theirs} has rows of {list(tensor.shape[1:])} numbers, but the row that is "
+                    f"added to them has {list(value.shape[1:])}"
+                )
             renamed[ours] = (theirs, tensor.float() + value.float())
     return renamed, unknown
+
+
+def _converted(target: Target, theirs: str, tensor: Tensor) -> Tensor:
+    """Return a checkpoint's tensor as one of ours; raise if its shape is not that of the rule."""
+    try:
+        return target.convert(tensor)
+    except (IndexError, RuntimeError, TypeError, ValueError) as error:
+        shape = list(tensor.shape)
+        raise ExportError(f"{theirs} has shape {shape}: {first_line(error)}") from error
 
 
 def _find_heads(

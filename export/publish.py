@@ -271,26 +271,23 @@ def _architecture(checkpoint: Checkpoint) -> Architecture:
         hidden_size=config.hidden_size,
         layers=config.layers,
         heads=config.heads,
-        intermediate_size=config.intermediate_size,
         max_positions=config.max_positions,
         type_vocab_size=config.type_vocab_size,
-        activation=config.activation,
-        layer_norm_eps=config.layer_norm_eps,
         parameters=checkpoint.model.parameter_count(),
     )
 
 
 def _tokenizer_spec(checkpoint: Checkpoint) -> TokenizerSpec:
-    tokenizer, types = checkpoint.tokenizer, checkpoint.model.config.type_vocab_size
+    tokenizer, special = checkpoint.tokenizer, checkpoint.tokenizer.special
     return TokenizerSpec(
         file=TOKENIZER_FILE,
         vocab_size=tokenizer.size,
         lowercase=tokenizer.lowercase,
-        cls_id=tokenizer.cls_id,
-        sep_id=tokenizer.sep_id,
-        pair_separators=tokenizer.pair_separators,
-        second_type=min(tokenizer.second_type, max(0, types - 1)),
-        mask_id=tokenizer.mask_id,
+        cls_id=special.cls,
+        sep_id=special.sep,
+        pair_separators=special.separators,
+        second_type=special.second_type,
+        mask_id=special.mask,
         mask_token=tokenizer.mask_token,
     )
 

@@ -1,58 +1,31 @@
-"""Loads a checkpoint's tokenizer.
-
-``tokenizer.json`` may hold WordPiece, byte-level BPE or Unigram. ``vocab.txt`` is WordPiece, and
-``vocab.json`` with ``merges.txt`` is byte-level BPE.
-"""
+"""A checkpoint's tokenizer with its special tokens and the marks of its words."""
 
 import re
-import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, models
 
 from cloze.export.errors import ExportError
 from cloze.export.settings_files import read_settings
-
-SPECIAL_TOKENS = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
-
-BYTE_LEVEL_TOKENS = {
-    "pad_token": "<pad>",
-    "unk_token": "<unk>",
-    "cls_token": "<s>",
-    "sep_token": "</s>",
-    "mask_token": "<mask>",
-}
-"""The special tokens of RoBERTa, and of most families after it."""
-
-_NORMALIZER_SETTINGS = {
-    "do_lower_case": "lowercase",
-    "strip_accents": "strip_accents",
-    "tokenize_chinese_chars": "handle_chinese_chars",
-}
-_BERT_CLASSES = (
-    None,
-    "BertTokenizer",
-    "BertTokenizerFast",
-    "DistilBertTokenizer",
-    "DistilBertTokenizerFast",
+from cloze.export.tokenizer_files import (
+    SPECIAL_TOKENS,
+    is_byte_level,
+    open_files,
+    required_id,
+    usual_names,
 )
+from cloze.model_store.sequences import SpecialTokens
+
+_BYTE_LEVEL_SPACE, _SENTENCEPIECE_SPACE = "Ġ", "▁"
+"""The first character of a token with a space before it, in byte-level BPE and SentencePiece."""
+
+_WITHOUT_SPACES = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff]")
+"""A character of a script without spaces: Thai, Lao, Burmese, Khmer, Japanese or Chinese."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +35,7 @@ class CheckpointTokenizer:
     Attributes:
         tokenizer: the tokenizer, without truncation and padding.
         lowercase: whether the tokenizer converts text to lower case.
-        cls_id: id of the token before a text, ``[CLS]`` or ``<s>``.
-        sep_id: id of the token after a text, ``[SEP]`` or ``</s>``.
-        pair_separators: number of the tokens with ``sep_id`` between the texts of a pair.
-        second_type: token type of a pair's second text.
-        mask_id: id of the mask token; None: the vocabulary has no mask token.
+        special: the ids of the special tokens, and their places around texts.
         special_tokens: the special tokens of the vocabulary, by their keys in
             ``tokenizer_config.json``, such as ``mask_token``.
         max_tokens: the longest sequence in the checkpoint's settings; None: no limit is set.
@@ -75,14 +44,15 @@ class CheckpointTokenizer:
 
     tokenizer: Tokenizer
     lowercase: bool
-    cls_id: int
-    sep_id: int
-    pair_separators: int
-    second_type: int
-    mask_id: int | None
+    special: SpecialTokens
     special_tokens: Mapping[str, str]
     max_tokens: int | None = None
     note: str | None = None
+
+    @property
+    def mask_id(self) -> int | None:
+        """The id of the mask token; None: the vocabulary has no mask token."""
+        return self.special.mask
 
     @property
     def mask_token(self) -> str | None:
@@ -93,6 +63,30 @@ class CheckpointTokenizer:
     def size(self) -> int:
         """The largest id plus one."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def continuations(self) -> NDArray[np.bool_]:
+        """Return bool [V], the tokens that continue the word before them.
+
+        WordPiece marks them with ``##``. Byte-level BPE marks the tokens that begin a word with
+        ``Ġ``, and SentencePiece with ``▁``. In a script without spaces, each token of SentencePiece
+        begins a word, else a text would be one word.
+        """
+        continues = np.zeros(self.size, bool)
+        prefix = getattr(self.tokenizer.model, "continuing_subword_prefix", None)
+        has_bytes = is_byte_level(self.tokenizer)
+        space = _BYTE_LEVEL_SPACE if has_bytes else _SENTENCEPIECE_SPACE
+        for token, number in self.tokenizer.get_vocab(with_added_tokens=True).items():
+            if prefix:
+                continues[number] = token.startswith(prefix)
+            elif not token.startswith(space):
+                continues[number] = has_bytes or not _WITHOUT_SPACES.match(token)
+        return continues
+
+    def readable(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens without the space before it, for a person to read."""
+        tokens = [self.tokenizer.id_to_token(number) or "" for number in ids]
+        decoder = self.tokenizer.decoder
+        return (decoder.decode(tokens) if decoder else " ".join(tokens)).strip()
 
 
 def load_tokenizer(folder: Path) -> CheckpointTokenizer:
@@ -108,7 +102,7 @@ def load_tokenizer(folder: Path) -> CheckpointTokenizer:
     """
     settings = read_settings(folder / "tokenizer_config.json")
     given = _special_tokens(folder, settings)
-    tokenizer, note = _open(folder, settings, given)
+    tokenizer, note = open_files(folder, settings, given)
     limit = settings.get("model_max_length")
     return replace(
         describe_tokenizer(tokenizer, given),
@@ -132,80 +126,32 @@ def describe_tokenizer(
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    names = _names(tokenizer, given or {})
+    names = usual_names(tokenizer) | dict(given or {})
     if isinstance(tokenizer.model, models.WordPiece):
-        _required_id(tokenizer, names["unk_token"])
-    layout = _layout(tokenizer, names)
+        required_id(tokenizer, names["unk_token"])
     return CheckpointTokenizer(
         tokenizer=tokenizer,
         lowercase=bool(getattr(tokenizer.normalizer, "lowercase", False)),
-        cls_id=layout.cls_id,
-        sep_id=layout.sep_id,
-        pair_separators=layout.pair_separators,
-        second_type=layout.second_type,
-        mask_id=tokenizer.token_to_id(names["mask_token"]),
+        special=_find_special(tokenizer, names),
         special_tokens={
             key: name for key, name in names.items() if tokenizer.token_to_id(name) is not None
         },
     )
 
 
-def _open(
-    folder: Path, settings: dict[str, Any], given: dict[str, str]
-) -> tuple[Tokenizer, str | None]:
-    """Return the tokenizer of a folder, and a note for the user."""
-    if (folder / "tokenizer.json").is_file():
-        tokenizer = _from_json(folder / "tokenizer.json")
-        return tokenizer, _apply_settings(tokenizer, settings)
-    if (folder / "vocab.txt").is_file():
-        tokenizer, note = _from_vocabulary(folder / "vocab.txt", settings, SPECIAL_TOKENS | given)
-        _add_tokens(tokenizer, folder, settings)
-        return tokenizer, note
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        return _from_merges(folder, settings, BYTE_LEVEL_TOKENS | given), None
-    for name in ("spm.model", "spiece.model", "sentencepiece.bpe.model"):
-        if (folder / name).is_file():
-            raise ExportError(
-                f"{folder} holds {name} and no tokenizer.json; write one with transformers: "
-                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-            )
-    raise ExportError(
-        f"{folder} holds no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with "
-        "merges.txt"
-    )
-
-
-def _names(tokenizer: Tokenizer, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of the special tokens: the given ones, else those of the vocabulary."""
-    tokens = tokenizer.get_vocab()
-    usual = {
-        key: other if other in tokens and SPECIAL_TOKENS[key] not in tokens else SPECIAL_TOKENS[key]
-        for key, other in BYTE_LEVEL_TOKENS.items()
-    }
-    return usual | dict(given)
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The special tokens around texts; see `CheckpointTokenizer`."""
-
-    cls_id: int
-    sep_id: int
-    pair_separators: int = 1
-    second_type: int = 1
-
-
-def _layout(tokenizer: Tokenizer, names: dict[str, str]) -> _Layout:
-    """Return where the tokenizer's post-processor puts special tokens.
+def _find_special(tokenizer: Tokenizer, names: dict[str, str]) -> SpecialTokens:
+    """Return the special tokens, and where the tokenizer's post-processor puts them.
 
     Without a post-processor, the special tokens of the settings stand where BERT has them.
 
     Raises:
         ExportError: the places cannot be described.
     """
+    mask = tokenizer.token_to_id(names["mask_token"])
     single, pair = tokenizer.encode("a"), tokenizer.encode("a", "a")
     if not any(single.special_tokens_mask):
-        return _Layout(*(_required_id(tokenizer, names[key]) for key in ("cls_token", "sep_token")))
+        cls, sep = (required_id(tokenizer, names[key]) for key in ("cls_token", "sep_token"))
+        return SpecialTokens(cls, sep, mask)
     kinds = "".join("XT"[special == 0] for special in pair.special_tokens_mask)
     match = re.fullmatch(r"XT+(X{1,2})T+X", kinds)
     specials = [
@@ -219,8 +165,8 @@ def _layout(tokenizer: Tokenizer, names: dict[str, str]) -> _Layout:
             "the tokenizer's post-processor puts its special tokens where no supported family has "
             f"them: {single.tokens} for a text, {pair.tokens} for a pair"
         )
-    separators = len(match[1])
-    return _Layout(specials[0], specials[-1], separators, pair.type_ids[match.end(1)])
+    second_type = pair.type_ids[match.end(1)]
+    return SpecialTokens(specials[0], specials[-1], mask, len(match[1]), second_type)
 
 
 def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
@@ -235,194 +181,3 @@ def _special_tokens(folder: Path, settings: dict[str, Any]) -> dict[str, str]:
         for key, value in contents.items()
         if key in SPECIAL_TOKENS and isinstance(value, str)
     }
-
-
-def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | None:
-    """Apply the settings of ``tokenizer_config.json`` to the normaliser, like transformers.
-
-    Returns:
-        A note on the changed settings; None if nothing changed.
-    """
-    normalizer = tokenizer.normalizer
-    named = {
-        ours: settings[theirs]
-        for theirs, ours in _NORMALIZER_SETTINGS.items()
-        if theirs in settings
-    }
-    if not isinstance(normalizer, normalizers.BertNormalizer):
-        if named.get("lowercase") and "Lowercase" not in repr(normalizer):
-            raise ExportError(
-                "tokenizer_config.json says do_lower_case, "
-                "but tokenizer.json's normaliser does not lower-case"
-            )
-        return None
-    changed = {key: value for key, value in named.items() if getattr(normalizer, key) != value}
-    for key, value in changed.items():
-        setattr(normalizer, key, value)
-    tokenizer.normalizer = normalizer
-    shown = ", ".join(f"{key} {value}" for key, value in changed.items())
-    return (
-        f"tokenizer: tokenizer_config.json overrules tokenizer.json ({shown})" if changed else None
-    )
-
-
-def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> None:
-    """Add the tokens that a checkpoint lists outside of ``vocab.txt``, with their ids."""
-    listed = {
-        token: number
-        for token, number in read_settings(folder / "added_tokens.json").items()
-        if isinstance(number, int)
-    }
-    special: dict[str, bool] = {}
-    for number, entry in (settings.get("added_tokens_decoder") or {}).items():
-        if (
-            isinstance(entry, dict)
-            and isinstance(entry.get("content"), str)
-            and str(number).isdigit()
-        ):
-            listed[entry["content"]] = int(number)
-            special[entry["content"]] = bool(entry.get("special"))
-    for token, number in sorted(listed.items(), key=lambda item: item[1]):
-        is_special = special.get(token, False)
-        if tokenizer.token_to_id(token) is None:
-            tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=not is_special)])
-        if (given := tokenizer.token_to_id(token)) != number:
-            raise ExportError(
-                f"the added token {token!r} should have id {number}, "
-                f"but vocab.txt leaves it {given}"
-            )
-
-
-def _required_id(tokenizer: Tokenizer, token: str) -> int:
-    number = tokenizer.token_to_id(token)
-    if number is None:
-        raise ExportError(f"the tokenizer has no {token} token, which the model needs")
-    return number
-
-
-def _from_json(file: Path) -> Tokenizer:
-    # The library raises a bare Exception for anything wrong with the file.
-    try:
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
-    except Exception as error:
-        raise ExportError(f"{file.name} is damaged: {error}") from error
-    if not isinstance(tokenizer.model, models.WordPiece | models.BPE | models.Unigram):
-        raise ExportError(
-            f"{file.name} is a {type(tokenizer.model).__name__} tokenizer; "
-            "only WordPiece, BPE and Unigram are supported"
-        )
-    return tokenizer
-
-
-def _from_vocabulary(
-    file: Path, settings: dict[str, Any], names: dict[str, str]
-) -> tuple[Tokenizer, str | None]:
-    """Build the tokenizer of a ``vocab.txt``.
-
-    Returns:
-        The tokenizer, and a note if its case was guessed.
-    """
-    vocabulary = _read_vocabulary(file, names["unk_token"])
-    if (kind := settings.get("tokenizer_class")) not in _BERT_CLASSES:
-        raise ExportError(
-            f"the tokenizer is a {kind}, which vocab.txt alone does not describe; "
-            "add its tokenizer.json"
-        )
-    note = None
-    lowercase = settings.get("do_lower_case")
-    if lowercase is None:
-        lowercase = not any(_is_cased(token) for token in vocabulary if token not in names.values())
-        case = "uncased (no token has an upper-case or accented letter)" if lowercase else "cased"
-        note = f"tokenizer: built from vocab.txt alone, taken as {case}"
-    return _bert_tokenizer(vocabulary, settings, names, lowercase=lowercase), note
-
-
-def _read_vocabulary(file: Path, unknown_token: str) -> dict[str, int]:
-    """Return the ids of a vocabulary file by token."""
-    try:
-        tokens = file.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as error:
-        raise ExportError(f"{file.name} is not UTF-8 text") from error
-    tokens = [token.rstrip("\r") for token in tokens]
-    while tokens and not tokens[-1]:
-        tokens.pop()
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    if unknown_token not in vocabulary:
-        raise ExportError(
-            f"{file.name} has no {unknown_token} token: it is not a WordPiece vocabulary, "
-            "one token per line"
-        )
-    return vocabulary
-
-
-def _bert_tokenizer(
-    vocabulary: dict[str, int], settings: dict[str, Any], names: dict[str, str], *, lowercase: bool
-) -> Tokenizer:
-    """Build BERT's tokenizer: its normaliser, WordPiece, and the template of its sequences."""
-    tokenizer = Tokenizer(
-        models.WordPiece(vocabulary, unk_token=names["unk_token"], max_input_chars_per_word=100)
-    )
-    tokenizer.normalizer = normalizers.BertNormalizer(
-        clean_text=True,
-        handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
-        strip_accents=settings.get("strip_accents"),
-        lowercase=lowercase,
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=True)
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False)
-            for token in names.values()
-            if token in vocabulary
-        ]
-    )
-    cls, sep = names["cls_token"], names["sep_token"]
-    if cls in vocabulary and sep in vocabulary:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{cls} $A {sep}",
-            pair=f"{cls} $A {sep} $B:1 {sep}:1",
-            special_tokens=[(cls, vocabulary[cls]), (sep, vocabulary[sep])],
-        )
-    return tokenizer
-
-
-def _from_merges(folder: Path, settings: dict[str, Any], names: dict[str, str]) -> Tokenizer:
-    """Build the byte-level BPE tokenizer of ``vocab.json`` and ``merges.txt``.
-
-    Source: Radford et al. 2019, section 2.2, and RoBERTa's tokenizer.
-    """
-    files = [str(folder / name) for name in ("vocab.json", "merges.txt")]
-    try:
-        tokenizer = Tokenizer(models.BPE.from_file(*files))
-    except Exception as error:  # the library raises a bare Exception
-        raise ExportError(f"vocab.json or merges.txt is damaged: {error}") from error
-    prefix = bool(settings.get("add_prefix_space", False))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    tokenizer.decoder = decoders.ByteLevel()
-    cls, sep, mask = (names[key] for key in ("cls_token", "sep_token", "mask_token"))
-    ids = {token: _required_id(tokenizer, token) for token in (cls, sep)}
-    tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False, lstrip=token == mask)
-            for token in names.values()
-            if tokenizer.token_to_id(token) is not None
-        ]
-    )
-    tokenizer.post_processor = processors.RobertaProcessing(
-        (sep, ids[sep]), (cls, ids[cls]), trim_offsets=True, add_prefix_space=prefix
-    )
-    return tokenizer
-
-
-def _is_cased(token: str) -> bool:
-    """Return whether BERT's uncased normalisation would change a token.
-
-    A vocabulary that was made with that normalisation has no such token.
-    """
-    if token.startswith(("[", "<")):
-        return False
-    stripped = "".join(
-        c for c in unicodedata.normalize("NFD", token.lower()) if unicodedata.category(c) != "Mn"
-    )
-    return stripped != token

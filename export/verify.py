@@ -123,8 +123,6 @@ def verify(folder: Path, subject: GraphUnderTest, session: Session | None = None
     (folder / golden_file).write_text(json.dumps(golden))
     return Parity(
         tolerance=tolerance,
-        batches=_BATCHES,
-        lengths=lengths,
         max_error=worst,
         golden_file=golden_file,
     )
@@ -186,7 +184,7 @@ def _random_encoding(
 ) -> Encoding:
     tokenizer = checkpoint.tokenizer
     ids = rng.integers(0, tokenizer.size, tokens, dtype=np.int32)
-    ids[0], ids[-1] = tokenizer.cls_id, tokenizer.sep_id
+    ids[0], ids[-1] = tokenizer.special.cls, tokenizer.special.sep
     second = min(1, max(0, checkpoint.model.config.type_vocab_size - 1))
     types = np.where(np.arange(tokens) > tokens // 2, second, 0).astype(np.int32)
     drawn = SampleSizes(tokens, tokenizer.size, checkpoint.model.config.layers)

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Self
 
@@ -12,6 +12,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     FiniteFloat,
+    PrivateAttr,
     SerializeAsAny,
     StringConstraints,
     ValidationError,
@@ -45,6 +46,7 @@ from cloze.model_store.limits import (
     MAX_WIDTH,
 )
 from cloze.model_store.sealed_json import parse_sealed, seal, unseal
+from cloze.model_store.sequences import SpecialTokens
 from cloze.model_store.tensors import POSITION_TABLE, TOKEN_TYPE_TABLE, WORD_TABLE
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -110,6 +112,17 @@ class Weights(StrEnum):
     """
 
 
+def _without(*names: str) -> Callable[[object], object]:
+    """Return a validator that leaves out fields of earlier releases, which no reader uses."""
+
+    def leave_out(fields: object) -> object:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if name not in names}
+
+    return leave_out
+
+
 class Architecture(Frozen):
     """Sizes of the encoder. ``type_vocab_size`` is 0 if the family has no token types."""
 
@@ -118,11 +131,8 @@ class Architecture(Frozen):
     hidden_size: Width
     layers: int = Field(gt=0, le=MAX_LAYERS)
     heads: Width
-    intermediate_size: Width
     max_positions: Tokens
     type_vocab_size: int = Field(ge=0, le=MAX_WIDTH)
-    activation: str
-    layer_norm_eps: float = Field(gt=0, lt=1)
     parameters: int = Field(
         gt=0,
         le=MAX_PARAMETERS,
@@ -218,10 +228,11 @@ class Parity(Frozen):
         le=MAX_TOLERANCE,
         description="largest accepted |ours - torch| / max(1, max |torch|)",
     )
-    batches: tuple[int, ...]
-    lengths: tuple[int, ...]
     max_error: dict[str, FiniteFloat] = Field(description="the largest measured error, by output")
     golden_file: FileName
+
+
+_Parity = Annotated[Parity, BeforeValidator(_without("batches", "lengths"))]
 
 
 class Gate(Frozen):
@@ -247,7 +258,7 @@ class LowerPrecision(Frozen):
     """A further graph of the same weights, faster on a device with instructions for it."""
 
     graph: Graph
-    parity: Parity
+    parity: _Parity
     gate: Gate
 
 
@@ -263,7 +274,10 @@ class BundleSpec(Frozen):
 
     name: BundleName
     tasks: tuple[TaskName, ...] = Field(min_length=1)
-    architecture: Architecture
+    architecture: Annotated[
+        Architecture,
+        BeforeValidator(_without("intermediate_size", "activation", "layer_norm_eps")),
+    ]
     source: Source
     license: str | None = Field(
         description="SPDX name or the source's own words; none if the source names no license"
@@ -277,7 +291,7 @@ class BundleSpec(Frozen):
         "null in bundles that do not say so",
     )
     graph: Graph
-    parity: Parity
+    parity: _Parity
     gate: Gate | None = Field(
         None, description="the gate of this graph, if its weights are rounded"
     )
@@ -315,6 +329,15 @@ class BundleSpec(Frozen):
             self.architecture.layers,
             self.embedding.dimensions if self.embedding else None,
             self.heads,
+        )
+
+    @property
+    def special_tokens(self) -> SpecialTokens:
+        """The special tokens, and their places around texts."""
+        spec, types = self.tokenizer, self.architecture.type_vocab_size
+        second_type = int(types > 1) if spec.second_type is None else spec.second_type
+        return SpecialTokens(
+            spec.cls_id, spec.sep_id, spec.mask_id, spec.pair_separators, second_type
         )
 
     def graph_spec(self, layout: Layout) -> GraphSpec:
@@ -409,6 +432,7 @@ class Manifest(BundleSpec):
     version: int = Field(gt=0)
     created: AwareDatetime
     files: dict[FileName, StoredFile] = Field(max_length=MAX_FILES)
+    _digest: str | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _named_files_are_listed(self) -> Self:
@@ -440,7 +464,7 @@ class Manifest(BundleSpec):
     @property
     def digest(self) -> str:
         """The digest of the manifest, and through its hashes of all files of the bundle."""
-        return str(json.loads(self.to_bytes())["digest"])
+        return self._digest or _digest_of(self.to_bytes())
 
     def to_bytes(self) -> bytes:
         """Return the manifest as JSON.
@@ -474,9 +498,16 @@ class Manifest(BundleSpec):
                 f"its schema_version is {schema!r}; this release reads {SCHEMA_VERSION}"
             )
         try:
-            return cls.model_validate_json(json.dumps(unseal(body, data)))
+            manifest = cls.model_validate_json(json.dumps(unseal(body, data)))
         except ValidationError as error:
             raise ValueError(first_problem(error)) from None
+        if _digest_of(manifest.to_bytes()) != body["digest"]:  # it has fields of earlier releases
+            manifest._digest = str(body["digest"])
+        return manifest
+
+
+def _digest_of(data: bytes) -> str:
+    return str(json.loads(data)["digest"])
 
 
 def _options_type(head: str) -> type[Frozen]:

@@ -118,7 +118,7 @@ class Settings(BaseSettings):
         "requests get status 429; one line of a client holds half of them at most",
     )
     max_queue_wait_ms: int = Field(
-        4000,
+        2500,
         ge=0,
         le=86_400_000,
         description="longest expected wait for the first batch of a request that states no time "

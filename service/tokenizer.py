@@ -19,6 +19,7 @@ from cloze.model_store.batch import Encoding
 from cloze.model_store.limits import MAX_TOKENIZER_BYTES
 from cloze.model_store.manifest import TokenizerSpec
 from cloze.model_store.plain_files import read_plain
+from cloze.model_store.sequences import TEXT_TOKENS, without_space
 from cloze.service.abandonment import check_awaited
 from cloze.service.core import StartupError, first_line
 
@@ -32,7 +33,7 @@ megabyte would need 250 MB. In pieces, it needs only the memory of one group of 
 _GROUP_CHARACTERS = 65_536
 """Characters of the pieces that are tokenized at once."""
 
-_BERT = re.compile("[ \\n\\t\\r.,;:!?\u4e00-\u9fff]")
+_SPACE_OR_PUNCTUATION = re.compile("[ \\n\\t\\r.,;:!?\u4e00-\u9fff]")
 """White space, and punctuation and ideographs, each of which is a token of its own.
 
 Source: Devlin et al. 2019, `BasicTokenizer`.
@@ -92,7 +93,7 @@ class Tokenizer:
         bundle: the opened bundle.
 
     Attributes:
-        cls_id, sep_id: ids of the tokens before and after a text.
+        special: the special tokens, and their places around texts.
         mask_id: id of the mask token.
         mask_token: the mask token, for example ``[MASK]``.
         vocab_size: number of tokens in the vocabulary.
@@ -100,7 +101,6 @@ class Tokenizer:
             has a token for every byte.
         continuation: first part of tokens that continue a word, for example ``##``; None: the
             vocabulary marks the tokens that begin a word.
-        pair_tokens: number of special tokens around and between two texts.
 
     Raises:
         StartupError: the bundle's tokenizer file cannot be read, or is not what the manifest says.
@@ -126,12 +126,7 @@ class Tokenizer:
         self.continuation: str | None = getattr(
             self._backend.model, "continuing_subword_prefix", None
         )
-        self.cls_id = spec.cls_id
-        self.sep_id = spec.sep_id
-        self._separators = spec.pair_separators
-        self.pair_tokens = 2 + spec.pair_separators
-        two_types = bundle.manifest.architecture.type_vocab_size > 1
-        self._second_type = int(two_types) if spec.second_type is None else spec.second_type
+        self.special = bundle.manifest.special_tokens
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens and without truncation."""
@@ -158,7 +153,7 @@ class Tokenizer:
         spans = Spans([], [], [])
         if len(text) <= _SHORT_CHARACTERS:
             spans.add(self._backend.encode(text, add_special_tokens=False), 0)
-            return spans
+            return self._without_space(text, spans)
         for group in groups([text], self._places):
             check_awaited()
             contents = [piece.content for piece in group]
@@ -167,7 +162,13 @@ class Tokenizer:
                 spans.add(encoding, piece.start)
             if enough is not None and len(spans.ids) > enough:
                 break
-        return spans
+        return self._without_space(text, spans)
+
+    def _without_space(self, text: str, spans: Spans) -> Spans:
+        """Return the tokens of a text without the space with which a token may begin."""
+        if self.continuation is not None:
+            return spans
+        return Spans(spans.ids, without_space(text, spans.offsets), spans.words)
 
     def encode(
         self, ids: Sequence[int], max_tokens: int, *, keep_end: bool = False
@@ -182,9 +183,9 @@ class Tokenizer:
         Returns:
             An encoding without head requests, and whether ids were cut.
         """
-        capacity = max_tokens - 2
+        capacity = max_tokens - TEXT_TOKENS
         kept = ids[-capacity:] if keep_end else ids[:capacity]
-        input_ids = np.array([self.cls_id, *kept, self.sep_id], np.int32)
+        input_ids = np.array(self.special.text(kept), np.int32)
         return Encoding(input_ids, np.zeros(len(input_ids), np.int32)), len(ids) > capacity
 
     def pair(
@@ -209,7 +210,7 @@ class Tokenizer:
         Returns:
             An encoding without head requests, and whether ids were cut.
         """
-        capacity = max_tokens - self.pair_tokens
+        capacity = max_tokens - self.special.pair_tokens
         cut = len(first) + len(second) > capacity
         if cut:
             shorter = min(len(first), len(second), capacity // 2)
@@ -219,15 +220,8 @@ class Tokenizer:
                 first, second = first[len(first) - lengths[0] :], second[len(second) - lengths[1] :]
             else:
                 first, second = first[: lengths[0]], second[: lengths[1]]
-        separators = [self.sep_id] * self._separators
-        ids = [self.cls_id, *first, *separators, *second, self.sep_id]
-        types = np.zeros(len(ids), np.int32)
-        types[self.second_start(len(first)) :] = self._second_type
-        return Encoding(np.array(ids, np.int32), types), cut
-
-    def second_start(self, first_tokens: int) -> int:
-        """Return the index of the second text's first token in the encoding of a pair."""
-        return 1 + first_tokens + self._separators
+        types = self.special.pair_types(len(first), len(second))
+        return Encoding(np.array(self.special.pair(first, second), np.int32), types), cut
 
     def decode(
         self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
@@ -259,7 +253,7 @@ class Tokenizer:
 
     def is_wrapped(self, ids: Sequence[int]) -> bool:
         """Return whether ids begin with ``[CLS]`` and end with ``[SEP]``."""
-        return len(ids) >= 2 and ids[0] == self.cls_id and ids[-1] == self.sep_id
+        return len(ids) >= 2 and ids[0] == self.special.cls and ids[-1] == self.special.sep
 
 
 def _unknown_id(backend: Backend, model: Mapping[str, Any]) -> int | None:
@@ -326,7 +320,7 @@ def find_places(parts: Mapping[str, Any]) -> Places | None:
     if places is None:
         return None
     for token in parts["added_tokens"]:
-        takes_space = token["rstrip"] or (token["lstrip"] and places is _BERT)
+        takes_space = token["rstrip"] or (token["lstrip"] and places is _SPACE_OR_PUNCTUATION)
         if takes_space or places.search(token["content"]):
             return None
     return places
@@ -335,7 +329,7 @@ def find_places(parts: Mapping[str, Any]) -> Places | None:
 def _places_of(normalizer: dict[str, Any], pre_tokenizer: dict[str, Any]) -> Places | None:
     steps = [step.get("type") for step in pre_tokenizer.get("pretokenizers", [pre_tokenizer])]
     if steps == ["BertPreTokenizer"] and normalizer.get("type") == "BertNormalizer":
-        return _BERT
+        return _SPACE_OR_PUNCTUATION
     is_byte_level = steps == ["ByteLevel"] and not normalizer
     if is_byte_level or steps == ["WhitespaceSplit", "Metaspace"] or steps == ["Metaspace"]:
         return _SINGLE_SPACE

@@ -314,8 +314,6 @@ def spoil(model: onnx.ModelProto) -> None:
 
 def test_parity_in_the_manifest_covers_the_grid(tiny_store: Path) -> None:
     parity = Store(tiny_store).manifest("bert").parity
-    assert parity.batches == (1, 2, 8)
-    assert parity.lengths == (3, 16, 128, 160)
     assert set(parity.max_error) == {
         masked_lm.TOP_LOGITS.name,
         masked_lm.TOP_IDS.name,

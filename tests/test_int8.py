@@ -56,8 +56,8 @@ def open_session(file: Path) -> ort.InferenceSession:
 def test_the_scales_see_the_special_tokens_that_a_text_has(checkpoints: dict[str, Path]) -> None:
     tokenizer = load_checkpoint(str(checkpoints["bert"])).tokenizer
     ids = _random_tokens(tokenizer, 64, torch.Generator().manual_seed(0))
-    assert set(ids[:, 0].tolist()) == {tokenizer.cls_id}
-    assert set(ids[:, -1].tolist()) == {tokenizer.sep_id}
+    assert set(ids[:, 0].tolist()) == {tokenizer.special.cls}
+    assert set(ids[:, -1].tolist()) == {tokenizer.special.sep}
     assert 0.1 < float((ids == tokenizer.mask_id).float().mean()) < 0.2
     unmasked = _random_tokens(
         replace(tokenizer, mask_id=None), 64, torch.Generator().manual_seed(0)

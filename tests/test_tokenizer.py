@@ -147,7 +147,9 @@ def test_tokens_added_beside_a_vocabulary_are_kept(tmp_path: Path) -> None:
     assert ids == [vocabulary().index("the"), size, size + 1, vocabulary().index("king")]
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "added_tokens.json").write_text(json.dumps({"covid": size + 5}))
-    with pytest.raises(ExportError, match=r"'covid' should have id \d+, but vocab.txt leaves it"):
+    with pytest.raises(
+        ExportError, match=r"'covid' should have id \d+, but the vocabulary leaves it"
+    ):
         load_tokenizer(tmp_path)
 
 
@@ -157,7 +159,7 @@ def test_special_tokens_may_have_other_names(tmp_path: Path) -> None:
     names = {"cls_token": "<s>", "mask_token": {"content": "<mask>"}, "sep_token": ["odd"]}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(names))
     loaded = load_tokenizer(tmp_path)
-    assert (loaded.cls_id, loaded.mask_id, loaded.mask_token) == (2, 4, "<mask>")
+    assert (loaded.special.cls, loaded.mask_id, loaded.mask_token) == (2, 4, "<mask>")
 
 
 @pytest.mark.parametrize(

@@ -79,12 +79,20 @@ from cloze.export.train.run_options import Report, RunOptions, Schedule
 from cloze.export.train.save import save_checkpoint
 from cloze.export.train.sentences import EmbeddingFiles, finetune_sentences
 from cloze.export.train.start import start_from
-from cloze.export.train.vocabulary import SpecialIds
 from cloze.export.train.windows import make_windows
 from cloze.model_store import Store
 from cloze.model_store.heads import Pooling
 from cloze.model_store.manifest import Precision, Weights
-from tests.training import ACTS, PEOPLE, PLACES, tiny_recipe, write_stories
+from cloze.model_store.sequences import SpecialTokens
+from tests.training import (
+    ACTS,
+    PEOPLE,
+    PLACES,
+    tiny_recipe,
+    write_pairs,
+    write_questions,
+    write_stories,
+)
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
@@ -354,6 +362,7 @@ def test_a_pair_weighs_the_same_beside_single_sentences(trained: Path) -> None:
             input_ids=ids,
             token_type_ids=torch.zeros_like(ids),
             attention_mask=torch.ones_like(ids, dtype=torch.bool),
+            first_tokens=torch.full((4,), 12),
             positions=torch.tensor([1]),
             labels=torch.tensor([7]),
             spans=torch.tensor([[1, 1]]),
@@ -517,7 +526,9 @@ def test_fine_tuning_sees_each_pair_once_an_epoch_however_it_accumulates() -> No
             sequences=8,
         )
         corpus = Corpus(np.arange(60, dtype=np.uint16), np.arange(0, 61, 6), np.array([0, 10]))
-        data = EmbeddingData(sentences=corpus, pairs=pairs, text=None, special=SpecialIds(2, 3, 4))
+        data = EmbeddingData(
+            sentences=corpus, pairs=pairs, text=None, special=SpecialTokens(2, 3, 4)
+        )
         objective = EmbeddingObjective(torch.nn.Module(), recipe, data, held_out_figures=dict)
         seen = [
             int(token)
@@ -882,19 +893,7 @@ def test_a_boundary_knows_only_what_is_outside_the_span(trained: Path) -> None:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Sentences of one person are alike (5), of two are not (0)."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for _ in range(200):
-        one, other = rng.choice(PEOPLE, 2)
-        texts = [
-            f"{person.capitalize()} {rng.choice(ACTS)} {rng.choice(PLACES)}."
-            for person in (one, other)
-        ]
-        rows.append(f"{texts[0]},{texts[1]},{5.0 if one == other else 0.0}")
-    file = tmp_path_factory.mktemp("pairs") / "pairs.csv"
-    file.write_text("\n".join(rows) + "\n")
-    return file
+    return write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.csv")
 
 
 @pytest.fixture(scope="module")
@@ -978,23 +977,6 @@ def test_bundle_and_checkpoint_are_measured_alike(
     bundle = figures("bundle:embedded", stories, pairs, tmp_path)
     assert len(checkpoint) == 9
     assert bundle == pytest.approx(checkpoint, abs=1e-3, rel=1e-3)
-
-
-def write_questions(file: Path) -> Path:
-    """Who did it? The person is in the paragraph."""
-    rng = np.random.default_rng(0)
-    articles = []
-    for number in range(40):
-        paragraphs = []
-        for part in range(6):
-            person, act, place = rng.choice(PEOPLE), rng.choice(ACTS), rng.choice(PLACES)
-            context = f"{place.capitalize()} {person} {act}."
-            answers = [{"text": person, "answer_start": context.index(person)}]
-            asked = {"id": f"{number}-{part}", "question": f"Who {act}?", "answers": answers}
-            paragraphs.append({"context": context, "qas": [asked]})
-        articles.append({"title": f"article {number}", "paragraphs": paragraphs})
-    file.write_text(json.dumps({"data": articles}))
-    return file
 
 
 def test_questions_are_learnt(trained: Path, tmp_path: Path) -> None:

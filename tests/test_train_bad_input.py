@@ -501,7 +501,7 @@ def test_a_vocabulary_that_cannot_be_used(finished: Path, stories: Path, tmp_pat
     command = [*pretrain_command(tmp_path / "run", RECIPE, stories), "--vocab", folder]
     missing = (
         f"{folder} holds no tokenizer: neither tokenizer.json, nor vocab.txt, "
-        "nor vocab.json with merges.txt"
+        "nor vocab.json with merges.txt, nor a SentencePiece model"
     )
     assert refused(*command) == missing
     folder.mkdir()

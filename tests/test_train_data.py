@@ -39,7 +39,6 @@ from cloze.export.train.text_objective import make_masking
 from cloze.export.train.vocabulary import (
     SPECIAL_TOKENS,
     save_vocabulary,
-    special_ids,
     train_tokenizer,
 )
 from tests.training import STORIES, write_stories
@@ -377,7 +376,7 @@ def sequences(
 ) -> EpochExamples:
     settings = {"length": 40, "seed": 3, "epoch": 0} | more
     options = ExampleOptions(
-        sentence=sentence, special=special_ids(describe_tokenizer(tokenizer)), **settings
+        sentence=sentence, special=describe_tokenizer(tokenizer).special, **settings
     )
     return EpochExamples(corpus.train, options)
 
@@ -583,7 +582,7 @@ def text_batches(
 ) -> TextBatches:
     plan = BatchPlan(recipe, phases, seed, interleaved=interleaved)
     described = describe_tokenizer(tokenizer)
-    return TextBatches(corpus.train, plan, make_masking(described, recipe), special_ids(described))
+    return TextBatches(corpus.train, plan, make_masking(described, recipe), described.special)
 
 
 def test_the_mask_rate_falls_in_a_straight_line(
@@ -609,7 +608,7 @@ def test_embeddings_are_of_the_unmasked_first_texts(
     options = ExampleOptions(
         length=40,
         sentence=sentence,
-        special=special_ids(describe_tokenizer(tokenizer)),
+        special=describe_tokenizer(tokenizer).special,
         seed=1,
         epoch=0,
     )

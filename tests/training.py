@@ -1,7 +1,10 @@
 """Text and recipes so small that a model trains in seconds."""
 
+import json
 import random
 from pathlib import Path
+
+import numpy as np
 
 from cloze.export.train.documents import Document
 from cloze.export.train.recipe import (
@@ -47,6 +50,38 @@ STORIES = [_story(number) for number in range(60)]
 def write_stories(file: Path) -> Path:
     """The stories as plain text, a blank line between two."""
     file.write_text("\n\n".join(story.text for story in STORIES) + "\n")
+    return file
+
+
+def write_questions(file: Path) -> Path:
+    """Who did it? The person is in the paragraph."""
+    rng = np.random.default_rng(0)
+    articles = []
+    for number in range(40):
+        paragraphs = []
+        for part in range(6):
+            person, act, place = rng.choice(PEOPLE), rng.choice(ACTS), rng.choice(PLACES)
+            context = f"{place.capitalize()} {person} {act}."
+            answers = [{"text": person, "answer_start": context.index(person)}]
+            asked = {"id": f"{number}-{part}", "question": f"Who {act}?", "answers": answers}
+            paragraphs.append({"context": context, "qas": [asked]})
+        articles.append({"title": f"article {number}", "paragraphs": paragraphs})
+    file.write_text(json.dumps({"data": articles}))
+    return file
+
+
+def write_pairs(file: Path) -> Path:
+    """Sentences of one person are alike (5), of two are not (0)."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(200):
+        one, other = rng.choice(PEOPLE, 2)
+        texts = [
+            f"{person.capitalize()} {rng.choice(ACTS)} {rng.choice(PLACES)}."
+            for person in (one, other)
+        ]
+        rows.append(f"{texts[0]},{texts[1]},{5.0 if one == other else 0.0}")
+    file.write_text("\n".join(rows) + "\n")
     return file
 
 

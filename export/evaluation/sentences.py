@@ -102,7 +102,5 @@ def complete(
         ids = np.array([tokenizer.tokenizer.encode(text).ids], np.int64)
         position = np.flatnonzero(ids[0] == tokenizer.mask_id)
         best, _ = score_masks(scorer, ids, np.zeros_like(ids), position, ids[0][position], k=1)
-        word = tokenizer.tokenizer.id_to_token(int(best[0, 0]))
-        assert word is not None  # ids come from the same vocabulary
-        completions.append(Completion(sentence, word))
+        completions.append(Completion(sentence, tokenizer.readable([int(best[0, 0])])))
     return completions

@@ -117,5 +117,5 @@ FAMILY: Final = Family(
         frozenset({"span"}): "BertForQuestionAnswering",
     },
     class_prefix="Bert",
-    tokenizer_class="BertTokenizer",
+    wordpiece_class="BertTokenizer",
 )

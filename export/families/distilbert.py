@@ -95,5 +95,5 @@ FAMILY: Final = Family(
         frozenset({"span"}): "DistilBertForQuestionAnswering",
     },
     class_prefix="DistilBert",
-    tokenizer_class="DistilBertTokenizer",
+    wordpiece_class="DistilBertTokenizer",
 )

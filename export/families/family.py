@@ -46,7 +46,8 @@ class Family:
         heads: the heads that checkpoints of the family may have, by head name.
         classes: names of heads -> the class of ``config.json`` that has exactly these heads.
         class_prefix: the first part of the names of transformers' classes.
-        tokenizer_class: the class in ``tokenizer_config.json``.
+        wordpiece_class: transformers' class of the family's WordPiece tokenizer; None: the family
+            has another kind.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Family:
     rules: tuple[Rule, ...]
     heads: Mapping[str, HeadSpec]
     class_prefix: str
-    tokenizer_class: str
+    wordpiece_class: str | None = None
     classes: Mapping[frozenset[str], str] = field(default_factory=dict)
 
     def read(self, tensor: str) -> list[Target]:
@@ -94,14 +95,13 @@ class Family:
         for name, tensor in tensors.items():
             head, _, rest = name.partition(".")
             if head in self.heads:
-                rules = [Rename(*names) for names in self.heads[head].tensors.items()]
-                matches = [match for rule in rules if (match := rule.write(rest, tensor))]
+                names = self.heads[head].tensors.items()
+                matches = [Rename(*pair).write(rest, {rest: tensor}) for pair in names]
+                prefix = ""
             else:
-                matches = [
-                    {self.prefix + theirs: value for theirs, value in match.items()}
-                    for rule in self.rules
-                    if (match := rule.write(name, tensor))
-                ]
-            assert matches, f"a {self.name} has no tensor {name}"
-            written |= matches[-1]
+                matches = [rule.write(name, tensors) for rule in self.rules]
+                prefix = self.prefix
+            last = [match for match in matches if match is not None][-1:]
+            assert last, f"a {self.name} has no tensor {name}"
+            written |= {prefix + theirs: value for theirs, value in last[0].items()}
         return written

@@ -108,5 +108,4 @@ FAMILY: Final = Family(
         frozenset({"span"}): "RobertaForQuestionAnswering",
     },
     class_prefix="Roberta",
-    tokenizer_class="RobertaTokenizer",
 )

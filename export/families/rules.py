@@ -6,7 +6,7 @@ A name may be a pattern: ``*`` stands for the number of a layer, ``{p}`` for ``w
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Protocol
 
 import torch
@@ -23,7 +23,8 @@ class Target:
 
     Attributes:
         name: our name of the tensor.
-        convert: the checkpoint's tensor -> ours.
+        convert: the checkpoint's tensor -> ours; raises ``ValueError`` or an error of torch for a
+            tensor of another shape.
         is_added: whether the result is added to the tensor of another rule with this name.
     """
 
@@ -33,13 +34,22 @@ class Target:
 
 
 class Rule(Protocol):
-    """The mapping of one tensor, or of one per layer."""
+    """The mapping of some tensors, or of some per layer."""
 
     def read(self, name: str) -> list[Target]:
         """Return what a tensor of a checkpoint becomes; nothing if the rule is not about it."""
 
-    def write(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return one of our tensors as tensors of a checkpoint; nothing if the rule has none."""
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Return one of our tensors as tensors of a checkpoint.
+
+        Args:
+            name: our name of the tensor.
+            tensors: all our tensors.
+
+        Returns:
+            The tensors; empty: the tensor is written together with another one; None: the rule is
+            not about the tensor.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +69,10 @@ class Rename:
         new = _translate(name, self.theirs, self.ours)
         return [Target(new)] if new else []
 
-    def write(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """See `Rule`."""
         new = _translate(name, self.ours, self.theirs)
-        return {new: tensor} if new else {}
+        return {new: tensors[name]} if new else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +93,45 @@ class Slice:
         """See `Rule`."""
         return [Target(self.ours, lambda rows: rows[self.first :])] if name == self.theirs else []
 
-    def write(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """See `Rule`."""
         if name != self.ours:
-            return {}
-        return {self.theirs: torch.cat([tensor.new_zeros(self.first, *tensor.shape[1:]), tensor])}
+            return None
+        rows = tensors[name]
+        return {self.theirs: torch.cat([rows.new_zeros(self.first, *rows.shape[1:]), rows])}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Several of our tensors are the rows of one of the checkpoint, in equal parts.
+
+    For example, queries, keys and values of attention are often packed.
+
+    Attributes:
+        theirs: name in a checkpoint.
+        ours: our names, in the order of their rows.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+
+    def read(self, name: str) -> list[Target]:
+        """See `Rule`."""
+        parts = enumerate(_translate(name, self.theirs, ours) for ours in self.ours)
+        return [Target(ours, partial(self._part, number)) for number, ours in parts if ours]
+
+    def _part(self, number: int, rows: Tensor) -> Tensor:
+        if len(rows) % len(self.ours):
+            raise ValueError(f"its rows are not {len(self.ours)} equal parts")
+        return rows.chunk(len(self.ours))[number]
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """See `Rule`: the first part stands for all parts."""
+        for number, ours in enumerate(self.ours):
+            if new := _translate(name, ours, self.theirs):
+                names = [_translate(new, self.theirs, part) for part in self.ours]
+                return {} if number else {new: torch.cat([tensors[part or ""] for part in names])}
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,10 +154,11 @@ class Fold:
             return [Target(self.ours, lambda rows: rows[:1], is_added=True)]
         return self.into.read(name)
 
-    def write(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """See `Rule`: the row is written as zeros."""
-        written = self.into.write(name, tensor)
-        return written and written | {self.theirs: tensor.new_zeros(1, *tensor.shape[1:])}
+        written = self.into.write(name, tensors)
+        row = tensors[name].new_zeros(1, *tensors[name].shape[1:])
+        return None if written is None else written | {self.theirs: row}
 
 
 def layer_rules(prefix: str, names: Mapping[str, str]) -> tuple[Rename, ...]:

@@ -80,11 +80,14 @@ class GraphBuilder:
         self._outputs.append(helper.make_tensor_value_info(name, dtype, shape))
 
     def weight(self, name: str, values: Tensor | NDArray[np.generic]) -> str:
-        """Add a constant and return its name; a name that exists stands for the same values."""
+        """Add a constant and return its name; a layer that stands twice adds its weights once."""
+        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
         if name in self._named:
+            half = self._weights.get(f"{name}.fp16")
+            same = self._weights[name] if half is None else half
+            assert np.array_equal(same, array), f"two different weights are called {name}"
             return name
         self._named.add(name)
-        array = values.detach().cpu().numpy() if isinstance(values, Tensor) else values
         array = np.asarray(array, order="C")  # unlike ascontiguousarray, keeps a scalar a scalar
         if not (self._half and array.dtype == np.float32 and array.ndim > 1):
             self._weights[name] = array

@@ -16,7 +16,7 @@ from cloze.export.train.errors import TrainError
 from cloze.export.train.masking import MaskedSequence, Masking
 from cloze.export.train.pairs import EpochExamples, ExampleOptions, TrainingExample
 from cloze.export.train.recipe import Phase, Pretraining
-from cloze.export.train.vocabulary import SpecialIds
+from cloze.model_store.sequences import SpecialTokens
 
 _POOL_BATCHES = 16
 """Number of batches whose examples are sorted by length together."""
@@ -38,6 +38,7 @@ class TextBatch:
         input_ids: int64 [B, S], some tokens masked.
         token_type_ids: int64 [B, S].
         attention_mask: bool [B, S], True for real tokens.
+        first_tokens: int64 [B], number of tokens of the first text with its special tokens.
         positions: int64 [M], positions of the chosen tokens.
         labels: int64 [M], original tokens at these positions.
         spans: int64 [M, 2], first and last position of the run of chosen tokens around each one.
@@ -52,6 +53,7 @@ class TextBatch:
     input_ids: Tensor
     token_type_ids: Tensor
     attention_mask: Tensor
+    first_tokens: Tensor
     positions: Tensor
     labels: Tensor
     spans: Tensor
@@ -94,6 +96,7 @@ def collate(rows: list[_Row], length: int, first_positions: list[int] | None = N
         input_ids=torch.from_numpy(input_ids),
         token_type_ids=torch.from_numpy(types),
         attention_mask=torch.from_numpy(mask),
+        first_tokens=torch.tensor([example.first_tokens for example, _ in rows]),
         positions=torch.from_numpy(np.concatenate(positions)),
         labels=torch.from_numpy(np.concatenate([masked.labels for _, masked in rows])),
         spans=torch.from_numpy(np.concatenate(spans)),
@@ -185,7 +188,7 @@ class TextBatches:
     """
 
     def __init__(
-        self, corpus: Corpus, plan: BatchPlan, masking: Masking, special: SpecialIds
+        self, corpus: Corpus, plan: BatchPlan, masking: Masking, special: SpecialTokens
     ) -> None:
         self._corpus, self._plan = corpus, plan
         self._masking, self._special = masking, special

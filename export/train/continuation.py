@@ -4,7 +4,6 @@ from copy import deepcopy
 from pathlib import Path
 
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.families import PRETRAINED
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.tokenizer import CheckpointTokenizer
@@ -55,10 +54,6 @@ def _check_recipe(recipe: PretrainRecipe, checkpoint: Checkpoint) -> None:
     if recipe.pretraining.method != "mlm":
         raise TrainError(
             "a checkpoint goes on with masked tokens, not with replaced ones: it has no generator"
-        )
-    if config.family != PRETRAINED.name:
-        raise TrainError(
-            f"the checkpoint is a {config.family}; pre-training goes on from a {PRETRAINED.name}"
         )
     if positions < config.max_positions:
         raise TrainError(

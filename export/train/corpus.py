@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from cloze.export.tokenizer_files import is_byte_level
 from cloze.export.train.documents import (
     Document,
     fingerprint,
@@ -252,7 +253,9 @@ class _PartWriter:
 def _write_batch(
     batch: list[_SentencesOfDocument], tokenizer: Tokenizer, writers: dict[str, _PartWriter]
 ) -> None:
-    texts = [sentence for _, sentences in batch for sentence in sentences]
+    # The first token of a sentence has the space before it, as in the middle of a text.
+    space = " " if is_byte_level(tokenizer) else ""
+    texts = [space + sentence for _, sentences in batch for sentence in sentences]
     encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
     for (document, held_out), sentences in batch:
         part = "held_out" if held_out else "train"

@@ -213,7 +213,7 @@ def distill(
         report=options.report,
     )
     options.report(
-        f"a distilbert of {student.parameter_count():,} parameters "
+        f"a {STUDENT.name} of {student.parameter_count():,} parameters "
         f"from a teacher of {checkpoint.model.parameter_count():,}"
     )
     objective = TextObjective(
@@ -228,7 +228,7 @@ def distill(
     if recipe.pretraining.keep_embeddings:
         embedding = checkpoint.recipe
     save_checkpoint(student, tokenizer, folder, embedding=embedding)
-    title = "A DistilBERT distilled from a BERT"
+    title = "An encoder distilled from one of twice its layers"
     write_card(folder, Run(title, teacher, origins, files, recipe, options))
     return folder
 

@@ -22,7 +22,7 @@ from cloze.export.train.embeddings import mean_pool
 from cloze.export.train.errors import TrainError
 from cloze.export.train.objectives import MaskedText
 from cloze.export.train.recipe import EmbedRecipe
-from cloze.export.train.vocabulary import SpecialIds
+from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
 
 _MIN_TOKENS = 3
 """Fewest tokens of a sentence in the contrastive steps, without special tokens."""
@@ -118,7 +118,7 @@ class EmbeddingData:
     sentences: Corpus | None
     pairs: list[TokenizedPair]
     text: TextBatches | None
-    special: SpecialIds
+    special: SpecialTokens
 
 
 def _long_enough(corpus: Corpus | None) -> NDArray[np.int64]:
@@ -194,12 +194,12 @@ class EmbeddingObjective:
         assert self._long_enough is not None
         count = self._recipe.contrastive_sequences
         drawn = self._long_enough[rng.integers(len(self._long_enough), size=count)]
-        max_tokens = self._recipe.contrastive_tokens - 2
+        max_tokens = self._recipe.contrastive_tokens - TEXT_TOKENS
         sentences = []
         for index in drawn:
             start, end = corpus.sentences[index], corpus.sentences[index + 1]
             ids = corpus.tokens[start : min(end, start + max_tokens)].tolist()
-            sentences.append([special.cls, *ids, special.sep])
+            sentences.append(special.text(ids))
         return sentences
 
     def loss(self, batch: SentenceBatch) -> tuple[Tensor, Mapping[str, Tensor]]:

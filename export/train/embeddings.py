@@ -49,8 +49,8 @@ def unmasked_texts(batch: TextBatch, tokens: int, length: int) -> tuple[Tensor, 
     flat = batch.input_ids.flatten().clone()
     flat[batch.positions] = batch.labels
     originals = flat.view_as(batch.input_ids)[:rows]
-    in_first_text = (batch.attention_mask & (batch.token_type_ids == 0))[:rows]
-    sizes = in_first_text.sum(1)  # [N]
+    sizes = batch.first_tokens[:rows]  # [N]
+    in_first_text = torch.arange(originals.shape[1], device=sizes.device) < sizes[:, None]
     separators = originals.gather(1, sizes[:, None] - 1)[:, 0]
     input_ids, mask = originals[:, :length].clone(), in_first_text[:, :length]
     input_ids[:, -1] = torch.where(sizes > length, separators, input_ids[:, -1])

@@ -1,7 +1,7 @@
 """Measures a checkpoint or a bundle on text, scored pairs, questions and stereotypes."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from cloze.export.evaluation.sentences import complete, read_sentences
 from cloze.export.evaluation.squad import best_threshold, read_questions, score
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.session import open_session
-from cloze.export.tokenizer import SPECIAL_TOKENS, CheckpointTokenizer, describe_tokenizer
+from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import is_held_out
@@ -36,11 +36,11 @@ from cloze.export.train.pairs import (
     ExampleOptions,
     SentenceObjective,
     TrainingExample,
+    join_texts,
 )
 from cloze.export.train.recipe import Pretraining
 from cloze.export.train.run_options import Report
 from cloze.export.train.text_objective import make_masking
-from cloze.export.train.vocabulary import special_ids
 from cloze.export.train.windows import answers_of, guess, make_windows
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Bundle, Store
@@ -107,12 +107,13 @@ def _bundle_tokenizer(bundle: Bundle) -> CheckpointTokenizer:
     spec = bundle.manifest.tokenizer
     tokenizer = Tokenizer.from_file(str(bundle.file(spec.file)))
     names = {
-        "unk_token": tokenizer.model.unk_token,
+        "unk_token": getattr(tokenizer.model, "unk_token", None),
         "cls_token": tokenizer.id_to_token(spec.cls_id),
         "sep_token": tokenizer.id_to_token(spec.sep_id),
         "mask_token": spec.mask_token,
     }
-    return describe_tokenizer(tokenizer, SPECIAL_TOKENS | {k: v for k, v in names.items() if v})
+    described = describe_tokenizer(tokenizer, {key: name for key, name in names.items() if name})
+    return replace(described, special=bundle.manifest.special_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +267,7 @@ def _examples(
     options = ExampleOptions(
         length=min(data.tokens, subject.max_tokens),
         sentence=sentence,
-        special=special_ids(subject.tokenizer),
+        special=subject.tokenizer.special,
         seed=data.seed,
         epoch=0,
         short=0.0,
@@ -292,23 +293,20 @@ def _pairs_of_sentences(
     rng = np.random.default_rng(data.seed)
     document_of = np.searchsorted(corpus.documents, np.arange(len(corpus.sentences) - 1), "right")
     followed = np.flatnonzero(np.diff(document_of) == 0)
-    max_sentence_tokens = (min(data.tokens, subject.max_tokens) - 3) // 2
+    special = subject.tokenizer.special
+    max_sentence_tokens = (min(data.tokens, subject.max_tokens) - special.pair_tokens) // 2
 
     def sentence(index: int) -> NDArray[np.unsignedinteger]:
         start, end = corpus.sentences[index], corpus.sentences[index + 1]
         return corpus.tokens[start:end][:max_sentence_tokens]
 
-    special = special_ids(subject.tokenizer)
     pairs = []
     for first in rng.choice(followed, min(data.sequences, len(followed)), replace=False):
         label, second = IS_NEXT, first + 1
         if rng.random() < 0.5:
             label = NOT_NEXT
             second = int(rng.choice(np.flatnonzero(document_of != document_of[first])))
-        a, b = sentence(first), sentence(second)
-        ids = np.concatenate([[special.cls], a, [special.sep], b, [special.sep]]).astype(np.int64)
-        types = np.repeat([0, 1], [len(a) + 2, len(b) + 1])
-        pairs.append(TrainingExample(ids, types, label))
+        pairs.append(join_texts(special, sentence(first), sentence(second), label))
     return pairs
 
 

@@ -2,20 +2,21 @@
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer
 
 from cloze.export.evaluation.scorer import score_masks
 from cloze.export.model import Model
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.batches import TextBatch
-from cloze.export.train.vocabulary import CONTINUATION
 
 _GUESSES = 3
 _CONTEXT = 7
 """Tokens shown on each side of a masked token."""
 
 
-def guesses(model: Model, tokenizer: Tokenizer, batch: TextBatch, count: int = 4) -> list[str]:
+def guesses(
+    model: Model, tokenizer: CheckpointTokenizer, batch: TextBatch, count: int = 4
+) -> list[str]:
     """Describe the model's guesses for one masked token in each of the first sequences.
 
     Args:
@@ -31,7 +32,6 @@ def guesses(model: Model, tokenizer: Tokenizer, batch: TextBatch, count: int = 4
     if model.masked_lm is None:
         return []
     scorer = TorchScorer(model, torch.device("cpu"))
-    words = {number: token for token, number in tokenizer.get_vocab().items()}
     length = batch.input_ids.shape[1]
     lines = []
     for row in range(min(count, len(batch.input_ids))):
@@ -40,6 +40,7 @@ def guesses(model: Model, tokenizer: Tokenizer, batch: TextBatch, count: int = 4
             continue
         middle = masks[len(masks) // 2]
         position, label = int(batch.positions[middle]) % length, int(batch.labels[middle])
+        was = tokenizer.readable([label])
         size = int(batch.attention_mask[row].sum())
         ids = batch.input_ids[row : row + 1, :size].numpy()
         types = batch.token_type_ids[row : row + 1, :size].numpy()
@@ -47,9 +48,8 @@ def guesses(model: Model, tokenizer: Tokenizer, batch: TextBatch, count: int = 4
             scorer, ids, types, np.array([position]), np.array([label]), k=_GUESSES
         )
         first = max(1, position - _CONTEXT)
-        context = [words[int(token)] for token in ids[0, first : position + _CONTEXT + 1]]
-        context[position - first] = "____"
-        text = " ".join(context).replace(f" {CONTINUATION}", "")
-        guessed = ", ".join(words[int(token)] for token in best[0])
-        lines.append(f"  {text}\n      was {words[label]!r}, guessed {guessed}")
+        before = tokenizer.readable(ids[0, first:position].tolist())
+        after = tokenizer.readable(ids[0, position + 1 : position + _CONTEXT + 1].tolist())
+        guessed = ", ".join(tokenizer.readable([token]) for token in best[0].tolist())
+        lines.append(f"  {before} ____ {after}\n      was {was!r}, guessed {guessed}")
     return lines

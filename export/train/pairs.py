@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.errors import TrainError
 from cloze.export.train.sampling import sampled_order, sampling_shares
-from cloze.export.train.vocabulary import SpecialIds
+from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
 
 
 class SentenceObjective(StrEnum):
@@ -40,12 +40,29 @@ class TrainingExample:
     Attributes:
         input_ids: int64 [S].
         token_type_ids: int64 [S].
+        first_tokens: number of tokens of the first text, and of the special tokens around it.
         label: `IS_NEXT`, `NOT_NEXT` or `UNPAIRED`; None without a sentence objective.
     """
 
     input_ids: NDArray[np.int64]
     token_type_ids: NDArray[np.int64]
+    first_tokens: int
     label: int | None
+
+
+def join_texts(
+    special: SpecialTokens,
+    first: NDArray[np.unsignedinteger],
+    second: NDArray[np.unsignedinteger] | None,
+    label: int | None,
+) -> TrainingExample:
+    """Join one or two texts with special tokens."""
+    first_tokens = len(first) + TEXT_TOKENS
+    if second is None:
+        ids, types = special.text(first), np.zeros(first_tokens, np.int32)
+    else:
+        ids, types = special.pair(first, second), special.pair_types(len(first), len(second))
+    return TrainingExample(np.array(ids, np.int64), types.astype(np.int64), first_tokens, label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +85,7 @@ class ExampleOptions:
 
     length: int
     sentence: SentenceObjective
-    special: SpecialIds
+    special: SpecialTokens
     seed: int
     epoch: int
     short: float = 0.1
@@ -94,7 +111,8 @@ class EpochExamples:
         self._corpus, self._options = corpus, options
         rng = np.random.default_rng([options.seed, options.epoch])
         pairs_texts = options.sentence is not SentenceObjective.NONE
-        max_text_tokens = options.length - (3 if pairs_texts else 2)
+        special_tokens = options.special.pair_tokens if pairs_texts else TEXT_TOKENS
+        max_text_tokens = options.length - special_tokens
         segments, document_of = _cut(corpus, max_text_tokens, options.short, rng)
         if pairs_texts:
             divisible = segments[:, 1] - segments[:, 0] >= 2
@@ -221,14 +239,7 @@ class EpochExamples:
         second: NDArray[np.unsignedinteger] | None,
         label: int | None,
     ) -> TrainingExample:
-        """Join one or two texts with special tokens."""
-        special = self._options.special
-        pieces: list[ArrayLike] = [[special.cls], first, [special.sep]]
-        types = np.zeros(len(first) + 2 + (0 if second is None else len(second) + 1), np.int64)
-        if second is not None:
-            pieces += [second, [special.sep]]
-            types[len(first) + 2 :] = 1
-        return TrainingExample(np.concatenate(pieces).astype(np.int64), types, label)
+        return join_texts(self._options.special, first, second, label)
 
 
 def _check_document_count(corpus: Corpus, sentence: SentenceObjective) -> None:

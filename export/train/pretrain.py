@@ -89,9 +89,9 @@ def pretrain(
     embedding = kept_recipe(checkpoint) if checkpoint else None
     save_checkpoint(module.model, tokenizer, folder, embedding=embedding)
     origins = [checkpoint] if checkpoint else []
-    title = "A BERT pre-trained on text"
+    title = "An encoder pre-trained on text"
     write_card(folder, Run(title, source, origins, files, recipe, options))
-    for line in guesses(module.model.cpu(), tokenizer.tokenizer, sample):
+    for line in guesses(module.model.cpu(), tokenizer, sample):
         options.report(line)
     return folder
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save
-from tokenizers import normalizers
+from tokenizers import models, normalizers
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.families import FAMILIES
@@ -17,6 +17,12 @@ from cloze.export.model import Model
 from cloze.export.sentence import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.vocabulary import save_vocabulary
+
+_AS_SAVED = "PreTrainedTokenizerFast"
+"""The class of transformers that reads ``tokenizer.json`` as it is.
+
+Others rebuild the normaliser, the marks and the special tokens of pairs from their own defaults.
+"""
 
 
 def save_checkpoint(
@@ -45,8 +51,9 @@ def save_checkpoint(
     )
     _write_weights(model, folder)
     save_vocabulary(tokenizer.tokenizer, folder)
+    is_wordpiece = isinstance(tokenizer.tokenizer.model, models.WordPiece)
     tokenizer_config = {
-        "tokenizer_class": family.tokenizer_class,
+        "tokenizer_class": (family.wordpiece_class if is_wordpiece else None) or _AS_SAVED,
         "model_max_length": config.max_positions,
     }
     _write_json(

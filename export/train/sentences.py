@@ -23,7 +23,6 @@ from cloze.export.train.run_options import RunOptions
 from cloze.export.train.save import save_checkpoint
 from cloze.export.train.start import Start, start_from
 from cloze.export.train.text_objective import make_masking
-from cloze.export.train.vocabulary import special_ids
 
 _UNLIMITED_STEPS = 1_000_000_000
 """Steps of masked text: more than any run has."""
@@ -142,7 +141,7 @@ def _make_objective(
     objective = EmbeddingObjective(
         MaskedText(start.model, Pretraining(sentence_weight=recipe.text_sentence_weight)),
         recipe,
-        EmbeddingData(sentences, pairs, text, special_ids(tokenizer)),
+        EmbeddingData(sentences, pairs, text, tokenizer.special),
         held_out_figures,
     )
     options.report(
@@ -161,4 +160,4 @@ def _text_batches(
     phase = Phase(tokens=recipe.tokens, sequences=recipe.text_sequences, steps=_UNLIMITED_STEPS)
     plan = BatchPlan(pretraining, [phase], recipe.seed, recipe.optimisation.accumulation)
     masking = make_masking(start.tokenizer, pretraining)
-    return TextBatches(corpus, plan, masking, special_ids(start.tokenizer))
+    return TextBatches(corpus, plan, masking, start.tokenizer.special)

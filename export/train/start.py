@@ -4,14 +4,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
-from tokenizers.models import WordPiece
 from torch import Tensor
 
 from cloze.export.checkpoint import Checkpoint
+from cloze.export.families import FAMILIES
 from cloze.export.model import Model
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.errors import TrainError
 from cloze.export.train.objectives import initialise
+from cloze.model_store.heads import HEADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +52,14 @@ def start_from(
             copies, see `repeated_positions`. None: as many as the checkpoint has.
 
     Raises:
-        TrainError: the checkpoint's tokenizer is not WordPiece.
+        TrainError: the checkpoint's family has no such head.
     """
-    check_tokenizer(checkpoint)
-    torch.manual_seed(seed)
     heads = tuple(heads)
+    family = FAMILIES[checkpoint.model.config.family]
+    for head in heads:
+        if head not in family.heads:
+            raise TrainError(f"a {family.name} has no head for {HEADS[head].task}")
+    torch.manual_seed(seed)
     positions = max_positions or checkpoint.model.config.max_positions
     config = replace(checkpoint.model.config, dropout=dropout, max_positions=positions)
     model = Model(config, heads, checkpoint.model.options)
@@ -68,22 +72,6 @@ def start_from(
     model.load_state_dict(weights, strict=False)
     created = tuple(head for head in heads if getattr(checkpoint.model, head) is None)
     return Start(model, checkpoint.tokenizer, created)
-
-
-def check_tokenizer(checkpoint: Checkpoint) -> None:
-    """Check that the texts of a training run can be tokenized as the checkpoint needs.
-
-    Masking whole words, and the windows of questions, know the marks and the pairs of BERT only.
-
-    Raises:
-        TrainError: the checkpoint's tokenizer is not WordPiece.
-    """
-    kind = type(checkpoint.tokenizer.tokenizer.model).__name__
-    if kind != WordPiece.__name__ or checkpoint.tokenizer.pair_separators != 1:
-        raise TrainError(
-            f"the checkpoint's tokenizer is {kind} with {checkpoint.tokenizer.pair_separators} "
-            "separators in a pair; training takes WordPiece with 1"
-        )
 
 
 def repeated_positions(positions: Tensor, length: int) -> Tensor:

@@ -16,7 +16,7 @@ from cloze.export.train.masking import Masking
 from cloze.export.train.recipe import CorpusSampling, Optimisation, Phase, Pretraining
 from cloze.export.train.run_options import Report
 from cloze.export.train.sampling import weights_of_part
-from cloze.export.train.vocabulary import CONTINUATION, special_ids
+from cloze.export.train.vocabulary import mask_id
 
 _EVALUATION_BATCHES = 8
 """Held-out batches per phase."""
@@ -109,7 +109,7 @@ def text_batches(corpus: Corpus, recipe: TextRecipe, tokenizer: CheckpointTokeni
         recipe.interleaved,
     )
     masking = make_masking(tokenizer, recipe.pretraining, common=common_tokens(corpus, tokenizer))
-    return TextBatches(corpus, plan, masking, special_ids(tokenizer))
+    return TextBatches(corpus, plan, masking, tokenizer.special)
 
 
 def held_out_batches(
@@ -130,7 +130,7 @@ def held_out_batches(
         evaluated = phase.model_copy(update={"steps": _EVALUATION_BATCHES})
         plan = BatchPlan(recipe.pretraining, [evaluated], recipe.seed, weights=weights)
         try:
-            batches = TextBatches(corpus, plan, masking, special_ids(tokenizer))
+            batches = TextBatches(corpus, plan, masking, tokenizer.special)
         except TrainError as error:
             report(f"no held-out figures: {error}")
             return []
@@ -141,7 +141,7 @@ def held_out_batches(
 def common_tokens(corpus: Corpus, tokenizer: CheckpointTokenizer) -> NDArray[np.bool_]:
     """Return bool [V], the most frequent tokens, which make up half of the text."""
     step = max(1, len(corpus.tokens) // _COUNTED_TOKENS)
-    counts = np.bincount(corpus.tokens[::step], minlength=tokenizer.tokenizer.get_vocab_size())
+    counts = np.bincount(corpus.tokens[::step], minlength=tokenizer.size)
     order = np.argsort(-counts, kind="stable")
     more_frequent = np.cumsum(counts[order]) - counts[order]
     common = np.zeros(len(counts), bool)
@@ -156,18 +156,16 @@ def make_masking(
     common: NDArray[np.bool_] | None = None,
 ) -> Masking:
     """Return the masking of a recipe for a vocabulary; see `Masking` for the arguments."""
-    special = np.zeros(tokenizer.tokenizer.get_vocab_size(), bool)
-    continues = np.zeros_like(special)
+    special = np.ones(tokenizer.size, bool)  # also the ids between those of the vocabulary
     names = frozenset(tokenizer.special_tokens.values())
     for token, number in tokenizer.tokenizer.get_vocab().items():
         special[number] = token in names
-        continues[number] = token.startswith(CONTINUATION)
     return Masking(
         recipe.unit,
         recipe.rate,
-        special_ids(tokenizer).mask,
+        mask_id(tokenizer),
         special,
-        continues,
+        tokenizer.continuations(),
         replace,
         recipe.final_rate,
         recipe.repeats_from,

@@ -1,24 +1,15 @@
-"""Learns a WordPiece vocabulary from text, and builds, saves and opens BERT's tokenizer."""
+"""Learns a WordPiece vocabulary from text, and saves and opens tokenizers."""
 
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-    trainers,
-)
+from tokenizers import AddedToken, Tokenizer, models, normalizers, trainers
 
-from cloze.export.tokenizer import SPECIAL_TOKENS as NAMES
 from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
+from cloze.export.tokenizer_files import CONTINUATION, wordpiece
+from cloze.export.tokenizer_files import SPECIAL_TOKENS as NAMES
 from cloze.export.train.documents import Document
 from cloze.export.train.errors import TrainError
 
@@ -27,29 +18,7 @@ SPECIAL_TOKENS = tuple(NAMES.values())
 unused rows.
 """
 
-CONTINUATION = "##"
-
 _MAX_ALPHABET = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class SpecialIds:
-    """The ids of BERT's special tokens in a vocabulary."""
-
-    cls: int
-    sep: int
-    mask: int
-
-
-def special_ids(tokenizer: CheckpointTokenizer) -> SpecialIds:
-    """Return the ids of the special tokens in a vocabulary.
-
-    Raises:
-        TrainError: the vocabulary has no mask token.
-    """
-    if tokenizer.mask_id is None:
-        raise TrainError("the tokenizer has no mask token, which training needs")
-    return SpecialIds(tokenizer.cls_id, tokenizer.sep_id, tokenizer.mask_id)
 
 
 def train_tokenizer(
@@ -87,7 +56,7 @@ def train_tokenizer(
         show_progress=False,
     )
     # The normaliser of a tokenizer in training cannot be used, so `_lines` has its own.
-    tokenizer = wordpiece({}, lowercase)
+    tokenizer = wordpiece({}, {}, NAMES, lowercase=lowercase)
     tokenizer.train_from_iterator(_lines(documents(), normaliser, frozenset(alphabet)), trainer)
     vocabulary = json.loads(tokenizer.to_str())["model"]["vocab"]
     if (learnt_size := len(vocabulary)) < size:
@@ -100,28 +69,7 @@ def train_tokenizer(
             f"a vocabulary of {size:,} tokens is too small: "
             f"the text's characters alone need {learnt_size:,}"
         )
-    return wordpiece(vocabulary, lowercase)
-
-
-def wordpiece(vocabulary: dict[str, int], lowercase: bool) -> Tokenizer:
-    """Build BERT's tokenizer from a vocabulary of ids by token."""
-    tokenizer = Tokenizer(
-        models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=100)
-    )
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUATION, cleanup=True)
-    if vocabulary:
-        tokenizer.add_special_tokens(
-            [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
-        )
-        template = [(token, vocabulary[token]) for token in ("[CLS]", "[SEP]")]
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single="[CLS] $A [SEP]",
-            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-            special_tokens=template,
-        )
-    return tokenizer
+    return wordpiece(vocabulary, {}, NAMES, lowercase=lowercase)
 
 
 def _alphabet(
@@ -154,18 +102,17 @@ def _lines(
 
 
 def save_vocabulary(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write ``tokenizer.json``, and ``vocab.txt`` with one token per line, ordered by id.
+    """Write ``tokenizer.json``, and ``vocab.txt`` of WordPiece with one token per line, by id.
 
     Each file is written atomically. ``vocab.txt`` is last, so its presence means that both files
     are complete.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = tokenizer.get_vocab()
-    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
-    contents = {
-        "tokenizer.json": tokenizer.to_str(pretty=True),
-        "vocab.txt": "".join(f"{token}\n" for token in tokens),
-    }
+    contents = {"tokenizer.json": tokenizer.to_str(pretty=True)}
+    if isinstance(tokenizer.model, models.WordPiece):
+        vocabulary = tokenizer.get_vocab()
+        tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+        contents["vocab.txt"] = "".join(f"{token}\n" for token in tokens)
     for name, text in contents.items():
         new_file = folder / f"{name}.new"
         new_file.write_text(text, encoding="utf-8")
@@ -180,5 +127,16 @@ def open_tokenizer(folder: Path) -> CheckpointTokenizer:
         TrainError: the vocabulary has no mask token.
     """
     opened = load_tokenizer(folder)
-    special_ids(opened)
+    mask_id(opened)
     return opened
+
+
+def mask_id(tokenizer: CheckpointTokenizer) -> int:
+    """Return the id of the mask token.
+
+    Raises:
+        TrainError: the vocabulary has no mask token.
+    """
+    if tokenizer.special.mask is None:
+        raise TrainError("the tokenizer has no mask token, which training needs")
+    return tokenizer.special.mask

@@ -14,7 +14,7 @@ from cloze.export.evaluation.scorer import Scorer, equal_lengths, span_logits
 from cloze.export.evaluation.squad import Question
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.errors import TrainError
-from cloze.export.train.vocabulary import special_ids
+from cloze.model_store.sequences import without_space
 
 MAX_ANSWER_TOKENS = 30
 _START_CANDIDATES = 20
@@ -61,7 +61,8 @@ def make_windows(
     Raises:
         TrainError: a window has no space for the paragraph.
     """
-    if question_tokens + 3 + stride >= tokens:
+    special = tokenizer.special
+    if question_tokens + special.pair_tokens + stride >= tokens:
         raise TrainError(
             f"windows of {tokens} tokens leave no room beside {question_tokens} of the question "
             f"and a stride of {stride}"
@@ -72,41 +73,31 @@ def make_windows(
     encoded_contexts = tokenizer.tokenizer.encode_batch(
         [question.context for question in questions], add_special_tokens=False
     )
-    special = special_ids(tokenizer)
     windows = []
     rows = zip(questions, encoded_questions, encoded_contexts, strict=True)
     for index, (question, encoded_question, context) in enumerate(rows):
-        prefix = [special.cls, *encoded_question.ids[:question_tokens], special.sep]
+        asked = encoded_question.ids[:question_tokens]
         ids = np.asarray(context.ids, np.int64)
-        offsets = np.asarray(context.offsets, np.int64).reshape(-1, 2)
+        characters = without_space(question.context, context.offsets)
+        offsets = np.asarray(characters, np.int64).reshape(-1, 2)
         span = _answer_span(question, offsets)
-        part_tokens = tokens - len(prefix) - 1
+        part_tokens = tokens - len(asked) - special.pair_tokens
         for begin in range(0, max(len(ids) - stride, 1), part_tokens - stride):
             part = slice(begin, begin + part_tokens)
-            windows.append(_window(index, prefix, ids, offsets, part, span))
+            context_start = special.second_start(len(asked))
+            start, end = _span_in_part(span, begin, len(ids[part]), context_start)
+            outside = np.full((context_start, 2), -1)
+            windows.append(
+                Window(
+                    index,
+                    np.array(special.pair(asked, ids[part]), np.int64),
+                    special.pair_types(len(asked), len(ids[part])).astype(np.int64),
+                    np.concatenate([outside, offsets[part], outside[:1]]),
+                    start,
+                    end,
+                )
+            )
     return windows
-
-
-def _window(
-    question: int,
-    prefix: list[int],
-    context_ids: NDArray[np.int64],
-    context_offsets: NDArray[np.int64],
-    part: slice,
-    span: tuple[int, int] | None,
-) -> Window:
-    """Join the prefix ``[CLS] question [SEP]`` and a part of the paragraph to a window."""
-    ids, offsets = context_ids[part], context_offsets[part]
-    start, end = _span_in_part(span, part.start, len(ids), len(prefix))
-    outside = np.full((len(prefix), 2), -1)
-    return Window(
-        question,
-        np.concatenate([prefix, ids, prefix[-1:]]).astype(np.int64),
-        np.repeat([0, 1], [len(prefix), len(ids) + 1]),
-        np.concatenate([outside, offsets, outside[:1]]),
-        start,
-        end,
-    )
 
 
 def _answer_span(question: Question, offsets: NDArray[np.int64]) -> tuple[int, int] | None:

@@ -125,7 +125,7 @@ def prepare_words(
     texts, tokens = [], 0
     for index, text in enumerate(ids):
         name, size = input_name(index, many=many), len(text) + 2 + longest - 1
-        whole = [tokenizer.cls_id, *text, tokenizer.sep_id]
+        whole = tokenizer.special.text(text)
         masks = tokenizer.mask_positions(whole)
         texts.append(_Text(whole, masks))
         tokens += len(masks) * pieces * size

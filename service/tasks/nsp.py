@@ -100,7 +100,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
     encodings, usage, truncated = [], [], 0
     for (first, second), name in zip(pairs, names, strict=True):
         encoding, cut = tokenizer.pair(ids[first], ids[second], limits.max_tokens)
-        tokens = len(ids[first]) + len(ids[second]) + tokenizer.pair_tokens
+        tokens = len(ids[first]) + len(ids[second]) + tokenizer.special.pair_tokens
         if cut and parameters.long_text == "error":
             raise too_long(name, tokens, limits.max_tokens, "long_text is error")
         encoding.requests = _REQUEST

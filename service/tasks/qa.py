@@ -131,7 +131,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         name = input_name(index, many=many)
         ids, spans = _tokenize(pair, name, context)
         cut = ids[: options.max_question_len]
-        special = context.tokenizer.pair_tokens
+        special = context.tokenizer.special.pair_tokens
         window_tokens = options.max_seq_len - len(cut) - special
         stride = _stride(options, window_tokens, name)
         whole = len(ids) + len(spans.ids) + special
@@ -151,7 +151,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
                 f"up to {name} the windows hold {tokens} tokens; the limit of a request is {most}"
             )
         bounds = windows(len(read.ids), window_tokens, stride)
-        start = context.tokenizer.second_start(len(cut))
+        start = context.tokenizer.special.second_start(len(cut))
         questions.append(Question(pair.context, read, start, bounds))
         places = characters(bounds, read.offsets) if len(bounds) > 1 else None
         usage.append(TextUsage(whole, len(cut) + len(read.ids) + special, places))

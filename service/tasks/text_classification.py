@@ -156,7 +156,7 @@ class _Encoder:
     def add_pair(self, first: list[int], second: list[int], name: Location) -> None:
         """Add a pair of texts by their tokens, without special tokens."""
         tokenizer, most = self._context.tokenizer, self._context.limits.max_tokens
-        tokens = len(first) + len(second) + tokenizer.pair_tokens
+        tokens = len(first) + len(second) + tokenizer.special.pair_tokens
         if self._choice == "window" and tokens > most:
             raise InvalidRequest(
                 f"is a pair of {tokens} tokens; the model reads {most}, and long_text "

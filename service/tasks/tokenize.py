@@ -109,8 +109,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Tokeni
     for index, text in enumerate(texts):
         check_text(text, input_name(index, many=many), limits)
     prompt = embed_inputs.prompt_of(context, parameters.prompt_name)
-    before = (_special(tokenizer, tokenizer.cls_id),) if parameters.add_special_tokens else ()
-    after = (_special(tokenizer, tokenizer.sep_id),) if parameters.add_special_tokens else ()
+    before = (_special(tokenizer, tokenizer.special.cls),) if parameters.add_special_tokens else ()
+    after = (_special(tokenizer, tokenizer.special.sep),) if parameters.add_special_tokens else ()
     tokenized, tokens = [], 0
     for index, text in enumerate(texts):
         check_awaited()

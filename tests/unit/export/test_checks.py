@@ -13,9 +13,12 @@ from cloze.export.calibration import _random_tokens, _record_largest
 from cloze.export.errors import ExportError
 from cloze.export.verify import TOLERANCES, _Case, _compare, _sizes
 from cloze.model_store.layouts import Layout
+from cloze.model_store.sequences import SpecialTokens
 from tests.unit.export.scorers import CLS, MASK, SEP, VOCABULARY
 
-TOKENIZER: Any = SimpleNamespace(size=len(VOCABULARY), cls_id=CLS, sep_id=SEP, mask_id=MASK)
+TOKENIZER: Any = SimpleNamespace(
+    size=len(VOCABULARY), special=SpecialTokens(CLS, SEP, MASK), mask_id=MASK
+)
 
 
 # ---- calibration -------------------------------------------------------------------------------

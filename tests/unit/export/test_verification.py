@@ -68,7 +68,7 @@ def test_the_grid_of_a_dense_graph(tmp_path: Path) -> None:
     embedded = [len(feeds["embed_sequences"]) for feeds in spy.feeds]
     assert masks == [3, 3, 3, 6, 6, 6, 24, 24, 24, 6, 0, 0]
     assert embedded == [1, 1, 1, 2, 2, 2, 8, 8, 8, 0, 2, 0]
-    assert (parity.batches, parity.lengths, parity.tolerance) == ((1, 2, 8), (3, 16, 20), 1e-4)
+    assert parity.tolerance == 1e-4
     assert parity.golden_file == "golden.json"
     for feeds in spy.feeds:
         ids, types = feeds["input_ids"], feeds["token_type_ids"]
@@ -103,13 +103,15 @@ def test_golden_outputs_are_of_two_sequences(tmp_path: Path) -> None:
 def test_short_models_are_verified_with_short_texts(tmp_path: Path) -> None:
     subject, file = under_test(tmp_path, max_tokens=9)
     spy = Spy(file, Layout.DENSE)
-    assert verify(tmp_path, subject, spy).lengths == (3, 9)
+    verify(tmp_path, subject, spy)
     assert [feeds["input_ids"].shape[1] for feeds in spy.feeds] == [3, 9] * 3 + [9] * 3
 
 
 def test_long_models_are_verified_with_long_texts(tmp_path: Path) -> None:
     subject, file = under_test(tmp_path, max_tokens=150, max_positions=150, heads=(span.HEAD,))
-    assert verify(tmp_path, subject, Spy(file, Layout.DENSE)).lengths == (3, 16, 128, 150)
+    spy = Spy(file, Layout.DENSE)
+    verify(tmp_path, subject, spy)
+    assert [feeds["input_ids"].shape[1] for feeds in spy.feeds][:4] == [3, 16, 128, 150]
 
 
 def test_the_grid_of_a_packed_graph_has_mixed_lengths(tmp_path: Path) -> None:

@@ -107,7 +107,9 @@ def test_weights_of_another_graph_are_shared(tmp_path: Path) -> None:
 def test_a_name_stands_for_one_weight(tmp_path: Path) -> None:
     g = GraphBuilder()
     g.weight("x", torch.ones(2))
-    g.weight("x", torch.zeros(2))
+    assert g.weight("x", torch.ones(2)) == "x"
+    with pytest.raises(AssertionError, match="two different weights are called x"):
+        g.weight("x", torch.zeros(2))
     model, _ = saved(g, tmp_path)
     assert len(model.graph.initializer) == 1
     assert np.frombuffer(model.graph.initializer[0].raw_data, np.float32).tolist() == [1, 1]

@@ -10,6 +10,7 @@ from cloze.export.blocks.config import EncoderConfig
 from cloze.export.model import Model
 from cloze.export.sentence import EmbeddingRecipe, Projection
 from cloze.model_store.heads import HEADS, Pooling, sequence_classification, token_classification
+from cloze.model_store.sequences import SpecialTokens
 
 LABELS = {
     sequence_classification.HEAD.name: sequence_classification.SequenceLabels(
@@ -18,7 +19,7 @@ LABELS = {
     token_classification.HEAD.name: token_classification.TokenLabels(labels=("O", "B", "I", "X")),
 }
 
-TOKENIZER: Any = SimpleNamespace(size=30, cls_id=2, sep_id=3, mask_id=4)
+TOKENIZER: Any = SimpleNamespace(size=30, special=SpecialTokens(2, 3, 4), mask_id=4)
 
 
 def config(family: str = "bert", **sizes: Any) -> EncoderConfig:

@@ -439,10 +439,12 @@ def test_several_engines_need_front_ends_and_cuda(settings: Settings, message: s
 
 
 def test_a_server_leaves_no_folder(
-    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folders = tmp_path / "folders"
-    folders.mkdir()
+    folders = tmp_path_factory.mktemp("f")  # the path of a socket has at most 107 bytes
     monkeypatch.setattr(tempfile, "tempdir", str(folders))
     monkeypatch.setenv("CLOZE_GUPS", "1")
     admin = tmp_path / "admin.sock"

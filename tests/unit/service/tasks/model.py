@@ -47,8 +47,7 @@ def manifest(**changes: Any) -> Manifest:
         "tasks": tasks,
         "architecture": {
             "family": "bert", "vocab_size": len(VOCABULARY), "hidden_size": 4, "layers": 4, "heads": 1,
-            "intermediate_size": 8, "max_positions": 16, "type_vocab_size": 2, "activation": "gelu",
-            "layer_norm_eps": 1e-12, "parameters": 100,
+            "max_positions": 16, "type_vocab_size": 2, "parameters": 100,
         },
         "source": {"kind": "directory", "location": "x", "revision": None, "weights_sha256": "0" * 64},
         "license": None,

@@ -1,0 +1,309 @@
+"""Builds a tokenizer from the files of a checkpoint.
+
+``tokenizer.json`` may hold WordPiece, BPE or Unigram. ``vocab.txt`` is WordPiece, and
+``vocab.json`` with ``merges.txt`` is byte-level BPE. For SentencePiece, see `sentencepiece_files`.
+"""
+
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+from cloze.export.errors import ExportError
+from cloze.export.families import FAMILIES
+from cloze.export.sentencepiece_files import (
+    find_sentencepiece,
+    from_sentencepiece,
+    mark_special,
+)
+from cloze.export.settings_files import read_settings
+
+SPECIAL_TOKENS = {
+    "pad_token": "[PAD]",
+    "unk_token": "[UNK]",
+    "cls_token": "[CLS]",
+    "sep_token": "[SEP]",
+    "mask_token": "[MASK]",
+}
+
+CONTINUATION = "##"
+"""The mark of tokens that continue a word in a WordPiece vocabulary."""
+
+BYTE_LEVEL_TOKENS = {
+    "pad_token": "<pad>",
+    "unk_token": "<unk>",
+    "cls_token": "<s>",
+    "sep_token": "</s>",
+    "mask_token": "<mask>",
+}
+"""The special tokens of RoBERTa, and of most families after it."""
+
+_NORMALIZER_SETTINGS = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+_WORDPIECE_CLASSES = {
+    name + ending
+    for name in (family.wordpiece_class for family in FAMILIES.values())
+    if name is not None
+    for ending in ("", "Fast")
+}
+"""The tokenizers of transformers that ``vocab.txt`` describes."""
+
+
+def open_files(
+    folder: Path, settings: dict[str, Any], given: dict[str, str]
+) -> tuple[Tokenizer, str | None]:
+    """Return the tokenizer of a folder, and a note for the user.
+
+    Args:
+        folder: the checkpoint's folder.
+        settings: its ``tokenizer_config.json``.
+        given: the names of special tokens that the checkpoint sets.
+
+    Raises:
+        ExportError: the folder has no tokenizer, or the tokenizer is damaged or of no known kind.
+    """
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = _from_json(folder / "tokenizer.json")
+        return tokenizer, _apply_settings(tokenizer, settings)
+    if (folder / "vocab.txt").is_file():
+        tokenizer, note = _from_vocabulary(folder / "vocab.txt", settings, SPECIAL_TOKENS | given)
+        _add_tokens(tokenizer, folder, settings)
+        return tokenizer, note
+    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        tokenizer = _from_merges(folder, settings, BYTE_LEVEL_TOKENS | given)
+        _add_tokens(tokenizer, folder, settings)
+        return tokenizer, None
+    if (model := find_sentencepiece(folder)) is not None:
+        tokenizer, note = from_sentencepiece(model, settings)
+        _add_tokens(tokenizer, folder, settings)
+        mark_special(tokenizer, usual_names(tokenizer) | given)
+        return tokenizer, note
+    raise ExportError(
+        f"{folder} holds no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with "
+        "merges.txt, nor a SentencePiece model"
+    )
+
+
+def usual_names(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the usual names of special tokens that the vocabulary has, else those of BERT."""
+    tokens = tokenizer.get_vocab()
+    return {
+        key: other if other in tokens and SPECIAL_TOKENS[key] not in tokens else SPECIAL_TOKENS[key]
+        for key, other in BYTE_LEVEL_TOKENS.items()
+    }
+
+
+def _apply_settings(tokenizer: Tokenizer, settings: dict[str, Any]) -> str | None:
+    """Apply the settings of ``tokenizer_config.json`` to the normaliser, like transformers.
+
+    Returns:
+        A note on the changed settings; None if nothing changed.
+    """
+    normalizer = tokenizer.normalizer
+    named = {
+        ours: settings[theirs]
+        for theirs, ours in _NORMALIZER_SETTINGS.items()
+        if theirs in settings
+    }
+    if not isinstance(normalizer, normalizers.BertNormalizer):
+        if named.get("lowercase") and "Lowercase" not in repr(normalizer):
+            raise ExportError(
+                "tokenizer_config.json says do_lower_case, "
+                "but tokenizer.json's normaliser does not lower-case"
+            )
+        return None
+    changed = {key: value for key, value in named.items() if getattr(normalizer, key) != value}
+    for key, value in changed.items():
+        setattr(normalizer, key, value)
+    tokenizer.normalizer = normalizer
+    shown = ", ".join(f"{key} {value}" for key, value in changed.items())
+    return (
+        f"tokenizer: tokenizer_config.json overrules tokenizer.json ({shown})" if changed else None
+    )
+
+
+def _add_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> None:
+    """Add the tokens that a checkpoint lists outside of its vocabulary, with their ids."""
+    listed = {
+        token: number
+        for token, number in read_settings(folder / "added_tokens.json").items()
+        if isinstance(number, int)
+    }
+    special: dict[str, bool] = {}
+    for number, entry in (settings.get("added_tokens_decoder") or {}).items():
+        if (
+            isinstance(entry, dict)
+            and isinstance(entry.get("content"), str)
+            and str(number).isdigit()
+        ):
+            listed[entry["content"]] = int(number)
+            special[entry["content"]] = bool(entry.get("special"))
+    for token, number in sorted(listed.items(), key=lambda item: item[1]):
+        is_special = special.get(token, False)
+        if tokenizer.token_to_id(token) is None:
+            tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=not is_special)])
+        if (given := tokenizer.token_to_id(token)) != number:
+            raise ExportError(
+                f"the added token {token!r} should have id {number}, "
+                f"but the vocabulary leaves it {given}"
+            )
+
+
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Return whether a tokenizer's pieces are bytes (Radford et al. 2019, section 2.2)."""
+    return "ByteLevel(" in repr(tokenizer.pre_tokenizer)
+
+
+def required_id(tokenizer: Tokenizer, token: str) -> int:
+    """Return the id of a token; raise if the vocabulary lacks it."""
+    number = tokenizer.token_to_id(token)
+    if number is None:
+        raise ExportError(f"the tokenizer has no {token} token, which the model needs")
+    return number
+
+
+def _from_json(file: Path) -> Tokenizer:
+    # The library raises a bare Exception for anything wrong with the file.
+    try:
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:
+        raise ExportError(f"{file.name} is damaged: {error}") from error
+    if not isinstance(tokenizer.model, models.WordPiece | models.BPE | models.Unigram):
+        raise ExportError(
+            f"{file.name} is a {type(tokenizer.model).__name__} tokenizer; "
+            "only WordPiece, BPE and Unigram are supported"
+        )
+    return tokenizer
+
+
+def _from_vocabulary(
+    file: Path, settings: dict[str, Any], names: dict[str, str]
+) -> tuple[Tokenizer, str | None]:
+    """Build the tokenizer of a ``vocab.txt``.
+
+    Returns:
+        The tokenizer, and a note if its case was guessed.
+    """
+    vocabulary = _read_vocabulary(file, names["unk_token"])
+    if (kind := settings.get("tokenizer_class")) not in {None, *_WORDPIECE_CLASSES}:
+        raise ExportError(
+            f"the tokenizer is a {kind}, which vocab.txt alone does not describe; "
+            "add its tokenizer.json"
+        )
+    note = None
+    lowercase = settings.get("do_lower_case")
+    if lowercase is None:
+        lowercase = not any(_is_cased(token) for token in vocabulary if token not in names.values())
+        case = "uncased (no token has an upper-case or accented letter)" if lowercase else "cased"
+        note = f"tokenizer: built from vocab.txt alone, taken as {case}"
+    return wordpiece(vocabulary, settings, names, lowercase=lowercase), note
+
+
+def _read_vocabulary(file: Path, unknown_token: str) -> dict[str, int]:
+    """Return the ids of a vocabulary file by token."""
+    try:
+        tokens = file.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ExportError(f"{file.name} is not UTF-8 text") from error
+    tokens = [token.rstrip("\r") for token in tokens]
+    while tokens and not tokens[-1]:
+        tokens.pop()
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    if unknown_token not in vocabulary:
+        raise ExportError(
+            f"{file.name} has no {unknown_token} token: it is not a WordPiece vocabulary, "
+            "one token per line"
+        )
+    return vocabulary
+
+
+def wordpiece(
+    vocabulary: dict[str, int], settings: dict[str, Any], names: dict[str, str], *, lowercase: bool
+) -> Tokenizer:
+    """Build BERT's tokenizer: its normaliser, WordPiece, and the template of its sequences.
+
+    Args:
+        vocabulary: ids by token.
+        settings: settings of the normaliser in ``tokenizer_config.json``.
+        names: the special tokens, by their keys in ``tokenizer_config.json``.
+        lowercase: whether to lower-case text and strip accents.
+    """
+    tokenizer = Tokenizer(
+        models.WordPiece(vocabulary, unk_token=names["unk_token"], max_input_chars_per_word=100)
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        clean_text=True,
+        handle_chinese_chars=settings.get("tokenize_chinese_chars", True),
+        strip_accents=settings.get("strip_accents"),
+        lowercase=lowercase,
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUATION, cleanup=True)
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token in names.values()
+            if token in vocabulary
+        ]
+    )
+    cls, sep = names["cls_token"], names["sep_token"]
+    if cls in vocabulary and sep in vocabulary:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{cls} $A {sep}",
+            pair=f"{cls} $A {sep} $B:1 {sep}:1",
+            special_tokens=[(cls, vocabulary[cls]), (sep, vocabulary[sep])],
+        )
+    return tokenizer
+
+
+def _from_merges(folder: Path, settings: dict[str, Any], names: dict[str, str]) -> Tokenizer:
+    """Build the byte-level BPE tokenizer of ``vocab.json`` and ``merges.txt``.
+
+    Source: Radford et al. 2019, section 2.2, and RoBERTa's tokenizer.
+    """
+    files = [str(folder / name) for name in ("vocab.json", "merges.txt")]
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(*files))
+    except Exception as error:  # the library raises a bare Exception
+        raise ExportError(f"vocab.json or merges.txt is damaged: {error}") from error
+    prefix = bool(settings.get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    tokenizer.decoder = decoders.ByteLevel()
+    cls, sep, mask = (names[key] for key in ("cls_token", "sep_token", "mask_token"))
+    ids = {token: required_id(tokenizer, token) for token in (cls, sep)}
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False, lstrip=token == mask)
+            for token in names.values()
+            if tokenizer.token_to_id(token) is not None
+        ]
+    )
+    tokenizer.post_processor = processors.RobertaProcessing(
+        (sep, ids[sep]), (cls, ids[cls]), trim_offsets=True, add_prefix_space=prefix
+    )
+    return tokenizer
+
+
+def _is_cased(token: str) -> bool:
+    """Return whether BERT's uncased normalisation would change a token.
+
+    A vocabulary that was made with that normalisation has no such token.
+    """
+    if token.startswith(("[", "<")):
+        return False
+    stripped = "".join(
+        c for c in unicodedata.normalize("NFD", token.lower()) if unicodedata.category(c) != "Mn"
+    )
+    return stripped != token

@@ -85,7 +85,7 @@ def test_what_has_passed_counts_until_it_is_submitted() -> None:
         assert 5 <= len(passed) < 40
         for each in passed:
             gated._starts.begun(each)
-        assert not gated._starts._tokens
+        assert not gated._starts.unsubmitted
 
 
 def test_a_refusal_promises_a_time_and_keeps_it() -> None:

@@ -77,6 +77,7 @@ class ConnectionTable:
         is_draining: whether a connection that opens now ends at once. Its client began to connect
             before the drain, for example by a TLS handshake.
         closed_count: number of connections that have closed; the owner may reset it.
+        idle: the connections without a request; the one that is idle for longest is first.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
@@ -85,7 +86,7 @@ class ConnectionTable:
         self.closed_count = 0
         self._open = 0
         self._by_address: Counter[str] = Counter()
-        self._idle: dict[Accepted, None] = {}  # the one that is idle for longest is first
+        self.idle: dict[Accepted, None] = {}
 
     def opened(self, connection: Accepted) -> str | None:
         """Count a new connection, and close the oldest idle one if there are too many.
@@ -96,15 +97,15 @@ class ConnectionTable:
         self._open += 1
         address = connection.address
         self._by_address[address] += 1
-        self._idle[connection] = None
+        self.idle[connection] = None
         most = self.limits.max_per_address
         if most and self._by_address[address] > most:
             return f"the address has {self._by_address[address]} connections, and {most} at most"
         if self._open > self.limits.max_connections:
-            oldest = next(iter(self._idle))
+            oldest = next(iter(self.idle))
             if oldest is connection:
                 return f"the server has {self.limits.max_connections} connections, the most"
-            del self._idle[oldest]  # several connections may open before this one has closed
+            del self.idle[oldest]  # several connections may open before this one has closed
             oldest.end("it made room for a new one")
         return None
 
@@ -112,18 +113,10 @@ class ConnectionTable:
         """Forget a connection."""
         self._open -= 1
         self.closed_count += 1
-        self._idle.pop(connection, None)
+        self.idle.pop(connection, None)
         self._by_address[connection.address] -= 1
         if not self._by_address[connection.address]:
             del self._by_address[connection.address]
-
-    def busy(self, connection: Accepted) -> None:
-        """Note that the headers of a request have arrived."""
-        self._idle.pop(connection, None)
-
-    def idle(self, connection: Accepted) -> None:
-        """Note that a connection has no request."""
-        self._idle[connection] = None
 
 
 class Probes:

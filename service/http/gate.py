@@ -52,10 +52,13 @@ class Starts:
     A few start per turn of the event loop, the clients by turns. The headers of thousands of
     requests may arrive in one turn. If the handlers of all of them ran in the next one, probes and
     refusals would wait for seconds.
+
+    Attributes:
+        unsubmitted: (client, line) -> tokens of requests that are admitted and have not started.
     """
 
     def __init__(self) -> None:
-        self._tokens: Counter[tuple[str, LineKey]] = Counter()  # of a client in one of its lines
+        self.unsubmitted: Counter[tuple[str, LineKey]] = Counter()
         self._lines: dict[str, deque[Callable[[], None]]] = {}  # by client, the next one first
         self._waiting = 0
         self._started = 0  # in this turn
@@ -67,7 +70,7 @@ class Starts:
 
         The headers of hundreds of requests may arrive before the handler of the first one runs.
         """
-        self._tokens[request.client, line] += tokens
+        self.unsubmitted[request.client, line] += tokens
         request.unstarted = line, tokens
 
     def begun(self, request: RequestRecord) -> None:
@@ -76,13 +79,9 @@ class Starts:
             return
         line, tokens = request.unstarted
         request.unstarted = None
-        self._tokens[request.client, line] -= tokens
-        if not self._tokens[request.client, line]:
-            del self._tokens[request.client, line]
-
-    def unsubmitted(self, client: str, line: LineKey) -> int:
-        """Return the tokens of a client's requests that are admitted and not submitted."""
-        return self._tokens[client, line]
+        self.unsubmitted[request.client, line] -= tokens
+        if not self.unsubmitted[request.client, line]:
+            del self.unsubmitted[request.client, line]
 
     def start(self, client: str, begin: Callable[[], None]) -> bool:
         """Call a function in this turn or in a later one.
@@ -185,7 +184,7 @@ class Gate:
         if request.limit_problem:  # the handler writes that error
             self._starts.admit(request, line, tokens)
             return None
-        unstarted = self._starts.unsubmitted(client, line)
+        unstarted = self._starts.unsubmitted[client, line]
         wait, model = min(
             (each.queue.expected_wait(client, tokens, stated_s, unstarted), each.reference)
             for each in served

@@ -171,10 +171,10 @@ class ServerProtocol(HttpToolsProtocol):
         limits = self._table.limits
         seconds = limits.header_timeout_s
         if state is State.IDLE:
-            self._table.idle(self)
+            self._table.idle[self] = None
             seconds = limits.idle_timeout_s
         elif state is State.RUNNING:
-            self._table.busy(self)
+            self._table.idle.pop(self, None)
             seconds = math.inf
         elif state is State.DRAINING:
             seconds = _DRAIN_BODY_S
@@ -313,7 +313,7 @@ class ServerProtocol(HttpToolsProtocol):
         if self._state is State.RUNNING:
             self._enter(State.IDLE)
         elif self._state is State.HEADERS:
-            self._table.idle(self)
+            self._table.idle[self] = None
 
     # ---- refusals -------------------------------------------------------------------------------
 

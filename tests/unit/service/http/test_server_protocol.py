@@ -78,6 +78,7 @@ class World:
 
     Attributes:
         refuses: whether the gate refuses a request.
+        made: number of the records that were made.
         seen: the scopes of the requests that have reached the application.
         started: the times at which they reached it.
         release: an event; ``/hang`` answers when it is set.
@@ -86,6 +87,7 @@ class World:
     def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
         self.refuses: Callable[[RequestRecord], bool] = lambda _: False
         self.asked: list[str] = []
+        self.made = 0
         self.seen: list[Scope] = []
         self.started: list[float] = []
         self.bodies: list[bytes] = []
@@ -102,6 +104,7 @@ class World:
         self.state = ServerState()
 
     def _record(self, scope: Scope) -> RequestRecord:
+        self.made += 1
         return Callers().record(scope, scope["path"])
 
     def _refusal(self, request: RequestRecord) -> bytes | None:
@@ -189,6 +192,7 @@ def test_a_request_is_answered_in_one_write() -> None:
         await settle()
         assert transport.writes[-1].endswith(b"\r\n\r\n")
         assert statuses(transport) == [200, 200, 200]
+        assert world.made == 3, "one record per request"
 
     play(run)
 
@@ -610,6 +614,7 @@ def test_requests_of_a_pipeline_are_refused_in_their_turn() -> None:
         await settle(60)
         assert statuses(transport) == [200, 429, 200, 429]
         assert world.asked == ["/hang", "/full", "/embed", "/full"]
+        assert world.made == 4
         assert not transport.is_closing()
         await asyncio.sleep(59)
         assert not transport.is_closing()
@@ -754,10 +759,10 @@ def test_a_lost_connection_leaves_nothing(reasons: Callable[[], list[str]]) -> N
         assert scope[RECORD].connection is None, "else a cycle"
         assert not world.answers.is_reading(transport.protocol)
         assert (world.table._open, world.table.closed_count) == (0, 1)
-        assert not world.table._idle
+        assert not world.table.idle
         quiet = world.connect()
         quiet.protocol.connection_lost(None)
-        assert not world.table._idle
+        assert not world.table.idle
         await asyncio.sleep(120)
         assert reasons() == [], "its timer has ended"
 

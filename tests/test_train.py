@@ -44,7 +44,7 @@ from cloze.export.evaluation.squad import read_questions
 from cloze.export.heads import SPAN
 from cloze.export.model import Model
 from cloze.export.publish import ExportOptions, export
-from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.sentence import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.average import average
 from cloze.export.train.batches import TextBatch
@@ -389,6 +389,9 @@ def write_encoder(folder: Path, trained: Path, **recipe: object) -> Path:
     model = Model(checkpoint.model.config)
     model.load_state_dict(checkpoint.model.encoder.state_dict(prefix="encoder."))
     save_checkpoint(model, checkpoint.tokenizer, folder, embedding=EmbeddingRecipe(**recipe))  # type: ignore[arg-type]
+    pooling = json.loads((folder / "1_Pooling/config.json").read_text())
+    assert sum(value is True for value in pooling.values()) == 1
+    assert all(isinstance(pooling[flag], bool) for flag in POOLING_FLAGS)
     return folder
 
 

@@ -139,10 +139,10 @@ def _write_sentence_transformer(
     )
     for path in filter(None, modules):
         (folder / path).mkdir(exist_ok=True)
-    flag = next(flag for flag, pooling in POOLING_FLAGS.items() if pooling == embedding.pooling)
+    # All flags: text-embeddings-inference refuses a file that lacks one.
+    flags = {flag: pooling == embedding.pooling for flag, pooling in POOLING_FLAGS.items()}
     _write_json(
-        folder / "1_Pooling/config.json",
-        {"word_embedding_dimension": config.hidden_size, flag: True},
+        folder / "1_Pooling/config.json", {"word_embedding_dimension": config.hidden_size, **flags}
     )
     if embedding.prompts:
         prompts = {"prompts": embedding.prompts, "default_prompt_name": embedding.default_prompt}

@@ -168,17 +168,18 @@ class ServerProtocol(HttpToolsProtocol):
 
     def _enter(self, state: State) -> None:
         """Enter a state, and set the time at which the connection ends if the state lasts."""
-        limits = self._table.limits
-        seconds = limits.header_timeout_s
+        self._state, table = state, self._table
+        seconds = table.limits.header_timeout_s
         if state is State.IDLE:
-            self._table.idle[self] = None
-            seconds = limits.idle_timeout_s
-        elif state is State.RUNNING:
-            self._table.idle.pop(self, None)
-            seconds = math.inf
-        elif state is State.DRAINING:
-            seconds = _DRAIN_BODY_S
-        self._state, self._deadline = state, self.loop.time() + seconds
+            table.idle[self] = None
+            seconds = table.limits.idle_timeout_s
+        elif state is not State.HEADERS:
+            table.idle.pop(self, None)
+            if state is State.RUNNING:
+                seconds = math.inf
+            elif state is State.DRAINING:
+                seconds = _DRAIN_BODY_S
+        self._deadline = self.loop.time() + seconds
 
     def _check_time(self) -> None:
         """End the connection if its time is over, else look again.
@@ -249,7 +250,6 @@ class ServerProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Refuse the request if its turn has come and the server is full, else go on."""
         self._progress = True
-        self._enter(State.RUNNING)
         is_next = self.cycle is None or self.cycle.response_complete
         if is_next and self.parser.get_method() == b"POST":
             scope = cast(Scope, self.scope)
@@ -257,6 +257,7 @@ class ServerProtocol(HttpToolsProtocol):
             if (answer := self._admit(scope)) is not None:
                 self._refuse(answer)
                 return
+        self._enter(State.RUNNING)
         super().on_headers_complete()
 
     def _admit(self, scope: Scope) -> bytes | None:

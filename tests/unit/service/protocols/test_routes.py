@@ -4,6 +4,7 @@ import base64
 import json
 import struct
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -629,7 +630,7 @@ def test_bytes_that_are_refused(service: Service) -> None:
 
 def test_what_is_said_of_a_model(service: Service) -> None:
     assert ok(service.get("/v2")) == {
-        "name": "cloze", "version": "0.1.0", "extensions": ["binary_tensor_data"],
+        "name": "cloze", "version": version("cloze-server"), "extensions": ["binary_tensor_data"],
     }  # fmt: skip
     assert ok(service.get("/v2/models"))["models"][-2:] == ["small.embed", "small.similarity"]
     assert len(ok(service.get("/v2/models"))["models"]) == len(TASKS) + 2, "each name once"

@@ -13,31 +13,31 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from cloze.service.application import PAGES, Snapshot, create_app, protected
-from cloze.service.batching.promises import Promises
+from cloze.service.application import PAGES, Snapshot, create_app
+from cloze.service.batching.admission import Promises
 from cloze.service.core import (
     BUSY,
     Changes,
     EngineDead,
+    QueueState,
     Reload,
     ReloadRefused,
     ServiceError,
     ShuttingDown,
     StartupError,
 )
-from cloze.service.http.answers import Answers
-from cloze.service.http.caller import Callers
-from cloze.service.http.connection import Connection, DirectRoutes
+from cloze.service.http.access import Callers
 from cloze.service.http.errors import STATUSES_FROM_ZERO
-from cloze.service.http.gate import Gate, GateLimits
+from cloze.service.http.gate import Gate, Paths, Starts
 from cloze.service.http.keys import Keys
-from cloze.service.http.memory_limit import MemoryLimit
-from cloze.service.http.starts import Starts
+from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
+from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.recorder import Recorder
 from cloze.service.http.watch import RequestWatch
 from cloze.service.logs import AccessLog
-from cloze.service.metrics import Metrics, ModelInfo, QueueState
+from cloze.service.metrics import Metrics, ModelInfo
 from cloze.service.pipeline import Models, Pipeline, task_limits
 from cloze.service.protocols import (
     PROTOCOLS,
@@ -169,25 +169,26 @@ class Service:
         self._settings, self._registries, self._metrics = settings, registries, metrics
         self._opener, self._tracing = opener, tracing
         keys = Keys(settings.keys_file) if settings.keys_file else None
-        self._callers = Callers(settings.trusted_proxies, keys)
+        self._callers = Callers(settings.trusted_proxies, keys, settings.max_timeout_s)
         self._access_log = AccessLog(
             settings.log_format,
             logging.getLevelName(settings.log_level.upper()),
             settings.access_log_share,
             operations.QUIET_ROUTES,
         )
-        self.answers = Answers(settings.max_answers_bytes)
+        self.answers = UnreadAnswers(settings.max_answers_bytes)
         wait_s = settings.max_queue_wait_ms / 1000
         self._watch = RequestWatch(
             settings.request_timeout_ms / 1000,
-            settings.max_timeout_s,
-            self._callers,
             MemoryLimit("bodies", settings.max_bodies_bytes, wait_s),
             self.answers,
         )
         self.starts = Starts()
         self._promises = Promises()
         self._responder = ErrorResponder(registries.protocols)
+        self._recorder = Recorder(
+            metrics, self._access_log, tracing, self.answers, self._responder.respond
+        )
         self.certificate = Certificate(settings.tls_certificate, settings.tls_key)
         self.draining = False
         self.reload_elsewhere: Reload | None = None
@@ -213,33 +214,28 @@ class Service:
             registries.tasks.values(),
             settings.default_models(),
         )
+        has_keys = self._callers.keys is not None
         context = ProtocolContext(
-            registries.tasks, models, self._metrics, self, ApiLimits.of(settings), self._watch
+            registries.tasks,
+            models,
+            self._metrics,
+            self,
+            ApiLimits.of(settings),
+            self._watch,
+            has_keys,
         )
         routes = [route for protocol in registries.protocols for route in protocol.routes(context)]
         gate = Gate(
             routes={route.path: route.models for route in routes if route.models is not None},
             error_bytes=self._responder.body,
-            limits=GateLimits(settings.max_queue_wait_ms / 1000, settings.max_timeout_s),
+            max_wait_s=settings.max_queue_wait_ms / 1000,
             starts=self.starts,
             promises=self._promises,
-            callers=self._callers,
-            metrics=self._metrics,
-            access_log=self._access_log,
+            recorder=self._recorder,
         )
-        respond = self._responder.respond
-        direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
-        app: ASGIApp = DirectRoutes(create_app(routes, respond), direct, respond)
-        app = Connection(
-            protected(app, settings, self._callers, respond),
-            known_routes=(*PAGES, *(route.path for route in routes)),
-            respond=respond,
-            metrics=self._metrics,
-            access_log=self._access_log,
-            answers=self.answers,
-            tracing=self._tracing,
-        )
-        return Snapshot(models, gate, app, routes)
+        app = create_app(routes, settings, self._responder.respond, needs_keys=has_keys)
+        paths = Paths([*PAGES, *(route.path for route in routes)])
+        return Snapshot(models, gate, app, routes, paths)
 
     def _add_series(self, snapshot: Snapshot) -> None:
         """Create the metric series of a snapshot's models and routes, which start from zero."""
@@ -255,18 +251,25 @@ class Service:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
             return
+        if RECORD not in scope:  # uvicorn's protocol is not ours
+            scope[RECORD] = self.record(scope)
         snapshot = self.snapshot
+        self.starts.begun(scope[RECORD])
         snapshot.running += 1
         try:
-            await snapshot.app(scope, receive, send)
+            await self._recorder.answer(snapshot.app, scope, receive, send)
         finally:
             snapshot.running -= 1
             if snapshot is not self.snapshot and not snapshot.running:
                 self._end(snapshot)
 
-    def refusal(self, scope: Scope) -> bytes | None:
+    def record(self, scope: Scope) -> RequestRecord:
+        """Return the record of a request whose headers have arrived."""
+        return self._callers.record(scope, self.snapshot.paths.route(scope["path"]))
+
+    def refusal(self, request: RequestRecord) -> bytes | None:
         """Return the response that refuses a request; see `Gate.refusal`."""
-        return self.snapshot.gate.refusal(scope)
+        return self.snapshot.gate.refusal(request)
 
     # ---- begin and end --------------------------------------------------------------------------
 
@@ -326,8 +329,7 @@ class Service:
 
     def queues(self) -> dict[str, QueueState]:
         """Return the state of the queue of each model, by its full name."""
-        queues = ((name, model.queue) for name, model in self.snapshot.by_name.items())
-        return {name: QueueState(queue.queued_tokens, queue.backlog_s) for name, queue in queues}
+        return {name: model.queue.state for name, model in self.snapshot.by_name.items()}
 
     def model_infos(self) -> list[ModelInfo]:
         """Return the labels of each served model that never change."""

@@ -1,7 +1,7 @@
 """What a reload replaces: the served models of one state of the store, and their application."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -18,13 +18,13 @@ from starlette.types import ASGIApp
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import ServiceError
-from cloze.service.http.access import AccessControl, accepted_hosts
-from cloze.service.http.caller import Callers
-from cloze.service.http.gate import Gate
-from cloze.service.http.keys import Scope
+from cloze.service.http.access import Access, accepted_hosts
+from cloze.service.http.gate import Gate, Paths
+from cloze.service.http.keys import Permission
 from cloze.service.http.openapi import document
 from cloze.service.http.page import ASSETS, docs_handler, docs_paths, part_handlers
-from cloze.service.http.routes import JSON, Handler, Route
+from cloze.service.http.recorder import Respond
+from cloze.service.http.routes import JSON, DirectRoutes, Handler, Route
 from cloze.service.pipeline import Models
 from cloze.service.protocols import operations
 from cloze.service.served_models import ServedModel, close_models
@@ -32,9 +32,6 @@ from cloze.service.settings import Settings
 
 _TITLE: Final = "Cloze"
 _DESCRIPTION: Final = "Fill-mask, embeddings, next sentence and question answering by encoders."
-
-Respond = Callable[[Request, Exception], Awaitable[Response]]
-"""(request, error) -> the response to the error."""
 
 PAGES: Final = ("/docs", "/openapi.json", *part_handlers())
 """Paths that the application answers besides the routes of protocols."""
@@ -49,6 +46,7 @@ class Snapshot:
         gate: refuses requests of a full server.
         app: answers requests.
         routes: the routes of all protocols, which `app` answers besides `PAGES`.
+        paths: the paths of the routes and of `PAGES`.
         running: number of requests that `app` has not answered.
     """
 
@@ -56,6 +54,7 @@ class Snapshot:
     gate: Gate
     app: ASGIApp
     routes: Sequence[Route]
+    paths: Paths
     running: int = 0
 
     @property
@@ -69,13 +68,39 @@ class Snapshot:
         close_models(model for model in self.by_name.values() if id(model) not in used)
 
 
-def create_app(routes: Sequence[Route], respond: Respond) -> ASGIApp:
-    """Return the application that answers the routes and the pages.
+def create_app(
+    routes: Sequence[Route], settings: Settings, respond: Respond, *, needs_keys: bool
+) -> ASGIApp:
+    """Return the application that answers the routes and the pages to those who may ask.
 
     Args:
         routes: the routes of all protocols.
+        settings: the operator's settings.
         respond: writes the response to an error.
+        needs_keys: whether requests need API keys.
     """
+    direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
+    pages = {"/", "/openapi.json", *docs_paths(), *part_handlers()}
+    access = Access(
+        needs_keys=needs_keys,
+        open_routes=operations.PROBES | pages,
+        permissions=(("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN)),
+        hosts=accepted_hosts(settings.host, settings.allowed_hosts),
+    )
+    app: ASGIApp = DirectRoutes(_router(routes, respond), direct, access, respond)
+    if not settings.cors_origins:
+        return app
+    return CORSMiddleware(
+        app,
+        allow_origins=settings.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["authorization", "content-type", "x-request-id", "x-request-timeout-ms"],
+        expose_headers=["x-request-id", "x-model", "x-truncated", "retry-after", "retry-after-ms"],
+    )
+
+
+def _router(routes: Sequence[Route], respond: Respond) -> FastAPI:
+    """Return the application that answers the routes and the pages, by their paths."""
     app = FastAPI(
         title=_TITLE,
         docs_url=None,
@@ -120,45 +145,3 @@ def _openapi_handler(routes: Sequence[Route]) -> Handler:
         return Response(await asyncio.to_thread(written), media_type=JSON)
 
     return answer
-
-
-def protected(app: ASGIApp, settings: Settings, callers: Callers, respond: Respond) -> ASGIApp:
-    """Return an application behind the checks of keys, hosts and origins that the settings ask for.
-
-    Args:
-        app: the application.
-        settings: the operator's settings.
-        callers: finds the keys of requests.
-        respond: writes the response to an error.
-    """
-    hosts = accepted_hosts(settings.host, settings.allowed_hosts)
-    if hosts or callers.keys is not None:
-        pages = {"/", "/openapi.json", *docs_paths(), *part_handlers()}
-        app = AccessControl(
-            app,
-            callers=callers,
-            open_routes=operations.PROBES | pages,
-            scopes=(("/metrics", Scope.METRICS), ("/admin/", Scope.ADMIN)),
-            hosts=hosts,
-            respond=respond,
-        )
-    if settings.cors_origins:
-        app = CORSMiddleware(
-            app,
-            allow_origins=settings.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=[
-                "authorization",
-                "content-type",
-                "x-request-id",
-                "x-request-timeout-ms",
-            ],
-            expose_headers=[
-                "x-request-id",
-                "x-model",
-                "x-truncated",
-                "retry-after",
-                "retry-after-ms",
-            ],
-        )
-    return app

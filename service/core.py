@@ -245,22 +245,36 @@ class BatchResult(NamedTuple):
     inference_s: float
 
 
-class RequestTerms(NamedTuple):
-    """The terms of a request, from its headers and the settings.
+class Submission(NamedTuple):
+    """What a request submits to the queue of a model, and on what terms.
 
     Attributes:
-        deadline: `time.monotonic` time after which nothing of the request starts.
+        deadline: `time.monotonic` time after which nothing of the request starts. All processes of
+            a machine share the clock.
+        encodings: at least one when the queue gets them; none before the texts are tokenized.
         client: the client, which shares the engines with other clients.
         timeout_s: the time limit that the request states, in seconds; None: it states none.
         trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
-        returning: whether the request comes back when a refusal said so.
+        returning: whether the request comes back when a refusal said so. It goes before new ones,
+            but not before what was accepted.
+        accepted: whether the request arrived before the drain and must still be answered.
+        later_round: whether the request was admitted in an earlier round; then neither a drain nor
+            a full queue refuses it.
     """
 
     deadline: float
+    encodings: Sequence[Encoding] = ()
     client: str = ""
     timeout_s: float | None = None
     trace: str = ""
     returning: bool = False
+    accepted: bool = False
+    later_round: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all encodings."""
+        return sum(map(len, self.encodings))
 
 
 class ExpectedWait(NamedTuple):
@@ -273,6 +287,18 @@ class ExpectedWait(NamedTuple):
 
     seconds: float
     per_request_s: float
+
+
+class QueueState(NamedTuple):
+    """What waits in a queue.
+
+    Attributes:
+        tokens: number of tokens that wait.
+        backlog_s: seconds in which all of them will have started, at the measured rate.
+    """
+
+    tokens: int
+    backlog_s: float
 
 
 NO_WAIT: Final = ExpectedWait(0.0, 0.0)
@@ -377,13 +403,8 @@ class Queue(Protocol):
     """The queue of one model's requests, before an engine in this or in another process."""
 
     @property
-    def queued_tokens(self) -> int:
-        """Number of tokens that wait."""
-        ...
-
-    @property
-    def backlog_s(self) -> float:
-        """Seconds in which all that waits will have started, at the measured rate."""
+    def state(self) -> QueueState:
+        """What waits."""
         ...
 
     @property
@@ -396,31 +417,8 @@ class Queue(Protocol):
         """Whether the queue refuses new requests."""
         ...
 
-    def submit(
-        self,
-        encodings: Sequence[Encoding],
-        deadline: float,
-        *,
-        client: str = "",
-        timeout_s: float | None = None,
-        accepted: bool = False,
-        returning: bool = False,
-        later_round: bool = False,
-        trace: str = "",
-    ) -> Future[BatchResult]:
+    def submit(self, submission: Submission) -> Future[BatchResult]:
         """Admit all encodings of a request or none.
-
-        Args:
-            encodings: at least one encoding.
-            deadline: `time.monotonic` time after which no encoding of the request starts.
-            client: the client of the request, which shares the engine with other clients.
-            timeout_s: the time limit that the request states; None: it states none.
-            accepted: whether the request arrived before the drain and must still be answered.
-            returning: whether the request comes back when a refusal said so. It goes before new
-                ones, but not before what was accepted.
-            later_round: whether the encodings belong to a request that was admitted in an earlier
-                round; then neither a drain nor a full queue refuses them.
-            trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
 
         Returns:
             A future that always ends: with a result, or with a `ServiceError`. Cancelling the

@@ -12,17 +12,16 @@ from concurrent.futures import Future
 from typing import Any, Final, NamedTuple
 
 from cloze.model_store import Manifest
-from cloze.model_store.batch import Encoding
 from cloze.service.abandonment import run_on_thread
+from cloze.service.batching.admission import PromiseKey, Promises
 from cloze.service.batching.lines import LineKey
-from cloze.service.batching.promises import PromiseKey, Promises
 from cloze.service.core import (
     BatchResult,
     Overloaded,
-    RequestTerms,
     ServiceError,
     ShuttingDown,
     StartupError,
+    Submission,
     Timings,
     UnknownModel,
     WrongTask,
@@ -163,7 +162,7 @@ class Pipeline:
         call: TaskCall,
         *,
         size: int,
-        terms: RequestTerms,
+        terms: Submission,
         before_large: Callable[[], Awaitable[None]] = _at_once,
     ) -> TaskResult:
         """Tokenize the texts, wait for the engine's outputs and decode them.
@@ -175,7 +174,7 @@ class Pipeline:
             task: a task that the model serves.
             call: the inputs and parameters of the task.
             size: bytes of the request; large requests are tokenized and decoded on a thread.
-            terms: the deadline, the client, and the longest wait.
+            terms: what the request submits, without its encodings.
             before_large: called before a large result is decoded.
 
         Raises:
@@ -185,20 +184,14 @@ class Pipeline:
             raise ShuttingDown("the server is shutting down")
         started = time.monotonic()
         inline = size <= _INLINE_BYTES and not task.takes_long(call)
-        context = self.context
-        if inline:
-            prepared = task.prepare(call, context)
-        else:
-            prepared = await run_on_thread(task.prepare, call, context)
+        prepared = await _call(task.prepare, call, self.context, inline=inline)
         tokenized = time.monotonic()
         last, batch, tokens = await self._run_rounds(prepared, terms)
         is_large = last.results > _INLINE_RESULTS
         if is_large:
             await before_large()
-        if inline and not is_large:
-            value = task.decode(last, batch.outputs, context)
-        else:
-            value = await run_on_thread(task.decode, last, batch.outputs, context)
+        inline = inline and not is_large
+        value = await _call(task.decode, last, batch.outputs, self.context, inline=inline)
         return TaskResult(
             value=value,
             tokens=tokens,
@@ -211,7 +204,7 @@ class Pipeline:
         )
 
     async def _run_rounds(
-        self, prepared: PreparedRequest[Any], terms: RequestTerms
+        self, prepared: PreparedRequest[Any], terms: Submission
     ) -> tuple[PreparedRequest[Any], BatchResult, int]:
         """Run the engine until the request needs no further round.
 
@@ -222,15 +215,18 @@ class Pipeline:
         Raises:
             ServiceError: see `Queue.submit` and its future.
         """
-        batch = await self._run_engine(prepared.encodings, terms)
-        tokens = sum(map(len, prepared.encodings))
+        # A drain began later than the request, if it has begun.
+        submission = terms._replace(encodings=prepared.encodings, accepted=True)
+        batch = await self._run_engine(submission)
+        tokens = submission.tokens
         while prepared.advance is not None:
             following = await run_on_thread(prepared.advance, batch.outputs, self.context)
             if following is None:
                 break
             prepared = following
-            later = await self._run_engine(prepared.encodings, terms, later_round=True)
-            tokens += sum(map(len, prepared.encodings))
+            submission = submission._replace(encodings=prepared.encodings, later_round=True)
+            later = await self._run_engine(submission)
+            tokens += submission.tokens
             batch = BatchResult(
                 later.outputs,
                 batch.queue_s + later.queue_s,
@@ -238,47 +234,33 @@ class Pipeline:
             )
         return prepared, batch, tokens
 
-    async def _run_engine(
-        self, encodings: Sequence[Encoding], terms: RequestTerms, *, later_round: bool = False
-    ) -> BatchResult:
+    async def _run_engine(self, submission: Submission) -> BatchResult:
         """Return the outputs of one round; a task that needs no engine has no encodings.
 
         Raises:
             ServiceError: see `Queue.submit` and its future.
         """
-        if not encodings:
+        if not submission.encodings:
             return _NOTHING_RUN
+        queue = self.model.queue
         try:
-            future = self.model.queue.submit(
-                encodings,
-                terms.deadline,
-                client=terms.client,
-                timeout_s=terms.timeout_s,
-                accepted=True,  # the drain began later, if it has begun
-                returning=terms.returning,
-                later_round=later_round,
-                trace=terms.trace,
-            )
-            return await self._completions.wait(future)
+            return await self._completions.wait(queue.submit(submission))
         except Overloaded as error:
-            key = self._promise_key(terms)
-            if not terms.returning and self._promises.redeem(key, time.monotonic()):
-                return await self._run_engine(encodings, terms._replace(returning=True))
-            self._promise(error, key, terms, sum(map(len, encodings)))
+            client, timeout_s = submission.client, submission.timeout_s
+            key = PromiseKey(self.manifest.reference, client, LineKey.of(0, timeout_s).patience)
+            now = time.monotonic()
+            if not submission.returning and self._promises.redeem(key, now):
+                return await self._run_engine(submission._replace(returning=True))
+            each_s = queue.expected_wait(client, submission.tokens, timeout_s).per_request_s
+            error.retry_after_s = self._promises.promise(key, now, error.retry_after_s, each_s)
             raise
 
-    def _promise_key(self, terms: RequestTerms) -> PromiseKey:
-        patience = LineKey.of(0, terms.timeout_s).patience
-        return PromiseKey(self.manifest.reference, terms.client, patience)
 
-    def _promise(
-        self, error: Overloaded, key: PromiseKey, terms: RequestTerms, tokens: int
-    ) -> None:
-        """Make a refusal say when the request may come back, and remember it."""
-        wait = self.model.queue.expected_wait(terms.client, tokens, terms.timeout_s)
-        error.retry_after_s = self._promises.promise(
-            key, time.monotonic(), error.retry_after_s, wait.per_request_s
-        )
+async def _call(function: Callable[..., Any], *arguments: Any, inline: bool) -> Any:
+    """Return what a function returns that runs on the event loop, or on a thread."""
+    if inline:
+        return function(*arguments)
+    return await run_on_thread(function, *arguments)
 
 
 class Models:

@@ -10,8 +10,8 @@ from functools import partial
 from cloze.model_store import Bundle, Manifest, Store, StoreError
 from cloze.model_store.installation import install_command
 from cloze.model_store.locations import SHIPPED_NAMES
-from cloze.service.batching.activity import Activity
 from cloze.service.batching.cost import largest_batch, measure_cost
+from cloze.service.batching.measures import Activity
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.control_group import available_cpus, memory_limit
 from cloze.service.core import (
@@ -168,7 +168,8 @@ class LocalModels:
 
     def _open(self, bundle: Bundle) -> ServedModel:
         engine = self._make_engine(bundle, self._settings.device, self._settings.precision)
-        queue = _start_scheduler(self._settings, bundle, engine, self._callbacks, self._activity)
+        queue = _make_scheduler(self._settings, bundle, engine, self._callbacks, self._activity)
+        queue.start()
         log.info(
             "serving %s for %s on %s in %s, %s",
             bundle.manifest.reference,
@@ -213,7 +214,7 @@ def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:
     return partial(OnnxEngine, options=options)
 
 
-def _start_scheduler(
+def _make_scheduler(
     settings: Settings,
     bundle: Bundle,
     engine: Engine,

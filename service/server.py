@@ -18,10 +18,9 @@ import uvicorn
 import uvloop
 
 from cloze.service.app import DEFAULT_REGISTRIES, Registries, Service, single_process
-from cloze.service.http.acceptor import Acceptor
+from cloze.service.http.acceptor import Acceptor, ConnectionLimits, ConnectionTable, Probes
 from cloze.service.http.access import OF_ADMIN_SOCKET, accepted_hosts
-from cloze.service.http.probes import Probes
-from cloze.service.http.server_protocol import ConnectionLimits, ConnectionTable, ServerProtocol
+from cloze.service.http.server_protocol import ServerProtocol
 from cloze.service.logs import start_logging
 from cloze.service.protocols import operations
 from cloze.service.served_models import EngineFactory
@@ -231,6 +230,7 @@ class _Server(uvicorn.Server):
 
         def make_protocol(*, is_admin: bool) -> asyncio.Protocol:
             return ServerProtocol(
+                make_record=service.record,
                 refusal=service.refusal,
                 table=self._table,
                 answers=service.answers,
@@ -245,6 +245,8 @@ class _Server(uvicorn.Server):
             make = partial(make_protocol, is_admin=is_admin)
             tls = None if is_admin else service.certificate.context
             self._acceptors.append(Acceptor(listener, make, tls, self._probes))
+        for acceptor in self._acceptors:
+            acceptor.begin()
         self.servers = self._acceptors  # type: ignore[assignment]
 
     def retire(self) -> None:

@@ -17,10 +17,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
-from starlette.types import Scope
-
 from cloze.model_store.installation import DISTRIBUTION, install_command
 from cloze.service.core import BatchReport, StartupError
+from cloze.service.logs import AccessRecord
 from cloze.service.settings import Settings
 
 if TYPE_CHECKING:
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 log = logging.getLogger("cloze")
-
-TRACE: Final = "cloze.trace"
-"""Key of a scope: the ``traceparent`` of the request's span; absent if it is not traced."""
 
 _PATH: Final = "/v1/traces"
 """The path of traces at a collector; source: the specification of OTLP/HTTP."""
@@ -53,40 +49,37 @@ class RequestTrace:
     Args:
         tracing: makes the spans of its parts.
         span: the span.
+        parent: the ``traceparent`` of the span.
+
+    Attributes:
+        parent: the ``traceparent`` of the span.
     """
 
-    __slots__ = ("_span", "_tracing")
+    __slots__ = ("_span", "_tracing", "parent")
 
-    def __init__(self, tracing: "Tracing", span: "Span") -> None:
-        self._tracing, self._span = tracing, span
+    def __init__(self, tracing: "Tracing", span: "Span", parent: str) -> None:
+        self._tracing, self._span, self.parent = tracing, span, parent
 
-    def end(self, scope: Scope, route: str, status: int, identity: bytes) -> None:
-        """End the span, and add those of its parts.
-
-        Args:
-            scope: the request, with the model and the cost if it was answered.
-            route: the route of its path.
-            status: HTTP status of the answer.
-            identity: id of the request.
-        """
+    def end(self, answered: AccessRecord) -> None:
+        """End the span, and add those of its parts."""
         from opentelemetry.trace import StatusCode
 
         span = self._span
-        span.update_name(f"{scope['method']} {route}")
+        span.update_name(f"{answered.method} {answered.route}")
         span.set_attributes(
             {
-                "http.request.method": scope["method"],
-                "http.route": route,
-                "http.response.status_code": status,
-                "cloze.request_id": identity.decode("ascii"),
-                "cloze.model": scope.get("cloze.model", ""),
+                "http.request.method": answered.method,
+                "http.route": answered.route,
+                "http.response.status_code": answered.status,
+                "cloze.request_id": answered.request_id,
+                "cloze.model": answered.model,
             }
         )
-        if error := scope.get("cloze.error"):
-            span.set_attribute("error.type", error)
-        if status >= 500:
+        if answered.error:
+            span.set_attribute("error.type", answered.error)
+        if answered.status >= 500:
             span.set_status(StatusCode.ERROR)
-        if (cost := scope.get("cloze.cost")) is not None:
+        if (cost := answered.cost) is not None:
             span.set_attributes({"cloze.texts": cost.texts, "cloze.tokens": cost.tokens})
             began = cost.timings.began
             for name, seconds in (
@@ -146,28 +139,31 @@ class Tracing:
         self._propagator = TraceContextTextMapPropagator()
         self._untraced = frozenset(untraced)
 
-    def begin(self, scope: Scope, started: float) -> RequestTrace | None:
+    def begin(
+        self, method: str, path: str, headers: Sequence[tuple[bytes, bytes]], arrived: float
+    ) -> RequestTrace | None:
         """Begin the span of a request; None if the request is not traced.
 
         Args:
-            scope: the request.
-            started: `time.monotonic` time of its arrival.
+            method: its method.
+            path: its path.
+            headers: its headers.
+            arrived: `time.monotonic` time of its arrival.
         """
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
-        if scope["path"] in self._untraced:
+        if path in self._untraced:
             return None
-        context = self._propagator.extract(_headers(scope), Context())
+        context = self._propagator.extract(_trace_headers(headers), Context())
         span = self._requests.start_span(
-            scope["method"], context, SpanKind.SERVER, start_time=_epoch_ns(started)
+            method, context, SpanKind.SERVER, start_time=_epoch_ns(arrived)
         )
         if not span.is_recording():
             return None
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, _context_of(span))
-        scope[TRACE] = carrier["traceparent"]
-        return RequestTrace(self, span)
+        return RequestTrace(self, span, carrier["traceparent"])
 
     def part(self, span: "Span", name: str, began: float, ended: float) -> None:
         """Add a part of a request.
@@ -261,11 +257,11 @@ def _exporter(endpoint: str) -> Any:
     return Reporting()
 
 
-def _headers(scope: Scope) -> Mapping[str, str]:
+def _trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> Mapping[str, str]:
     """Return the headers of a request that say which trace it continues."""
     return {
         name.decode("latin-1"): value.decode("latin-1")
-        for name, value in scope["headers"]
+        for name, value in headers
         if name in (b"traceparent", b"tracestate")
     }
 

@@ -1,6 +1,8 @@
 """Encodings for tests of what handles them: random or constant tokens, and any mix of requests."""
 
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +12,7 @@ from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.heads.next_sentence import NextSentenceRequest
 from cloze.model_store.heads.span import SpanRequest
+from cloze.service.core import BatchResult, Queue, Submission
 
 
 def encoding(
@@ -35,3 +38,10 @@ def encoding(
         requests["span"] = SpanRequest()
     types = np.zeros(len(input_ids)) if token_type_ids is None else token_type_ids
     return Encoding(np.asarray(input_ids, np.int32), np.asarray(types, np.int32), requests)
+
+
+def submit(
+    queue: Queue, encodings: Sequence[Encoding], deadline: float, **terms: Any
+) -> Future[BatchResult]:
+    """Submit encodings to a queue, on the terms of `Submission`."""
+    return queue.submit(Submission(deadline, encodings, **terms))

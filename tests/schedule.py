@@ -159,9 +159,8 @@ class Schedule:
         request = self.requests[index]
         lengths = request.lengths
         batch = [encodings.encoding([10 * index + 1] * length, embed=True) for length in lengths]
-        submit = partial(
-            self.scheduler.submit, batch, time.monotonic() + 1000, client=self.clients[index]
-        )
+        deadline, client = time.monotonic() + 1000, self.clients[index]
+        submit = partial(encodings.submit, self.scheduler, batch, deadline, client=client)
         if self.is_dead or self.is_draining:
             with pytest.raises(EngineDead if self.is_dead else ShuttingDown):
                 submit()
@@ -271,15 +270,15 @@ class Schedule:
             if request.future is not None:
                 check_outcome(request, request.future)
                 assert request.future.queued_tokens == request.queued_tokens
-        assert scheduler.queued_tokens == sum(each.queued_tokens for each in self.requests)
-        assert sum(queue.demand._tokens.values()) == scheduler.queued_tokens
+        assert scheduler.state.tokens == sum(each.queued_tokens for each in self.requests)
+        assert sum(queue.demand._tokens.values()) == scheduler.state.tokens
         assert min(queue.demand._tokens.values(), default=1) > 0
         assert queue.requests == {each.future for each in self.requests if each.is_pending}
         assert sum(map(len, self.engine.batches)) == self.runs
         assert (scheduler.dead is not None, len(scheduler.deaths)) == (self.is_dead, self.is_dead)
         for name in set(self.clients):
             self._check_client(name)
-        if scheduler.queued_tokens:
+        if scheduler.state.tokens:
             self._check_wake_ups()
         if self.is_closed or self.is_dead:
             assert all(worker.condition is None for worker in self.workers), "a worker never ends"

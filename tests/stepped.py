@@ -62,7 +62,7 @@ class Worker:
 
 
 class SteppedScheduler(Scheduler):
-    """A scheduler whose threads never start; `look` and `run` do the work of a worker.
+    """A scheduler without threads; `look` and `run` do the work of a worker.
 
     Args:
         engine: runs the batches.
@@ -76,7 +76,6 @@ class SteppedScheduler(Scheduler):
     def __init__(self, engine: FakeEngine, limits: SchedulerLimits) -> None:
         self.deaths: list[str] = []
         super().__init__(engine, limits, on_dead=self.deaths.append)
-        self._threads.clear()  # `close` joins them
         self._changed = Condition(self._lock)
         self._short_texts = Condition(self._lock)
         self.workers = [
@@ -86,9 +85,6 @@ class SteppedScheduler(Scheduler):
         if not engine.supports_varlen:
             self.workers.append(Worker(limits.workers, self._take_short))
         self._looking: Worker | None = None
-
-    def _start_threads(self) -> None:
-        """Start no thread."""
 
     def _wait(self, condition: threading.Condition) -> None:
         assert isinstance(condition, Condition)

@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.batching.drain_rate import DrainRate
+from cloze.service.batching.measures import DrainRate
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import BatchResult, Overloaded, Rejection
+from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 from tests.serving import Server, running_server
 from tests.test_promises import FAULTY, at_once, embed, front_ends, metric, wait_for_run
@@ -36,10 +37,10 @@ def measured(**limits: float) -> Iterator[tuple[Scheduler, Steady]]:
     engine = Steady()
     with running(engine, workers=1, max_batch_tokens=10, **limits) as scheduler:
         for _ in range(3):
-            sums(scheduler.submit([sized(10)], later()))
+            sums(submit(scheduler, [sized(10)], later()))
         engine.gate.clear()
         engine.entered.clear()
-        scheduler.submit([sized(10)], later())
+        submit(scheduler, [sized(10)], later())
         assert engine.entered.wait(WAIT_S)
         yield scheduler, engine
         engine.gate.set()
@@ -50,7 +51,7 @@ def submitted(scheduler: Scheduler, count: int, client: str = "") -> list["Futur
     futures = []
     for _ in range(count):
         try:
-            futures.append(scheduler.submit([sized(10)], later(), client=client))
+            futures.append(submit(scheduler, [sized(10)], later(), client=client))
         except Overloaded:
             break
     return futures
@@ -62,12 +63,12 @@ def test_a_request_that_would_wait_too_long_is_refused() -> None:
         with pytest.raises(
             Overloaded, match=r"would wait about 0\.1 s, longer than its limit of 0.1"
         ) as caught:
-            scheduler.submit([sized(10)], later())
+            submit(scheduler, [sized(10)], later())
         assert 0 < caught.value.retry_after_s < 0.05
         wait = scheduler.expected_wait("", 10, None)
         assert 0.05 < wait.seconds < 0.15
         assert 0.005 < wait.per_request_s < 0.015
-        longer = scheduler.submit([sized(10)], later(), timeout_s=20)
+        longer = submit(scheduler, [sized(10)], later(), timeout_s=20)
         assert not longer.done(), "a client that waits longer is admitted"
 
 
@@ -75,40 +76,40 @@ def test_a_request_that_states_its_time_is_judged_by_it() -> None:
     """It is admitted if half of its time is enough, and waits only behind others that state one."""
     with measured(max_wait_s=10) as (scheduler, _):
         assert len(submitted(scheduler, 10)) == 10
-        assert not scheduler.submit([sized(10)], later(0.9), timeout_s=0.9).done()
+        assert not submit(scheduler, [sized(10)], later(0.9), timeout_s=0.9).done()
         for _ in range(3):
-            scheduler.submit([sized(10)], later(0.9), timeout_s=0.9)
+            submit(scheduler, [sized(10)], later(0.9), timeout_s=0.9)
         with pytest.raises(Overloaded, match=r"longer than its limit of 0\.02 s") as caught:
-            scheduler.submit([sized(10)], later(0.04), timeout_s=0.04)
+            submit(scheduler, [sized(10)], later(0.04), timeout_s=0.04)
         assert caught.value.reason == Rejection.WAIT
         with pytest.raises(Overloaded, match=r"too close to its time limit in 0\.3 s") as caught:
-            scheduler.submit([sized(10)] * 10, later(0.3), timeout_s=0.3)
+            submit(scheduler, [sized(10)] * 10, later(0.3), timeout_s=0.3)
         assert caught.value.reason == Rejection.DEADLINE
 
 
 def test_an_idle_server_refuses_nobody() -> None:
     with running(Steady(), workers=1, max_wait_s=0.001) as scheduler:
         for _ in range(3):
-            assert sums(scheduler.submit([sized(10)], later())) == [10.0]
+            assert sums(submit(scheduler, [sized(10)], later())) == [10.0]
 
 
 def test_what_would_end_too_late_is_refused() -> None:
     with measured(max_wait_s=10) as (scheduler, _):
-        others = scheduler.submit([sized(10)] * 100, later())  # 1 s of work
+        others = submit(scheduler, [sized(10)] * 100, later())  # 1 s of work
         with pytest.raises(Overloaded, match=r"would end in about \d\.\d s beside what was accept"):
-            scheduler.submit([sized(10)] * 30, later(0.5))
-        assert scheduler.submit([sized(10)] * 3, later(0.5)), "a short one ends in time"
+            submit(scheduler, [sized(10)] * 30, later(0.5))
+        assert submit(scheduler, [sized(10)] * 3, later(0.5)), "a short one ends in time"
         others.cancel()
 
 
 def test_no_line_fills_the_memory_of_the_queue() -> None:
     """A line may hold as many tokens as are free, so there is always room for another client."""
     with measured(max_queue_tokens=300) as (scheduler, _):
-        patient = [scheduler.submit([sized(10)] * 5, later(900), timeout_s=900) for _ in range(3)]
+        patient = [submit(scheduler, [sized(10)] * 5, later(900), timeout_s=900) for _ in range(3)]
         with pytest.raises(Overloaded, match="150 of them like this request's 50") as caught:
-            scheduler.submit([sized(10)] * 5, later(900), timeout_s=900)
+            submit(scheduler, [sized(10)] * 5, later(900), timeout_s=900)
         assert caught.value.reason == Rejection.QUEUE_FULL
-        assert scheduler.submit([sized(10)] * 5, later(900), client="another", timeout_s=900)
+        assert submit(scheduler, [sized(10)] * 5, later(900), client="another", timeout_s=900)
         for future in patient:
             future.cancel()
 
@@ -117,7 +118,7 @@ def test_a_client_with_many_requests_does_not_delay_another() -> None:
     with measured(max_wait_s=0.2) as (scheduler, engine):
         greedy = submitted(scheduler, 200, client="greedy")
         assert len(greedy) < 40, "the greedy client is refused at its own limit"
-        modest = scheduler.submit([sized(10, 7)], later(), client="modest")
+        modest = submit(scheduler, [sized(10, 7)], later(), client="modest")
         engine.gate.set()
         assert sums(modest) == [70.0]
         assert sum(future.done() for future in greedy) <= 3
@@ -126,9 +127,9 @@ def test_a_client_with_many_requests_does_not_delay_another() -> None:
 def test_clients_share_the_engine_equally() -> None:
     """One has requests of many texts, one has many requests of one text, one has few."""
     with measured() as (scheduler, engine):
-        bulk = scheduler.submit([sized(10, 2)] * 100, later(), client="bulk")
-        many = [scheduler.submit([sized(10, 3)], later(), client="many") for _ in range(100)]
-        few = [scheduler.submit([sized(10, 5)], later(), client="few") for _ in range(20)]
+        bulk = submit(scheduler, [sized(10, 2)] * 100, later(), client="bulk")
+        many = [submit(scheduler, [sized(10, 3)], later(), client="many") for _ in range(100)]
+        few = [submit(scheduler, [sized(10, 5)], later(), client="few") for _ in range(20)]
         engine.gate.set()
         for future in few:
             sums(future)
@@ -148,11 +149,11 @@ def test_riding_along_costs_a_client_its_turn() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1, max_batch_tokens=40) as scheduler:
-        first = scheduler.submit([sized(1)], later())
+        first = submit(scheduler, [sized(1)], later())
         assert engine.entered.wait(WAIT_S)
         for client in ("a", "b"):
             for _ in range(3):
-                scheduler.submit([sized(10)], later(), client=client)
+                submit(scheduler, [sized(10)], later(), client=client)
         engine.gate.set()
         sums(first)
         wait_until(lambda: len(engine.batches) == 3)
@@ -163,11 +164,11 @@ def test_the_rate_counts_only_while_others_wait() -> None:
     rate = DrainRate()
     for now in (0.0, 0.1, 0.2, 0.3):
         rate.batch_ended(now, 100, waiting=True)
-    assert rate.tokens_per_s == pytest.approx(1000)
+    assert rate.per_s == pytest.approx(1000)
     rate.batch_ended(0.35, 5, waiting=False)
     rate.batch_ended(60.0, 5, waiting=True)  # nobody waited for a minute
     rate.batch_ended(60.5, 500, waiting=True)
-    assert rate.tokens_per_s == pytest.approx(1000)
+    assert rate.per_s == pytest.approx(1000)
 
 
 def test_a_pause_is_no_rate() -> None:
@@ -175,15 +176,15 @@ def test_a_pause_is_no_rate() -> None:
     rate = DrainRate()
     rate.batch_ended(0.0, 100, waiting=True)
     rate.batch_ended(3600.0, 100, waiting=True)
-    assert rate.tokens_per_s == 0.0
+    assert rate.per_s == 0.0
     rate.batch_ended(3600.5, 500, waiting=True)
-    assert rate.tokens_per_s == pytest.approx(1000)
+    assert rate.per_s == pytest.approx(1000)
 
 
 def test_clients_that_gave_up_are_forgotten() -> None:
     with measured(max_queue_tokens=200) as (scheduler, _):
         for number in range(100):
-            scheduler.submit([sized(10), sized(11)], later(), client=str(number)).cancel()
+            submit(scheduler, [sized(10), sized(11)], later(), client=str(number)).cancel()
         assert len(scheduler._queue._clients) < 15
 
 

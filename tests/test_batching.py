@@ -55,7 +55,7 @@ def watched(
         yield (
             client,
             engines[0],
-            lambda: service.snapshot.models.pipelines[0].model.queue.queued_tokens,
+            lambda: service.snapshot.models.pipelines[0].model.queue.state.tokens,
         )
 
 

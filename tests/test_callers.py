@@ -3,14 +3,14 @@
 import pytest
 from starlette.types import Scope
 
-from cloze.service.http.caller import Callers
+from cloze.service.http.access import Callers
 
 PROXY, OTHER_PROXY = "10.0.0.1", "10.0.0.2"
 
 
 def request(peer: str, *forwarded: str) -> Scope:
     headers = [(b"x-forwarded-for", value.encode()) for value in forwarded]
-    return {"type": "http", "client": (peer, 4711), "headers": headers}
+    return {"method": "POST", "path": "/embed", "client": (peer, 4711), "headers": headers}
 
 
 @pytest.mark.parametrize(
@@ -31,4 +31,4 @@ def test_the_last_address_that_no_proxy_has_is_the_client(
 ) -> None:
     """Each proxy appends the address that it sees; a client may send any others before them."""
     callers = Callers([f"{PROXY}/32", OTHER_PROXY])
-    assert callers.name(request(peer, *forwarded)) == client
+    assert callers.record(request(peer, *forwarded), None).client == client

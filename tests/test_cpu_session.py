@@ -20,6 +20,7 @@ from cloze.service.engine import session as sessions
 from cloze.service.engine.session import CpuSession, cpu_session, temporary_folder
 from cloze.service.served_models import onnx_engine
 from cloze.service.settings import load_settings
+from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 from tests.waiting import wait_until
 
@@ -200,17 +201,18 @@ def sized(length: int) -> Encoding:
 def test_a_batch_is_alone_while_nothing_else_runs_or_waits() -> None:
     engine = Recording()
     scheduler = Scheduler(engine, SchedulerLimits(2, 512, 10_000, 60.0))
+    scheduler.start()
     try:
         wait_until(lambda: scheduler._idle_workers == 2)
-        futures = [scheduler.submit([sized(5)], float("inf"))]
+        futures = [submit(scheduler, [sized(5)], float("inf"))]
         wait_until(lambda: len(engine.alone) == 1)
-        futures.append(scheduler.submit([sized(6)], float("inf")))
+        futures.append(submit(scheduler, [sized(6)], float("inf")))
         wait_until(lambda: len(engine.alone) == 2)
         engine.go.release(2)
         for future in futures:
             future.result(timeout=30)
         wait_until(lambda: scheduler._idle_workers == 2)
-        futures.append(scheduler.submit([sized(7)], float("inf")))
+        futures.append(submit(scheduler, [sized(7)], float("inf")))
         wait_until(lambda: len(engine.alone) == 3)
         engine.go.release()
         futures[-1].result(timeout=30)

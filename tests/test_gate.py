@@ -7,17 +7,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from starlette.types import Scope
 
-from cloze.service.batching import promises as module
-from cloze.service.batching.promises import PromiseKey, Promises
+from cloze.service.batching import admission as module
+from cloze.service.batching.admission import PromiseKey, Promises
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import InvalidRequest, ServiceError
-from cloze.service.http.caller import Callers, timeout_s
-from cloze.service.http.gate import RETURNING, Gate, GateLimits, GateModel, note_start
-from cloze.service.http.starts import Starts
+from cloze.service.http.access import timeout_s
+from cloze.service.http.gate import Gate, GateModel, Starts
+from cloze.service.http.memory_limit import UnreadAnswers
+from cloze.service.http.record import RequestRecord
+from cloze.service.http.recorder import Recorder
 from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
+from tests.encodings import submit
+from tests.records import recorded
 from tests.test_admission import Steady, measured
 from tests.test_scheduler import later, sized
 
@@ -32,90 +35,79 @@ def error_bytes(_: str, error: ServiceError) -> bytes:
 def gate(max_wait_s: float) -> Iterator[tuple[Gate, Scheduler, Steady]]:
     """A gate before a scheduler of 1,000 tokens per second, whose engine waits."""
     with measured(max_wait_s=max_wait_s) as (scheduler, engine):
-        yield (
-            Gate(
-                {"/embed": [GateModel("m@1", scheduler)]},
-                error_bytes,
-                GateLimits(max_wait_s, 300.0),
-                Starts(),
-                Promises(),
-                Callers(),
-                Metrics(["m@1"]),
-                AccessLog("text", logging.CRITICAL, 0.0, frozenset()),
-            ),
-            scheduler,
-            engine,
-        )
+        log = AccessLog("text", logging.CRITICAL, 0.0, frozenset())
+        recorder = Recorder(Metrics(["m@1"]), log, None, UnreadAnswers(1), None)  # type: ignore[arg-type]
+        routes = {"/embed": [GateModel("m@1", scheduler)]}
+        gated = Gate(routes, error_bytes, max_wait_s, Starts(), Promises(), recorder)
+        yield gated, scheduler, engine
 
 
-def scope(size: int = 50, client: str = "a", **headers: str) -> Scope:
-    sent = {"content-length": str(size)} | headers
-    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in sent.items()]
-    return {"type": "http", "path": "/embed", "client": (client, 1), "headers": pairs}
+def request(size: int = 50, client: str = "a", **headers: str) -> RequestRecord:
+    return recorded(client=client, content_length=str(size), **headers)
 
 
 def test_a_full_server_that_drains_lets_the_handler_say_so() -> None:
     """A client that gets 429 would come back to this replica; the handler answers 503."""
     with gate(max_wait_s=0.1) as (gated, scheduler, _):
-        scheduler.submit([sized(10)] * 12, later(), client="a")
+        submit(scheduler, [sized(10)] * 12, later(), client="a")
         first_try = {"x_stainless_retry_count": "0"}  # one that no promise admits
-        refusal = gated.refusal(scope(**first_try))
+        refusal = gated.refusal(request(**first_try))
         assert refusal is not None
         assert refusal.startswith(b"HTTP/1.1 429")
         scheduler.drain()
-        assert gated.refusal(scope(**first_try)) is None
+        assert gated.refusal(request(**first_try)) is None
 
 
 def test_the_gate_judges_a_request_by_its_own_line() -> None:
     with gate(max_wait_s=0.1) as (gated, scheduler, _):
-        scheduler.submit([sized(10)] * 12, later(), client="a")
-        assert gated.refusal(scope()) is not None
+        submit(scheduler, [sized(10)] * 12, later(), client="a")
+        assert gated.refusal(request()) is not None
         for passing in (
-            scope(client="b"),
-            scope(size=5000),
-            scope(x_request_timeout_ms="10000"),
-            scope(x_stainless_read_timeout="600"),
-            scope(x_request_timeout_ms="soon"),  # the handler says why
+            request(client="b"),
+            request(size=5000),
+            request(x_request_timeout_ms="10000"),
+            request(x_stainless_read_timeout="600"),
+            request(x_request_timeout_ms="soon"),  # the handler says why
         ):
             assert gated.refusal(passing) is None
-            note_start(passing)
-        scheduler.submit([sized(10)] * 12, later(5), client="a", timeout_s=5)
-        assert gated.refusal(scope(x_request_timeout_ms="5000")) is None
-        stated = scope(x_request_timeout_ms="4000")
-        scheduler.submit([sized(10)] * 250, later(90), client="c", timeout_s=90)
+            gated._starts.begun(passing)
+        submit(scheduler, [sized(10)] * 12, later(5), client="a", timeout_s=5)
+        assert gated.refusal(request(x_request_timeout_ms="5000")) is None
+        stated = request(x_request_timeout_ms="4000")
+        submit(scheduler, [sized(10)] * 250, later(90), client="c", timeout_s=90)
         assert gated.refusal(stated) is None
 
 
 def test_what_has_passed_counts_until_it_is_submitted() -> None:
     with gate(max_wait_s=0.1) as (gated, scheduler, _):
-        scheduler.submit([sized(10)], later(), client="a")
-        scopes = [scope() for _ in range(40)]
-        passed = [each for each in scopes if gated.refusal(each) is None]
+        submit(scheduler, [sized(10)], later(), client="a")
+        requests = [request() for _ in range(40)]
+        passed = [each for each in requests if gated.refusal(each) is None]
         assert 5 <= len(passed) < 40
         for each in passed:
-            note_start(each)
-        assert not gated._unstarted
+            gated._starts.begun(each)
+        assert not gated._starts.unsubmitted
 
 
 def test_a_refusal_promises_a_time_and_keeps_it() -> None:
     with gate(max_wait_s=0.1) as (gated, scheduler, engine):
         for _ in range(2):  # before the next look at the wait, so that both are admitted
-            scheduler.submit([sized(10)] * 5, later(), client="a")
-        scheduler.submit([sized(10)] * 8, later(), client="a", returning=True)
-        refusals = [gated.refusal(scope()) for _ in range(3)]
+            submit(scheduler, [sized(10)] * 5, later(), client="a")
+        submit(scheduler, [sized(10)] * 8, later(), client="a", returning=True)
+        refusals = [gated.refusal(request()) for _ in range(3)]
         told = [int(dict(_headers(refusal))["retry-after-ms"]) for refusal in refusals if refusal]
         assert told == sorted(told)
         assert len(set(told)) == 3, "each one has a time of its own"
-        early = scope()
+        early = request()
         assert gated.refusal(early) is not None, "it comes before its time"
         deadline = time.monotonic() + told[0] / 1000
         while time.monotonic() < deadline:
             pass
-        first = scope(x_stainless_retry_count="0")
+        first = request(x_stainless_retry_count="0")
         assert gated.refusal(first) is not None, "it says that it does not come back"
-        back = scope(x_stainless_retry_count="1")
+        back = request(x_stainless_retry_count="1")
         assert gated.refusal(back) is None
-        assert back[RETURNING] is True
+        assert back.is_returning
         engine.gate.set()
 
 
@@ -140,7 +132,7 @@ def test_promises_follow_one_another_at_the_rate_of_the_line() -> None:
 
 def test_promises_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No client takes the room of others, and nobody is promised more than a minute."""
-    monkeypatch.setattr(module, "_MOST", 100)
+    monkeypatch.setattr(module, "_MOST_PROMISES", 100)
     promises = Promises()
     for _ in range(1000):
         assert promises.promise(LINE, 0.0, 1.0, 0.001) <= 3
@@ -170,10 +162,10 @@ def test_promises_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_client_states_its_patience(headers: dict[str, str], expected: float | None) -> None:
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    assert timeout_s({"headers": pairs}, 300.0) == expected
+    assert timeout_s(pairs, 300.0) == expected
 
 
 def test_a_wrong_time_limit_of_ours_is_an_error() -> None:
     headers = [(b"x-stainless-read-timeout", b"5"), (b"x-request-timeout-ms", b"x")]
     with pytest.raises(InvalidRequest):
-        timeout_s({"headers": headers}, 300.0)
+        timeout_s(headers, 300.0)

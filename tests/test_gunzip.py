@@ -10,11 +10,10 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from cloze.service.core import DeadlineExceeded, MalformedRequest, RequestTooLarge
-from cloze.service.http.bodies import read_body
-from cloze.service.http.caller import Callers
-from cloze.service.http.gunzip import MAX_MEMBERS, Gunzip
+from cloze.service.http.bodies import MAX_MEMBERS, Gunzip, read_body
 from cloze.service.http.memory_limit import MemoryLimit
 from cloze.service.http.watch import RequestWatch
+from tests.records import recorded, scope_of
 
 MB = 2**20
 EMPTY = gzip.compress(b"")
@@ -109,7 +108,7 @@ def request_of(body: bytes) -> Request:
         return messages.pop() if messages else await asyncio.Future()
 
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-    return Request({"type": "http", "headers": [(b"content-encoding", b"gzip")]}, receive)
+    return Request(scope_of(recorded(content_encoding="gzip")), receive)
 
 
 def test_the_work_ends_with_the_request() -> None:
@@ -118,7 +117,7 @@ def test_the_work_ends_with_the_request() -> None:
 
     async def run() -> float:
         request = request_of(data)
-        watch = RequestWatch(0.1, 300.0, Callers())
+        watch = RequestWatch(0.1)
         with pytest.raises(DeadlineExceeded), watch.request(request) as watched:
             await read_body(request, 2**31, watched)
         started = time.process_time()
@@ -132,7 +131,7 @@ def test_memory_is_held_as_the_content_appears_and_released_at_the_end() -> None
     async def run() -> None:
         bodies = MemoryLimit("bodies", 64 * MB)
         request = request_of(gzip.compress(bytes(3 * MB)))
-        with RequestWatch(30.0, 300.0, Callers(), bodies).request(request) as watched:
+        with RequestWatch(30.0, bodies).request(request) as watched:
             await read_body(request, 8 * MB, watched)
             assert bodies._held == 3 * MB
         assert bodies._held == 0

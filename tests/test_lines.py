@@ -11,23 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.bench.studies.admission_queues import Clock, virtual_time
-from cloze.service.batching.demand import Demand
 from cloze.service.batching.fair_queue import FairQueue
 from cloze.service.batching.lines import LineKey
+from cloze.service.batching.measures import Demand
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
-from cloze.service.core import BatchResult, DeadlineExceeded, Overloaded
+from cloze.service.core import (
+    BatchResult,
+    DeadlineExceeded,
+    Overloaded,
+    Submission,
+)
+from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 from tests.test_scheduler import sized
 
 RATE = 1000.0
 """Tokens per second of the worker."""
-
-
-class Threadless(Scheduler):
-    """A scheduler whose batches the test runs."""
-
-    def _start_threads(self) -> None:
-        self._threads.clear()  # `close` joins them
 
 
 @dataclass(eq=False)
@@ -54,7 +53,7 @@ class Server:
         deadline = self.clock.now + (timeout_s or default_s)
         encodings = [sized(length) for length in lengths]
         try:
-            future = self.scheduler.submit(encodings, deadline, client=client, timeout_s=timeout_s)
+            future = submit(self.scheduler, encodings, deadline, client=client, timeout_s=timeout_s)
         except Overloaded:
             return None
         sent = Sent(deadline, future)
@@ -78,7 +77,7 @@ def server(max_wait_s: float = 4.0) -> Iterator[Server]:
     clock = Clock()
     with virtual_time(clock):
         limits = SchedulerLimits(1, 20, 10**6, stall_timeout_s=1000.0, max_wait_s=max_wait_s)
-        scheduler = Threadless(FakeEngine(), limits)
+        scheduler = Scheduler(FakeEngine(), limits)
         scheduler._admission.tokens_per_s = RATE
         yield Server(scheduler, clock)
         scheduler.close()
@@ -193,7 +192,7 @@ def test_a_rate_that_is_wrong_does_not_stay_so() -> None:
 
 
 def add(queue: FairQueue, client: str, length: int) -> None:
-    queue.add([sized(length)], [length], math.inf, client, LineKey(0, 0))
+    queue.add(Submission(math.inf, [sized(length)], client), LineKey(0, 0))
 
 
 def test_a_client_that_returns_while_its_requests_run_owes_what_it_received() -> None:
@@ -210,7 +209,7 @@ def test_a_line_that_returns_owes_what_it_received() -> None:
     queue = FairQueue(varlen=False, max_dropped_tokens=1000)
     add(queue, "a", 50)
     for length in (30, 31, 32):
-        queue.add([sized(length)], [length], math.inf, "a", LineKey(1, 0))
+        queue.add(Submission(math.inf, [sized(length)], "a"), LineKey(1, 0))
     assert len(queue.take(5).batch[0].encoding) == 50
     add(queue, "a", 51)
     assert [len(queue.take(5).batch[0].encoding) for _ in range(3)] == [30, 31, 51]

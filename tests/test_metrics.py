@@ -26,7 +26,7 @@ from cloze.service.core import (
     ShuttingDown,
 )
 from cloze.service.http.errors import rejection
-from cloze.service.metrics.observations import Observations
+from cloze.service.metrics.metrics import Observations
 from tests.crafted import read_body, seal
 from tests.prometheus import query, running_prometheus
 from tests.serving import Server, children, running_server

@@ -8,7 +8,7 @@ from typing import cast
 
 import pytest
 
-from cloze.service.http.one_write import OneWrite
+from cloze.service.http.uvicorn_internals import OneWrite
 from tests.serving import Server, running_server
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from cloze.service.http.paths import Paths
+from cloze.service.http.gate import Paths
 from cloze.service.protocols import binary
 from cloze.service.protocols.tensors import TaskTensors, Tensor
 from cloze.service.tasks import TASKS

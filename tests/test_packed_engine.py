@@ -33,7 +33,8 @@ from cloze.service.core import (
     RequestedPrecision,
     StartupError,
 )
-from cloze.service.engine import OnnxEngine, pinned
+from cloze.service.engine import OnnxEngine
+from cloze.service.engine import session as sessions
 from cloze.service.engine.session import DeviceSession, Session, cpu_session
 from cloze.service.served_models import batch_tokens
 from cloze.service.settings import load_settings
@@ -257,15 +258,15 @@ def test_page_locked_memory_is_given_back_and_a_refusal_leaves_no_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     given, refused = CudaRuntime(fails=False), CudaRuntime(fails=True)
-    monkeypatch.setattr(pinned, "runtime", lambda: given)
-    array = pinned.page_locked(64, 1)
+    monkeypatch.setattr(sessions, "runtime", lambda: given)
+    array = sessions.page_locked(64, 1)
     assert array is not None
     array[:3] = (7, 8, 9)
     assert given.memory.raw[:3] == bytes((7, 8, 9))
     del array
     assert given.calls == ["device 1", "freed"]
-    monkeypatch.setattr(pinned, "runtime", lambda: refused)
-    assert pinned.page_locked(64, 0) is None
+    monkeypatch.setattr(sessions, "runtime", lambda: refused)
+    assert sessions.page_locked(64, 0) is None
     assert refused.calls == ["device 0", "error taken back"]
 
 

@@ -11,7 +11,7 @@ from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from cloze.service.core import ExpectedWait, Overloaded, Rejection
 from cloze.service.metrics import forget_other_models
 from cloze.service.processes import frames
-from cloze.service.processes.child import Child
+from cloze.service.processes.children import Child
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from cloze.service.core import (
     ShuttingDown,
 )
 from tests import encodings
+from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 from tests.waiting import wait_until
 
@@ -56,6 +57,7 @@ def running(
     **limits: float,
 ) -> Iterator[Scheduler]:
     scheduler = Scheduler(engine, replace(LIMITS, **limits), on_batch=on_batch, on_dead=on_dead)
+    scheduler.start()
     try:
         yield scheduler
     finally:
@@ -110,8 +112,8 @@ def test_every_request_ends_once_and_rightly(
     with running(engine, on_batch=reports.append, **limits) as scheduler:
         futures = []
         for sizes, fate in arrivals:
-            future = scheduler.submit(
-                [sized(*one) for one in sizes], later(-1 if fate == "late" else WAIT_S)
+            future = submit(
+                scheduler, [sized(*one) for one in sizes], later(-1 if fate == "late" else WAIT_S)
             )
             if fate == "cancel":
                 future.cancel()
@@ -128,9 +130,9 @@ def test_every_request_ends_once_and_rightly(
             else:
                 assert sums(future) == [length * value for length, value in sizes]
         deadline = later()
-        while scheduler.queued_tokens and time.monotonic() < deadline:
+        while scheduler.state.tokens and time.monotonic() < deadline:
             time.sleep(0.001)
-        assert scheduler.queued_tokens == 0
+        assert scheduler.state.tokens == 0
     assert not scheduler._queue.requests, "a finished request is forgotten"
     assert sum(report.sequences for report in reports) == sum(map(len, engine.batches))
     for batch in engine.batches:
@@ -148,11 +150,11 @@ def test_an_engine_that_supports_varlen_gets_what_waits_in_one_batch() -> None:
     with running(engine, workers=2, max_batch_tokens=64) as scheduler:
         first = []
         for _ in range(2):
-            first.append(scheduler.submit([sized(1)], later()))
-            while scheduler.queued_tokens:  # until a worker holds it
+            first.append(submit(scheduler, [sized(1)], later()))
+            while scheduler.state.tokens:  # until a worker holds it
                 time.sleep(0.001)
         waiting = [
-            scheduler.submit([sized(length, length)], later()) for length in (20, 3, 40, 5, 16)
+            submit(scheduler, [sized(length, length)], later()) for length in (20, 3, 40, 5, 16)
         ]
         engine.gate.set()
         for future in (*first, *waiting):
@@ -170,10 +172,10 @@ def test_a_long_encoding_does_not_make_a_mixed_batch_mostly_padding_of_its_embed
     engine.supports_varlen = True
     engine.gate.clear()
     with running(engine, workers=1, max_batch_tokens=64) as scheduler:
-        first = scheduler.submit([sized(1)], later())
-        while scheduler.queued_tokens:  # until the worker holds it
+        first = submit(scheduler, [sized(1)], later())
+        while scheduler.state.tokens:  # until the worker holds it
             time.sleep(0.001)
-        waiting = [scheduler.submit([sized(length)], later()) for length in (40, *[1] * 20)]
+        waiting = [submit(scheduler, [sized(length)], later()) for length in (40, *[1] * 20)]
         engine.gate.set()
         for future in (first, *waiting):
             future.result(WAIT_S)
@@ -186,9 +188,9 @@ def test_a_single_text_does_not_wait_behind_a_bulk_request() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1, max_batch_tokens=10) as scheduler:
-        bulk = scheduler.submit([sized(10, value) for value in range(1, 51)], later())
+        bulk = submit(scheduler, [sized(10, value) for value in range(1, 51)], later())
         assert engine.entered.wait(WAIT_S)
-        single = scheduler.submit([sized(10, 99)], later())
+        single = submit(scheduler, [sized(10, 99)], later())
         engine.gate.set()
         assert sums(bulk) == [10.0 * value for value in range(1, 51)]
         assert sums(single) == [990.0]
@@ -215,7 +217,7 @@ def test_a_bulk_request_does_not_starve_behind_single_texts(clients: int) -> Non
             for length in lengths:
                 if stop.is_set():
                     return
-                scheduler.submit([sized(int(length))], later()).result(WAIT_S)
+                submit(scheduler, [sized(int(length))], later()).result(WAIT_S)
 
         threads = [threading.Thread(target=client, args=(seed,)) for seed in range(clients)]
         for thread in threads:
@@ -223,7 +225,7 @@ def test_a_bulk_request_does_not_starve_behind_single_texts(clients: int) -> Non
         try:
             time.sleep(0.1)
             started = time.monotonic()
-            bulk = scheduler.submit([sized(length) for length in range(201, 221)], later())
+            bulk = submit(scheduler, [sized(length) for length in range(201, 221)], later())
             assert len(sums(bulk)) == 20
             assert time.monotonic() - started < 3
         finally:
@@ -241,13 +243,13 @@ def test_a_single_text_does_not_wait_behind_a_bulk_request_of_mixed_lengths() ->
         def run(self, batch: list[Encoding], *, alone: bool = False) -> list:  # type: ignore[override, type-arg]
             outputs = super().run(batch)
             if len(self.batches) in (50, 100, 150):
-                singles.append(scheduler.submit([sized(99, len(self.batches))], later()))
+                singles.append(submit(scheduler, [sized(99, len(self.batches))], later()))
             return outputs
 
     engine = Interrupted()
     with running(engine, workers=1, max_batch_tokens=100, max_queue_tokens=10**6) as scheduler:
-        bulk = scheduler.submit(
-            [sized(int(length)) for length in rng.integers(5, 60, 1000)], later()
+        bulk = submit(
+            scheduler, [sized(int(length)) for length in rng.integers(5, 60, 1000)], later()
         )
         assert len(sums(bulk)) == 1000
         for single in singles:
@@ -265,14 +267,14 @@ def test_cancelled_work_frees_the_queue_at_once() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1, max_queue_tokens=60) as scheduler:
-        first = scheduler.submit([sized(10)], later())
+        first = submit(scheduler, [sized(10)], later())
         assert engine.entered.wait(WAIT_S)
-        given_up = scheduler.submit([sized(10), sized(11)], later())
-        assert scheduler.queued_tokens == 21
+        given_up = submit(scheduler, [sized(10), sized(11)], later())
+        assert scheduler.state.tokens == 21
         given_up.cancel()
-        assert scheduler.queued_tokens == 0
-        second = scheduler.submit([sized(12)], later())
-        third = scheduler.submit([sized(13)], later())
+        assert scheduler.state.tokens == 0
+        second = submit(scheduler, [sized(12)], later())
+        third = submit(scheduler, [sized(13)], later())
         engine.gate.set()
         assert [sums(first), sums(second), sums(third)] == [[10.0], [12.0], [13.0]]
     assert sorted(len(batch[0]) for batch in engine.batches) == [10, 12, 13]
@@ -282,10 +284,10 @@ def test_what_is_cancelled_does_not_pile_up() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1, max_queue_tokens=100) as scheduler:
-        first = scheduler.submit([sized(10)], later())
+        first = submit(scheduler, [sized(10)], later())
         assert engine.entered.wait(WAIT_S)
         for _ in range(200):
-            scheduler.submit([sized(10), sized(11)], later()).cancel()
+            submit(scheduler, [sized(10), sized(11)], later()).cancel()
         assert len(scheduler._queue) <= 12
         engine.gate.set()
         sums(first)
@@ -295,7 +297,7 @@ def test_requests_of_equal_size_are_served_in_their_order() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1, max_batch_tokens=4) as scheduler:
-        futures = [scheduler.submit([sized(4, value)], later()) for value in range(1, 10)]
+        futures = [submit(scheduler, [sized(4, value)], later()) for value in range(1, 10)]
         engine.gate.set()
         wait(futures, WAIT_S)
     assert [int(batch[0].input_ids[0]) for batch in engine.batches] == list(range(1, 10))
@@ -307,9 +309,9 @@ def test_masks_in_a_batch_are_bounded() -> None:
     engine.gate.clear()
     masked = [encodings.encoding([1] * 50, masks=range(40), embed=True) for _ in range(12)]
     with running(engine, workers=1, max_batch_tokens=10_000) as scheduler:
-        blocker = scheduler.submit([sized(2)], later())
+        blocker = submit(scheduler, [sized(2)], later())
         assert engine.entered.wait(WAIT_S)
-        future = scheduler.submit(masked, later())
+        future = submit(scheduler, masked, later())
         engine.gate.set()
         assert len(sums(future)) == 12
         sums(blocker)
@@ -321,7 +323,7 @@ def test_idle_workers_share_what_is_there() -> None:
     engine.gate.clear()
     with running(engine, workers=2) as scheduler:
         time.sleep(0.05)  # both workers wait by now; if not, the test is only weaker
-        future = scheduler.submit([sized(4, value) for value in (1, 2, 3, 4)], later())
+        future = submit(scheduler, [sized(4, value) for value in (1, 2, 3, 4)], later())
         engine.gate.set()
         sums(future)
     assert max(len(batch) for batch in engine.batches) == 2
@@ -338,10 +340,10 @@ def test_a_short_text_runs_while_all_workers_run_long_ones() -> None:
             return super().run(batch)
 
     with running(LongTextsWait(), workers=2, max_batch_tokens=10) as scheduler:
-        long = [scheduler.submit([sized(20 + i)], later()) for i in range(4)]
+        long = [submit(scheduler, [sized(20 + i)], later()) for i in range(4)]
         wait_until(lambda: len(scheduler._watchdog.busy) == 2)
         for value in (1, 2):
-            assert sums(scheduler.submit([sized(5, value)], later())) == [5.0 * value]
+            assert sums(submit(scheduler, [sized(5, value)], later())) == [5.0 * value]
         assert not any(future.done() for future in long)
         release.set()
         assert [sums(future) for future in long] == [[20.0], [21.0], [22.0], [23.0]]
@@ -351,7 +353,7 @@ def test_short_texts_alone_get_no_more_workers() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=2, max_batch_tokens=10) as scheduler:
-        futures = [scheduler.submit([sized(5 + i)], later()) for i in range(4)]
+        futures = [submit(scheduler, [sized(5 + i)], later()) for i in range(4)]
         wait_until(lambda: len(scheduler._watchdog.busy) == 2)
         time.sleep(0.05)
         assert len(scheduler._watchdog.busy) == 2
@@ -370,8 +372,8 @@ def test_a_batch_has_what_runs_within_the_latency() -> None:
     engine = Slow()
     limits = {"workers": 1, "max_batch_tokens": 512, "batch_latency_s": 0.15}
     with running(engine, **limits) as scheduler:
-        sums(scheduler.submit([sized(100)], later()))
-        sums(scheduler.submit([sized(40) for _ in range(12)], later()))
+        sums(submit(scheduler, [sized(100)], later()))
+        sums(submit(scheduler, [sized(40) for _ in range(12)], later()))
     assert {len(batch) for batch in engine.batches[1:]} == {3}
 
 
@@ -379,9 +381,9 @@ def test_a_short_text_overtakes_a_long_one_that_came_a_little_earlier() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1) as scheduler:
-        first = scheduler.submit([sized(1)], later())
+        first = submit(scheduler, [sized(1)], later())
         assert engine.entered.wait(WAIT_S)
-        long, short = (scheduler.submit([sized(length)], later()) for length in (500, 5))
+        long, short = (submit(scheduler, [sized(length)], later()) for length in (500, 5))
         engine.gate.set()
         assert [sums(future) for future in (first, long, short)] == [[1.0], [500.0], [5.0]]
     assert [len(batch[0]) for batch in engine.batches] == [1, 5, 500]
@@ -391,19 +393,19 @@ def test_a_full_queue_admits_all_of_a_request_or_none() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1, max_queue_tokens=60, max_batch_tokens=10) as scheduler:
-        first = scheduler.submit([sized(10)], later())
+        first = submit(scheduler, [sized(10)], later())
         assert engine.entered.wait(WAIT_S)
-        second = scheduler.submit([sized(10), sized(10)], later())
-        assert scheduler.queued_tokens == 20
+        second = submit(scheduler, [sized(10), sized(10)], later())
+        assert scheduler.state.tokens == 20
         with pytest.raises(
             Overloaded,
             match="holds 20 tokens, 20 of them like this request's 21; together they would be "
             "more than the 40 that are left of the limit of 60",
         ) as caught:
-            scheduler.submit([sized(1), sized(20)], later())
+            submit(scheduler, [sized(1), sized(20)], later())
         assert caught.value.retry_after_s >= 1
-        assert scheduler.queued_tokens == 20
-        third = scheduler.submit([sized(10)], later())
+        assert scheduler.state.tokens == 20
+        third = submit(scheduler, [sized(10)], later())
         engine.gate.set()
         assert [sums(first), sums(second), sums(third)] == [[10.0], [10.0, 10.0], [10.0]]
 
@@ -412,14 +414,14 @@ def test_a_later_round_of_an_admitted_request_is_never_refused() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1, max_queue_tokens=30, max_batch_tokens=10) as scheduler:
-        requests = [scheduler.submit([sized(10)], later())]
+        requests = [submit(scheduler, [sized(10)], later())]
         assert engine.entered.wait(WAIT_S)
-        requests.append(scheduler.submit([sized(11), sized(12)], later()))
-        requests.append(scheduler.submit([sized(13)], later(), later_round=True))
+        requests.append(submit(scheduler, [sized(11), sized(12)], later()))
+        requests.append(submit(scheduler, [sized(13)], later(), later_round=True))
         scheduler.drain()
-        requests.append(scheduler.submit([sized(14)], later(), later_round=True))
+        requests.append(submit(scheduler, [sized(14)], later(), later_round=True))
         with pytest.raises(ShuttingDown):
-            scheduler.submit([sized(15)], later())
+            submit(scheduler, [sized(15)], later())
         engine.gate.set()
         assert [len(sums(request)) for request in requests] == [1, 2, 1, 1]
 
@@ -427,7 +429,7 @@ def test_a_later_round_of_an_admitted_request_is_never_refused() -> None:
 def test_a_request_beyond_the_limit_is_admitted_when_nothing_waits() -> None:
     """Else it would be refused for ever."""
     with running(FakeEngine(), max_queue_tokens=5) as scheduler:
-        assert sums(scheduler.submit([sized(10), sized(10)], later())) == [10.0, 10.0]
+        assert sums(submit(scheduler, [sized(10), sized(10)], later())) == [10.0, 10.0]
 
 
 def test_retry_after_is_queued_tokens_over_measured_speed() -> None:
@@ -441,14 +443,14 @@ def test_retry_after_is_queued_tokens_over_measured_speed() -> None:
     seconds: list[float] = []
     engine = Slow()
     with running(engine, workers=1, max_queue_tokens=2000, max_batch_tokens=100) as scheduler:
-        sums(scheduler.submit([sized(100)], later()))
+        sums(submit(scheduler, [sized(100)], later()))
         engine.gate.clear()
         engine.entered.clear()
-        running_now = scheduler.submit([sized(100)], later())
+        running_now = submit(scheduler, [sized(100)], later())
         assert engine.entered.wait(WAIT_S)
-        waiting = scheduler.submit([sized(100) for _ in range(20)], later())
+        waiting = submit(scheduler, [sized(100) for _ in range(20)], later())
         with pytest.raises(Overloaded) as caught:
-            scheduler.submit([sized(100)] * 11, later())
+            submit(scheduler, [sized(100)] * 11, later())
         needed_s = (2000 + 1100) / (100 / seconds[0])
         assert needed_s * 0.99 <= caught.value.retry_after_s <= needed_s * 1.2
         running_now.cancel()
@@ -459,16 +461,16 @@ def test_expired_and_cancelled_work_never_runs() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1) as scheduler:
-        first = scheduler.submit([sized(3)], later())
+        first = submit(scheduler, [sized(3)], later())
         assert engine.entered.wait(WAIT_S)
-        expired = scheduler.submit([sized(5)], later(0.01))
-        cancelled = scheduler.submit([sized(6), sized(7)], later())
+        expired = submit(scheduler, [sized(5)], later(0.01))
+        cancelled = submit(scheduler, [sized(6), sized(7)], later())
         assert cancelled.cancel()
         time.sleep(0.02)
         engine.gate.set()
         sums(first)
         assert isinstance(expired.exception(WAIT_S), DeadlineExceeded)
-        sums(scheduler.submit([sized(8)], later()))
+        sums(submit(scheduler, [sized(8)], later()))
     assert sorted(len(batch[0]) for batch in engine.batches) == [3, 8]
 
 
@@ -476,9 +478,9 @@ def test_only_the_guilty_encoding_of_a_batch_fails() -> None:
     engine = FakeEngine(poison=lambda one: int(one.input_ids[0]) == 7)
     engine.gate.clear()
     with running(engine, workers=1, max_batch_tokens=10_000) as scheduler:
-        blocker = scheduler.submit([sized(2)], later())
+        blocker = submit(scheduler, [sized(2)], later())
         assert engine.entered.wait(WAIT_S)
-        futures = [scheduler.submit([sized(4, value)], later()) for value in range(1, 17)]
+        futures = [submit(scheduler, [sized(4, value)], later()) for value in range(1, 17)]
         engine.gate.set()
         sums(blocker)
         for value, future in enumerate(futures, start=1):
@@ -496,12 +498,12 @@ def test_an_engine_that_fails_its_probe_is_dead() -> None:
     told: list[str] = []
     with running(engine, workers=1, on_dead=told.append) as scheduler:
         engine.gate.clear()
-        futures = [scheduler.submit([sized(length)], later()) for length in (3, 4, 5)]
+        futures = [submit(scheduler, [sized(length)], later()) for length in (3, 4, 5)]
         engine.gate.set()
         errors = [future.exception(WAIT_S) for future in futures]
         assert {type(error) for error in errors[1:]} == {EngineDead}
         with pytest.raises(EngineDead, match="golden outputs"):
-            scheduler.submit([sized(3)], later())
+            submit(scheduler, [sized(3)], later())
         assert scheduler.dead is not None
     assert len(told) == 1
 
@@ -509,9 +511,9 @@ def test_an_engine_that_fails_its_probe_is_dead() -> None:
 def test_a_run_that_hangs_is_a_dead_engine() -> None:
     engine = FakeEngine()
     with running(engine, workers=1, stall_timeout_s=0.2) as scheduler:
-        assert sums(scheduler.submit([sized(3)], later())) == [3.0]  # measures the engine
+        assert sums(submit(scheduler, [sized(3)], later())) == [3.0]  # measures the engine
         engine.gate.clear()
-        futures = [scheduler.submit([sized(length)], later()) for length in (3, 4)]
+        futures = [submit(scheduler, [sized(length)], later()) for length in (3, 4)]
         for future in futures:
             assert isinstance(future.exception(WAIT_S), EngineDead)
         assert re.fullmatch(r"a run took longer than 0\.[2-9] s", str(scheduler.dead))
@@ -546,7 +548,7 @@ def test_a_run_that_is_slow_as_predicted_does_not_hang() -> None:
 
     with running(Slow(), workers=1, stall_timeout_s=0.05) as scheduler:
         for _ in range(2):  # the first has 60 s, because nothing is known of the engine
-            assert sums(scheduler.submit([sized(3)], later())) == [3.0]
+            assert sums(submit(scheduler, [sized(3)], later())) == [3.0]
 
 
 def test_a_worker_that_ends_is_a_dead_engine() -> None:
@@ -555,7 +557,7 @@ def test_a_worker_that_ends_is_a_dead_engine() -> None:
             raise SystemExit
 
     with running(Exits(), workers=2) as scheduler:
-        assert isinstance(scheduler.submit([sized(3)], later()).exception(WAIT_S), EngineDead)
+        assert isinstance(submit(scheduler, [sized(3)], later()).exception(WAIT_S), EngineDead)
         assert scheduler.dead == "a worker ended with SystemExit"
 
 
@@ -567,7 +569,7 @@ def test_a_worker_runs_where_its_priority_may_not_be_lowered(
 
     monkeypatch.setattr(os, "setpriority", refuse)
     with running(FakeEngine()) as scheduler:
-        assert sums(scheduler.submit([sized(3)], later())) == [3.0]
+        assert sums(submit(scheduler, [sized(3)], later())) == [3.0]
         assert scheduler.dead is None
 
 
@@ -575,10 +577,10 @@ def test_a_drain_finishes_what_was_admitted_and_admits_no_more() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     with running(engine, workers=1) as scheduler:
-        futures = [scheduler.submit([sized(length)], later()) for length in (3, 4, 5)]
+        futures = [submit(scheduler, [sized(length)], later()) for length in (3, 4, 5)]
         scheduler.drain()
         with pytest.raises(ShuttingDown):
-            scheduler.submit([sized(3)], later())
+            submit(scheduler, [sized(3)], later())
         engine.gate.set()
         assert [sums(future) for future in futures] == [[3.0], [4.0], [5.0]]
 
@@ -591,7 +593,8 @@ def test_close_fails_what_is_pending_and_joins_the_threads() -> None:
         workers=2, max_batch_tokens=8, max_queue_tokens=1000, stall_timeout_s=30.0
     )
     scheduler = Scheduler(engine, limits)
-    futures = [scheduler.submit([sized(length)], later()) for length in (3, 4, 5)]
+    scheduler.start()
+    futures = [submit(scheduler, [sized(length)], later()) for length in (3, 4, 5)]
     assert engine.entered.wait(WAIT_S)
     releaser = threading.Timer(0.1, engine.gate.set)
     releaser.start()

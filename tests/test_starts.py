@@ -12,8 +12,8 @@ import httpx
 import orjson
 import pytest
 
-from cloze.service.http import starts as module
-from cloze.service.http.starts import Starts
+from cloze.service.http import gate as module
+from cloze.service.http.gate import Starts
 from tests.serving import running_server
 
 PER_TURN = module._PER_TURN

@@ -22,15 +22,22 @@ from cloze.model_store import Store
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
-from cloze.service.core import BatchResult, EngineDead, ShuttingDown, StartupError
+from cloze.service.core import (
+    BatchResult,
+    EngineDead,
+    ShuttingDown,
+    StartupError,
+    Submission,
+)
 from cloze.service.metrics import Metrics
 from cloze.service.processes import frames
-from cloze.service.processes.channel import MAX_MESSAGE_BYTES, MAX_UNSENT_BYTES, Channel
 from cloze.service.processes.engine_process import EngineServer
+from cloze.service.processes.frames import MAX_MESSAGE_BYTES, MAX_UNSENT_BYTES, Channel
 from cloze.service.processes.remote import EngineLink, RemoteQueue
 from cloze.service.processes.supervisor import supervise
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import load_settings
+from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 
 REFERENCE = "bert@1"
@@ -59,8 +66,12 @@ def on_wire(message: bytes) -> bytes:
 GREETING = on_wire(frames.encode(frames.Greeting([frames.EngineModel(REFERENCE, "fp32")])))
 
 
+def run_of(number: int, model: int, *lengths: int) -> frames.Run:
+    return frames.Run(number, model, Submission(in_a_minute(), encode(*lengths)))
+
+
 def request(number: int, *lengths: int) -> bytes:
-    return on_wire(frames.encode_run(frames.Run(number, in_a_minute(), 0, False, encode(*lengths))))
+    return on_wire(frames.encode_run(run_of(number, 0, *lengths)))
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -87,6 +98,7 @@ class Engine:
             workers=1, max_batch_tokens=1000, max_queue_tokens=2**31, stall_timeout_s=60
         )
         self.scheduler = Scheduler(self.engine, limits)
+        self.scheduler.start()
         self.path = path
         self.listener = listen(path)
         self._bundle = Store(store).open("bert")
@@ -180,10 +192,10 @@ def test_results_come_back_in_the_order_of_the_encodings(engine: Engine) -> None
             await link.up.wait()
             queue = RemoteQueue([link], 0)
             assert queue.precision() == "fp32"
-            futures = [queue.submit(encode(n, 2 * n, 3), in_a_minute()) for n in range(1, 20)]
+            futures = [submit(queue, encode(n, 2 * n, 3), in_a_minute()) for n in range(1, 20)]
             for n, future in enumerate(futures, start=1):
                 assert sums(await outcome(future)) == [n, 2 * n, 3]
-            assert queue.queued_tokens == 0
+            assert queue.state.tokens == 0
 
     run(play())
 
@@ -192,7 +204,7 @@ def test_a_message_of_many_reads_arrives_whole(engine: Engine) -> None:
     async def play() -> None:
         async with serving(engine), linked(engine.path) as link:
             await link.up.wait()
-            future = RemoteQueue([link], 0).submit(encode(500_000), in_a_minute())
+            future = submit(RemoteQueue([link], 0), encode(500_000), in_a_minute())
             assert sums(await outcome(future)) == [500_000]
 
     run(play())
@@ -204,15 +216,15 @@ def test_a_cancelled_request_does_not_run(engine: Engine) -> None:
             await link.up.wait()
             queue = RemoteQueue([link], 0)
             engine.engine.gate.clear()
-            running = queue.submit(encode(1), in_a_minute())
+            running = submit(queue, encode(1), in_a_minute())
             await asyncio.to_thread(engine.engine.entered.wait)
-            cancelled = queue.submit(encode(2), in_a_minute())
-            await until(lambda: engine.scheduler.queued_tokens == 2)
+            cancelled = submit(queue, encode(2), in_a_minute())
+            await until(lambda: engine.scheduler.state.tokens == 2)
             cancelled.cancel()
-            await until(lambda: engine.scheduler.queued_tokens == 0)
+            await until(lambda: engine.scheduler.state.tokens == 0)
             engine.engine.gate.set()
             assert sums(await outcome(running)) == [1]
-            assert queue.queued_tokens == 0
+            assert queue.state.tokens == 0
             assert len(engine.engine.batches) == 1
 
     run(play())
@@ -226,7 +238,7 @@ def test_the_engine_serves_until_the_last_front_end_has_left(engine: Engine) -> 
             await link.up.wait()
             server.stop()
             await asyncio.sleep(0)
-            future = RemoteQueue([link], 0).submit(encode(4), in_a_minute())
+            future = submit(RemoteQueue([link], 0), encode(4), in_a_minute())
             assert sums(await outcome(future)) == [4]
             assert not task.done()
         await asyncio.wait_for(task, SOON_S)
@@ -248,12 +260,12 @@ def test_an_engine_that_does_not_return_fails_pending_requests(
                 connection = await accept(listener)
                 await link.up.wait()
                 queue = RemoteQueue([link], 0)
-                futures = [queue.submit(encode(3), in_a_minute()) for _ in range(3)]
+                futures = [submit(queue, encode(3), in_a_minute()) for _ in range(3)]
                 connection.close()
                 for future in futures:
                     with pytest.raises(EngineDead, match="the process of engine-0 ended"):
                         await outcome(future)
-                assert queue.queued_tokens == 0
+                assert queue.state.tokens == 0
                 assert queue.dead == "the process of engine-0 ended"
 
     run(play())
@@ -266,14 +278,14 @@ def test_a_restarted_engine_accepts_the_front_ends_that_wait(path: Path) -> None
                 queue = RemoteQueue([link], 0)
                 assert queue.dead == "engine-0 has not started yet"
                 with pytest.raises(EngineDead):
-                    queue.submit(encode(1), in_a_minute())
+                    submit(queue, encode(1), in_a_minute())
                 for _ in range(3):
                     connection = await accept(listener)
                     await until(lambda: queue.dead is None)
-                    queue.submit(encode(1), in_a_minute()).add_done_callback(lambda _: None)
+                    submit(queue, encode(1), in_a_minute()).add_done_callback(lambda _: None)
                     connection.close()
                     await until(lambda: queue.dead is not None)
-                    waiting = queue.submit(encode(1), in_a_minute())
+                    waiting = submit(queue, encode(1), in_a_minute())
                     assert not waiting.done(), "it waits for the next engine process"
                     waiting.cancel()
 
@@ -287,7 +299,7 @@ def test_an_engine_with_other_models_is_not_used(path: Path) -> None:
                 with await accept(listener):
                     await until(lambda: "other models" in str(link.dead))
                     with pytest.raises(EngineDead):
-                        RemoteQueue([link], 0).submit(encode(1), in_a_minute())
+                        submit(RemoteQueue([link], 0), encode(1), in_a_minute())
 
     run(play())
 
@@ -299,12 +311,12 @@ def test_a_front_end_that_dies_cancels_its_requests_only(engine: Engine) -> None
             async with linked(engine.path) as link:
                 await link.up.wait()
                 engine.engine.gate.clear()
-                running = RemoteQueue([survivor], 0).submit(encode(1), in_a_minute())
+                running = submit(RemoteQueue([survivor], 0), encode(1), in_a_minute())
                 await asyncio.to_thread(engine.engine.entered.wait)
-                waiting = RemoteQueue([survivor], 0).submit(encode(2), in_a_minute())
-                lost = [RemoteQueue([link], 0).submit(encode(5), in_a_minute()) for _ in range(4)]
-                await until(lambda: engine.scheduler.queued_tokens == 22)
-            await until(lambda: engine.scheduler.queued_tokens == 2)
+                waiting = submit(RemoteQueue([survivor], 0), encode(2), in_a_minute())
+                lost = [submit(RemoteQueue([link], 0), encode(5), in_a_minute()) for _ in range(4)]
+                await until(lambda: engine.scheduler.state.tokens == 22)
+            await until(lambda: engine.scheduler.state.tokens == 2)
             engine.engine.gate.set()
             assert sums(await outcome(running)) == [1]
             assert sums(await outcome(waiting)) == [2]
@@ -333,15 +345,15 @@ def test_what_was_admitted_stays_admitted_by_the_next_engine(path: Path) -> None
                 queue = RemoteQueue([link], 0)
                 with await accept(listener) as connection:
                     await link.up.wait()
-                    queue.submit(encode(1), in_a_minute())
+                    submit(queue, encode(1), in_a_minute())
                     (first,) = await runs(connection, 1)
-                assert not first.later_round
+                assert not first.submission.later_round
                 await until(lambda: link.dead is not None)
-                queue.submit(encode(2), in_a_minute())
+                submit(queue, encode(2), in_a_minute())
                 with await accept(listener) as connection:
                     again, new = await runs(connection, 2)
-                assert (again.number, again.later_round) == (first.number, True)
-                assert not new.later_round, "the next engine decides on it"
+                assert (again.number, again.submission.later_round) == (first.number, True)
+                assert not new.submission.later_round, "the next engine decides on it"
 
     run(play())
 
@@ -353,14 +365,14 @@ def test_a_queue_that_closes_fails_pending_requests(path: Path) -> None:
                 with await accept(listener):
                     await link.up.wait()
                     queue = RemoteQueue([link], 0)
-                    future = queue.submit(encode(1), in_a_minute())
+                    future = submit(queue, encode(1), in_a_minute())
                     closer = threading.Thread(target=queue.close)
                     closer.start()
                     with pytest.raises(ShuttingDown):
                         await outcome(future)
                     closer.join()
                     with pytest.raises(ShuttingDown):
-                        queue.submit(encode(1), in_a_minute(), accepted=True)
+                        submit(queue, encode(1), in_a_minute(), accepted=True)
 
     run(play())
 
@@ -380,11 +392,11 @@ def test_a_front_end_that_does_not_read_is_dropped(
                 with suppress(ConnectionError):  # dropped while it still sends
                     for data in requests:
                         await loop.sock_sendall(hung, data)
-                future = RemoteQueue([link], 0).submit(encode(7), in_a_minute())
+                future = submit(RemoteQueue([link], 0), encode(7), in_a_minute())
                 assert sums(await outcome(future)) == [7]
                 await until(lambda: "more than the limit of 10000" in caplog.text)
                 await read_all(hung)
-            await until(lambda: engine.scheduler.queued_tokens == 0)
+            await until(lambda: engine.scheduler.state.tokens == 0)
 
     run(play())
 
@@ -401,9 +413,9 @@ MALFORMED = {
     "an-answer": GREETING,
     "missing-fields": encode_parts("run", 1, 0.0),
     "wrong-type": encode_parts("cancel", "one"),
-    "odd-array": encode_parts("run", 1, 0.0, 0, False, [1], [{}], [0], b"123", b"1234"),
-    "unknown-head": encode_parts("run", 1, 0.0, 0, False, [1], [{"x": {}}], [0], *[b"1234"] * 2),
-    "unknown-model": on_wire(frames.encode_run(frames.Run(1, 1e9, 7, False, encode(3)))),
+    "odd-array": encode_parts("run", 1, 0, [0.0], [[1], [{}], [0], b"123", b"1234"]),
+    "unknown-head": encode_parts("run", 1, 0, [0.0], [[1], [{"x": {}}], [0], *[b"1234"] * 2]),
+    "unknown-model": on_wire(frames.encode_run(run_of(1, 7, 3))),
 }
 
 
@@ -418,7 +430,7 @@ def test_a_malformed_message_closes_the_connection(
             with await connect(engine.path) as connection:
                 await loop.sock_sendall(connection, data)
                 assert await read_all(connection) in (b"", GREETING)
-            future = RemoteQueue([link], 0).submit(encode(7), in_a_minute())
+            future = submit(RemoteQueue([link], 0), encode(7), in_a_minute())
             assert sums(await outcome(future)) == [7]
 
     run(play())
@@ -449,7 +461,7 @@ def test_a_malformed_answer_fails_pending_requests(
             async with linked(path) as link:
                 with await accept(listener) as connection:
                     await link.up.wait()
-                    future = RemoteQueue([link], 0).submit(encode(1), in_a_minute())
+                    future = submit(RemoteQueue([link], 0), encode(1), in_a_minute())
                     await loop.sock_sendall(connection, on_wire(b"\xc1"))
                     with pytest.raises(EngineDead):
                         await outcome(future)

@@ -1,4 +1,4 @@
-"""Answers that clients do not read: they hold bounded memory, and harm nobody else."""
+"""UnreadAnswers that clients do not read: they hold bounded memory, and harm nobody else."""
 
 import asyncio
 import socket
@@ -12,9 +12,8 @@ import orjson
 import pytest
 
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.http import pace
-from cloze.service.http.answers import Answers
-from cloze.service.http.memory_limit import Hold
+from cloze.service.http import memory_limit
+from cloze.service.http.memory_limit import Hold, UnreadAnswers
 from tests.leaping_loop import run_leaping
 from tests.serving import Server, running_server
 from tests.test_memory import peaks_mb
@@ -49,7 +48,7 @@ class FakeReader:
             self.unread -= round(bytes_per_s / 10)
 
 
-async def send(answers: Answers, client: str, size: int) -> FakeReader:
+async def send(answers: UnreadAnswers, client: str, size: int) -> FakeReader:
     """Send an answer to a client that has read nothing of it."""
     reader = FakeReader(size)
     hold = await answers.hold(client, size, waits=True)
@@ -58,16 +57,16 @@ async def send(answers: Answers, client: str, size: int) -> FakeReader:
     return reader
 
 
-def wait(answers: Answers, client: str, size: int) -> "asyncio.Task[Hold | None]":
+def wait(answers: UnreadAnswers, client: str, size: int) -> "asyncio.Task[Hold | None]":
     return asyncio.create_task(answers.hold(client, size, waits=True))
 
 
 def test_a_large_answer_waits_until_another_is_read_quickly() -> None:
     async def play() -> None:
-        answers = Answers(6 * MB)
+        answers = UnreadAnswers(6 * MB)
         reader = await send(answers, "a", 2 * MB)
         waiting = wait(answers, "a", 2 * MB)
-        await reader.read(2 * pace.HURRIED_RATE, 3 * pace.HURRIED_GRACE_S)
+        await reader.read(2 * memory_limit.HURRIED_RATE, 3 * memory_limit.HURRIED_GRACE_S)
         assert not waiting.done()
         assert not reader.ended
         answers.was_read(reader)
@@ -80,17 +79,23 @@ def test_who_reads_a_little_now_and_then_is_closed_if_others_wait() -> None:
     """A client has a buffer per second of each of its three answers; another one waits."""
 
     async def play() -> None:
-        answers = Answers(6 * MB)
+        answers = UnreadAnswers(6 * MB)
         readers = [await send(answers, "a", MB) for _ in range(3)]
         frugal = await send(answers, "b", MB)
         everybody = [*readers, frugal]
         await asyncio.gather(
-            *(reader.read(2 * pace.RATE, 2 * pace.HURRIED_GRACE_S) for reader in everybody)
+            *(
+                reader.read(2 * memory_limit.RATE, 2 * memory_limit.HURRIED_GRACE_S)
+                for reader in everybody
+            )
         )
         assert not any(reader.ended for reader in everybody), "nobody needs the room"
         waiting = wait(answers, "c", 3 * MB)
         await asyncio.gather(
-            *(reader.read(2 * pace.RATE, pace.HURRIED_GRACE_S) for reader in everybody)
+            *(
+                reader.read(2 * memory_limit.RATE, memory_limit.HURRIED_GRACE_S)
+                for reader in everybody
+            )
         )
         assert {reader.ended for reader in readers} == {"it reads its answer too slowly"}
         assert not frugal.ended, "it holds less than the average"
@@ -103,10 +108,11 @@ def test_who_reads_a_little_now_and_then_is_closed_if_others_wait() -> None:
 
 def test_a_slow_client_is_closed_only_below_the_least_rate_while_nobody_waits() -> None:
     async def play() -> None:
-        answers = Answers(6 * MB)
+        answers = UnreadAnswers(6 * MB)
         slow, slower = [await send(answers, "a", MB) for _ in range(2)]
         await asyncio.gather(
-            slow.read(2 * pace.RATE, 3 * pace.GRACE_S), slower.read(pace.RATE / 2, 3 * pace.GRACE_S)
+            slow.read(2 * memory_limit.RATE, 3 * memory_limit.GRACE_S),
+            slower.read(memory_limit.RATE / 2, 3 * memory_limit.GRACE_S),
         )
         assert slower.ended
         assert not slow.ended
@@ -116,7 +122,7 @@ def test_a_slow_client_is_closed_only_below_the_least_rate_while_nobody_waits() 
 
 def test_a_client_holds_half_of_the_room_and_of_the_turns() -> None:
     async def play() -> None:
-        answers = Answers(6 * MB)
+        answers = UnreadAnswers(6 * MB)
         await send(answers, "a", 3 * MB)
         waiting = wait(answers, "a", MB)
         await asyncio.wait_for(send(answers, "b", 3 * MB), 1)
@@ -134,7 +140,7 @@ def test_a_client_holds_half_of_the_room_and_of_the_turns() -> None:
 
 def test_a_smaller_answer_does_not_wait_but_counts() -> None:
     async def play() -> None:
-        answers = Answers(2 * MB)
+        answers = UnreadAnswers(2 * MB)
         first = await answers.hold("a", MB, waits=True)
         second = await answers.hold("a", MB // 2, waits=False)
         assert first is not None

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import uvicorn
 from uvicorn.lifespan.on import LifespanOn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -15,7 +16,7 @@ from uvicorn.server import ServerState
 
 from cloze.service import server as server_module
 from cloze.service.http import server_protocol
-from cloze.service.http.server_protocol import ServerProtocol
+from cloze.service.http.uvicorn_internals import OVERRIDDEN, USED, FlowControl
 
 
 def class_tree(module: Any, name: str) -> ast.ClassDef:
@@ -34,7 +35,8 @@ def used_names(tree: ast.AST, values: Iterable[str]) -> set[str]:
 
 def own_names(tree: ast.ClassDef) -> set[str]:
     """Return the methods, and the attributes that a class sets in its `__init__`."""
-    methods = {n.name: n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+    functions = ast.FunctionDef | ast.AsyncFunctionDef
+    methods = {n.name: n for n in ast.walk(tree) if isinstance(n, functions)}
     assigned = {
         target.attr
         for node in ast.walk(methods["__init__"])
@@ -75,47 +77,74 @@ async def app(scope: object, receive: object, send: object) -> None:
     await asyncio.Future()
 
 
-def test_what_is_used_of_uvicorn_exists() -> None:
+def test_the_list_of_what_is_used_is_complete() -> None:
     connection = class_tree(server_protocol, "ServerProtocol")
+    flow = class_tree(server_protocol, "_Flow")
     server = class_tree(server_module, "_Server")
     used = {
-        "protocol": used_names(connection, ["self", "super()"]) - own_names(connection),
+        "protocol": used_names(connection, ["self", "super()"]) - own_names(connection)
+        | used_names(flow, ["self._connection"]) - own_names(connection),
         "cycle": used_names(connection, ["cycle", "self.cycle"]),
-        "flow": used_names(connection, ["self.flow"]),
+        "flow": used_names(connection, ["self.flow"])
+        | used_names(flow, ["self"]) - own_names(flow),
         "server": used_names(server, ["self", "super()"]) - own_names(server),
         "config": used_names(server, ["self.config", "config"]),
         "state": used_names(server, ["self.server_state"]),
         "lifespan": used_names(server, ["self.lifespan"]),
     }
-    assert {"parser", "transport", "_unset_keepalive_if_required"} <= used["protocol"]
-    assert {"more_body", "response_complete", "disconnected"} <= used["cycle"]
-    assert all(used.values())
-    there = asyncio.run(internals())
-    missing = {
-        f"{part}.{name}"
-        for part, names in used.items()
-        for name in names
-        if not hasattr(there[part], name)
-        and f"self.{name} = " not in inspect.getsource(type(there[part]))
+    assert used == USED
+    overridden = {
+        "protocol": (connection, HttpToolsProtocol),
+        "flow": (flow, FlowControl),
+        "server": (server, uvicorn.Server),
     }
-    assert missing == set()
+    ours = {
+        part: {n for n in own_names(tree) - {"__init__"} if hasattr(of_uvicorn, n)}
+        for part, (tree, of_uvicorn) in overridden.items()
+    }
+    by_libraries = {name for name in ours["protocol"] if hasattr(asyncio.Protocol, name)}
+    by_parser = {name for name in ours["protocol"] if name.startswith("on_")}
+    ours["protocol"] -= by_libraries | by_parser - {"on_response_complete"}
+    assert ours == OVERRIDDEN
 
 
-def test_uvicorn_calls_what_the_service_overrides() -> None:
-    connection = class_tree(server_protocol, "ServerProtocol")
-    overridden = {name for name in own_names(connection) if hasattr(HttpToolsProtocol, name)} - {
-        "__init__"
+def test_no_other_module_imports_what_is_private() -> None:
+    service = Path(server_module.__file__).parent
+    importing = [
+        file.name
+        for file in service.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("uvicorn")
+    ]
+    assert set(importing) == {"uvicorn_internals.py"}
+
+
+@pytest.fixture(scope="module")
+def inside() -> Mapping[str, object]:
+    return asyncio.run(internals())
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [(part, name) for part in USED for name in sorted(USED[part])]
+)
+def test_what_is_used_of_uvicorn_exists(part: str, name: str, inside: Mapping[str, object]) -> None:
+    source = inspect.getsource(type(inside[part]))
+    assert hasattr(inside[part], name) or f"self.{name} = " in source
+
+
+@pytest.mark.parametrize(
+    ("part", "name"), [(part, name) for part in OVERRIDDEN for name in sorted(OVERRIDDEN[part])]
+)
+def test_uvicorn_calls_what_the_service_overrides(part: str, name: str) -> None:
+    protocol = inspect.getsource(inspect.getmodule(HttpToolsProtocol) or HttpToolsProtocol)
+    server = inspect.getsource(inspect.getmodule(uvicorn.Server) or uvicorn.Server)
+    calls = {
+        ("protocol", "on_response_complete"): "on_response=self.on_response_complete,",
+        ("protocol", "shutdown"): "connection.shutdown()",
+        ("server", "handle_exit"): "signal.signal(sig, self.handle_exit)",
     }
-    assert {"_start_asgi_task", "on_response_complete", "shutdown"} <= overridden
-    source = inspect.getsource(inspect.getmodule(HttpToolsProtocol) or HttpToolsProtocol)
-    callers = source + inspect.getsource(uvicorn.Server)
-    by_libraries = {"connection_made", "connection_lost", "data_received", "resume_writing"}
-    by_libraries |= {name for name in overridden if name.startswith("on_")}
-    for name in overridden - by_libraries:
-        assert f".{name}(" in callers, name
-    assert "on_response=self.on_response_complete" in source
+    assert calls.get((part, name), f".{name}(") in protocol + server
     assert "self.on_response()" in inspect.getsource(RequestResponseCycle)
-    assert issubclass(ServerProtocol, HttpToolsProtocol)
 
 
 def test_uvicorn_still_times_connections_and_drains_as_the_service_expects() -> None:

@@ -9,13 +9,13 @@ from starlette.requests import Request
 from starlette.types import Message, Receive
 
 from cloze.service.core import ClientGone, DeadlineExceeded, ServiceError, SlowRequest
-from cloze.service.http import pace
+from cloze.service.http import memory_limit
 from cloze.service.http.bodies import read_body
-from cloze.service.http.caller import Callers
-from cloze.service.http.gate import ARRIVED
 from cloze.service.http.memory_limit import Hold, MemoryLimit
+from cloze.service.http.record import RECORD
 from cloze.service.http.watch import RequestWatch
 from tests.leaping_loop import run_leaping
+from tests.records import recorded, scope_of
 
 
 async def never() -> Message:
@@ -23,7 +23,7 @@ async def never() -> Message:
 
 
 def watch_of(limit_s: float) -> RequestWatch:
-    return RequestWatch(limit_s, 300.0, Callers())
+    return RequestWatch(limit_s)
 
 
 def leaves_after(seconds: float) -> Receive:
@@ -40,7 +40,7 @@ async def ended(
     """Return why a request ended, and after how many seconds."""
     started = time.monotonic()
     try:
-        request = Request({"type": "http", "headers": []}, receive)
+        request = Request(scope_of(recorded()), receive)
         with watch.request(request) as watched:
             await asyncio.sleep(body_s)
             watched.body_complete()
@@ -85,7 +85,8 @@ class Sender:
     async def send(self, watch: RequestWatch) -> float:
         """Return the seconds until the body has arrived."""
         started = asyncio.get_running_loop().time()
-        scope = {"type": "http", "headers": [], ARRIVED: time.monotonic() - 1}
+        scope = scope_of(recorded())
+        scope[RECORD].arrived = time.monotonic() - 1
         request = Request(scope, self.receive)
         try:
             with watch.request(request) as watched:
@@ -96,23 +97,23 @@ class Sender:
 
 
 @pytest.mark.parametrize("first", [0, 10, 200_000])
-@pytest.mark.parametrize("bytes_per_s", [0, pace.RATE / 2])
+@pytest.mark.parametrize("bytes_per_s", [0, memory_limit.RATE / 2])
 def test_a_body_that_stalls_ends_after_its_grace(first: int, bytes_per_s: float) -> None:
     sender = Sender(bytes_per_s, first)
     with pytest.raises(SlowRequest, match=r"too slowly: .* at least 1000 bytes per second"):
         run_leaping(sender.send(watch_of(3000.0)))
-    assert pace.GRACE_S <= sender.took_s < 3 * pace.GRACE_S
+    assert memory_limit.GRACE_S <= sender.took_s < 3 * memory_limit.GRACE_S
 
 
 def test_a_slow_body_arrives_whole_while_nobody_needs_its_memory() -> None:
-    assert run_leaping(Sender(2 * pace.RATE, 100_000).send(watch_of(3000.0))) > 90
+    assert run_leaping(Sender(2 * memory_limit.RATE, 100_000).send(watch_of(3000.0))) > 90
 
 
 def test_a_slow_body_ends_soon_if_others_need_its_memory() -> None:
     async def play() -> None:
         bodies = MemoryLimit("bodies", 1_400_000)
-        watch = RequestWatch(3000.0, 3000.0, Callers(), bodies)
-        slow, quick = Sender(2 * pace.RATE, 150_000), Sender(2 * pace.HURRIED_RATE)
+        watch = RequestWatch(3000.0, bodies)
+        slow, quick = Sender(2 * memory_limit.RATE, 150_000), Sender(2 * memory_limit.HURRIED_RATE)
         slow_sends = asyncio.create_task(slow.send(watch))
         await asyncio.sleep(60)
         assert not slow_sends.done()
@@ -122,7 +123,7 @@ def test_a_slow_body_ends_soon_if_others_need_its_memory() -> None:
         waiting = asyncio.create_task(bodies.grow(Hold("c"), 300_000))
         with pytest.raises(SlowRequest, match="and 65536 while other requests need the memory"):
             await slow_sends
-        assert slow.took_s < 60 + 1.2 + 2 * pace.HURRIED_GRACE_S
+        assert slow.took_s < 60 + 1.2 + 2 * memory_limit.HURRIED_GRACE_S
         await waiting
         assert await quick_sends < 5
 

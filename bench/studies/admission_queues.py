@@ -23,7 +23,11 @@ from cloze.model_store.batch import Encoding
 from cloze.service.batching import admission, fair_queue, lines, scheduler
 from cloze.service.batching.lines import QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
-from cloze.service.core import BatchResult, Overloaded
+from cloze.service.core import (
+    BatchResult,
+    Overloaded,
+    Submission,
+)
 from cloze.service.settings import Settings
 from tests.fake_engine import FakeEngine
 
@@ -106,13 +110,6 @@ class AdmissionQueue(BatchQueue[SimulatedRequest], Protocol):
         ...
 
 
-class ThreadlessScheduler(Scheduler):
-    """A scheduler without threads, since the simulation runs the batches."""
-
-    def _start_threads(self) -> None:
-        self._threads.clear()  # `close` joins them
-
-
 @lru_cache(MAX_TOKENS)
 def encoding(length: int) -> Encoding:
     """Return an encoding of so many tokens, without content."""
@@ -155,7 +152,7 @@ class SchedulerQueue:
             batch_latency_s=DEFAULTS.batch_latency_ms / 1000,
             max_wait_s=max_wait_s,
         )
-        self._scheduler = ThreadlessScheduler(FakeEngine(), limits)
+        self._scheduler = Scheduler(FakeEngine(), limits)
         self._requests: dict[Future[BatchResult], SimulatedRequest] = {}
         self._running: dict[SimulatedRequest, QueuedEncoding] = {}
 
@@ -175,12 +172,8 @@ class SchedulerQueue:
         """Return whether the scheduler admits a request."""
         client = request.client if self._fair_shares else ""
         try:
-            future = self._scheduler.submit(
-                [encoding(request.tokens)],
-                self._clock.now + self._timeout_s,
-                client=client,
-                timeout_s=self._stated_s,
-            )
+            deadline, batch = self._clock.now + self._timeout_s, [encoding(request.tokens)]
+            future = self._scheduler.submit(Submission(deadline, batch, client, self._stated_s))
         except Overloaded:
             return False
         self._requests[future] = request

@@ -22,7 +22,11 @@ from cloze.model_store.layouts import Layout
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
-from cloze.service.core import BatchResult, Device
+from cloze.service.core import (
+    BatchResult,
+    Device,
+    Submission,
+)
 from cloze.service.processes import frames
 
 REQUESTS, TEXTS, ROUNDS = 200, 32, 5
@@ -78,7 +82,7 @@ def _message(length: int) -> bytes:
         Encoding(rng.integers(5, 900, length, dtype=np.int32), np.zeros(length, np.int32), requests)
         for _ in range(TEXTS)
     ]
-    return frames.encode_run(frames.Run(1, float("inf"), 0, False, encodings))
+    return frames.encode_run(frames.Run(1, 0, Submission(float("inf"), encodings)))
 
 
 def _round_s(scheduler: Scheduler, message: bytes) -> float:
@@ -87,8 +91,8 @@ def _round_s(scheduler: Scheduler, message: bytes) -> float:
     for _ in range(REQUESTS):
         run = frames.decode_request(message)
         assert isinstance(run, frames.Run)
-        scheduler.submit(run.encodings, run.deadline).add_done_callback(_encode_answer)
-    while scheduler.queued_tokens:
+        scheduler.submit(run.submission).add_done_callback(_encode_answer)
+    while scheduler.state.tokens:
         taken = scheduler._take_now()
         scheduler._run(0, taken.batch, taken.fill)
     return time.thread_time() - began

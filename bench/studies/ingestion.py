@@ -33,7 +33,12 @@ WORDS = 97
 
 
 def ingest(
-    server: RunningServer, words: list[str], load: tuple[int, int, int], *, says_nothing: bool
+    server: RunningServer,
+    model: str,
+    words: list[str],
+    load: tuple[int, int, int],
+    *,
+    says_nothing: bool,
 ) -> tuple[Counter[str], list[float], float]:
     """Return what became of the calls, the seconds of each answered one, and of all."""
     threads, each, calls = load
@@ -46,7 +51,7 @@ def ingest(
         def call(texts: list[str]) -> None:
             started = time.monotonic()
             try:
-                client.embeddings.create(model="minilm", input=texts, extra_headers=headers)
+                client.embeddings.create(model=model, input=texts, extra_headers=headers)
                 outcomes["answered"] += 1
                 seconds.append(time.monotonic() - started)
             except openai.OpenAIError as error:
@@ -87,7 +92,7 @@ def main() -> None:
             load = LOADS[name]
             with subject.start() as running:
                 outcomes, seconds, all_s = ingest(
-                    running, words_of(bundle), load, says_nothing=says_nothing
+                    running, options.bundle, words_of(bundle), load, says_nothing=says_nothing
                 )
             failed = load[2] - outcomes["answered"]
             p50, most = np.percentile(seconds or [0.0], [50, 100])

@@ -21,16 +21,17 @@ from cloze.bench.studies.admission_queues import (
     DEFAULTS,
     MAX_TOKENS,
     Clock,
-    ThreadlessScheduler,
     encoding,
     virtual_time,
 )
 from cloze.bench.studies.virtual_time import ALONE, CORES, COSTS, Run, Workers
-from cloze.service.batching.admission import longest_wait_s
+from cloze.service.batching.admission import PromiseKey, Promises, longest_wait_s
 from cloze.service.batching.lines import LineKey, QueuedEncoding
-from cloze.service.batching.promises import PromiseKey, Promises
-from cloze.service.batching.scheduler import SchedulerLimits
-from cloze.service.core import Overloaded
+from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.core import (
+    Overloaded,
+    Submission,
+)
 from tests.fake_engine import FakeEngine
 
 COST, ALONE_FACTOR = COSTS["int8"], ALONE["int8"]
@@ -107,7 +108,7 @@ def arrivals(load: Load, seconds: float) -> Iterator[tuple[float, Arrival]]:
 class _Queue:
     """The queue of a scheduler; see `virtual_time.BatchQueue`."""
 
-    def __init__(self, scheduler: ThreadlessScheduler) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
     @property
@@ -146,7 +147,7 @@ class Simulation:
             max_wait_s=DEFAULTS.max_queue_wait_ms / 1000,
         )
         self._limit_s = limits.max_wait_s
-        self._scheduler = ThreadlessScheduler(FakeEngine(), limits)
+        self._scheduler = Scheduler(FakeEngine(), limits)
         self._promises = Promises()
         self._workers: Workers[QueuedEncoding] = Workers(COST, ALONE_FACTOR, short_worker=True)
         self._began: dict[int, float] = {}
@@ -198,13 +199,14 @@ class Simulation:
             self._refuse(arrival, key, wait.seconds - admitted_s, wait.per_request_s)
             return
         try:
-            future = self._scheduler.submit(
-                [encoding(length) for length in arrival.lengths],
+            submission = Submission(
                 now + (stated or DEFAULTS.request_timeout_ms / 1000),
-                client=arrival.client,
-                timeout_s=stated,
+                [encoding(length) for length in arrival.lengths],
+                arrival.client,
+                stated,
                 returning=returning,
             )
+            future = self._scheduler.submit(submission)
         except Overloaded as error:
             self._refuse(arrival, key, error.retry_after_s, wait.per_request_s)
             return

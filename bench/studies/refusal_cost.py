@@ -20,7 +20,8 @@ from uvicorn.server import ServerState
 
 from cloze.service.app import single_process
 from cloze.service.core import ExpectedWait
-from cloze.service.http.server_protocol import ConnectionLimits, ConnectionTable, ServerProtocol
+from cloze.service.http.acceptor import ConnectionLimits, ConnectionTable
+from cloze.service.http.server_protocol import ServerProtocol
 from cloze.service.settings import Settings
 
 REQUEST = (
@@ -83,6 +84,7 @@ async def main() -> None:
 
     def refusing() -> HttpToolsProtocol:
         return ServerProtocol(
+            make_record=service.record,
             refusal=service.refusal,
             table=table,
             answers=service.answers,

@@ -23,6 +23,7 @@ from cloze.bench.texts import make_texts
 from cloze.model_store.batch import Encoding
 from cloze.service.batching.fair_queue import FairQueue
 from cloze.service.batching.lines import LineKey, PendingRequest, QueuedEncoding
+from cloze.service.core import Submission
 
 _CLIENTS, _SHARE, _COUNT = 32, 0.7, 20_000
 _TOKENS_PER_WORD = 1.35
@@ -104,7 +105,7 @@ class Simulation:
     def _submit(self, now: float, length: int) -> None:
         ids = np.zeros(length, np.int32)
         line = LineKey.of(length, None)
-        request = self._queue.add([Encoding(ids, ids, {})], [length], math.inf, "", line)
+        request = self._queue.add(Submission(math.inf, [Encoding(ids, ids, {})]), line)
         self._arrived[request] = now
 
     def _answer(self, now: float, queued: QueuedEncoding) -> None:

@@ -23,7 +23,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,8 +45,14 @@ from cloze.model_store import Store
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest, EmbeddingResult
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.core import NO_WAIT, BatchResult, ExpectedWait
-from cloze.service.metrics import Metrics, QueueState
+from cloze.service.core import (
+    NO_WAIT,
+    BatchResult,
+    ExpectedWait,
+    QueueState,
+    Submission,
+)
+from cloze.service.metrics import Metrics
 from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer
 from cloze.service.processes.remote import EngineLink, RemoteQueue
@@ -108,8 +113,7 @@ class Cost:
 class InstantQueue:
     """A queue whose worker thread answers at once; see `cloze.service.core.Queue`."""
 
-    queued_tokens = 0
-    backlog_s = 0.0
+    state = QueueState(0, 0.0)
     dead = None
     draining = False
 
@@ -120,21 +124,10 @@ class InstantQueue:
         self._submitted: SimpleQueue[tuple[Future[BatchResult], int]] = SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
 
-    def submit(
-        self,
-        encodings: Sequence[Encoding],
-        deadline: float,  # noqa: ARG002
-        *,
-        client: str = "",  # noqa: ARG002
-        timeout_s: float | None = None,  # noqa: ARG002
-        accepted: bool = False,  # noqa: ARG002
-        returning: bool = False,  # noqa: ARG002
-        later_round: bool = False,  # noqa: ARG002
-        trace: str = "",  # noqa: ARG002
-    ) -> Future[BatchResult]:
+    def submit(self, submission: Submission) -> Future[BatchResult]:
         """Hand the request to the worker thread."""
         future: Future[BatchResult] = Future()
-        self._submitted.put((future, len(encodings)))
+        self._submitted.put((future, len(submission.encodings)))
         return future
 
     def expected_wait(self, *_: object) -> ExpectedWait:
@@ -169,7 +162,7 @@ class NoMetrics(Metrics):
 class Submits(Protocol):
     """The front end's half of a transport."""
 
-    def submit(self, encodings: Sequence[Encoding], deadline: float) -> Future[BatchResult]:
+    def submit(self, submission: Submission) -> Future[BatchResult]:
         """See `cloze.service.core.Queue`."""
         ...
 
@@ -208,7 +201,7 @@ class ZmqEngine:
                 _, message = self._receiving.recv_multipart()
                 run = frames.decode_request(message)
                 assert isinstance(run, frames.Run)
-                future = self._queue.submit(run.encodings, run.deadline)
+                future = self._queue.submit(run.submission)
                 future.add_done_callback(partial(self._answer, run.number))
 
     def _answer(self, number: int, future: Future[BatchResult]) -> None:
@@ -237,12 +230,12 @@ class ZmqLink:
         self._lock = threading.Lock()
         threading.Thread(target=self._receive, daemon=True).start()
 
-    def submit(self, encodings: Sequence[Encoding], deadline: float) -> Future[BatchResult]:
+    def submit(self, submission: Submission) -> Future[BatchResult]:
         """See `cloze.service.core.Queue`."""
         future: Future[BatchResult] = Future()
         with self._lock:
             number = next(self._numbers)
-            run = frames.Run(number, deadline, 0, False, list(encodings))
+            run = frames.Run(number, 0, submission)
             message = [self._address.encode(), frames.encode_run(run)]
             self._pending[number] = future
             self._sending.send_multipart(message, zmq.NOBLOCK)
@@ -277,7 +270,7 @@ async def measure(queue: Submits, workload: Workload, engine: int) -> Cost:
 
     async def client() -> None:
         for _ in left:
-            await asyncio.wrap_future(queue.submit(encodings, float("inf")))
+            await asyncio.wrap_future(queue.submit(Submission(float("inf"), encodings)))
 
     async def run_clients() -> None:
         await asyncio.gather(*(client() for _ in range(workload.concurrency)))
@@ -291,7 +284,7 @@ async def measure(queue: Submits, workload: Workload, engine: int) -> Cost:
     lone = []
     for _ in range(LONE_REQUESTS):
         began = time.perf_counter()
-        await asyncio.wrap_future(queue.submit(encodings, float("inf")))
+        await asyncio.wrap_future(queue.submit(Submission(float("inf"), encodings)))
         lone.append(time.perf_counter() - began)
     texts = workload.requests * workload.texts
     return Cost(own / texts * 1e6, other / texts * 1e6, statistics.median(lone) * 1e6)
@@ -352,7 +345,7 @@ def codec_us(workload: Workload) -> float:
     requests = {HEAD.name: EmbeddingRequest()}
     encodings = [Encoding(types, types, requests) for _ in range(workload.texts)]
     rows = np.ones((workload.texts, DIMENSIONS), np.float32)
-    run = frames.Run(1, 1.0, 0, False, encodings)
+    run = frames.Run(1, 0, Submission(1.0, encodings))
     times = []
     for _ in range(2000):
         began = time.thread_time()

@@ -22,9 +22,9 @@ from cloze.service.core import (
     EngineFailed,
     Location,
     RequestError,
-    RequestTerms,
     ServiceError,
     StartupError,
+    Submission,
 )
 from cloze.service.pipeline import Pipeline, task_limits
 from cloze.service.served_models import EngineCallbacks, LocalModels
@@ -43,7 +43,7 @@ _CHUNKS_IN_FLIGHT = 16
 _CHARACTERS_IN_FLIGHT = 4 * 2**20
 """Most characters of several chunks that are read and not written, for the memory."""
 
-_TERMS = RequestTerms(deadline=math.inf)
+_TERMS = Submission(deadline=math.inf)
 
 Progress = Callable[[int], None]
 """Called with a number of rows that have been written."""

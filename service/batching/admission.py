@@ -2,17 +2,19 @@
 
 A request waits behind what waits in its line, while each other line gets as much. Later requests of
 its line do not delay it; later lines may, so a request is admitted only if it is expected to end in
-half of its time, and if all that was accepted can still end in time (`demand`).
+half of its time, and if all that was accepted can still end in time (`Demand`). `Promises` has the
+times at which refused requests may come back.
 docs/decisions/0017-admission-by-time.md has the alternatives.
 """
 
 import time
+from collections import deque
+from typing import NamedTuple
 
-from cloze.service.batching.activity import Activity
-from cloze.service.batching.drain_rate import DrainRate
 from cloze.service.batching.fair_queue import FairQueue
 from cloze.service.batching.lines import LineKey, due_time
-from cloze.service.core import ExpectedWait, Overloaded, Rejection
+from cloze.service.batching.measures import Activity, DrainRate
+from cloze.service.core import ExpectedWait, Overloaded, Rejection, Submission
 
 _WEIGHT = 0.1
 """Weight of the newest value in exponential moving averages."""
@@ -28,6 +30,18 @@ The rest is for clients and lines that come later, and for errors of the measure
 
 _RETURNING = 1.25
 """How much longer a request may wait that comes back when it was told to."""
+
+_MOST_PROMISES = 8192
+"""Most promises of a process. A line may hold as many as are left free (Choudhury 1998)."""
+
+_LONGEST_PROMISE_S = 60.0
+"""Longest time of a promise; the openai client waits for no longer."""
+
+_EARLY_S = 0.05
+"""How much earlier than told a client may come; timers and clocks are not exact."""
+
+_LATE_S = 3.0
+"""How much later than told a client may come: a whole second of rounding, and its own delay."""
 
 
 class Admission:
@@ -93,23 +107,8 @@ class Admission:
         each = min(tokens * share.lines * share.clients, waiting + tokens)
         return ExpectedWait(wait / rate, each / rate)
 
-    def check(
-        self,
-        tokens: int,
-        client: str,
-        timeout_s: float | None,
-        deadline: float,
-        *,
-        returning: bool = False,
-    ) -> None:
+    def check(self, submission: Submission) -> None:
         """Raise if a request has to wait for too long. An empty queue admits any request.
-
-        Args:
-            tokens: tokens of all encodings of the request.
-            client: who sends the request.
-            timeout_s: the time limit that the request states; None: it states none.
-            deadline: `time.monotonic` time of the request's end.
-            returning: whether the request comes back when it was told to.
 
         Raises:
             Overloaded: the request would wait for too long, it or another one would end after its
@@ -119,6 +118,7 @@ class Admission:
         if not queue.tokens:
             return
         now, rate = time.monotonic(), self.rate
+        tokens, client, timeout_s = submission.tokens, submission.client, submission.timeout_s
         ahead = queue.share(client, LineKey.of(tokens, timeout_s)).ahead
         free = self._max_queue_tokens - queue.tokens
         if ahead + tokens > free:  # so no line ever fills the queue (Choudhury and Hahne 1998)
@@ -132,13 +132,15 @@ class Admission:
         if not rate:
             return
         wait = self.expected_wait(client, tokens, timeout_s)
-        end_s, left_s = wait.seconds + wait.per_request_s, deadline - now
-        factor = _RETURNING if returning else 1.0
+        end_s, left_s = wait.seconds + wait.per_request_s, submission.deadline - now
+        factor = _RETURNING if submission.returning else 1.0
         limit_s = factor * longest_wait_s(timeout_s, self._max_wait_s)
         if wait.seconds > limit_s:
             raise Overloaded(too_long(wait.seconds, limit_s), wait.seconds - limit_s)
         late_s = end_s - factor * _SHARE_OF_TIME * left_s
-        late_s = max(late_s, -queue.demand.slack_s(now, rate, due_time(now, deadline), tokens))
+        late_s = max(
+            late_s, -queue.demand.slack_s(now, rate, due_time(now, submission.deadline), tokens)
+        )
         if late_s > 0:
             raise Overloaded(
                 f"the request would end in about {end_s:.1f} s beside what was accepted before it, "
@@ -163,3 +165,87 @@ def longest_wait_s(timeout_s: float | None, max_wait_s: float) -> float:
 def too_long(wait_s: float, limit_s: float) -> str:
     """Return the message for a request that would wait for too long."""
     return f"the request would wait about {wait_s:.1f} s, longer than its limit of {limit_s:g} s"
+
+
+class PromiseKey(NamedTuple):
+    """The requests of a client and a class of patience, before the engine of a model.
+
+    The size does not count: the gate only estimates it.
+    """
+
+    model: str
+    client: str
+    patience: int
+
+
+class Promises:
+    """When refused requests may come back: the ``Retry-After`` of a refusal is a reservation.
+
+    A line admits requests at the rate at which it drains. So each refused request of a line gets a
+    time of its own, one after another. A client that comes back at that time goes before new
+    requests: these are admitted only while the line is half empty as long as times are promised. So
+    promises that nobody redeems never leave the workers idle.
+
+    The class is not safe for threads: the event loop of the process makes every call.
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[PromiseKey, deque[float]] = {}  # by line, the earliest time first
+        self._count = 0
+        self._swept = 0.0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def promise(self, line: PromiseKey, now: float, wait_s: float, each_s: float) -> float:
+        """Return the seconds after which a refused request may come back, and remember the time.
+
+        Args:
+            line: the line that refused the request.
+            now: `time.monotonic` time.
+            wait_s: seconds until the line would admit the request if nothing was promised.
+            each_s: seconds in which the line works off one such request.
+        """
+        times = self._outstanding(line, now)
+        at = now + wait_s
+        if times:
+            at = max(at, times[-1] + each_s)
+        if at > now + _LONGEST_PROMISE_S:
+            return _LONGEST_PROMISE_S
+        if self._count >= _MOST_PROMISES // 2 and now > self._swept + 1:
+            self._sweep(now)
+        if len(times) < _MOST_PROMISES - self._count:
+            self._times[line] = times
+            times.append(at)
+            self._count += 1
+        return at - now
+
+    def redeem(self, line: PromiseKey, now: float) -> bool:
+        """Return whether a request of a line comes back as told, and take its time away."""
+        times = self._outstanding(line, now)
+        if not times or times[0] - _EARLY_S > now:
+            return False
+        times.popleft()
+        self._count -= 1
+        return True
+
+    def outstanding(self, line: PromiseKey, now: float) -> bool:
+        """Return whether requests of a line may still come back."""
+        return bool(self._outstanding(line, now))
+
+    def _outstanding(self, line: PromiseKey, now: float) -> deque[float]:
+        """Return the times of a line that have not passed."""
+        times = self._times.get(line)
+        if times is None:
+            return deque()
+        while times and times[0] + _LATE_S < now:
+            times.popleft()
+            self._count -= 1
+        if not times:
+            del self._times[line]
+        return times
+
+    def _sweep(self, now: float) -> None:
+        self._swept = now
+        for line in list(self._times):
+            self._outstanding(line, now)

@@ -6,17 +6,14 @@ short one. A batch takes encodings of the same length from other lines as well, 
 their turns, and each line pays for its own, so that fairness costs no throughput.
 
 Only one thing goes before turns: what was accepted ends in time. When no time is left for anything
-else, the request with the earliest deadline is next (`demand`).
+else, the request with the earliest deadline is next (`Demand`).
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from cloze.model_store.batch import Encoding
-from cloze.service.batching.demand import Demand
 from cloze.service.batching.lines import (
     Client,
     Line,
@@ -25,7 +22,13 @@ from cloze.service.batching.lines import (
     QueuedEncoding,
     Turns,
 )
-from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, BatchFill
+from cloze.service.batching.measures import Demand
+from cloze.service.core import (
+    MAX_BATCH_VOCABULARY_ROWS,
+    MAX_PADDING_FACTOR,
+    BatchFill,
+    Submission,
+)
 
 _LEAST_SLACK_S = 0.05
 """Slack below which the earliest deadline is next; a batch takes about 20 ms."""
@@ -106,30 +109,22 @@ class FairQueue:
         clients = self._clients.values()
         return [line for client in clients for line in client.lines.values() if line.groups]
 
-    def add(
-        self,
-        encodings: Sequence[Encoding],
-        lengths: Sequence[int],
-        deadline: float,
-        client_name: str,
-        key: LineKey,
-    ) -> PendingRequest:
-        """Queue the encodings of a request; `lengths` are their tokens."""
-        client = self._clients.get(client_name) or Client(client_name)
-        self._clients[client_name] = client
+    def add(self, submission: Submission, key: LineKey) -> PendingRequest:
+        """Queue the encodings of a request in a line of its client."""
+        client = self._clients.get(submission.client) or Client(submission.client)
+        self._clients[client.name] = client
         if not client.waits:
             self._turns.join(client)
         line = client.lines.get(key) or Line(client, key)
         client.lines[key] = line
         if not line.groups:
             client.turns.join(line)
-        request = PendingRequest(len(encodings), sum(lengths), deadline, line)
-        for position, (encoding, length) in enumerate(zip(encodings, lengths, strict=True)):
+        request = PendingRequest(submission, line)
+        for position, encoding in enumerate(submission.encodings):
+            length, rows = len(encoding), encoding.vocabulary_rows
             group = line.groups.setdefault(0 if self._varlen else length, deque())
-            rows = encoding.vocabulary_rows
-            serial = self._serial + position
-            group.append(QueuedEncoding(serial, length, rows, encoding, request, position))
-        self._serial += len(encodings)
+            group.append(QueuedEncoding(self._serial, length, rows, encoding, request, position))
+            self._serial += 1
         line.requests += 1
         self.requests.add(request)
         self._count(request, request.queued_tokens)

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.core import BatchResult
+from cloze.service.core import BatchResult, Submission
 
 _SIZES = (128, 1024)
 """Tokens of a request at which the next class of size begins."""
@@ -83,9 +83,7 @@ class PendingRequest(Future[BatchResult]):
     """The future of a request, with the outputs that have arrived.
 
     Args:
-        encodings: number of encodings.
-        tokens: number of tokens of all encodings.
-        deadline: `time.monotonic` time after which no encoding starts.
+        submission: what the request submits; its encodings are not kept.
         line: the line that the request waits in.
 
     Attributes:
@@ -100,17 +98,17 @@ class PendingRequest(Future[BatchResult]):
         trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
     """
 
-    def __init__(self, encodings: int, tokens: int, deadline: float, line: "Line") -> None:
+    def __init__(self, submission: Submission, line: "Line") -> None:
         super().__init__()
         self.line = line
-        self.deadline = deadline
+        self.deadline = submission.deadline
         self.submitted = time.monotonic()
-        self.due = due_time(self.submitted, deadline)
-        self.outputs: list[HeadOutputs | None] = [None] * encodings
-        self.missing = encodings
-        self.queued_tokens = tokens
+        self.due = due_time(self.submitted, self.deadline)
+        self.missing = len(submission.encodings)
+        self.outputs: list[HeadOutputs | None] = [None] * self.missing
+        self.queued_tokens = submission.tokens
         self.started: float | None = None
-        self.trace = ""
+        self.trace = submission.trace
 
 
 def due_time(now: float, deadline: float) -> float:

@@ -17,17 +17,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
-from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.service.batching.activity import Activity
+from cloze.model_store.batch import HeadOutputs
 from cloze.service.batching.admission import Admission
 from cloze.service.batching.fair_queue import NOTHING_TAKEN, FairQueue, Taken
 from cloze.service.batching.lines import LineKey, PendingRequest, QueuedEncoding
+from cloze.service.batching.measures import Activity
 from cloze.service.batching.watchdog import Watchdog
 from cloze.service.core import (
     BatchFill,
@@ -38,8 +38,10 @@ from cloze.service.core import (
     EngineDead,
     EngineFailed,
     ExpectedWait,
+    QueueState,
     ServiceError,
     ShuttingDown,
+    Submission,
 )
 
 _WORKER_NICE = 4
@@ -77,6 +79,8 @@ class SchedulerLimits:
 
 class Scheduler:
     """The queue of one model's requests and the worker threads that run the batches.
+
+    Nothing runs before `start`.
 
     Args:
         engine: runs the batches; all workers call the engine at once.
@@ -123,29 +127,28 @@ class Scheduler:
         self._closing = False
 
         self._watchdog = Watchdog(limits.stall_timeout_s, self._die)
-        self._threads = [
-            _thread(partial(self._work, number, partial(self._take, number)), f"worker-{number}")
-            for number in range(limits.workers)
-        ]
-        if not engine.supports_varlen:
-            work = partial(self._work, limits.workers, self._take_short)
-            self._threads.append(_thread(work, "worker-for-short-texts"))
-        self._threads.append(_thread(self._watchdog.watch, "watchdog"))
-        self._start_threads()
+        self._threads: list[threading.Thread] = []
 
-    def _start_threads(self) -> None:
-        for thread in self._threads:
-            thread.start()
+    def start(self) -> None:
+        """Start the threads, which run until `close`."""
+        workers = self._limits.workers
+        for number in range(workers):
+            take = partial(self._take, number)
+            self._start_thread(f"worker-{number}", partial(self._work, number, take))
+        if not self._engine.supports_varlen:
+            work = partial(self._work, workers, self._take_short)
+            self._start_thread("worker-for-short-texts", work)
+        self._start_thread("watchdog", self._watchdog.watch)
+
+    def _start_thread(self, name: str, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     @property
-    def queued_tokens(self) -> int:
-        """Number of tokens that wait."""
-        return self._queue.tokens
-
-    @property
-    def backlog_s(self) -> float:
-        """Seconds in which all that waits will have started, at the measured rate."""
-        return self._admission.backlog_s
+    def state(self) -> QueueState:
+        """What waits."""
+        return QueueState(self._queue.tokens, self._admission.backlog_s)
 
     @property
     def dead(self) -> str | None:
@@ -157,32 +160,19 @@ class Scheduler:
         """Whether the scheduler refuses new requests."""
         return self._draining
 
-    def submit(
-        self,
-        encodings: Sequence[Encoding],
-        deadline: float,
-        *,
-        client: str = "",
-        timeout_s: float | None = None,
-        accepted: bool = False,
-        returning: bool = False,
-        later_round: bool = False,
-        trace: str = "",
-    ) -> Future[BatchResult]:
+    def submit(self, submission: Submission) -> Future[BatchResult]:
         """Admit all encodings of a request or none; see `core.Queue`."""
-        lengths = list(map(len, encodings))
-        tokens = sum(lengths)
         with self._lock:
             self._check_alive()
-            if not later_round:
-                if self._draining and not accepted:
+            if not submission.later_round:
+                if self._draining and not submission.accepted:
                     raise ShuttingDown("the server is shutting down")
-                self._admission.check(tokens, client, timeout_s, deadline, returning=returning)
-            line = LineKey.of(tokens, timeout_s, later_round=later_round)
-            request = self._queue.add(encodings, lengths, deadline, client, line)
-            request.trace = trace
+                self._admission.check(submission)
+            tokens, timeout_s = submission.tokens, submission.timeout_s
+            line = LineKey.of(tokens, timeout_s, later_round=submission.later_round)
+            request = self._queue.add(submission, line)
             request.add_done_callback(self._forget)
-            self._changed.notify(len(encodings))
+            self._changed.notify(len(submission.encodings))
             self._wake_for_short_texts()
         return request
 
@@ -409,7 +399,3 @@ class Scheduler:
             self._queue.clear()
         for request in pending:
             self._finish(request, make_error())
-
-
-def _thread(target: Callable[[], None], name: str) -> threading.Thread:
-    return threading.Thread(target=target, name=name, daemon=True)

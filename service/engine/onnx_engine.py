@@ -5,6 +5,7 @@ The engine checks the golden outputs of the chosen graph, and then runs batches.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from cloze.model_store import Bundle
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
@@ -49,15 +50,6 @@ class SessionOptions:
 _DEFAULT_OPTIONS = SessionOptions()
 
 
-@dataclass(frozen=True, slots=True)
-class _OpenGraph:
-    """A chosen graph with its session on a device."""
-
-    choice: GraphChoice
-    device: Device
-    session: Session
-
-
 class OnnxEngine:
     """Runs one graph of a bundle, after a check of the graph's golden outputs.
 
@@ -86,20 +78,18 @@ class OnnxEngine:
         open_session: OpenSession | None = None,
     ) -> None:
         if open_session is None:
-            opened = _open_on_device(bundle, device, precision, options)
+            device, choice, session = _open_on_device(bundle, device, precision, options)
         else:
-            opened = _open(bundle, device, precision, open_session)
-        graph, parity = opened.choice.graph, opened.choice.parity
-        session = opened.session
+            choice, session = _open(bundle, device, precision, open_session)
         self._session = session
         self._alone = session.alone if isinstance(session, CpuSession) else session
-        self.device = opened.device
-        self.precision = graph.precision
-        self.reason = opened.choice.reason
-        self.supports_varlen = graph.layout is Layout.PACKED
-        self._codec = BatchCodec(bundle.manifest.graph_spec(graph.layout))
-        self._tolerance = parity.tolerance
-        self._goldens = _read_goldens(bundle, opened.choice)
+        self.device = device
+        self.precision = choice.graph.precision
+        self.reason = choice.reason
+        self.supports_varlen = choice.graph.layout is Layout.PACKED
+        self._codec = BatchCodec(bundle.manifest.graph_spec(choice.graph.layout))
+        self._tolerance = choice.parity.tolerance
+        self._goldens = _read_goldens(bundle, choice)
         try:
             for golden in self._goldens:
                 self._check(golden, self._session)
@@ -143,17 +133,17 @@ def _read_goldens(bundle: Bundle, choice: GraphChoice) -> tuple[Golden, ...]:
 
 def _open_on_device(
     bundle: Bundle, requested: Device, precision: RequestedPrecision, options: SessionOptions
-) -> _OpenGraph:
+) -> tuple[Device, GraphChoice, Session]:
     """Open a graph on the requested device; ``auto`` falls back to the CPU without a GPU."""
     device = _available_device(requested)
     try:
-        return _open(bundle, device, precision, _session_opener(device, options))
+        return device, *_open(bundle, device, precision, partial(_open_session, device, options))
     except StartupError as error:
         if requested is not Device.AUTO or device is Device.CPU:
             raise
-        opened = _open(bundle, Device.CPU, precision, _session_opener(Device.CPU, options))
-        reason = f"{opened.choice.reason}; {error}"
-        return replace(opened, choice=replace(opened.choice, reason=reason))
+        on_cpu = partial(_open_session, Device.CPU, options)
+        choice, session = _open(bundle, Device.CPU, precision, on_cpu)
+        return Device.CPU, replace(choice, reason=f"{choice.reason}; {error}"), session
 
 
 def _available_device(requested: Device) -> Device:
@@ -166,19 +156,16 @@ def _available_device(requested: Device) -> Device:
     return Device.CPU if requested is Device.CPU or CUDA not in available else Device.CUDA
 
 
-def _session_opener(device: Device, options: SessionOptions) -> OpenSession:
-    def open_session(bundle: Bundle, graph: Graph) -> Session:
-        file = bundle.file(graph.file)
-        if device is Device.CUDA:
-            return cuda_session(file, options.device_id, options.gpu_memory_limit)
-        return cpu_session(file, options.threads, options.alone_threads)
-
-    return open_session
+def _open_session(device: Device, options: SessionOptions, bundle: Bundle, graph: Graph) -> Session:
+    file = bundle.file(graph.file)
+    if device is Device.CUDA:
+        return cuda_session(file, options.device_id, options.gpu_memory_limit)
+    return cpu_session(file, options.threads, options.alone_threads)
 
 
 def _open(
     bundle: Bundle, device: Device, precision: RequestedPrecision, open_session: OpenSession
-) -> _OpenGraph:
+) -> tuple[GraphChoice, Session]:
     """Choose a graph, check it against the manifest and open its session.
 
     Raises:
@@ -187,7 +174,7 @@ def _open(
     choice = choose_graph(bundle.manifest, device, precision)
     try:
         check_graph(bundle, choice.graph)
-        return _OpenGraph(choice, device, open_session(bundle, choice.graph))
+        return choice, open_session(bundle, choice.graph)
     except StartupError:
         raise
     except Exception as error:  # the runtime's errors have no common type

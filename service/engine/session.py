@@ -8,10 +8,12 @@ import logging
 import os
 import re
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,7 +35,6 @@ from cloze.model_store.processor import (
     int8_settings,
 )
 from cloze.service.core import StartupError, first_line
-from cloze.service.engine.pinned import page_locked
 
 log = logging.getLogger("cloze")
 
@@ -269,6 +270,46 @@ def _cuda_load_error() -> str:
     except OSError as error:
         return str(error)
     return ""
+
+
+@cache
+def runtime() -> ctypes.CDLL | None:
+    """Return CUDA's runtime library in the version of onnxruntime; None without such a library."""
+    try:
+        from onnxruntime.capi.build_and_package_info import cuda_version
+
+        return ctypes.CDLL(f"libcudart.so.{cuda_version.partition('.')[0]}")
+    except (ImportError, OSError):  # a CPU build of onnxruntime has no `cuda_version`
+        return None
+
+
+def page_locked(size: int, device_id: int) -> NDArray[np.uint8] | None:
+    """Allocate page-locked memory, which is freed with the returned array.
+
+    A GPU reads such memory directly. The driver copies pageable memory to page-locked memory first,
+    and that copy costs time.
+
+    Args:
+        size: bytes to allocate.
+        device_id: index of the GPU that the calling thread uses.
+
+    Returns:
+        [size] uint8, uninitialised; None if CUDA cannot allocate the memory.
+    """
+    cuda, address = runtime(), ctypes.c_void_p()
+    if cuda is None:
+        return None
+    if (
+        cuda.cudaSetDevice(device_id)
+        or cuda.cudaMallocHost(ctypes.byref(address), ctypes.c_size_t(size))
+        or not address.value
+    ):
+        cuda.cudaGetLastError()  # clears the error; else the next kernel launch would report it
+        return None
+    array = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address.value))
+    # At the exit of the process CUDA frees the memory itself, and earlier than this finalizer.
+    weakref.finalize(array, cuda.cudaFreeHost, address).atexit = False
+    return array
 
 
 _Buffers = tuple[NDArray[np.uint8], ort.OrtValue]

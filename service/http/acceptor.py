@@ -1,17 +1,18 @@
-"""Accepts the connections of a listening socket, several per turn of the event loop.
-
-libuv, and so uvloop, accepts one connection per turn. A turn of a busy server handles hundreds of
-requests, so new connections, probes among them, would wait for minutes in the listening queue.
-"""
+"""Accepts connections, as many as the limits allow, and answers probes at once."""
 
 import asyncio
 import errno
 import logging
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from email.utils import formatdate
+from random import getrandbits
 from ssl import SSLContext
+from typing import Final, Protocol
 
-from cloze.service.http.probes import Probes
+from cloze.service.http.access import is_accepted
 
 log = logging.getLogger("cloze")
 
@@ -27,11 +28,170 @@ _HANDSHAKE_S = 10.0
 _TLS_CLOSE_S = 1.0
 """Longest wait for a client's part in the end of TLS; an idle client may not notice it."""
 
+_MOST_PROBE_BYTES: Final = 1024
+"""Longest request that is recognised as a probe."""
+
+_PROBE_HEADERS: Final = frozenset(
+    {b"host", b"user-agent", b"accept", b"accept-encoding", b"connection"}
+)
+"""Headers that leave the answer to a probe as it is."""
+
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
+class Accepted(Protocol):
+    """An accepted connection."""
+
+    address: str
+
+    def end(self, reason: str) -> None:
+        """Close the connection."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The limits of connections.
+
+    Attributes:
+        header_timeout_s: longest time from the first byte of a request to the end of its headers.
+        idle_timeout_s: longest time without a request.
+        max_connections: most open connections.
+        max_per_address: most open connections of one address; 0: no such limit.
+    """
+
+    header_timeout_s: float
+    idle_timeout_s: float
+    max_connections: int
+    max_per_address: int = 0
+
+
+class ConnectionTable:
+    """The open connections of a process.
+
+    Args:
+        limits: the limits of connections.
+
+    Attributes:
+        limits: the limits of connections.
+        is_draining: whether a connection that opens now ends at once. Its client began to connect
+            before the drain, for example by a TLS handshake.
+        closed_count: number of connections that have closed; the owner may reset it.
+        idle: the connections without a request; the one that is idle for longest is first.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self.is_draining = False
+        self.closed_count = 0
+        self._open = 0
+        self._by_address: Counter[str] = Counter()
+        self.idle: dict[Accepted, None] = {}
+
+    def opened(self, connection: Accepted) -> str | None:
+        """Count a new connection, and close the oldest idle one if there are too many.
+
+        Returns:
+            Why the connection is refused; None if it is not.
+        """
+        self._open += 1
+        address = connection.address
+        self._by_address[address] += 1
+        self.idle[connection] = None
+        most = self.limits.max_per_address
+        if most and self._by_address[address] > most:
+            return f"the address has {self._by_address[address]} connections, and {most} at most"
+        if self._open > self.limits.max_connections:
+            oldest = next(iter(self.idle))
+            if oldest is connection:
+                return f"the server has {self.limits.max_connections} connections, the most"
+            del self.idle[oldest]  # several connections may open before this one has closed
+            oldest.end("it made room for a new one")
+        return None
+
+    def closed(self, connection: Accepted) -> None:
+        """Forget a connection."""
+        self._open -= 1
+        self.closed_count += 1
+        self.idle.pop(connection, None)
+        self._by_address[connection.address] -= 1
+        if not self._by_address[connection.address]:
+            del self._by_address[connection.address]
+
+
+class Probes:
+    """Answers probes on connections that were just accepted.
+
+    In a busy server, a request on a new connection waits for four turns of the event loop, and a
+    turn may take 30 ms. A supervisor that gives a probe little time would restart a server that is
+    only busy. A probe whose bytes are there when its connection is accepted is answered in the same
+    turn. Only the plainest probe is, which asks for ``Connection: close`` as Kubernetes does; all
+    else goes the usual way.
+
+    Args:
+        bodies: path -> a function that returns the body of the answer with status 200; None: the
+            usual way answers.
+        hosts: names in the Host header that are accepted; empty: any.
+    """
+
+    def __init__(
+        self, bodies: Mapping[bytes, Callable[[], bytes | None]], hosts: frozenset[bytes]
+    ) -> None:
+        self._bodies, self._hosts = bodies, hosts
+
+    def answers(self, connection: socket.socket) -> bool:
+        """Answer a probe that has arrived, and close its connection.
+
+        Args:
+            connection: a connection that does not block.
+
+        Returns:
+            Whether it was a probe. If not, nothing was read from the connection.
+        """
+        try:
+            received = connection.recv(_MOST_PROBE_BYTES, socket.MSG_PEEK)
+            if (answer := self._answer(received)) is None:
+                return False
+            connection.recv(len(received))  # a close discards the answer if bytes were not read
+            connection.send(answer)
+        except OSError:  # nothing has arrived, or the client has gone
+            return False
+        connection.close()
+        return True
+
+    def _answer(self, received: bytes) -> bytes | None:
+        """Return the answer to received bytes; None if they are not exactly a probe."""
+        if not received.startswith(b"GET /") or not received.endswith(b"\r\n\r\n"):
+            return None
+        line, *headers = received[:-4].split(b"\r\n")
+        path, _, version = line.removeprefix(b"GET ").partition(b" ")
+        if path not in self._bodies or version != b"HTTP/1.1":
+            return None
+        pairs = [header.partition(b":") for header in headers]
+        values = {name.lower(): value.strip() for name, _, value in pairs}
+        if len(values) < len(pairs) or not _PROBE_HEADERS.issuperset(values):
+            return None
+        if values.get(b"connection", b"").lower() != b"close":
+            return None
+        host = values.get(b"host")
+        if host is None or (self._hosts and not is_accepted(host, self._hosts)):
+            return None
+        if (body := self._bodies[path]()) is None:
+            return None
+        head = (
+            f"HTTP/1.1 200 OK\r\ndate: {formatdate(usegmt=True)}\r\n"
+            f"content-length: {len(body)}\r\ncontent-type: application/json\r\n"
+            f"x-request-id: {getrandbits(64):016x}\r\nconnection: close\r\n\r\n"
+        )
+        return head.encode() + body
+
+
 class Acceptor:
-    """Makes a protocol for each accepted connection, until `close`.
+    """Accepts the connections of a listening socket, from `begin` to `close`.
+
+    libuv, and so uvloop, accepts one connection per turn of the event loop. A turn of a busy server
+    handles hundreds of requests, so new connections, probes among them, would wait for minutes in
+    the listening queue. An acceptor accepts several per turn.
 
     Args:
         listener: a socket that listens.
@@ -52,7 +212,10 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
         self._closed = False
-        listener.setblocking(False)
+
+    def begin(self) -> None:
+        """Begin to accept connections."""
+        self._listener.setblocking(False)
         self._resume()
 
     def _resume(self) -> None:

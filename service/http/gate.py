@@ -1,54 +1,41 @@
-"""Refuses requests of a full server before their bodies are parsed.
+"""Decides which requests are refused before their bodies are parsed, and when the others start.
 
 Without the gate, a refusal costs almost as much as an answer, and under an overload refusals take
 the processor from the answers. The scheduler decides on the same figures, with the tokens of the
 request, which the gate estimates by the size of the body. The gate also lets those go first that
-come back when they were told to (`batching.promises`).
+come back when they were told to (`batching.admission`).
 """
 
+import asyncio
 import math
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
-from starlette.types import Scope
+import httptools
 
-from cloze.service.batching.admission import longest_wait_s, too_long
+from cloze.service.batching.admission import PromiseKey, Promises, longest_wait_s, too_long
 from cloze.service.batching.lines import LineKey
-from cloze.service.batching.promises import PromiseKey, Promises
-from cloze.service.core import (
-    InvalidRequest,
-    Overloaded,
-    Queue,
-    Rejection,
-    ServiceError,
-)
-from cloze.service.http.caller import Callers, is_first_try, request_id, timeout_s
-from cloze.service.http.paths import Paths
-from cloze.service.http.starts import Starts
-from cloze.service.logs import AccessLog, AccessRecord
-from cloze.service.metrics import Metrics
+from cloze.service.batching.measures import DrainRate
+from cloze.service.core import Overloaded, Queue, Rejection, ServiceError
+from cloze.service.http.access import is_first_try
+from cloze.service.http.record import RequestRecord
+from cloze.service.http.recorder import Recorder
 
 ErrorBytes = Callable[[str, ServiceError], bytes]
 """(path, error) -> the body of the error, in the shape of the path's protocol."""
 
-
-_PASSED = "cloze.passed"
-"""Key of a scope: calls back the gate that has admitted the request."""
-
-CLIENT = "cloze.client"
-"""Key of a scope: the client of an admitted request."""
-
-ARRIVED = "cloze.arrived"
-"""Key of a scope: `time.monotonic` time at which a request arrived that had to wait to start."""
-
-
-RETURNING = "cloze.returning"
-"""Key of a scope: whether the request comes back when a refusal said so."""
-
 _BYTES_PER_TOKEN = 5
 """Bytes of a body per token of its texts: English words, and numbers of tokens."""
+
+_PER_TURN = 4
+"""Most requests that start per turn; a handler takes about 0.2 ms until it waits."""
+
+_RATE_LASTS_S = 2.0
+"""Time after which a measured rate is forgotten: later requests may cost less."""
 
 
 class GateModel(NamedTuple):
@@ -58,16 +45,92 @@ class GateModel(NamedTuple):
     queue: Queue
 
 
-class GateLimits(NamedTuple):
-    """The limits of a gate.
+class Starts:
+    """The requests of one process that are admitted and have not started.
+
+    A few start per turn of the event loop, the clients by turns. The headers of thousands of
+    requests may arrive in one turn. If the handlers of all of them ran in the next one, probes and
+    refusals would wait for seconds.
 
     Attributes:
-        max_wait_s: longest expected wait of a request that states no time limit; 0: no limit.
-        max_timeout_s: longest time limit that a request may state.
+        unsubmitted: (client, line) -> tokens of requests that are admitted and have not started.
     """
 
-    max_wait_s: float
-    max_timeout_s: float
+    def __init__(self) -> None:
+        self.unsubmitted: Counter[tuple[str, LineKey]] = Counter()
+        self._lines: dict[str, deque[Callable[[], None]]] = {}  # by client, the next one first
+        self._waiting = 0
+        self._started = 0  # in this turn
+        self._rate = DrainRate()
+        self._measured = 0.0  # `time.monotonic` time of the last turn with a line
+
+    def admit(self, request: RequestRecord, line: LineKey, tokens: int) -> None:
+        """Count the tokens of a request until its handler begins, and submits them.
+
+        The headers of hundreds of requests may arrive before the handler of the first one runs.
+        """
+        self.unsubmitted[request.client, line] += tokens
+        request.unstarted = line, tokens
+
+    def begun(self, request: RequestRecord) -> None:
+        """Note that the handler of a request begins, or that its client has gone."""
+        if request.unstarted is None:
+            return
+        line, tokens = request.unstarted
+        request.unstarted = None
+        self.unsubmitted[request.client, line] -= tokens
+        if not self.unsubmitted[request.client, line]:
+            del self.unsubmitted[request.client, line]
+
+    def start(self, client: str, begin: Callable[[], None]) -> bool:
+        """Call a function in this turn or in a later one.
+
+        Args:
+            client: the client of the request.
+            begin: starts the request.
+
+        Returns:
+            Whether the request has started.
+        """
+        if self._waiting or self._started >= _PER_TURN:
+            self._lines.setdefault(client, deque()).append(begin)
+            self._waiting += 1
+            return False
+        if not self._started:
+            asyncio.get_running_loop().call_soon(self._turn)
+        self._started += 1
+        begin()
+        return True
+
+    def expected_wait_s(self, client: str) -> float:
+        """Return the seconds until a request of a client that arrives now starts."""
+        rate = self._rate.per_s
+        if not self._waiting or not rate or time.monotonic() - self._measured > _RATE_LASTS_S:
+            return 0.0
+        own = len(self._lines.get(client, ())) + 1
+        clients = len(self._lines) + (own == 1)
+        return min(self._waiting, own * clients) / rate
+
+    def _turn(self) -> None:
+        """Start the requests of the next turn."""
+        self._started = 0
+        if not self._waiting:
+            return
+        while self._waiting and self._started < _PER_TURN:
+            client, line = next(iter(self._lines.items()))
+            begin = line.popleft()
+            del self._lines[client]
+            if line:
+                self._lines[client] = line  # behind the other clients
+            self._waiting -= 1
+            self._started += 1
+            begin()
+        self._measured = time.monotonic()
+        self._rate.batch_ended(self._measured, self._started, waiting=self._waiting > 0)
+        asyncio.get_running_loop().call_soon(self._turn)
+
+
+# ---- the gate ------------------------------------------------------------------------------------
 
 
 class Gate:
@@ -76,33 +139,23 @@ class Gate:
     Args:
         routes: route, as in `Paths` -> the served models, the default first.
         error_bytes: writes the body of a refusal.
-        limits: the limits of waiting.
+        max_wait_s: longest expected wait of a request that states no time limit; 0: no limit.
         starts: the requests of the process that have not started.
         promises: when refused requests of the process may come back.
-        callers: names the clients of requests.
-        metrics: records refusals.
-        access_log: logs refusals.
+        recorder: records refusals.
     """
 
     def __init__(
         self,
         routes: Mapping[str, Sequence[GateModel]],
         error_bytes: ErrorBytes,
-        limits: GateLimits,
+        max_wait_s: float,
         starts: Starts,
         promises: Promises,
-        callers: Callers,
-        metrics: Metrics,
-        access_log: AccessLog,
+        recorder: Recorder,
     ) -> None:
-        self._routes = routes
-        self._paths = Paths(routes)
-        self._limits = limits
-        self._starts, self._promises = starts, promises
-        self._callers = callers
-        self._metrics, self._access_log = metrics, access_log
-        # (client, line) -> tokens of requests whose handlers wait to run
-        self._unstarted: dict[tuple[str, LineKey], int] = {}
+        self._routes, self._max_wait_s = routes, max_wait_s
+        self._starts, self._promises, self._recorder = starts, promises, recorder
 
         @lru_cache(4096)
         def answer(path: str, message: str, retry_after_s: int) -> bytes:
@@ -115,86 +168,91 @@ class Gate:
 
         self._answer = answer
 
-    def refusal(self, scope: Scope) -> bytes | None:
+    def refusal(self, request: RequestRecord) -> bytes | None:
         """Return the response that refuses a request; None admits the request.
 
         Args:
-            scope: a POST request whose headers have arrived.
+            request: a POST request whose headers have arrived.
         """
-        path = self._paths.route(scope["path"])
-        if path is None or not (served := self._routes[path]):
+        route = request.route
+        if route is None or not (served := self._routes.get(route)):
             return None
-        client = self._callers.name(scope)
-        tokens = 1 + _content_length(scope) // _BYTES_PER_TOKEN
-        try:
-            stated_s = timeout_s(scope, self._limits.max_timeout_s)
-        except InvalidRequest:  # the handler writes that error
-            self._admit(scope, client, LineKey.of(tokens, None), tokens)
-            return None
+        client, stated_s = request.client, request.stated_s
+        tokens = 1 + (request.length or 0) // _BYTES_PER_TOKEN
         line = LineKey.of(tokens, stated_s)
-        unstarted = self._unstarted.get((client, line), 0)
+        if request.limit_problem:  # the handler writes that error
+            self._starts.admit(request, line, tokens)
+            return None
+        unstarted = self._starts.unsubmitted[client, line]
         wait, model = min(
             (each.queue.expected_wait(client, tokens, stated_s, unstarted), each.reference)
             for each in served
         )
         key = PromiseKey(model, client, line.patience)
         wait_s = wait.seconds + self._starts.expected_wait_s(client)
-        limit_s = longest_wait_s(stated_s, self._limits.max_wait_s)
+        limit_s = longest_wait_s(stated_s, self._max_wait_s)
         now = time.monotonic()
         admitted_s = limit_s / 2 if self._promises.outstanding(key, now) else limit_s
         if wait_s <= admitted_s or served[0].queue.draining:
-            self._admit(scope, client, line, tokens)
+            self._starts.admit(request, line, tokens)
             return None
-        if not is_first_try(scope) and self._promises.redeem(key, now):
-            scope[RETURNING] = True
-            self._admit(scope, client, line, tokens)
+        if not is_first_try(request.headers) and self._promises.redeem(key, now):
+            request.is_returning = True
+            self._starts.admit(request, line, tokens)
             return None
         after_s = self._promises.promise(key, now, wait_s - admitted_s, wait.per_request_s)
-        identity = request_id(scope)
-        self._record(path, model, identity)
+        request.model, request.error = model, Overloaded.__name__
+        request.rejection = Rejection.WAIT
+        self._recorder.add(request, 429)
         message = (
             too_long(round(wait_s, 1), limit_s)
             if wait_s > limit_s
             else "requests that were refused before go first"
         )
-        answer = self._answer(path, message, math.ceil(after_s))
+        answer = self._answer(route, message, math.ceil(after_s))
         headers = b"\r\nretry-after-ms: %d\r\nx-request-id: %s\r\n\r\n"
-        return answer.replace(b"\r\n\r\n", headers % (math.ceil(after_s * 1000), identity), 1)
-
-    def _admit(self, scope: Scope, client: str, line: LineKey, tokens: int) -> None:
-        """Let a request pass, and count its tokens until its handler begins."""
-        self._unstarted[client, line] = self._unstarted.get((client, line), 0) + tokens
-        scope[_PASSED] = partial(self._started, client, line, tokens)
-        scope[CLIENT] = client
-
-    def _started(self, client: str, line: LineKey, tokens: int) -> None:
-        self._unstarted[client, line] -= tokens
-        if not self._unstarted[client, line]:
-            del self._unstarted[client, line]
-
-    def _record(self, path: str, model: str, identity: bytes) -> None:
-        self._metrics.observe_request(path, model, 429, 0.0)
-        self._metrics.observe_rejection(Rejection.WAIT)
-        self._access_log.add(
-            AccessRecord(
-                time.time(), identity.decode(), "POST", path, model, 429, 0.0, None, "Overloaded"
-            )
-        )
+        filled = headers % (math.ceil(after_s * 1000), request.identity)
+        return answer.replace(b"\r\n\r\n", filled, 1)
 
 
-def note_start(scope: Scope) -> None:
-    """Note that the handler of a request begins, and will submit the request.
+# ---- paths ---------------------------------------------------------------------------------------
 
-    The headers of hundreds of requests may arrive in one turn of the event loop, before the handler
-    of the first one runs.
+
+def sent_path(target: bytes) -> str:
+    """Return the path of a request as it was sent.
+
+    Args:
+        target: the target of the request line, for example ``/embed?x`` or ``http://host/embed``.
+
+    Raises:
+        httptools.HttpParserError: the target is no URL.
     """
-    if (started := scope.pop(_PASSED, None)) is not None:
-        started()
+    path: bytes = httptools.parse_url(target).path
+    return path.decode("ascii")
 
 
-def _content_length(scope: Scope) -> int:
-    """Return the bytes of a request's body; 0 if the headers do not say so."""
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            return int(value) if value.isdigit() and len(value) < 16 else 0
-    return 0
+class Paths:
+    """The paths of a set of routes.
+
+    A path is never decoded: ``/%65mbed`` is another path than ``/embed``, and no route. So whatever
+    reads the path (the gate, the access control, the router, the metrics, and a proxy's rules
+    before them) reads the same one.
+
+    Args:
+        routes: paths of routes. A part in braces stands for any text without a slash.
+    """
+
+    def __init__(self, routes: Iterable[str]) -> None:
+        self._routes = frozenset(routes)
+        self._patterns = {route: _pattern(route) for route in self._routes if "{" in route}
+
+    def route(self, path: str) -> str | None:
+        """Return the route of a path; None if there is none."""
+        if path in self._routes:
+            return path
+        return next((route for route, p in self._patterns.items() if p.fullmatch(path)), None)
+
+
+def _pattern(route: str) -> re.Pattern[str]:
+    parts = re.split(r"\{.*?\}", route)
+    return re.compile("[^/]+".join(map(re.escape, parts)))

@@ -32,8 +32,8 @@ _MAX_FILE_BYTES = 1_000_000
 _BEARER = b"bearer "
 
 
-class Scope(StrEnum):
-    """What a key allows."""
+class Permission(StrEnum):
+    """What a key allows: a scope in the file of keys."""
 
     INFERENCE = "inference"
     METRICS = "metrics"
@@ -46,7 +46,7 @@ class KeyEntry(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    scopes: Annotated[list[Annotated[Scope, Field(strict=False)]], Field(min_length=1)]
+    scopes: Annotated[list[Annotated[Permission, Field(strict=False)]], Field(min_length=1)]
     requests_per_minute: Annotated[int, Field(ge=1)] | None = None
 
 
@@ -149,7 +149,7 @@ class Keys:
             log.error("the old keys stay: %s", error)
 
 
-def check_scope(key: Key | None, scope: Scope) -> None:
+def check_key(key: Key | None, needed: Permission) -> None:
     """Raise unless a key allows a request, and count the request.
 
     Raises:
@@ -159,8 +159,8 @@ def check_scope(key: Key | None, scope: Scope) -> None:
     """
     if key is None:
         raise Unauthorized("send a key of this server: Authorization: Bearer KEY")
-    if scope not in key.entry.scopes:
-        raise Forbidden(f"the key {key.name} lacks the scope {scope}")
+    if needed not in key.entry.scopes:
+        raise Forbidden(f"the key {key.name} lacks the scope {needed}")
     key.count(time.monotonic())
 
 

@@ -3,16 +3,35 @@
 A request needs memory in proportion to its body: for the parsed texts, their tokens and their
 encodings. Its answer needs memory until the client has read it. docs/reliability.md has what was
 measured.
+
+Bodies and answers are transfers, and one that is too slow is ended. A transfer must move `RATE`
+bytes per second, and `HURRIED_RATE` while others wait for the memory that its client holds. Each
+rate has a time of grace: a transfer may stand still for that long, and gains the time back by
+moving faster, as with Apache's mod_reqtimeout.
 """
 
 import asyncio
 from collections import Counter
 from dataclasses import dataclass
+from typing import Protocol
 
 from cloze.service.core import Overloaded, Rejection
 
 SMALL_BYTES = 65_536
 """Bodies and answers up to this size are not counted; the number of connections bounds them."""
+
+RATE = 1_000
+GRACE_S = 10.0
+HURRIED_RATE = 65_536
+HURRIED_GRACE_S = 1.0
+
+_TICK_S = 0.25
+
+_WRITERS = 3
+"""Most large answers that are decoded, written, or wait for room, at once; of one client two.
+
+Decoding needs the interpreter, so more of them at once would need more memory and no less time.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -205,3 +224,197 @@ class MemoryLimit:
         self._leave(waiter)
         if not waiter.decided.done():
             waiter.decided.set_exception(self._refusal(waiter))
+
+
+# ---- transfers -----------------------------------------------------------------------------------
+
+
+class Transfer(Protocol):
+    """A body or an answer on its way."""
+
+    @property
+    def holder(self) -> str | None:
+        """The client whose memory the transfer holds; None: it holds none."""
+        ...
+
+    def moved_bytes(self) -> int | None:
+        """Return the bytes since the last call; None: the transfer waits for this server."""
+        ...
+
+    def slowed(self) -> None:
+        """Note that the transfer is slower than `HURRIED_RATE`."""
+        ...
+
+    def end_slow(self) -> None:
+        """End the transfer, which is too slow."""
+        ...
+
+
+@dataclass(slots=True)
+class _Grace:
+    """For how many seconds a transfer may stand still, by each of the rates."""
+
+    seconds: float = GRACE_S
+    hurried_s: float = HURRIED_GRACE_S
+
+
+class Pace:
+    """The transfers of one process that take longer than a moment.
+
+    Args:
+        memory: the memory that the transfers hold.
+    """
+
+    def __init__(self, memory: MemoryLimit) -> None:
+        self._memory = memory
+        self._transfers: dict[Transfer, _Grace] = {}
+        self._ticking = False
+
+    def add(self, transfer: Transfer) -> None:
+        """Begin to watch a transfer."""
+        self._transfers[transfer] = _Grace()
+        if not self._ticking:
+            self._ticking = True
+            asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+
+    def remove(self, transfer: Transfer) -> None:
+        """End the watch of a transfer, which may have none."""
+        self._transfers.pop(transfer, None)
+
+    def _tick(self) -> None:
+        """End the transfers that are too slow. A late tick counts as one tick."""
+        crowding: set[str | None] = {*self._memory.crowding()}
+        for transfer, grace in list(self._transfers.items()):
+            if (moved := transfer.moved_bytes()) is None:
+                continue
+            grace.seconds = min(GRACE_S, grace.seconds + moved / RATE - _TICK_S)
+            gained_s = moved / HURRIED_RATE - _TICK_S
+            grace.hurried_s = max(0.0, min(HURRIED_GRACE_S, grace.hurried_s + gained_s))
+            if not grace.hurried_s:
+                transfer.slowed()
+            if grace.seconds <= 0 or (not grace.hurried_s and transfer.holder in crowding):
+                transfer.end_slow()
+        self._ticking = bool(self._transfers)
+        if self._ticking:
+            asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+
+
+# ---- answers -------------------------------------------------------------------------------------
+
+
+class Reader(Protocol):
+    """A connection whose client reads an answer."""
+
+    def unread_bytes(self) -> int:
+        """Return how many bytes of answers wait in this process."""
+        ...
+
+    def unsent_bytes(self) -> int:
+        """Return how many bytes of answers wait in this process and in the kernel."""
+        ...
+
+    def end(self, reason: str) -> None:
+        """Close the connection."""
+        ...
+
+
+class _Unread:
+    """The answers that a connection has still to read.
+
+    Args:
+        reader: the connection.
+        holder: the client of its first answer.
+    """
+
+    def __init__(self, reader: Reader, holder: str) -> None:
+        self.holder = holder
+        self.holds: list[Hold] = []
+        self._reader = reader
+        self._left = 0
+
+    def add(self, hold: Hold) -> None:
+        """Note that a further answer waits for the client."""
+        self.holds.append(hold)
+        self._left = self._reader.unsent_bytes()
+
+    def moved_bytes(self) -> int:
+        """Return the bytes that the client has read since the last call; see `Transfer`."""
+        before, self._left = self._left, self._reader.unsent_bytes()
+        return max(0, before - self._left)
+
+    def slowed(self) -> None:
+        """Do nothing: an unread answer holds its bytes; see `Transfer`."""
+
+    def end_slow(self) -> None:
+        """Close the connection; see `Transfer`."""
+        self._reader.end("it reads its answer too slowly")
+
+
+class UnreadAnswers:
+    """The answers of one process that are written or not yet read.
+
+    Args:
+        most: bytes of all large answers; one client has half of them at most.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._memory = MemoryLimit("unread answers", most)
+        self._writers = MemoryLimit("large answers", _WRITERS)
+        self._pace = Pace(self._memory)
+        self._unread: dict[Reader, _Unread] = {}
+
+    async def begin(self, client: str) -> Hold:
+        """Wait until a large answer may be decoded and written; `done` must follow."""
+        turn = Hold(client)
+        await self._writers.grow(turn, 1)
+        return turn
+
+    def done(self, turn: Hold) -> None:
+        """Note that a large answer is written and held, or given up."""
+        self._writers.shrink(turn)
+
+    async def hold(self, client: str, size: int, *, waits: bool) -> Hold | None:
+        """Hold the bytes of an answer until `sent`.
+
+        Args:
+            client: the client that gets the answer.
+            size: the bytes.
+            waits: whether to wait for room.
+
+        Returns:
+            What the answer holds; None for a small answer.
+        """
+        if size <= SMALL_BYTES:
+            return None
+        hold = Hold(client)
+        if waits:
+            await self._memory.grow(hold, size)
+        else:
+            self._memory.grow_now(hold, size)
+        return hold
+
+    def sent(self, reader: Reader | None, hold: Hold) -> None:
+        """Release the bytes of an answer when the client has read it.
+
+        Args:
+            reader: the connection; None: it is closed.
+            hold: what `hold` returned.
+        """
+        if reader is None or not reader.unread_bytes():
+            self._memory.shrink(hold)
+            return
+        if (unread := self._unread.get(reader)) is None:
+            unread = self._unread[reader] = _Unread(reader, hold.client)
+            self._pace.add(unread)
+        unread.add(hold)
+
+    def was_read(self, reader: Reader) -> None:
+        """Note that a client has read its answers, or that its connection is closed."""
+        if (unread := self._unread.pop(reader, None)) is not None:
+            self._pace.remove(unread)
+            for hold in unread.holds:
+                self._memory.shrink(hold)
+
+    def is_reading(self, reader: Reader) -> bool:
+        """Whether a client still has to read an answer; it is closed if it stops."""
+        return reader in self._unread

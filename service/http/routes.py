@@ -1,4 +1,4 @@
-"""A route: its path, its handler and its documentation."""
+"""A route: its path, its handler and its documentation; the way to the handlers of POST routes."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,8 +7,13 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cloze.service.core import ServiceError
+from cloze.service.http.access import Access
 from cloze.service.http.gate import GateModel
+from cloze.service.http.record import RECORD
+from cloze.service.http.recorder import Respond
 
 JSON = "application/json"
 RAW = "application/octet-stream"
@@ -89,3 +94,36 @@ class Route:
     handler: Handler
     doc: RouteDoc
     models: Sequence[GateModel] | None = None
+
+
+class DirectRoutes:
+    """The ASGI application of all routes, which calls the handlers of POST routes without a router.
+
+    `docs/decisions/0007` has the measured difference.
+
+    Args:
+        router: answers all other requests.
+        handlers: the handlers of POST routes by path.
+        access: decides who may send a request.
+        respond: returns the response to a `ServiceError` of a handler.
+    """
+
+    def __init__(
+        self, router: ASGIApp, handlers: Mapping[str, Handler], access: Access, respond: Respond
+    ) -> None:
+        self._router, self._handlers = router, handlers
+        self._access, self._respond = access, respond
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        request = Request(scope, receive)
+        handler = self._handlers.get(scope["path"]) if scope["method"] == "POST" else None
+        try:
+            self._access.check(scope[RECORD])
+            if handler is None:
+                await self._router(scope, receive, send)
+                return
+            response = await handler(request)
+        except ServiceError as error:
+            response = await self._respond(request, error)
+        await response(scope, receive, send)

@@ -15,21 +15,23 @@ from starlette.requests import Request
 from cloze.service.core import (
     ClientGone,
     DeadlineExceeded,
+    InvalidRequest,
     Overloaded,
     Rejection,
-    RequestTerms,
     ServiceError,
     SlowRequest,
+    Submission,
 )
-from cloze.service.http.answers import Answers
-from cloze.service.http.caller import Callers, timeout_s
-from cloze.service.http.gate import ARRIVED, RETURNING
-from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit
-from cloze.service.http.pace import HURRIED_RATE, RATE, Pace
-from cloze.service.tracing import TRACE
-
-ANSWER_BYTES = "cloze.answer_bytes"
-"""Key of a scope: what the request's answer holds; see `Answers.hold`."""
+from cloze.service.http.memory_limit import (
+    HURRIED_RATE,
+    RATE,
+    SMALL_BYTES,
+    Hold,
+    MemoryLimit,
+    Pace,
+    UnreadAnswers,
+)
+from cloze.service.http.record import RECORD, RequestRecord
 
 _TICK_S = 0.05
 """Age in seconds from which a request has a timer and a watcher of its own."""
@@ -43,11 +45,11 @@ class WatchedRequest:
         request: the request.
 
     Attributes:
+        record: what is noted of the request.
         timeout_s: longest time of each phase, in seconds.
         deadline: `time.monotonic` time at which the current phase ends. The first phase reads the
             body. The second phase begins with `body_complete`.
         received_bytes: number of bytes of the body that have arrived.
-        client: the client that sent the request.
 
     Raises:
         SlowRequest: the body did not arrive in time, or arrives too slowly.
@@ -56,40 +58,15 @@ class WatchedRequest:
         ClientGone: the client closed its connection after it had sent its body.
     """
 
-    __slots__ = (
-        "_error",
-        "_hold",
-        "_is_old",
-        "_is_slow",
-        "_moved",
-        "_reading",
-        "_receive",
-        "_returning",
-        "_stated_s",
-        "_task",
-        "_timer",
-        "_trace",
-        "_turn",
-        "_waits",
-        "_watch",
-        "_watcher",
-        "client",
-        "deadline",
-        "received_bytes",
-        "started",
-        "timeout_s",
-    )
-
     def __init__(self, watch: "RequestWatch", request: Request) -> None:
         self._watch = watch
         self._receive = request.receive
-        self._stated_s = timeout_s(request.scope, watch.max_timeout_s)
-        self._returning: bool = request.scope.get(RETURNING, False)
-        self.client = watch.callers.name(request.scope)
-        self._trace: str = request.scope.get(TRACE, "")
-        self.timeout_s = watch.timeout_s if self._stated_s is None else self._stated_s
-        self.started = request.scope.get(ARRIVED) or time.monotonic()
-        self.deadline = self.started + self.timeout_s
+        self.record: RequestRecord = request.scope[RECORD]
+        if self.record.limit_problem:
+            raise InvalidRequest(self.record.limit_problem)
+        stated_s = self.record.stated_s
+        self.timeout_s = watch.timeout_s if stated_s is None else stated_s
+        self.deadline = self.record.arrived + self.timeout_s
         self.received_bytes = 0
         self._hold: Hold | None = None  # of the memory of bodies
         self._turn: Hold | None = None  # to write a large answer
@@ -129,22 +106,25 @@ class WatchedRequest:
                 raise self._error from None
 
     @property
-    def terms(self) -> RequestTerms:
-        """The terms on which the request waits for the engine."""
-        return RequestTerms(
-            self.deadline, self.client, self._stated_s, self._trace, self._returning
+    def terms(self) -> Submission:
+        """What the request submits, without its encodings."""
+        record = self.record
+        return Submission(
+            self.deadline,
+            client=record.client,
+            timeout_s=record.stated_s,
+            trace=record.trace.parent if record.trace is not None else "",
+            returning=record.is_returning,
         )
 
     async def begin_answer(self) -> None:
-        """Wait until a large answer may be decoded; see `Answers.begin`."""
-        self._turn = await self._watch.answers.begin(self.client)
+        """Wait until a large answer may be decoded; see `UnreadAnswers.begin`."""
+        self._turn = await self._watch.answers.begin(self.record.client)
 
-    async def hold_answer(self, request: Request, size: int) -> None:
-        """Hold the memory of an answer until its client has read it; see `Answers`."""
+    async def hold_answer(self, size: int) -> None:
+        """Hold the memory of an answer until its client has read it; see `UnreadAnswers`."""
         waits = self._turn is not None
-        hold = await self._watch.answers.hold(self.client, size, waits=waits)
-        if hold is not None:
-            request.scope[ANSWER_BYTES] = hold
+        self.record.hold = await self._watch.answers.hold(self.record.client, size, waits=waits)
 
     # ---- the body -------------------------------------------------------------------------------
 
@@ -175,7 +155,7 @@ class WatchedRequest:
         if size <= SMALL_BYTES:
             return
         if self._hold is None:
-            self._hold = Hold(self.client)
+            self._hold = Hold(self.record.client)
         self._waits = True
         try:
             await self._watch.bodies.grow(self._hold, size)
@@ -190,7 +170,7 @@ class WatchedRequest:
     @property
     def holder(self) -> str | None:
         """The client, if the body holds memory; see `Transfer`."""
-        return self.client if self._hold is not None and self._hold.size else None
+        return self.record.client if self._hold is not None and self._hold.size else None
 
     def moved_bytes(self) -> int | None:
         """Return the bytes of the body since the last call; see `Transfer`."""
@@ -265,8 +245,6 @@ class RequestWatch:
 
     Args:
         timeout_s: longest time of each phase of a request that states none, in seconds.
-        max_timeout_s: longest time that a request may state, in seconds.
-        callers: names the clients of requests.
         bodies: bounds the memory of bodies; None: nothing does.
         answers: bounds the memory of answers; None: nothing does.
     """
@@ -274,15 +252,12 @@ class RequestWatch:
     def __init__(
         self,
         timeout_s: float,
-        max_timeout_s: float,
-        callers: Callers,
         bodies: MemoryLimit | None = None,
-        answers: Answers | None = None,
+        answers: UnreadAnswers | None = None,
     ) -> None:
-        self.timeout_s, self.max_timeout_s = timeout_s, max_timeout_s
-        self.callers = callers
+        self.timeout_s = timeout_s
         self.bodies = bodies or MemoryLimit("bodies", sys.maxsize)
-        self.answers = answers or Answers(sys.maxsize)
+        self.answers = answers or UnreadAnswers(sys.maxsize)
         self.arriving = Pace(self.bodies)
         self._young: dict[WatchedRequest, None] = {}  # in the order of their start
         self._ticking = False
@@ -313,7 +288,7 @@ class RequestWatch:
         """Give the requests that are older than a tick timers of their own."""
         newest = time.monotonic() - _TICK_S
         for request in list(self._young):
-            if request.started > newest:
+            if request.record.arrived > newest:
                 break
             del self._young[request]
             request.grow_old()

@@ -1,6 +1,6 @@
 """The metrics of the service, in Prometheus's formats; the only importer of prometheus_client."""
 
-from cloze.service.metrics.metrics import Metrics, ModelInfo, QueueState, ScrapeSource
+from cloze.service.metrics.metrics import Metrics, ModelInfo, ScrapeSource
 from cloze.service.metrics.processes import (
     ProcessRestarts,
     forget_other_models,
@@ -13,7 +13,6 @@ __all__ = [
     "Metrics",
     "ModelInfo",
     "ProcessRestarts",
-    "QueueState",
     "ScrapeSource",
     "forget_other_models",
     "forget_process",

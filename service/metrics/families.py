@@ -5,7 +5,7 @@ The label values are bounded: known routes, served models, HTTP statuses, and th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
@@ -25,6 +25,9 @@ _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 _PARTS = ("tokenize", "queue", "inference")
 MODEL = ("model", "version")
 """Labels of a served model: its name, and its version in the store."""
+
+
+_Family = TypeVar("_Family", Counter, Histogram)
 
 
 def model_labels(reference: str) -> tuple[str, str]:
@@ -66,6 +69,7 @@ class Families:
 
     def __init__(self, registry: CollectorRegistry | None) -> None:
         self._registry = registry
+        self._of_models: list[Counter | Histogram] = []
         self.requests = self._counter(
             "cloze_requests", "Answered requests.", ("route", *MODEL, "status")
         )
@@ -103,16 +107,18 @@ class Families:
         self._truncated = self._counter(
             "cloze_truncated_texts", "Texts cut to the model's limit.", MODEL
         )
-        self._of_models: tuple[Counter | Histogram, ...] = (
-            self.requests,
-            self.durations,
-            self._parts,
-            self._batches,
-            self._batch_sequences,
-            self._batch_tokens,
-            self._batch_seconds,
-            self._tokens,
-            self._truncated,
+        # Of processes that share a folder, a scrape adds up the gauges of those that live.
+        self.queue_tokens = self._gauge(
+            "cloze_queue_tokens", "Tokens that wait for a worker.", MODEL
+        )
+        self.backlog = self._gauge(
+            "cloze_queue_backlog_seconds",
+            "Time in which all that waits for a worker will have started.",
+            MODEL,
+            "livemax",
+        )
+        self.in_flight = self._gauge(
+            "cloze_requests_in_flight", "Requests that have arrived and are not answered."
         )
 
     def of_model(self, reference: str) -> ModelSeries:
@@ -137,32 +143,23 @@ class Families:
     def _histogram(
         self, name: str, text: str, labels: Sequence[str], buckets: Sequence[float]
     ) -> Histogram:
-        return Histogram(name, text, labels, buckets=buckets, registry=self._registry)
+        family = Histogram(name, text, labels, buckets=buckets, registry=self._registry)
+        return self._noted(family, labels)
 
     def _counter(self, name: str, text: str, labels: Sequence[str]) -> Counter:
-        return Counter(name, text, labels, registry=self._registry)
+        return self._noted(Counter(name, text, labels, registry=self._registry), labels)
 
+    def _noted(self, family: _Family, labels: Sequence[str]) -> _Family:
+        """Note whether a family has series of models, and return it."""
+        if set(MODEL) <= set(labels):
+            self._of_models.append(family)
+        return family
 
-class SharedGauges:
-    """The gauges of processes that share a folder; a scrape adds up those of live processes."""
-
-    def __init__(self) -> None:
-        def gauge(
-            name: str,
-            text: str,
-            labels: Sequence[str] = (),
-            mode: Literal["livesum", "livemax"] = "livesum",
-        ) -> Gauge:
-            return Gauge(name, text, labels, registry=None, multiprocess_mode=mode)
-
-        self.queue_tokens = gauge(QUEUE_TOKENS, QUEUE_TOKENS_TEXT, MODEL)
-        self.backlog = gauge(BACKLOG, BACKLOG_TEXT, MODEL, "livemax")
-        self.in_flight = gauge(IN_FLIGHT, IN_FLIGHT_TEXT)
-
-
-QUEUE_TOKENS = "cloze_queue_tokens"
-QUEUE_TOKENS_TEXT = "Tokens that wait for a worker."
-BACKLOG = "cloze_queue_backlog_seconds"
-BACKLOG_TEXT = "Time in which all that waits for a worker will have started."
-IN_FLIGHT = "cloze_requests_in_flight"
-IN_FLIGHT_TEXT = "Requests that have arrived and are not answered."
+    def _gauge(
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str] = (),
+        mode: Literal["livesum", "livemax"] = "livesum",
+    ) -> Gauge:
+        return Gauge(name, text, labels, registry=self._registry, multiprocess_mode=mode)

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 
 import uvloop
@@ -29,10 +28,9 @@ from cloze.service.core import (
     ServiceError,
     StartupError,
 )
-from cloze.service.metrics import Metrics, QueueState, write_as
+from cloze.service.metrics import Metrics, write_as
 from cloze.service.processes import frames
-from cloze.service.processes.channel import MAX_UNSENT_BYTES, Channel
-from cloze.service.processes.start import ChildConfig
+from cloze.service.processes.children import ChildConfig
 from cloze.service.served_models import (
     EngineCallbacks,
     EngineFactory,
@@ -49,7 +47,7 @@ _SENDING_S, _LONGEST_EXIT_S = 0.1, 1.0
 """Time to send the last answers of a process whose engine is dead."""
 
 
-class FrontEndChannel(Channel):
+class FrontEndChannel(frames.Channel):
     """The connection to one front end: admits its requests and sends their results.
 
     Args:
@@ -84,7 +82,7 @@ class FrontEndChannel(Channel):
         self._engine.closed(self)
 
     def _submit(self, run: frames.Run) -> None:
-        tokens = sum(map(len, run.encodings))
+        tokens = run.submission.tokens
         try:
             future = self._engine.submit(run)
         except ServiceError as error:
@@ -92,7 +90,7 @@ class FrontEndChannel(Channel):
             self.send(frames.encode_answer(frames.Answer(run.number, error, wait)))
             return
         self._pending[run.number] = future
-        terms = replace(run, encodings=())  # the callback need not keep these
+        terms = run._replace(submission=run.submission._replace(encodings=()))  # for the memory
         future.add_done_callback(partial(self._encode_answer, terms, tokens))
 
     def _encode_answer(self, run: frames.Run, tokens: int, future: Future[BatchResult]) -> None:
@@ -135,7 +133,7 @@ class EngineServer:
         self,
         models: Sequence[ServedModel],
         metrics: Metrics,
-        max_unsent_bytes: int = MAX_UNSENT_BYTES,
+        max_unsent_bytes: int = frames.MAX_UNSENT_BYTES,
     ) -> None:
         self._queues = [model.queue for model in models]
         self._references = [model.bundle.manifest.reference for model in models]
@@ -171,26 +169,18 @@ class EngineServer:
 
     def submit(self, run: frames.Run) -> Future[BatchResult]:
         """Admit a request; see `core.Queue`."""
-        future = self._queues[run.model].submit(
-            run.encodings,
-            run.deadline,
-            client=run.client,
-            timeout_s=run.timeout_s,
-            accepted=run.accepted,
-            returning=run.returning,
-            later_round=run.later_round,
-            trace=run.trace,
-        )
+        future = self._queues[run.model].submit(run.submission)
         self.observe_queue(run.model)
         return future
 
     def expected_wait(self, run: frames.Run, tokens: int) -> ExpectedWait:
         """Return the expected wait of a further request like a request of so many tokens."""
-        return self._queues[run.model].expected_wait(run.client, tokens, run.timeout_s)
+        terms = run.submission
+        return self._queues[run.model].expected_wait(terms.client, tokens, terms.timeout_s)
 
     def observe_queue(self, model: int) -> None:
         """Record how many tokens wait. Any thread may call this."""
-        self._metrics.observe_queue(self._references[model], queue_state(self._queues[model]))
+        self._metrics.observe_queue(self._references[model], self._queues[model].state)
 
     def opened(self, channel: FrontEndChannel) -> None:
         """Add a front end."""
@@ -200,11 +190,6 @@ class EngineServer:
         """Remove a front end that has disconnected."""
         self._channels.remove(channel)
         self._changed.set()
-
-
-def queue_state(queue: Queue) -> QueueState:
-    """Return the state of a queue."""
-    return QueueState(queue.queued_tokens, queue.backlog_s)
 
 
 class BatchObserver:
@@ -224,7 +209,7 @@ class BatchObserver:
     def on_batch(self, reference: str, report: BatchReport) -> None:
         """Record a batch. Called on a worker thread."""
         self._metrics.observe_batch(reference, report)
-        self._metrics.observe_queue(reference, queue_state(self.queues[reference]))
+        self._metrics.observe_queue(reference, self.queues[reference].state)
 
 
 async def run_engines(config: ChildConfig, make_engine: EngineFactory | None) -> None:

@@ -1,4 +1,4 @@
-"""The messages between front ends and engine processes, in MessagePack.
+"""The messages between front ends and engine processes, in MessagePack, over a Unix stream socket.
 
 Both sides are processes of one release on one machine: messages carry no version, and the byte
 order is the machine's. Requests and results of any head cross without code of their own: they are
@@ -8,14 +8,19 @@ A peer is one of our own processes. So a malformed message is a fault of a proce
 error for all of them, `MalformedMessage`: the receiver closes the connection.
 
 To an engine: `Run` and `Cancel`. To a front end: `Greeting`, which is the engine's first message,
-and `Answer`.
+and `Answer`. A `Channel` sends and receives messages. On the wire, the length of a message in
+bytes, as an unsigned 32-bit integer, precedes it. The end of the stream is the death of the peer.
 """
 
+import asyncio
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import struct
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -24,7 +29,17 @@ from numpy.typing import NDArray
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS
 from cloze.service import core
-from cloze.service.core import NO_WAIT, BatchResult, ExpectedWait, ServiceError
+from cloze.service.core import NO_WAIT, BatchResult, ExpectedWait, ServiceError, Submission
+
+log = logging.getLogger("cloze")
+
+MAX_MESSAGE_BYTES = 2**30
+"""A longer message is malformed. The largest request that the defaults admit has 9 MB."""
+
+MAX_UNSENT_BYTES = 2**28
+"""What a peer may leave unread: about 40 of the largest results that the defaults admit."""
+
+_PREFIX = struct.Struct("=I")  # the length of a message
 
 _REQUESTS = {name: msgspec.msgpack.Decoder(head.request) for name, head in HEADS.items()}
 _FIELDS = {name: [field.name for field in fields(head.result)] for name, head in HEADS.items()}
@@ -34,7 +49,6 @@ _ERRORS = {
     for name, kind in vars(core).items()
     if isinstance(kind, type) and issubclass(kind, ServiceError)
 }
-_RUN = "run"
 
 _Index = Annotated[int, msgspec.Meta(ge=0)]
 _Length = Annotated[int, msgspec.Meta(ge=1)]
@@ -47,33 +61,18 @@ class MalformedMessage(ValueError):
     """The peer sent a message that this module does not write."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """A request of a front end.
 
     Attributes:
         number: chosen by the front end, for the answer.
-        deadline: `time.monotonic` time, which all processes of a machine share.
         model: index of the served model.
-        accepted: whether the request arrived before a drain.
-        encodings: at least one.
-        later_round: whether the request was admitted in an earlier round.
-        client: the client of the request, for fair shares.
-        timeout_s: the time limit that the request states; None: it states none.
-        trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
-        returning: whether the request comes back when a refusal said so.
+        submission: what the request submits.
     """
 
     number: int
-    deadline: float
     model: int
-    accepted: bool
-    encodings: Sequence[Encoding]
-    later_round: bool = False
-    client: str = ""
-    timeout_s: float | None = None
-    trace: str = ""
-    returning: bool = False
+    submission: Submission
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,21 +109,19 @@ class Cancel(msgspec.Struct, tag="cancel", array_like=True, frozen=True):
     number: int
 
 
-class _Run(msgspec.Struct, tag=_RUN, array_like=True, gc=False):
-    number: int
-    deadline: float
-    model: _Index
-    accepted: bool
+class _Encodings(msgspec.Struct, array_like=True, gc=False):
     lengths: Annotated[list[_Length], msgspec.Meta(min_length=1)]
     requests: list[dict[str, msgspec.Raw]]  # the distinct ones
     request_of: list[_Index]  # index into `requests`, per encoding
     input_ids: memoryview
     token_type_ids: memoryview
-    later_round: bool
-    client: str
-    timeout_s: float | None
-    trace: str
-    returning: bool
+
+
+class _Run(msgspec.Struct, tag="run", array_like=True, gc=False):
+    number: int
+    model: _Index
+    submission: Submission  # without its encodings
+    encodings: _Encodings
 
 
 class _Column(msgspec.Struct, array_like=True, gc=False):
@@ -168,29 +165,8 @@ def encode(message: Greeting | Cancel) -> bytes:
 
 def encode_run(run: Run) -> bytes:
     """Return the message of a request."""
-    encodings = run.encodings
-    distinct: dict[int, tuple[int, Mapping[str, Any]]] = {}  # by identity: encodings share them
-    request_of = [
-        distinct.setdefault(id(e.requests), (len(distinct), e.requests))[0] for e in encodings
-    ]
-    message = [  # as `_Run`, whose requests are not encoded yet
-        _RUN,
-        run.number,
-        run.deadline,
-        run.model,
-        run.accepted,
-        [len(encoding) for encoding in encodings],
-        [requests for _, requests in distinct.values()],
-        request_of,
-        np.concatenate([encoding.input_ids for encoding in encodings]).data,
-        np.concatenate([encoding.token_type_ids for encoding in encodings]).data,
-        run.later_round,
-        run.client,
-        run.timeout_s,
-        run.trace,
-        run.returning,
-    ]
-    return _encoder.encode(message)
+    terms = run.submission._replace(encodings=())
+    return _encoder.encode(_Run(run.number, run.model, terms, _pack(run.submission.encodings)))
 
 
 def encode_answer(answer: Answer) -> bytes:
@@ -223,37 +199,42 @@ def decode_request(message: memoryview | bytes) -> Run | Cancel:
     """
     try:
         decoded = _to_engine.decode(message)
-        return decoded if isinstance(decoded, Cancel) else _run(decoded)
+        if isinstance(decoded, Cancel):
+            return decoded
+        submission = decoded.submission._replace(encodings=_unpack(decoded.encodings))
+        return Run(decoded.number, decoded.model, submission)
     except _MALFORMED as error:
         raise _malformed(error) from error
 
 
-def _run(decoded: _Run) -> Run:
-    ids = np.frombuffer(decoded.input_ids, np.int32)
-    types = np.frombuffer(decoded.token_type_ids, np.int32)
-    ends = list(accumulate(decoded.lengths, initial=0))
+def _pack(encodings: Sequence[Encoding]) -> _Encodings:
+    distinct: dict[int, tuple[int, Any]] = {}  # by identity: encodings share them
+    request_of = [
+        distinct.setdefault(id(e.requests), (len(distinct), e.requests))[0] for e in encodings
+    ]
+    return _Encodings(
+        [len(encoding) for encoding in encodings],
+        [requests for _, requests in distinct.values()],
+        request_of,
+        np.concatenate([encoding.input_ids for encoding in encodings]).data,
+        np.concatenate([encoding.token_type_ids for encoding in encodings]).data,
+    )
+
+
+def _unpack(packed: _Encodings) -> list[Encoding]:
+    ids = np.frombuffer(packed.input_ids, np.int32)
+    types = np.frombuffer(packed.token_type_ids, np.int32)
+    ends = list(accumulate(packed.lengths, initial=0))
     if not len(ids) == len(types) == ends[-1]:
         raise ValueError(f"{ends[-1]} tokens have {len(ids)} ids and {len(types)} types")
     requests = [
         {name: _REQUESTS[name].decode(raw) for name, raw in by_head.items()}
-        for by_head in decoded.requests
+        for by_head in packed.requests
     ]
-    encodings = [
+    return [
         Encoding(ids[first:end], types[first:end], requests[index])
-        for (first, end), index in zip(pairwise(ends), decoded.request_of, strict=True)
+        for (first, end), index in zip(pairwise(ends), packed.request_of, strict=True)
     ]
-    return Run(
-        decoded.number,
-        decoded.deadline,
-        decoded.model,
-        decoded.accepted,
-        encodings,
-        decoded.later_round,
-        decoded.client,
-        decoded.timeout_s,
-        decoded.trace,
-        decoded.returning,
-    )
 
 
 def decode_answer(message: memoryview | bytes) -> Greeting | Answer:
@@ -325,3 +306,90 @@ def _error(failed: _Fail) -> ServiceError:
 
 def _malformed(error: Exception) -> MalformedMessage:
     return MalformedMessage(f"{type(error).__name__}: {error}")
+
+
+class Channel(asyncio.Protocol, ABC):
+    """One connection at a time. All methods run on the event loop.
+
+    Args:
+        peer: a name of the other process, for the log.
+        max_unsent_bytes: a peer that leaves more unread is dropped.
+    """
+
+    def __init__(self, peer: str, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
+        self.peer = peer
+        self._max_unsent_bytes = max_unsent_bytes
+        self._transport: asyncio.Transport
+        self._partial: bytearray  # of a message whose end has not arrived
+        self._needed = _PREFIX.size  # bytes of that message
+
+    @abstractmethod
+    def received(self, message: memoryview) -> None:
+        """Handle a message. An exception drops the peer."""
+
+    @abstractmethod
+    def lost(self) -> None:
+        """Handle the end of the connection; called once."""
+
+    def send(self, message: bytes) -> None:
+        """Send a message without waiting. Drop the peer if too many bytes are unsent."""
+        if self._transport.is_closing():
+            return
+        unsent = self._transport.get_write_buffer_size()
+        if unsent > self._max_unsent_bytes:
+            self.drop(f"{unsent} bytes are unread, more than the limit of {self._max_unsent_bytes}")
+            return
+        self._transport.writelines([_PREFIX.pack(len(message)), message])
+
+    def drop(self, reason: str) -> None:
+        """Close the connection at once and discard what is unsent."""
+        log.error("the connection to %s is closed: %s", self.peer, reason)
+        self._transport.abort()
+
+    def close(self) -> None:
+        """Close the connection after what is unsent."""
+        self._transport.close()
+
+    # ---- asyncio.Protocol ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See `asyncio.Protocol`."""
+        self._partial = bytearray()
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        """See `asyncio.Protocol`."""
+        if self._partial:
+            log.warning("%s disconnected in the middle of a message", self.peer)
+        self.lost()
+
+    def data_received(self, data: bytes) -> None:
+        """See `asyncio.Protocol`."""
+        view = memoryview(data)
+        if self._partial:
+            self._partial += data
+            if len(self._partial) < self._needed:
+                return
+            view, self._partial = memoryview(self._partial), bytearray()
+        try:
+            rest = self._receive_all(view)
+        except Exception as error:  # the peer's next bytes cannot be trusted either
+            self.drop(f"a malformed message ({type(error).__name__}: {error})")
+            return
+        self._partial += rest
+
+    def _receive_all(self, data: memoryview) -> memoryview:
+        """Handle every complete message; return the beginning of the next one."""
+        while len(data) >= _PREFIX.size:
+            (length,) = _PREFIX.unpack_from(data)
+            if length > MAX_MESSAGE_BYTES:
+                raise ValueError(f"{length} bytes, more than the limit of {MAX_MESSAGE_BYTES}")
+            self._needed = _PREFIX.size + length
+            if len(data) < self._needed:
+                return data
+            self.received(data[_PREFIX.size : self._needed])
+            data = data[self._needed :]
+            if self._transport.is_closing():  # dropped while the message was handled
+                return data[:0]
+        self._needed = _PREFIX.size
+        return data

@@ -17,10 +17,9 @@ from cloze.service import server
 from cloze.service.app import front_end
 from cloze.service.core import StartupError
 from cloze.service.metrics import write_as
-from cloze.service.processes.generation import RETIRE
-from cloze.service.processes.reload_report import ask_supervisor
+from cloze.service.processes.children import RETIRE, ChildConfig
 from cloze.service.processes.remote import EngineLink, RemoteQueue
-from cloze.service.processes.start import ChildConfig
+from cloze.service.processes.supervisor import ask_supervisor
 from cloze.service.served_models import ServedModel, open_bundles
 
 _ENGINE_WAIT_S = 5.0

@@ -10,22 +10,22 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cloze.model_store.batch import Encoding
 from cloze.service.batching.lines import LineKey
 from cloze.service.core import (
     NO_WAIT,
     BatchResult,
     EngineDead,
     ExpectedWait,
+    QueueState,
     ServiceError,
     ShuttingDown,
+    Submission,
 )
 from cloze.service.processes import frames
-from cloze.service.processes.channel import Channel
 
 
 @dataclass(slots=True)
@@ -36,18 +36,16 @@ class _PendingRun:
         future: its future.
         run: the message that asks for it.
         message: the encoded message.
-        tokens: tokens of all encodings.
         sent: number of engine processes that got it.
     """
 
     future: Future[BatchResult]
     run: frames.Run
     message: bytes
-    tokens: int
     sent: int = 0
 
 
-class EngineLink(Channel):
+class EngineLink(frames.Channel):
     """This front end's connection to one engine process, and to the processes that replace it.
 
     Args:
@@ -101,45 +99,21 @@ class EngineLink(Channel):
             finally:
                 self.close()
 
-    def submit(
-        self,
-        model: int,
-        encodings: Sequence[Encoding],
-        deadline: float,
-        *,
-        client: str,
-        timeout_s: float | None,
-        accepted: bool,
-        returning: bool,
-        later_round: bool,
-        trace: str,
-    ) -> Future[BatchResult]:
+    def submit(self, model: int, submission: Submission) -> Future[BatchResult]:
         """Send a request; see `core.Queue`."""
         if self._closed:
             raise ShuttingDown("the server is shutting down")
-        tokens = sum(map(len, encodings))
+        tokens = submission.tokens
         if self.dead is not None and (
             not self.keeps_requests or self.tokens + tokens > self._MAX_KEPT_TOKENS
         ):
             raise EngineDead(f"the engine is dead: {self.dead}")
         future: Future[BatchResult] = Future()
-        number = next(self._numbers)
-        run = frames.Run(
-            number,
-            deadline,
-            model,
-            accepted,
-            encodings,
-            later_round,
-            client,
-            timeout_s,
-            trace,
-            returning,
-        )
-        pending = _PendingRun(future, run, frames.encode_run(run), tokens)
+        run = frames.Run(next(self._numbers), model, submission)
+        pending = _PendingRun(future, run, frames.encode_run(run))
         self.tokens += tokens
-        self._pending[number] = pending
-        future.add_done_callback(partial(self._forget, number, tokens))
+        self._pending[run.number] = pending
+        future.add_done_callback(partial(self._forget, run.number, tokens))
         if self.dead is None:
             self._send_run(pending)
         return future
@@ -169,9 +143,9 @@ class EngineLink(Channel):
             if (pending := self._pending.get(decoded.number)) is not None:  # else cancelled
                 if len(self._waits) >= self._MAX_WAITS:
                     self._waits.clear()
-                run = pending.run
-                line = LineKey.of(pending.tokens, run.timeout_s)
-                self._waits[run.model, run.client, line] = decoded.wait, time.monotonic()
+                _, model, submission = pending.run
+                line = LineKey.of(submission.tokens, submission.timeout_s)
+                self._waits[model, submission.client, line] = decoded.wait, time.monotonic()
                 _settle(pending.future, decoded.outcome)
         elif [model.reference for model in decoded.models] == self._references:
             self.models = decoded.models
@@ -211,7 +185,8 @@ class EngineLink(Channel):
             self._giving_up = None
         for pending in list(self._pending.values()):
             if pending.sent:
-                pending.message = frames.encode_run(replace(pending.run, later_round=True))
+                admitted = pending.run.submission._replace(later_round=True)
+                pending.message = frames.encode_run(pending.run._replace(submission=admitted))
             self._send_run(pending)
 
     def _send_run(self, pending: _PendingRun) -> None:
@@ -258,14 +233,12 @@ class RemoteQueue:
         self._draining = False
 
     @property
-    def queued_tokens(self) -> int:
-        """Tokens of this front end's requests, of all models, that are not answered."""
-        return sum(link.tokens for link in self._links)
+    def state(self) -> QueueState:
+        """Tokens of this front end's requests, of all models, that are not answered.
 
-    @property
-    def backlog_s(self) -> float:
-        """0.0: the engine processes know their rates, and report them as metrics."""
-        return 0.0
+        The engine processes measure their rates, and report them as metrics.
+        """
+        return QueueState(sum(link.tokens for link in self._links), backlog_s=0.0)
 
     @property
     def dead(self) -> str | None:
@@ -278,38 +251,17 @@ class RemoteQueue:
         """Whether the queue refuses new requests."""
         return self._draining
 
-    def submit(
-        self,
-        encodings: Sequence[Encoding],
-        deadline: float,
-        *,
-        client: str = "",
-        timeout_s: float | None = None,
-        accepted: bool = False,
-        returning: bool = False,
-        later_round: bool = False,
-        trace: str = "",
-    ) -> Future[BatchResult]:
+    def submit(self, submission: Submission) -> Future[BatchResult]:
         """Send a request to the running engine with the fewest tokens; see `core.Queue`.
 
         The engine bounds its queue: the future fails with `Overloaded` if the queue is full.
         """
-        if self._draining and not (accepted or later_round):
+        if self._draining and not (submission.accepted or submission.later_round):
             raise ShuttingDown("the server is shutting down")
         running = [link for link in self._links if link.dead is None]
         keeping = [link for link in self._links if link.keeps_requests]
         link = min(running or keeping or self._links, key=lambda link: link.tokens)
-        return link.submit(
-            self._model,
-            encodings,
-            deadline,
-            client=client,
-            timeout_s=timeout_s,
-            accepted=accepted,
-            returning=returning,
-            later_round=later_round,
-            trace=trace,
-        )
+        return link.submit(self._model, submission)
 
     def expected_wait(
         self,

@@ -6,23 +6,37 @@ serves what the store holds by then. At most two generations run: a further SIGH
 older one has ended. Speaks no HTTP.
 """
 
+import asyncio
+import json
 import logging
 import os
 import select
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
 from cloze.service import server
-from cloze.service.core import Device, StartupError
+from cloze.service.core import (
+    BUSY,
+    Changes,
+    Device,
+    ReloadRefused,
+    ShuttingDown,
+    StartupError,
+)
 from cloze.service.metrics import ProcessRestarts, forget_other_models, forget_process
-from cloze.service.processes.child import KINDS, Child
-from cloze.service.processes.generation import ENGINE_COMMAND, Generation, make_generation
-from cloze.service.processes.reload_report import ReloadReport
+from cloze.service.processes.children import (
+    ENGINE_COMMAND,
+    KINDS,
+    Child,
+    Generation,
+    make_generation,
+)
 from cloze.service.served_models import open_bundles
 from cloze.service.settings import Settings
 from cloze.service.sockets import bind, listen, listening_on_admin_socket
@@ -31,6 +45,44 @@ log = logging.getLogger("cloze")
 
 _LOOK_EVERY_S = 1.0
 """Time between looks at the children."""
+
+_REPORT_FILE = "reload.json"
+
+_REPORT_EVERY_S = 0.05
+"""Time between looks at the report of a reload."""
+
+
+@dataclass(slots=True)
+class ReloadReport:
+    """What came of the last reload: a file in the folder that all processes of a server share.
+
+    Attributes:
+        began: `time.monotonic` time of its begin; the clock is the same in all processes.
+        changes: what it changed; None if it was refused, or has not ended.
+        error: why it was refused; "" if it was not.
+        busy: whether a further reload has to wait: new processes start, or old ones still run.
+    """
+
+    began: float = 0.0
+    changes: Changes | None = None
+    error: str = ""
+    busy: bool = False
+
+    def write(self, folder: Path) -> None:
+        """Replace the report of the last reload."""
+        unfinished = folder / f"{_REPORT_FILE}.new"
+        unfinished.write_text(json.dumps(asdict(self)))
+        unfinished.replace(folder / _REPORT_FILE)
+
+    @classmethod
+    def read(cls, folder: Path) -> "ReloadReport":
+        """Return the report of the last reload; of none if there was no reload."""
+        try:
+            fields = json.loads((folder / _REPORT_FILE).read_text())
+        except FileNotFoundError:
+            return cls()
+        changes = fields.pop("changes")
+        return cls(**fields, changes=changes and Changes(**changes))
 
 
 class Supervisor:
@@ -289,3 +341,33 @@ def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMA
         listening_on_admin_socket(settings.admin_socket) as admin,
     ):
         return Supervisor(settings, listener, admin, Path(folder), engine_command).run()
+
+
+async def ask_supervisor(supervisor: int, folder: Path, is_draining: Callable[[], bool]) -> Changes:
+    """Ask the supervisor to reload, by SIGHUP, and return what has changed.
+
+    Args:
+        supervisor: its process id.
+        folder: that all processes share.
+        is_draining: whether this process ends.
+
+    Raises:
+        ReloadRefused: the supervisor refused the reload, or another one has not ended.
+        ShuttingDown: the server ends.
+    """
+    if ReloadReport.read(folder).busy:
+        raise ReloadRefused(BUSY)
+    asked = time.monotonic()
+    os.kill(supervisor, signal.SIGHUP)
+    while True:
+        report = ReloadReport.read(folder)
+        if report.began >= asked:
+            if report.changes is not None:
+                return report.changes
+            if report.error:
+                raise ReloadRefused(report.error)
+        elif report.busy:  # another one began just before
+            raise ReloadRefused(BUSY)
+        if is_draining():
+            raise ShuttingDown("the server is shutting down")
+        await asyncio.sleep(_REPORT_EVERY_S)

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from cloze.service.core import ServiceError
 from cloze.service.http.errors import describe_error, describe_service_error, rejection
+from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import JSON
 from cloze.service.protocols import native, open_inference, openai, tei
 from cloze.service.protocols.protocol import ApiLimits, ProtocolContext, WireProtocol
@@ -38,9 +39,9 @@ class ErrorResponder:
     async def respond(self, request: Request, error: Exception) -> Response:
         """Return the response to an error."""
         info = describe_error(request, error)
-        request.scope["cloze.error"] = type(error).__name__
-        request.scope["cloze.rejection"] = rejection(error)
-        status, body = self._protocol(request.scope["path"]).error(info)
+        record: RequestRecord = request.scope[RECORD]
+        record.error, record.rejection = type(error).__name__, rejection(error)
+        status, body = self._protocol(record.path).error(info)
         return Response(orjson.dumps(body), status, info.headers, JSON)
 
     def body(self, path: str, error: ServiceError) -> bytes:

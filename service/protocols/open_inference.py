@@ -20,6 +20,7 @@ from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask
 from cloze.service.http.bodies import parse, read_body, run_anywhere, validate
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
+from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import RAW, BytesResponse, Handler, Route, RouteDoc
 from cloze.service.pipeline import Pipeline, TaskResult
 from cloze.service.protocols.binary import JSON_LENGTH, read_texts, split, write_tensor
@@ -96,7 +97,8 @@ class _TaskModel:
 
     def _respond(self, request: Request, body: InferBody, result: TaskResult) -> BytesResponse:
         asked = None if not body.outputs else {output.name for output in body.outputs}
-        manifest_name, _, manifest_version = request.scope["cloze.model"].rpartition("@")
+        record: RequestRecord = request.scope[RECORD]
+        manifest_name, _, manifest_version = record.model.rpartition("@")
         default = bool((body.parameters or {}).get("binary_data_output"))
         binary = {
             output.name: bool((output.parameters or {}).get("binary_data", default))

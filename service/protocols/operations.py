@@ -122,8 +122,7 @@ class _Operations:
         Without keys, only clients of the admin socket may reload: a connection from loopback may be
         one of a proxy, and so of anybody.
         """
-        without_keys = self._context.watch.callers.keys is None
-        if without_keys and not request.scope.get("state", {}).get(OF_ADMIN_SOCKET):
+        if not self._context.has_keys and not request.scope.get("state", {}).get(OF_ADMIN_SOCKET):
             raise core.Forbidden(
                 "without API keys, a server is reloaded through its admin socket only; set "
                 "CLOZE_ADMIN_SOCKET or CLOZE_KEYS_FILE, or send SIGHUP"

@@ -83,6 +83,7 @@ class ProtocolContext:
         state: the state of the server.
         limits: the limits of the HTTP interface.
         watch: ends requests that take too long.
+        has_keys: whether requests need API keys.
     """
 
     tasks: Mapping[str, Task]
@@ -91,6 +92,7 @@ class ProtocolContext:
     state: ServerState
     limits: ApiLimits
     watch: RequestWatch
+    has_keys: bool
 
 
 @dataclass(frozen=True, slots=True)

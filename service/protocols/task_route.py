@@ -138,7 +138,7 @@ class Endpoint:
             name = cast(TaskBody, body).model
             pipeline = self._context.models.choose(route.task, name, self.serving)
         reference = pipeline.manifest.reference
-        request.scope["cloze.model"] = reference
+        watched.record.model = reference
         if route.check is not None:
             route.check(request)
         call = await run_anywhere(size, route.to_call, body)
@@ -154,14 +154,14 @@ class Endpoint:
             raise error.moved(_in_body(error.at, route.names)) from None
         if result.tokens:  # else the engine's histograms would count requests without it
             self._context.metrics.observe_parts(reference, result.timings, result.truncated)
-        request.scope["cloze.cost"] = RequestCost(result.texts, result.tokens, result.timings)
+        watched.record.cost = RequestCost(result.texts, result.tokens, result.timings)
         if result.is_large:
             response = await run_on_thread(route.respond, request, body, result)
         else:
             response = route.respond(request, body, result)
         _add_headers(response, result, route.warnings(body) if route.warnings else ())
         if len(response.body) > SMALL_BYTES:
-            await watched.hold_answer(request, len(response.body))
+            await watched.hold_answer(len(response.body))
         return response
 
 

@@ -95,10 +95,11 @@ errors = st.builds(core.Overloaded, names, numbers) | st.builds(
     ),
     names,
 )
-runs = st.builds(
-    frames.Run, numbers, seconds, numbers, st.booleans(), encodings(), st.booleans(), names,
-    st.none() | seconds, names, st.booleans(),
+submissions = st.builds(
+    core.Submission, seconds, encodings(), names, st.none() | seconds, names,
+    st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
+runs = st.builds(frames.Run, numbers, numbers, submissions)
 waits = st.builds(core.ExpectedWait, seconds, seconds)
 done = st.builds(Answer, numbers, results(), waits)
 failed = st.builds(Answer, numbers, errors, waits)

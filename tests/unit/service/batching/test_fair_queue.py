@@ -9,7 +9,12 @@ from cloze.model_store.batch import Encoding
 from cloze.service.batching import fair_queue
 from cloze.service.batching.fair_queue import NOTHING_TAKEN, FairQueue, Share, Taken
 from cloze.service.batching.lines import Client, LineKey, PendingRequest, Turns
-from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR, BatchFill
+from cloze.service.core import (
+    MAX_BATCH_VOCABULARY_ROWS,
+    MAX_PADDING_FACTOR,
+    BatchFill,
+    Submission,
+)
 from tests.encodings import encoding
 
 SHORT = LineKey.of(1, None)
@@ -44,7 +49,7 @@ class Queue(FairQueue):
         rows: int = 0,
     ) -> PendingRequest:
         batch = [sized(length, rows) for length in lengths]
-        request = self.add(batch, lengths, deadline, client, key)
+        request = self.add(Submission(deadline, batch, client), key)
         request.add_done_callback(lambda _: self.forget(request))
         return request
 

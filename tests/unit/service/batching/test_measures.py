@@ -1,5 +1,7 @@
 """Costs, rates and limits of time in the batching, with a clock by hand."""
 
+import math
+import random
 import threading
 import time
 from typing import Any
@@ -9,7 +11,6 @@ import pytest
 
 from cloze.model_store.heads import HEADS
 from cloze.service.batching import watchdog
-from cloze.service.batching.activity import Activity
 from cloze.service.batching.admission import Admission
 from cloze.service.batching.cost import (
     BatchCostModel,
@@ -18,11 +19,15 @@ from cloze.service.batching.cost import (
     largest_batch,
     measure_cost,
 )
-from cloze.service.batching.drain_rate import DrainRate
 from cloze.service.batching.fair_queue import FairQueue
 from cloze.service.batching.lines import LineKey
+from cloze.service.batching.measures import Activity, Demand, DrainRate
 from cloze.service.batching.watchdog import Watchdog
-from cloze.service.core import MAX_BATCH_VOCABULARY_ROWS, MAX_PADDING_FACTOR
+from cloze.service.core import (
+    MAX_BATCH_VOCABULARY_ROWS,
+    MAX_PADDING_FACTOR,
+    Submission,
+)
 from tests.test_scheduler import later, sized
 
 
@@ -150,11 +155,11 @@ def test_a_rate_is_measured_while_others_wait() -> None:
     rate = DrainRate()
     rate.batch_ended(0.0, 999, waiting=True)  # began before the window
     rate.batch_ended(0.1, 100, waiting=True)
-    assert rate.tokens_per_s == 0, "the window is too short"
+    assert rate.per_s == 0, "the window is too short"
     rate.batch_ended(0.25, 100, waiting=True)
-    assert rate.tokens_per_s == 800
+    assert rate.per_s == 800
     rate.batch_ended(0.75, 50, waiting=True)
-    assert rate.tokens_per_s == pytest.approx(800 + 0.3 * (100 - 800))
+    assert rate.per_s == pytest.approx(800 + 0.3 * (100 - 800))
 
 
 def test_an_idle_queue_has_no_rate() -> None:
@@ -163,20 +168,20 @@ def test_an_idle_queue_has_no_rate() -> None:
     rate.batch_ended(0.2, 10, waiting=False)
     rate.batch_ended(5.0, 10, waiting=True)
     rate.batch_ended(5.5, 100, waiting=False)
-    assert rate.tokens_per_s == 200
+    assert rate.per_s == 200
     rate.batch_ended(6.5, 100, waiting=False)
-    assert rate.tokens_per_s == 200
+    assert rate.per_s == 200
 
 
 def test_a_window_of_more_than_ten_seconds_is_dropped() -> None:
     rate = DrainRate()
     rate.batch_ended(0.0, 10, waiting=True)
     rate.batch_ended(10.0, 100, waiting=True)
-    assert rate.tokens_per_s == 10
+    assert rate.per_s == 10
     rate.batch_ended(20.1, 1000, waiting=True)
-    assert rate.tokens_per_s == 10
+    assert rate.per_s == 10
     rate.batch_ended(21.1, 100, waiting=True)
-    assert rate.tokens_per_s == pytest.approx(10 + 0.3 * 90)
+    assert rate.per_s == pytest.approx(10 + 0.3 * 90)
 
 
 def test_the_rate_falls_while_more_workers_are_busy_than_were_measured() -> None:
@@ -184,7 +189,7 @@ def test_the_rate_falls_while_more_workers_are_busy_than_were_measured() -> None
     rate.batch_ended(0.0, 10, busy=8, waiting=True)  # began before the window
     rate.batch_ended(0.2, 25, busy=1, waiting=True)
     rate.batch_ended(0.5, 75, busy=3, waiting=True)
-    assert rate.tokens_per_s == 200, "with 2.5 busy workers in the mean of the tokens"
+    assert rate.per_s == 200, "with 2.5 busy workers in the mean of the tokens"
     assert rate.among(5) == 100
     assert rate.among(1) == rate.among(0) == 200, "the others may have had cores of their own"
     rate.batch_ended(1.0, 100, busy=5, waiting=True)
@@ -194,7 +199,7 @@ def test_the_rate_falls_while_more_workers_are_busy_than_were_measured() -> None
 def test_a_model_that_begins_to_work_slows_the_others_at_once() -> None:
     activity, queue = Activity(), FairQueue(varlen=False, max_dropped_tokens=100)
     admission = Admission(queue, activity, 1, 1000, 10.0)
-    queue.add([sized(100)], [100], later(), "", LineKey(0, 0))
+    queue.add(Submission(later(), [sized(100)]), LineKey(0, 0))
     activity.begin()
     admission.batch_ended(10, 10.0)
     time.sleep(0.25)
@@ -286,3 +291,82 @@ def test_a_watch_ends() -> None:
     dog.end()
     thread.join(20)
     assert not thread.is_alive()
+
+
+# ---- demand -------------------------------------------------------------------------------------
+
+
+def test_without_work_there_is_no_bound() -> None:
+    demand = Demand()
+    assert demand.slack_s(0.0, 10.0) == math.inf
+    demand.add(math.inf, 1000)
+    assert demand.slack_s(0.0, 10.0) == math.inf
+    assert demand.slack_s(0.0, 10.0, math.inf, 1000) == math.inf
+    assert demand.slack_s(0.0, 10.0, 5.0, 0) == math.inf
+
+
+def test_slack_is_the_time_until_the_first_due_less_the_work() -> None:
+    demand = Demand()
+    demand.add(10.05, 20)
+    assert demand.slack_s(3.0, 10.0) == pytest.approx(5.0), "dues are rounded down to 0.1 s"
+    assert demand.slack_s(9.0, 10.0) == pytest.approx(-1.0)
+    demand.add(50.0, 1000)
+    assert demand.slack_s(3.0, 10.0) == pytest.approx(-55.0), "50 - 3 - 102"
+    demand.add(50.0, -1000)
+    assert demand.slack_s(3.0, 10.0) == pytest.approx(5.0)
+    demand.add(10.05, -5)
+    assert demand.slack_s(3.0, 10.0) == pytest.approx(5.5)
+
+
+def test_work_that_is_gone_bounds_nothing() -> None:
+    demand = Demand()
+    demand.add(50.0, 10)
+    demand.add(1.0, 10)
+    demand.add(30.0, 10)
+    demand.add(1.0, -10)
+    assert demand.slack_s(0.0, 20.0) == pytest.approx(29.0), "a lower bound: 30 - 20 / 20"
+    demand.add(30.0, -10)
+    assert demand.slack_s(0.0, 20.0) == pytest.approx(49.5)
+    demand.add(50.0, -10)
+    assert demand.slack_s(0.0, 20.0) == math.inf
+
+
+def test_further_work_counts_from_its_due_on() -> None:
+    demand = Demand()
+    demand.add(10.0, 60)
+    demand.add(20.0, 60)
+    assert demand.slack_s(0.0, 10.0, 15.0, 20) == pytest.approx(6.0 - 10 + 10, abs=4.1)
+    # 20 of 15 s: 8 s of work until then, and 14 s until 20 s.
+    assert demand.slack_s(3.0, 10.0, 15.0, 20) == pytest.approx(3.0)
+    # Before all: 12 s of work until 20 s leave 5 s; 7 s until 10 s leave 0 s.
+    assert demand.slack_s(3.0, 10.0, 5.0, 10) == pytest.approx(0.0)
+    assert demand.slack_s(4.0, 10.0, 10.0, 10) == pytest.approx(-1.0)
+    assert demand.slack_s(9.0, 10.0, 30.0, 10) == pytest.approx(8.0), "those before are not asked"
+    assert demand.slack_s(9.0, 10.0) == pytest.approx(-5.0)
+
+
+def test_slack_is_the_least_over_all_dues() -> None:
+    """Compare with the definition, for random work."""
+    generator = random.Random(5)
+    for _ in range(300):
+        demand, work = Demand(), []
+        for _ in range(generator.randrange(6)):
+            due, tokens = generator.randrange(1, 12), generator.randrange(1, 40)
+            demand.add(due + 0.05, tokens)
+            work.append((due, tokens))
+        now, rate = generator.uniform(0, 10), generator.uniform(1, 20)
+        own_due, own = generator.randrange(1, 12), generator.choice([0, 0, 7])
+        every = work + [(own_due, own)] * bool(own)
+        least = own_due if own else 0
+        exact = min(
+            (
+                due - now - sum(tokens for other, tokens in every if other <= due) / rate
+                for due, _ in every
+                if due >= least
+            ),
+            default=math.inf,
+        )
+        found = demand.slack_s(now, rate, own_due + 0.05, own)
+        assert found == pytest.approx(exact) or 0 < found < exact, "exact, or a bound above zero"
+        if exact <= 0:
+            assert found == pytest.approx(exact)

@@ -12,7 +12,7 @@ import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching import scheduler as scheduler_module
-from cloze.service.batching.activity import Activity
+from cloze.service.batching.measures import Activity
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import (
     BatchFill,
@@ -22,7 +22,7 @@ from cloze.service.core import (
     EngineFailed,
     ShuttingDown,
 )
-from tests.encodings import encoding
+from tests.encodings import encoding, submit
 from tests.fake_engine import FakeEngine
 from tests.stepped import SteppedScheduler
 from tests.waiting import wait_until
@@ -62,6 +62,7 @@ def running(
     engine: FakeEngine, of: SchedulerLimits = LIMITS, **options: Any
 ) -> Iterator[Scheduler]:
     made = Scheduler(engine, of, **options)
+    made.start()
     try:
         yield made
     finally:
@@ -85,14 +86,14 @@ def test_a_batch_is_reported() -> None:
     engine = FakeEngine()
     with running(engine, on_batch=reports.append) as made:
         engine.gate.clear()
-        made.submit([sized(5)], later(), trace="00-1")
+        submit(made, [sized(5)], later(), trace="00-1")
         engine.entered.wait(20)
         futures = [
-            made.submit([sized(6, 2), sized(6, 3)], later(), trace="00-2"),
-            made.submit([sized(6)], later(), trace=""),
-            made.submit([sized(6)], later(), trace="00-3"),
+            submit(made, [sized(6, 2), sized(6, 3)], later(), trace="00-2"),
+            submit(made, [sized(6)], later(), trace=""),
+            submit(made, [sized(6)], later(), trace="00-3"),
         ]
-        assert made.queued_tokens == 24
+        assert made.state.tokens == 24
         begin = time.monotonic()
         wait_until(lambda: time.monotonic() > begin + 0.02)
         engine.gate.set()
@@ -119,7 +120,7 @@ def test_a_result_has_the_times_of_its_request(monkeypatch: pytest.MonkeyPatch) 
             return super().run(batch, alone=alone)
 
     made._engine = Timed()
-    future = made.submit([sized(5), sized(6)], 2000.0)
+    future = submit(made, [sized(5), sized(6)], 2000.0)
     for _ in range(2):
         now[0] += 0.25
         made.look(worker)
@@ -133,7 +134,7 @@ def test_a_batch_that_fails_is_halved() -> None:
     engine = FakeEngine(lambda each: each.input_ids[0] == 9)
     made = SteppedScheduler(engine, LIMITS)
     made._on_batch = reports.append
-    futures = [made.submit([sized(4, value)], later()) for value in (1, 9, 2, 3, 4)]
+    futures = [submit(made, [sized(4, value)], later()) for value in (1, 9, 2, 3, 4)]
     (worker, _) = made.workers
     made.look(worker)
     assert len(worker.batch) == 5
@@ -156,18 +157,18 @@ def test_a_lone_batch_is_told() -> None:
     with running(engine, activity=activity) as made:
         conditions: Any = (made._changed, made._short_texts)
         wait_until(lambda: all(condition._waiters for condition in conditions))
-        made.submit([sized(5)], later()).result(20)
+        submit(made, [sized(5)], later()).result(20)
         engine.gate.clear()
         engine.entered.clear()
-        made.submit([sized(5)], later())
+        submit(made, [sized(5)], later())
         engine.entered.wait(20)
-        rest = [made.submit([sized(length)], later()) for length in (6, 7)]
+        rest = [submit(made, [sized(length)], later()) for length in (6, 7)]
         engine.gate.set()
         rest[1].result(20)
         assert engine.alone == [True, True, False, True]
         wait_until(lambda: activity._busy == 0)
         activity.begin()  # a worker of another model
-        made.submit([sized(5)], later()).result(20)
+        submit(made, [sized(5)], later()).result(20)
         assert not engine.alone[-1]
     assert activity._busy == 1
 
@@ -176,7 +177,7 @@ def test_workers_yield_to_the_event_loop() -> None:
     engine = Recording()
     base = os.getpriority(os.PRIO_PROCESS, 0)
     with running(engine) as made:
-        made.submit([sized(5)], later()).result(20)
+        submit(made, [sized(5)], later()).result(20)
     assert engine.nice == [4 if base <= 4 or os.geteuid() == 0 else base]
     assert os.getpriority(os.PRIO_PROCESS, 0) == base
 
@@ -193,7 +194,7 @@ def test_a_run_hangs_after_ten_times_its_prediction() -> None:
 
     made._engine = Looking()
     for _ in range(2):
-        made.submit([sized(10), sized(10)], later())
+        submit(made, [sized(10), sized(10)], later())
         made.look(worker)
         made.run(worker)
         assert made._watchdog.busy == set()
@@ -236,7 +237,7 @@ def test_a_batch_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 
     made._engine = Timed()
     for rate in (20.0, 20.0 + 0.1 * (10 / 1e-9 - 20.0)):
-        future = made.submit([sized(10)], 2000.0)
+        future = submit(made, [sized(10)], 2000.0)
         made.look(worker)
         made.run(worker)
         assert made._admission.tokens_per_s == pytest.approx(rate)
@@ -246,7 +247,7 @@ def test_a_batch_has_a_rate(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dead_engine_runs_nothing_more() -> None:
     made = stepped()
     (worker, _) = made.workers
-    future = made.submit([sized(10)], later())
+    future = submit(made, [sized(10)], later())
     made.look(worker)
     made._die("it hangs")
     made.run(worker)
@@ -264,10 +265,10 @@ def test_a_dead_engine_runs_nothing_more() -> None:
 def test_a_request_whose_time_is_over_is_told() -> None:
     made = stepped()
     (worker, _) = made.workers
-    over, slow = made.submit([sized(5)], later()), made.submit([sized(10), sized(10)], later())
+    over, slow = submit(made, [sized(5)], later()), submit(made, [sized(10), sized(10)], later())
     over.deadline = time.monotonic() - 1  # type: ignore[attr-defined]
     slow.deadline = time.monotonic() + 0.54  # type: ignore[attr-defined]
-    made.submit([sized(7)], later())
+    submit(made, [sized(7)], later())
     made._admission.tokens_per_s = 1.0
     while not slow.done():
         made.look(worker)
@@ -284,25 +285,25 @@ def test_a_request_whose_time_is_over_is_told() -> None:
 def test_a_drain_refuses_new_requests_only() -> None:
     made = stepped()
     assert not made.draining
-    made.submit([sized(5)], later())
+    submit(made, [sized(5)], later())
     made.drain()
     assert made.draining
     with pytest.raises(ShuttingDown, match="the server is shutting down"):
-        made.submit([sized(5)], later())
-    made.submit([sized(5)], later(), accepted=True)
-    made.submit([sized(5)], later(), later_round=True)
-    assert made.queued_tokens == 15
+        submit(made, [sized(5)], later())
+    submit(made, [sized(5)], later(), accepted=True)
+    submit(made, [sized(5)], later(), later_round=True)
+    assert made.state.tokens == 15
     made.close()
     for options in ({"accepted": True}, {"later_round": True}):
         with pytest.raises(ShuttingDown):
-            made.submit([sized(5)], later(), **options)
+            submit(made, [sized(5)], later(), **options)
 
 
 def test_what_was_admitted_in_an_earlier_round_is_next() -> None:
     made = stepped()
     (worker, _) = made.workers
-    made.submit([sized(10)], later())
-    made.submit([sized(11)], later(), later_round=True)
+    submit(made, [sized(10)], later())
+    submit(made, [sized(11)], later(), later_round=True)
     made.look(worker)
     assert [len(queued.encoding) for queued in worker.batch] == [11]
 
@@ -310,8 +311,8 @@ def test_what_was_admitted_in_an_earlier_round_is_next() -> None:
 def test_a_stated_time_limit_has_its_own_line() -> None:
     made = stepped()
     made._admission.tokens_per_s = 10.0
-    made.submit([sized(10)], later(), timeout_s=5.0, client="a")
-    made.submit([sized(4)], later(), client="a")
+    submit(made, [sized(10)], later(), timeout_s=5.0, client="a")
+    submit(made, [sized(4)], later(), client="a")
     assert made.expected_wait("a", 1, 5.0).seconds == pytest.approx(2.0)
     assert made.expected_wait("a", 1, None).seconds == pytest.approx(0.8)
 
@@ -319,16 +320,16 @@ def test_a_stated_time_limit_has_its_own_line() -> None:
 def test_a_request_comes_back_only_if_it_says_so() -> None:
     made = stepped(max_wait_s=1.0)
     made._admission.tokens_per_s = 10.0
-    made.submit([sized(11)], later())
+    submit(made, [sized(11)], later())
     with pytest.raises(Exception, match=r"about 1.1 s, longer than its limit of 1 s"):
-        made.submit([sized(1)], later())
-    made.submit([sized(1)], later(), returning=True)
-    assert made.queued_tokens == 12
+        submit(made, [sized(1)], later())
+    submit(made, [sized(1)], later(), returning=True)
+    assert made.state.tokens == 12
 
 
 def test_a_cancelled_request_wakes_those_who_wait_for_it() -> None:
     made = stepped()
-    future = made.submit([sized(5)], later())
+    future = submit(made, [sized(5)], later())
     done = threading.Event()
     thread = threading.Thread(
         target=lambda: (concurrent.futures.wait([future], 20), done.set())
@@ -338,14 +339,14 @@ def test_a_cancelled_request_wakes_those_who_wait_for_it() -> None:
     future.cancel()
     assert done.wait(10)
     thread.join()
-    assert made.queued_tokens == 0
+    assert made.state.tokens == 0
 
 
 def test_a_request_that_ends_during_its_run_keeps_its_end() -> None:
     made = stepped()
     (worker, _) = made.workers
-    future = made.submit([sized(5)], later())
-    other = made.submit([sized(5)], later())
+    future = submit(made, [sized(5)], later())
+    other = submit(made, [sized(5)], later())
     made.look(worker)
     assert future.cancel()
     made.run(worker)
@@ -355,10 +356,10 @@ def test_a_request_that_ends_during_its_run_keeps_its_end() -> None:
 
 def test_the_backlog_is_that_of_the_measured_rate() -> None:
     made = stepped(workers=2)
-    made.submit([sized(10), sized(20)], later())
-    assert made.backlog_s == 0
+    submit(made, [sized(10), sized(20)], later())
+    assert made.state.backlog_s == 0
     made._admission.tokens_per_s = 5.0
-    assert made.backlog_s == 3.0
+    assert made.state.backlog_s == 3.0
     assert made.expected_wait("new", 5, None).seconds == 0
     assert made.expected_wait("", 5, None).seconds == 3.0
     assert made.expected_wait("new", 5, None, 40).seconds == 7.0
@@ -384,9 +385,10 @@ def test_close_fails_what_waits_and_does_not_wait_for_ever() -> None:
     engine = FakeEngine()
     engine.gate.clear()
     made = Scheduler(engine, LIMITS)
-    runs, waits = made.submit([sized(5)], later()), None
+    made.start()
+    runs, waits = submit(made, [sized(5)], later()), None
     engine.entered.wait(20)
-    waits = made.submit([sized(6)], later())
+    waits = submit(made, [sized(6)], later())
     begin = time.monotonic()
     made.close(0.1)
     assert 0.1 <= time.monotonic() - begin < 4
@@ -407,9 +409,9 @@ def test_a_dead_engine_fails_everything_and_its_threads_end() -> None:
     engine.broken = True
     with running(engine, on_dead=deaths.append) as made:
         engine.gate.clear()
-        first = made.submit([sized(5)], later())
+        first = submit(made, [sized(5)], later())
         engine.entered.wait(20)
-        second = made.submit([sized(6)], later())
+        second = submit(made, [sized(6)], later())
         engine.gate.set()
         assert type(first.exception(20)) is EngineFailed
         reason = "after an error it could not repeat its golden outputs (RuntimeError)"
@@ -419,7 +421,7 @@ def test_a_dead_engine_fails_everything_and_its_threads_end() -> None:
         assert deaths == [reason]
         assert made.dead == reason
         with pytest.raises(EngineDead, match="the engine is dead: after an error"):
-            made.submit([sized(5)], later())
+            submit(made, [sized(5)], later())
     assert deaths == [reason]
 
 
@@ -431,7 +433,7 @@ def test_a_worker_that_ends_takes_the_engine_with_it() -> None:
 
     activity = Activity()
     with running(FakeEngine(), on_batch=fail, on_dead=deaths.append, activity=activity) as made:
-        future = made.submit([sized(5)], later())
+        future = submit(made, [sized(5)], later())
         assert type(future.exception(20)) is EngineDead
         wait_until(lambda: alive(made) == [])
         assert deaths == ["a worker ended with KeyboardInterrupt"]
@@ -452,4 +454,4 @@ def test_a_system_that_forbids_priorities_does_not_matter(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(scheduler_module.os, "setpriority", forbid)
     with running(FakeEngine()) as made:
-        assert made.submit([sized(5)], later()).result(20)
+        assert submit(made, [sized(5)], later()).result(20)

@@ -15,7 +15,6 @@ import onnxruntime as ort
 import pytest
 
 from cloze.model_store.processor import int8_instructions, int8_settings
-from cloze.service.engine import pinned
 from cloze.service.engine import session as sessions
 from cloze.service.engine.session import (
     CpuSession,
@@ -373,9 +372,9 @@ class CudaRuntime:
 
 def test_page_locked_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = CudaRuntime()
-    monkeypatch.setattr(pinned, "runtime", lambda: cuda)
+    monkeypatch.setattr(sessions, "runtime", lambda: cuda)
     before = set(weakref.finalize._registry)  # type: ignore[attr-defined]
-    array = pinned.page_locked(64, 1)
+    array = sessions.page_locked(64, 1)
     assert array is not None
     assert (array.dtype, array.shape) == (np.uint8, (64,))
     array[:] = range(64)
@@ -397,16 +396,16 @@ def test_page_locked_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_refusal_leaves_no_error(
     monkeypatch: pytest.MonkeyPatch, cuda: CudaRuntime, calls: list[str]
 ) -> None:
-    monkeypatch.setattr(pinned, "runtime", lambda: cuda)
-    assert pinned.page_locked(64, 2) is None
+    monkeypatch.setattr(sessions, "runtime", lambda: cuda)
+    assert sessions.page_locked(64, 2) is None
     assert cuda.calls == [*calls, "error taken back"]
 
 
 @pytest.fixture
 def no_cache() -> Iterator[None]:
-    pinned.runtime.cache_clear()
+    sessions.runtime.cache_clear()
     yield
-    pinned.runtime.cache_clear()
+    sessions.runtime.cache_clear()
 
 
 @pytest.mark.usefixtures("no_cache")
@@ -419,17 +418,17 @@ def test_the_library_is_that_of_the_build(monkeypatch: pytest.MonkeyPatch) -> No
             raise OSError
         return f"library {name}"
 
-    monkeypatch.setattr(pinned.ctypes, "CDLL", load)
+    monkeypatch.setattr(sessions.ctypes, "CDLL", load)
     module: Any = types.ModuleType("build")
     monkeypatch.setitem(sys.modules, "onnxruntime.capi.build_and_package_info", module)
-    assert pinned.runtime() is None, "a build for CPUs"
+    assert sessions.runtime() is None, "a build for CPUs"
     assert loaded == []
-    pinned.runtime.cache_clear()
+    sessions.runtime.cache_clear()
     module.cuda_version = "12.8"
-    assert pinned.runtime() is None
-    pinned.runtime.cache_clear()
-    assert pinned.runtime() == "library libcudart.so.12"
-    assert pinned.runtime() == "library libcudart.so.12"
+    assert sessions.runtime() is None
+    sessions.runtime.cache_clear()
+    assert sessions.runtime() == "library libcudart.so.12"
+    assert sessions.runtime() == "library libcudart.so.12"
     assert loaded == ["libcudart.so.12"] * 2
-    monkeypatch.setattr(pinned, "runtime", lambda: None)
-    assert pinned.page_locked(64, 0) is None
+    monkeypatch.setattr(sessions, "runtime", lambda: None)
+    assert sessions.page_locked(64, 0) is None

@@ -16,15 +16,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.core import Overloaded
 from cloze.service.http import acceptor as acceptor_module
-from cloze.service.http import starts as starts_module
-from cloze.service.http.acceptor import Acceptor
-from cloze.service.http.access import AccessControl, accepted_hosts, is_accepted, is_loopback
-from cloze.service.http.caller import Callers
-from cloze.service.http.connection import DirectRoutes
-from cloze.service.http.keys import Keys, Scope
-from cloze.service.http.probes import Probes
-from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT, BytesResponse
-from cloze.service.http.starts import Starts
+from cloze.service.http import gate as starts_module
+from cloze.service.http.acceptor import Acceptor, Probes
+from cloze.service.http.access import Access, Callers, accepted_hosts, is_accepted, is_loopback
+from cloze.service.http.gate import Starts
+from cloze.service.http.keys import Keys, Permission
+from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT, BytesResponse, DirectRoutes
+from tests.records import recorded, scope_of
 
 # ---- hosts -------------------------------------------------------------------------------------
 
@@ -52,12 +50,11 @@ def test_hosts_that_are_accepted() -> None:
 # ---- keys and hosts of requests ----------------------------------------------------------------
 
 
-async def reach(control: Any, method: str, path: str, **headers: str) -> str:
+async def reach(
+    app: DirectRoutes, method: str, path: str, keys: Keys | None = None, **headers: str
+) -> str:
     """Return the body of the answer to a request."""
-    scope = {
-        "type": "http", "method": method, "path": path, "client": ("192.0.2.1", 1),
-        "headers": [(n.encode(), v.encode()) for n, v in headers.items()],
-    }  # fmt: skip
+    record = recorded(path, method=method, callers=Callers(keys=keys), **headers)
     bodies = []
 
     async def send(message: Any) -> None:
@@ -66,7 +63,7 @@ async def reach(control: Any, method: str, path: str, **headers: str) -> str:
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    await control(scope, receive, send)
+    await app(scope_of(record), receive, send)
     return b"".join(bodies).decode()
 
 
@@ -78,11 +75,20 @@ async def named(_: Request, error: Exception) -> Response:
     return PlainTextResponse(type(error).__name__)
 
 
-def controlled(keys: Keys | None, hosts: frozenset[bytes] = frozenset()) -> AccessControl:
-    scopes = (("/metrics", Scope.METRICS), ("/admin/", Scope.ADMIN))
-    return AccessControl(
-        application, Callers(keys=keys), frozenset({"/health"}), scopes, hosts, named
+PERMISSIONS = (("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN))
+
+
+def controlled(
+    hosts: frozenset[bytes] = frozenset(), *, needs_keys: bool = False, respond: Any = named,
+    permissions: Any = PERMISSIONS,
+) -> DirectRoutes:  # fmt: skip
+    access = Access(
+        needs_keys=needs_keys,
+        open_routes=frozenset({"/health"}),
+        permissions=permissions,
+        hosts=hosts,
     )
+    return DirectRoutes(application, {}, access, respond)
 
 
 @pytest.fixture
@@ -116,14 +122,15 @@ def test_a_request_needs_a_key_with_the_scope_of_its_path(
     keys: Keys, method: str, path: str, key: str | None, result: str
 ) -> None:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
-    assert asyncio.run(reach(controlled(keys), method, path, **headers)) == result
+    guarded = controlled(needs_keys=True)
+    assert asyncio.run(reach(guarded, method, path, keys, **headers)) == result
 
 
 def test_without_keys_everybody_may_send_requests_to_an_accepted_host() -> None:
-    open_to_all = controlled(None)
+    open_to_all = controlled()
     assert asyncio.run(reach(open_to_all, "POST", "/admin/reload")) == "passed"
     assert asyncio.run(reach(open_to_all, "POST", "/embed", host="evil")) == "passed"
-    local = controlled(None, frozenset({b"cloze"}))
+    local = controlled(frozenset({b"cloze"}))
     assert asyncio.run(reach(local, "POST", "/embed", host="cloze:80")) == "passed"
     assert asyncio.run(reach(local, "POST", "/embed", host="evil")) == "Forbidden"
     assert asyncio.run(reach(local, "GET", "/health", host="evil")) == "Forbidden"
@@ -136,7 +143,8 @@ def test_handlers_are_called_without_the_router() -> None:
     async def fails(_: Request) -> Response:
         raise Overloaded("full", 1)
 
-    direct: Any = DirectRoutes(application, {"/embed": embed, "/fails": fails}, named)
+    access = controlled()._access
+    direct = DirectRoutes(application, {"/embed": embed, "/fails": fails}, access, named)
     for method, path, result in (
         ("POST", "/embed", "direct"),
         ("GET", "/embed", "passed"),
@@ -205,7 +213,7 @@ def test_the_wait_of_a_client_is_its_own_line_and_one_turn_of_each_other(
         for _ in range(3):
             now[0] += 0.5
             starts._turn()
-        rate = starts._rate.tokens_per_s
+        rate = starts._rate.per_s
         assert rate == pytest.approx(8)
         waiting = starts._waiting
         assert starts._lines.keys() == {"a"}
@@ -237,6 +245,7 @@ def accepting(probes: dict[bytes, Any], *requests: bytes) -> list[bytes]:
                 client.sendall(request)
                 client.setblocking(False)
             acceptor = Acceptor(listener, Greeter, None, Probes(probes, frozenset()))
+            acceptor.begin()
             received = [await asyncio.wait_for(loop.sock_recv(c, 999), 20) for c in clients]
             acceptor.close()
             await acceptor.wait_closed()
@@ -261,10 +270,29 @@ def test_more_connections_than_one_turn_takes() -> None:
     assert accepting({}, *[b"x"] * 40) == [b"hello"] * 40
 
 
+def test_an_acceptor_accepts_nothing_before_its_begin() -> None:
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
+            with socket.create_connection(listener.getsockname()) as client:
+                client.setblocking(False)
+                await asyncio.sleep(0.05)
+                with pytest.raises(BlockingIOError):
+                    client.recv(1)
+                acceptor.begin()
+                loop = asyncio.get_running_loop()
+                assert await asyncio.wait_for(loop.sock_recv(client, 9), 20) == b"hello"
+            acceptor.close()
+            await acceptor.wait_closed()
+
+    asyncio.run(run())
+
+
 def test_a_closed_acceptor_accepts_nothing() -> None:
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
+            acceptor.begin()
             acceptor.close()
             acceptor._resume()
             with socket.create_connection(listener.getsockname()) as client:
@@ -303,6 +331,7 @@ def test_a_process_without_files_accepts_again_after_a_pause(
             listener.bind(("127.0.0.1", 0))
             listener.listen()
             acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
+            acceptor.begin()
             with socket.create_connection(listener.getsockname()) as client:
                 client.setblocking(False)
                 assert await asyncio.wait_for(loop.sock_recv(client, 9), 20) == b"hello"
@@ -321,6 +350,7 @@ def test_other_errors_of_a_listening_socket_are_bugs(monkeypatch: pytest.MonkeyP
             listener.bind(("127.0.0.1", 0))
             listener.listen()
             acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
+            acceptor.begin()
             with pytest.raises(OSError, match="Too many open files"):
                 acceptor._accept()
             acceptor.close()
@@ -342,6 +372,7 @@ def test_connections_of_clients_that_have_gone_are_closed() -> None:
             acceptor = Acceptor(
                 listener, Greeter, context, Probes({b"/health": lambda: b"up"}, frozenset())
             )
+            acceptor.begin()
             plain.setblocking(False)
             loop = asyncio.get_running_loop()
             received = b""
@@ -361,6 +392,7 @@ def test_a_connection_is_counted_while_it_opens() -> None:
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
+            acceptor.begin()
             await acceptor.wait_closed()
             with socket.create_connection(listener.getsockname()):
                 acceptor._accept()
@@ -373,37 +405,24 @@ def test_a_connection_is_counted_while_it_opens() -> None:
     asyncio.run(run())
 
 
-def test_what_is_no_request_needs_no_key(keys: Keys) -> None:
-    seen: list[str] = []
-
-    async def lifespan(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(scope["type"])
-
-    control: Any = AccessControl(lifespan, Callers(keys=keys), frozenset(), (), frozenset(), named)
-    asyncio.run(control({"type": "lifespan"}, None, None))
-    assert seen == ["lifespan"]
-
-
 def test_a_wrong_host_is_named_in_part() -> None:
     async def shown(_: Request, error: Exception) -> Response:
         return PlainTextResponse(str(error))
 
-    control = AccessControl(application, Callers(), frozenset(), (), frozenset({b"cloze"}), shown)
+    control = controlled(frozenset({b"cloze"}), respond=shown)
     message = asyncio.run(reach(control, "GET", "/", host="x" * 99))
     assert message == (
         f"the Host header '{'x' * 79} is not of this server; name it in allowed_hosts"
     )
 
 
-def test_the_first_scope_of_a_path_counts(keys: Keys) -> None:
-    scopes = (("/metrics/x", Scope.ADMIN), ("/metrics", Scope.METRICS))
-    control = AccessControl(
-        application, Callers(keys=keys), frozenset(), scopes, frozenset(), named
-    )
+def test_the_first_permission_of_a_path_counts(keys: Keys) -> None:
+    permissions = (("/metrics/x", Permission.ADMIN), ("/metrics", Permission.METRICS))
+    control = controlled(needs_keys=True, permissions=permissions)
     for path, key, result in (
         ("/metrics/x", "admin", "passed"),
         ("/metrics", "metrics", "passed"),
         ("/x/metrics", "inference", "passed"),
     ):
         headers = {"authorization": f"Bearer {key}"}
-        assert asyncio.run(reach(control, "GET", path, **headers)) == result
+        assert asyncio.run(reach(control, "GET", path, keys, **headers)) == result

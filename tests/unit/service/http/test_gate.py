@@ -6,31 +6,29 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from starlette.types import Scope
 
-from cloze.service.batching.promises import PromiseKey, Promises
-from cloze.service.core import BatchResult, ExpectedWait, ServiceError
-from cloze.service.http import gate as gate_module
-from cloze.service.http.caller import Callers
-from cloze.service.http.gate import (
-    ARRIVED,
-    CLIENT,
-    RETURNING,
-    Gate,
-    GateLimits,
-    GateModel,
-    note_start,
+from cloze.service.batching.admission import PromiseKey, Promises
+from cloze.service.core import (
+    BatchResult,
+    ExpectedWait,
+    QueueState,
+    ServiceError,
 )
-from cloze.service.http.starts import Starts
+from cloze.service.http import gate as gate_module
+from cloze.service.http.access import Callers
+from cloze.service.http.gate import Gate, GateModel, Paths, Starts
+from cloze.service.http.memory_limit import UnreadAnswers
+from cloze.service.http.record import RequestRecord
+from cloze.service.http.recorder import Recorder
 from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
+from tests.records import pairs
 
 
 class Waiting:
     """A queue whose expected wait a test sets, and that records what it is asked."""
 
-    queued_tokens = 0
-    backlog_s = 0.0
+    state = QueueState(0, 0.0)
     dead: str | None = None
 
     def __init__(self, seconds: float = 0.0) -> None:
@@ -86,30 +84,29 @@ class Gated:
         self.metrics, self.promises, self.written = Metrics(["m@1"]), Promises(), Lines()
         self.starts = Starts()
         self.log = AccessLog("json", logging.INFO, 1.0, frozenset(), self.written)  # type: ignore[arg-type]
-        self.gate = Gate(
-            {"/embed": models, "/of/{name}": models, "/none": []},
-            self._error,
-            GateLimits(max_wait_s, 60.0),
-            self.starts,
-            self.promises,
-            Callers(),
-            self.metrics,
-            self.log,
-        )
+        routes = {"/embed": models, "/of/{name}": models, "/none": []}
+        self.paths = Paths(routes)
+        recorder = Recorder(self.metrics, self.log, None, UnreadAnswers(1), None)  # type: ignore[arg-type]
+        self.gate = Gate(routes, self._error, max_wait_s, self.starts, self.promises, recorder)
 
     @staticmethod
     def _error(path: str, error: ServiceError) -> bytes:
         return f"{path}: {error}".encode()
 
     def ask(self, size: int | str = 100, path: str = "/embed", **headers: str) -> bytes | None:
-        self.scope = scope(size, path, **headers)
-        return self.gate.refusal(self.scope)
+        return self.refusal(path, content_length=str(size), **headers)
+
+    def refusal(self, path: str, client: str = "a", **headers: str) -> bytes | None:
+        sent = {"path": path, "method": "POST", "client": (client, 1), "headers": pairs(headers)}
+        self.record: RequestRecord = CALLERS.record(sent, self.paths.route(path))
+        return self.gate.refusal(self.record)
+
+    @property
+    def is_admitted(self) -> bool:
+        return self.record.unstarted is not None
 
 
-def scope(size: int | str, path: str, client: str = "a", **headers: str) -> Scope:
-    sent = {"content-length": str(size)} | headers
-    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in sent.items()]
-    return {"type": "http", "path": path, "client": (client, 1), "headers": pairs}
+CALLERS = Callers(max_timeout_s=60.0)
 
 
 def parts(answer: bytes | None) -> tuple[dict[str, str], str]:
@@ -124,11 +121,11 @@ def test_a_wait_up_to_the_limit_is_admitted(clock: Clock) -> None:
     queue = Waiting(2.0)
     gated = Gated(queue)
     assert gated.ask() is None
-    assert gated.scope[CLIENT] == "a"
+    assert gated.is_admitted
     assert queue.asked == [("a", 21, None, 0)]
     queue.seconds = 2.1
     assert gated.ask() is not None
-    assert CLIENT not in gated.scope
+    assert not gated.is_admitted
     assert Gated(Waiting(10.0), max_wait_s=0).ask() is None, "0 is no limit"
 
 
@@ -179,9 +176,11 @@ def test_half_of_the_wait_is_for_those_that_come_back(clock: Clock) -> None:
     clock.now += 3.0
     assert gated.ask(x_stainless_retry_count="0") is not None, "it is tried for the first time"
     assert gated.ask(x_stainless_retry_count="1") is None
-    assert gated.scope[RETURNING] is True
-    assert gated.scope[CLIENT] == "a"
-    assert RETURNING not in scope(1, "/embed")
+    assert gated.record.is_returning
+    assert gated.is_admitted
+    queue.seconds = 0.0
+    assert gated.ask() is None
+    assert not gated.record.is_returning
 
 
 def test_a_promise_is_for_one_request(clock: Clock) -> None:
@@ -204,7 +203,7 @@ def test_a_server_that_drains_lets_the_handler_answer(clock: Clock) -> None:
     assert gated.ask() is not None
     first.drain()
     assert gated.ask(x_stainless_retry_count="0") is None
-    assert gated.scope[CLIENT] == "a"
+    assert gated.is_admitted
 
 
 def test_the_model_with_the_shortest_wait_counts(clock: Clock) -> None:
@@ -220,7 +219,7 @@ def test_requests_that_no_model_answers_pass(clock: Clock) -> None:
     gated = Gated(Waiting(9.0))
     for path in ("/other", "/none", "/of/"):
         assert gated.ask(path=path) is None
-        assert CLIENT not in gated.scope
+        assert not gated.is_admitted
     assert gated.ask(path="/of/x") is not None
 
 
@@ -236,7 +235,7 @@ def test_the_tokens_of_a_body_are_a_fifth_of_its_bytes(
     assert Gated(queue).ask(size) is None
     assert queue.asked[0][1] == tokens
     gated = Gated(Waiting())
-    assert gated.gate.refusal({"path": "/embed", "client": ("a", 1), "headers": []}) is None
+    assert gated.refusal("/embed") is None
     assert gated.queues[0].asked[0][1] == 1
 
 
@@ -249,7 +248,8 @@ def test_the_time_limit_of_a_request(clock: Clock) -> None:
     asked = len(queue.asked)
     assert gated.ask(x_request_timeout_ms="60001") is None, "the handler says what is wrong"
     assert len(queue.asked) == asked
-    assert gated.scope[CLIENT] == "a"
+    assert gated.is_admitted
+    assert gated.record.limit_problem.startswith("x-request-timeout-ms: a whole number from 1 to")
 
 
 def test_what_has_passed_counts_until_its_handler_begins(clock: Clock) -> None:
@@ -258,16 +258,16 @@ def test_what_has_passed_counts_until_its_handler_begins(clock: Clock) -> None:
     passed = []
     for _ in range(3):
         gated.ask()
-        passed.append(gated.scope)
+        passed.append(gated.record)
     gated.ask(client="b")
     gated.ask(5)
     assert [asked[3] for asked in queue.asked] == [0, 21, 42, 0, 63]
-    note_start(passed[0])
-    note_start(passed[0])
+    gated.starts.begun(passed[0])
+    gated.starts.begun(passed[0])
     gated.ask()
     assert queue.asked[-1][3] == 63 + 2 - 21
-    for each in (*passed[1:], gated.scope):
-        note_start(each)
+    for each in (*passed[1:], gated.record):
+        gated.starts.begun(each)
     gated.ask()
     assert queue.asked[-1][3] == 2
 
@@ -290,8 +290,3 @@ def test_requests_that_wait_to_start_count(clock: Clock) -> None:
         assert headers["retry-after-ms"] == "101", "rounded up"
 
     asyncio.run(run())
-
-
-def test_keys_of_a_scope() -> None:
-    """Other modules read them by their names."""
-    assert (ARRIVED, CLIENT, RETURNING) == ("cloze.arrived", "cloze.client", "cloze.returning")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cloze.service.core import Timings
-from cloze.service.http.probes import Probes
+from cloze.service.http.acceptor import Probes
 from cloze.service.logs import AccessLog, AccessRecord, RequestCost, _line
 
 TIMINGS = Timings(tokenize_s=0.001, queue_s=0.002, inference_s=0.003)

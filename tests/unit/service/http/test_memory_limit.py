@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 
 from cloze.service.core import Overloaded, Rejection
-from cloze.service.http import pace
-from cloze.service.http.answers import Answers
-from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit
-from cloze.service.http.pace import Pace
+from cloze.service.http import memory_limit
+from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, Pace, UnreadAnswers
 from tests.leaping_loop import run_leaping
 
 
@@ -338,8 +336,8 @@ async def crowded() -> Table:
 
 
 def test_the_rates_of_transfers() -> None:
-    assert (pace.RATE, pace.GRACE_S) == (1000, 10.0)
-    assert (pace.HURRIED_RATE, pace.HURRIED_GRACE_S) == (65_536, 1.0)
+    assert (memory_limit.RATE, memory_limit.GRACE_S) == (1000, 10.0)
+    assert (memory_limit.HURRIED_RATE, memory_limit.HURRIED_GRACE_S) == (65_536, 1.0)
 
 
 def test_a_transfer_that_stands_still_ends_after_its_grace() -> None:
@@ -470,7 +468,7 @@ BIG = 2 * SMALL_BYTES
 
 def test_only_large_answers_are_held() -> None:
     async def run() -> None:
-        answers = Answers(2 * BIG)
+        answers = UnreadAnswers(2 * BIG)
         assert await answers.hold("a", SMALL_BYTES, waits=True) is None
         hold = await answers.hold("a", SMALL_BYTES + 1, waits=True)
         assert hold is not None
@@ -481,7 +479,7 @@ def test_only_large_answers_are_held() -> None:
 
 def test_a_large_answer_waits_for_room_unless_it_is_written_already() -> None:
     async def run() -> None:
-        answers = Answers(2 * BIG)
+        answers = UnreadAnswers(2 * BIG)
         first = await answers.hold("a", BIG, waits=True)
         assert first is not None
         waiting = asyncio.ensure_future(answers.hold("a", BIG, waits=True))
@@ -510,7 +508,7 @@ def test_a_large_answer_waits_for_room_unless_it_is_written_already() -> None:
 
 def test_three_large_answers_are_written_at_once_and_two_of_one_client() -> None:
     async def run() -> None:
-        answers = Answers(BIG)
+        answers = UnreadAnswers(BIG)
         turns = [await answers.begin("a"), await answers.begin("a")]
         own = asyncio.ensure_future(answers.begin("a"))
         turns.append(await answers.begin("b"))
@@ -530,7 +528,7 @@ def test_three_large_answers_are_written_at_once_and_two_of_one_client() -> None
 
 def test_a_client_that_stops_reading_is_closed() -> None:
     async def run() -> None:
-        answers = Answers(4 * BIG)
+        answers = UnreadAnswers(4 * BIG)
         stopped, reading = Client(BIG), Client(BIG)
         for client in (stopped, reading):
             hold = await answers.hold("a", BIG, waits=True)
@@ -558,7 +556,7 @@ def test_further_answers_do_not_count_as_bytes_that_were_read_late() -> None:
     """A connection gets answers while it reads nothing: the growth is no progress."""
 
     async def run() -> None:
-        answers = Answers(100 * BIG)
+        answers = UnreadAnswers(100 * BIG)
         client = Client(BIG)
         for _ in range(50):
             hold = await answers.hold("a", BIG, waits=False)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import socket
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -12,15 +13,13 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from cloze.service.http.answers import CONNECTION, Answers
-from cloze.service.http.gate import _PASSED, ARRIVED, CLIENT
-from cloze.service.http.server_protocol import (
-    MAX_HEADER_BYTES,
-    ConnectionLimits,
-    ConnectionTable,
-    ServerProtocol,
-)
-from cloze.service.http.starts import Starts
+from cloze.service.batching.lines import LineKey
+from cloze.service.http.acceptor import ConnectionLimits, ConnectionTable
+from cloze.service.http.access import Callers
+from cloze.service.http.gate import Starts
+from cloze.service.http.memory_limit import UnreadAnswers
+from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.server_protocol import MAX_HEADER_BYTES, ServerProtocol
 from tests.leaping_loop import run_leaping
 
 LIMITS = ConnectionLimits(header_timeout_s=10.0, idle_timeout_s=60.0, max_connections=100)
@@ -79,32 +78,45 @@ class World:
 
     Attributes:
         refuses: whether the gate refuses a request.
+        made: number of the records that were made.
         seen: the scopes of the requests that have reached the application.
+        started: the times at which they reached it.
         release: an event; ``/hang`` answers when it is set.
     """
 
     def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
-        self.refuses: Callable[[Scope], bool] = lambda _: False
+        self.refuses: Callable[[RequestRecord], bool] = lambda _: False
         self.asked: list[str] = []
+        self.made = 0
         self.seen: list[Scope] = []
+        self.started: list[float] = []
         self.bodies: list[bytes] = []
         self.release = asyncio.Event()
-        self.table, self.answers, self.starts = ConnectionTable(limits), Answers(10**6), Starts()
+        self.table, self.answers, self.starts = (
+            ConnectionTable(limits),
+            UnreadAnswers(10**6),
+            Starts(),
+        )
         self.config = uvicorn.Config(
             self._app, log_config=None, ws="none", interface="asgi3", proxy_headers=False
         )
         self.config.load()
         self.state = ServerState()
 
-    def _refusal(self, scope: Scope) -> bytes | None:
-        self.asked.append(scope["path"])
-        if self.refuses(scope):
+    def _record(self, scope: Scope) -> RequestRecord:
+        self.made += 1
+        return Callers().record(scope, scope["path"])
+
+    def _refusal(self, request: RequestRecord) -> bytes | None:
+        self.asked.append(request.path)
+        if self.refuses(request):
             return REFUSAL
-        scope[CLIENT] = "a"
+        self.starts.admit(request, LineKey(0, 0), 1)
         return None
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.seen.append(scope)
+        self.started.append(time.monotonic())
         body, more = b"", scope["path"] != "/unread"
         while more:
             message = await receive()
@@ -119,7 +131,7 @@ class World:
     def connect(self, address: str = "192.0.2.1") -> Transport:
         transport = Transport(address)
         transport.protocol = ServerProtocol(
-            refusal=self._refusal, table=self.table, answers=self.answers, starts=self.starts,
+            make_record=self._record, refusal=self._refusal, table=self.table, answers=self.answers, starts=self.starts,
             config=self.config, server_state=self.state, app_state={},
         )  # fmt: skip
         transport.protocol.connection_made(transport)
@@ -168,7 +180,7 @@ def test_a_request_is_answered_in_one_write() -> None:
         assert world.bodies == [b"1234"]
         assert world.asked == ["/embed%41"], "a path is never decoded"
         [scope] = world.seen
-        assert (scope["path"], scope[CONNECTION]) == ("/embed%41", transport.protocol)
+        assert (scope["path"], scope[RECORD].connection) == ("/embed%41", transport.protocol)
         assert scope["client"][0] == transport.protocol.address == "192.0.2.1"
         transport.protocol.data_received(GET)
         await settle()
@@ -180,6 +192,7 @@ def test_a_request_is_answered_in_one_write() -> None:
         await settle()
         assert transport.writes[-1].endswith(b"\r\n\r\n")
         assert statuses(transport) == [200, 200, 200]
+        assert world.made == 3, "one record per request"
 
     play(run)
 
@@ -260,14 +273,17 @@ def test_headers_have_a_limit(caplog: pytest.LogCaptureFixture) -> None:
     play(run)
 
 
-def test_four_requests_start_per_turn_and_the_others_say_when_they_arrived() -> None:
+def test_four_requests_start_per_turn_and_all_say_when_they_arrived() -> None:
     async def run() -> None:
         world = World()
         transports = [world.connect() for _ in range(6)]
         for transport in transports:
             transport.protocol.data_received(post())
+        await settle(1)
+        assert len(world.seen) == 4
         await settle()
-        assert [ARRIVED in scope for scope in world.seen] == [False] * 4 + [True] * 2
+        assert len(world.seen) == 6
+        assert all(scope[RECORD].arrived < world.started[0] for scope in world.seen)
         assert all(statuses(transport) == [200] for transport in transports)
 
     play(run)
@@ -279,13 +295,12 @@ def test_a_request_whose_client_has_gone_is_not_started() -> None:
         transports = [world.connect() for _ in range(5)]
         for transport in transports:
             transport.protocol.data_received(post())
-        started: list[str] = []
         scope: Any = transports[4].protocol.scope
-        scope[_PASSED] = lambda: started.append("told")
+        assert scope[RECORD].unstarted is not None
         transports[4].protocol.connection_lost(ConnectionError())
         await settle()
         assert len(world.seen) == 4
-        assert started == ["told"], "the gate counts it no more"
+        assert scope[RECORD].unstarted is None, "the gate counts it no more"
 
     play(run)
 
@@ -340,6 +355,43 @@ def test_headers_must_arrive_in_time(reasons: Callable[[], list[str]]) -> None:
         await asyncio.sleep(20)
         assert transport.closed_at == pytest.approx(17.0)
         assert reasons() == ["the headers of its request did not arrive in time"]
+
+    play(run)
+
+
+def test_headers_behind_a_request_keep_their_time_when_it_is_answered(
+    reasons: Callable[[], list[str]],
+) -> None:
+    async def run() -> None:
+        world = World()
+        transport = world.connect()
+        transport.protocol.data_received(post("/hang") + GET[:9])
+        await asyncio.sleep(3)
+        world.release.set()
+        await asyncio.sleep(20)
+        assert statuses(transport) == [200]
+        assert transport.closed_at == pytest.approx(10.0)
+        assert reasons() == ["the headers of its request did not arrive in time"]
+
+    play(run)
+
+
+def test_a_connection_that_sends_headers_makes_room_for_a_new_one() -> None:
+    async def run() -> None:
+        world = World(ConnectionLimits(10.0, 60.0, 1))
+        begun = world.connect()
+        begun.protocol.data_received(GET[:9])
+        second = world.connect()
+        assert begun.is_closing()
+        await settle()
+        second.protocol.data_received(post("/hang") + GET[:9])
+        await settle()
+        assert world.connect().is_closing(), "its request runs"
+        await settle()
+        world.release.set()
+        await settle()
+        assert not world.connect().is_closing()
+        assert second.is_closing()
 
     play(run)
 
@@ -470,7 +522,7 @@ def test_bytes_that_the_client_has_not_read() -> None:
 
 def refusing() -> World:
     world = World()
-    world.refuses = lambda scope: scope["path"] == "/full"
+    world.refuses = lambda request: request.path == "/full"
     return world
 
 
@@ -562,7 +614,7 @@ def test_requests_of_a_pipeline_are_refused_in_their_turn() -> None:
         await settle(60)
         assert statuses(transport) == [200, 429, 200, 429]
         assert world.asked == ["/hang", "/full", "/embed", "/full"]
-        assert all("cloze.unasked" not in scope for scope in world.seen)
+        assert world.made == 4
         assert not transport.is_closing()
         await asyncio.sleep(59)
         assert not transport.is_closing()
@@ -704,13 +756,13 @@ def test_a_lost_connection_leaves_nothing(reasons: Callable[[], list[str]]) -> N
         world.answers.sent(transport.protocol, hold)
         scope: Any = transport.protocol.scope
         transport.protocol.connection_lost(ConnectionError())
-        assert CONNECTION not in scope, "else a cycle"
+        assert scope[RECORD].connection is None, "else a cycle"
         assert not world.answers.is_reading(transport.protocol)
         assert (world.table._open, world.table.closed_count) == (0, 1)
-        assert not world.table._idle
+        assert not world.table.idle
         quiet = world.connect()
         quiet.protocol.connection_lost(None)
-        assert not world.table._idle
+        assert not world.table.idle
         await asyncio.sleep(120)
         assert reasons() == [], "its timer has ended"
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from pydantic import BaseModel, ConfigDict
@@ -23,18 +23,25 @@ from cloze.service.core import (
     Rejection,
     RequestTooLarge,
     SlowRequest,
+    Submission,
     UnsupportedEncoding,
 )
-from cloze.service.http.answers import Answers
-from cloze.service.http.bodies import parse, read_body, receive, run_anywhere, validate
-from cloze.service.http.caller import Callers
-from cloze.service.http.gate import ARRIVED, RETURNING
-from cloze.service.http.gunzip import MAX_MEMBERS, Gunzip
+from cloze.service.http.bodies import (
+    MAX_MEMBERS,
+    Gunzip,
+    parse,
+    read_body,
+    receive,
+    run_anywhere,
+    validate,
+)
 from cloze.service.http.json_bodies import PIECE_BYTES, BodyLimits
-from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit
-from cloze.service.http.watch import ANSWER_BYTES, RequestWatch, WatchedRequest
-from cloze.service.tracing import TRACE
+from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, UnreadAnswers
+from cloze.service.http.record import RECORD
+from cloze.service.http.watch import RequestWatch, WatchedRequest
+from cloze.service.tracing import RequestTrace
 from tests.leaping_loop import LeapingLoop
+from tests.records import recorded, scope_of
 
 LARGE = 100_000
 
@@ -68,15 +75,13 @@ class Sender:
 
 
 def request(*parts: bytes | float | str, **headers: str) -> Request:
-    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    scope = {"type": "http", "headers": pairs, "client": ("a", 1)}
-    return Request(scope, Sender(*parts).receive)
+    return Request(scope_of(recorded(**headers)), Sender(*parts).receive)
 
 
 def watch_of(
-    timeout_s: float = 30.0, bodies: MemoryLimit | None = None, answers: Answers | None = None
+    timeout_s: float = 30.0, bodies: MemoryLimit | None = None, answers: UnreadAnswers | None = None
 ) -> RequestWatch:
-    return RequestWatch(timeout_s, 300.0, Callers(), bodies, answers)
+    return RequestWatch(timeout_s, bodies, answers)
 
 
 async def read(
@@ -240,13 +245,15 @@ def test_the_first_reason_counts_and_a_cancel_from_outside_stays_one(play: Any) 
 def test_terms_of_a_request(play: Any) -> None:
     async def run() -> None:
         asked = request(x_request_timeout_ms="2000")
-        asked.scope |= {ARRIVED: 3.0, RETURNING: True, TRACE: "00-a-b-01"}
+        record = asked.scope[RECORD]
+        record.arrived, record.is_returning = 3.0, True
+        record.trace = RequestTrace(cast(Any, None), cast(Any, None), "00-a-b-01")
         await asyncio.sleep(5)
         with watch_of().request(asked) as watched:
-            assert watched.terms == (5.0, "a", 2.0, "00-a-b-01", True)
-            assert watched.started == 3.0
+            assert watched.terms == Submission(5.0, (), "a", 2.0, "00-a-b-01", returning=True)
+            assert watched.record is record
         with watch_of(40.0).request(request()) as watched:
-            assert watched.terms == (45.0, "a", None, "", False)
+            assert watched.terms == Submission(45.0, client="a")
             assert watched.timeout_s == 40.0
 
     play(run())
@@ -363,14 +370,14 @@ def test_a_body_that_stalls_ends_after_ten_seconds_and_a_whole_one_does_not(play
 
 def test_large_answers(play: Any) -> None:
     async def run() -> None:
-        answers = Answers(2 * LARGE)
+        answers = UnreadAnswers(2 * LARGE)
         watch = watch_of(answers=answers)
         asked = request()
         with watch.request(asked) as watched:
             await watched.begin_answer()
             turns = [await answers.begin("b"), await answers.begin("b")]
-            await watched.hold_answer(asked, LARGE)
-            hold = asked.scope[ANSWER_BYTES]
+            await watched.hold_answer(LARGE)
+            hold = asked.scope[RECORD].hold
             assert (hold.client, hold.size) == ("a", LARGE)
             waiting = asyncio.ensure_future(answers.begin("c"))
             await asyncio.sleep(1)
@@ -381,16 +388,16 @@ def test_large_answers(play: Any) -> None:
             answers.done(turn)
         small, unasked = request(), request()
         with watch.request(small) as watched:
-            await watched.hold_answer(small, SMALL_BYTES)
-            assert ANSWER_BYTES not in small.scope
+            await watched.hold_answer(SMALL_BYTES)
+            assert small.scope[RECORD].hold is None
         with watch.request(unasked) as watched:
-            await watched.hold_answer(unasked, LARGE)
-            assert unasked.scope[ANSWER_BYTES].size == LARGE, "what has no turn does not wait"
+            await watched.hold_answer(LARGE)
+            assert unasked.scope[RECORD].hold.size == LARGE, "what has no turn does not wait"
         with watch.request(request(x_request_timeout_ms="500")) as watched:
             watched.body_complete()
             await watched.begin_answer()
             with pytest.raises(asyncio.CancelledError):
-                await watched.hold_answer(small, LARGE)
+                await watched.hold_answer(LARGE)
             watched._task.uncancel()
 
     play(run())

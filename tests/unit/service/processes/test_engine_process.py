@@ -25,24 +25,27 @@ from cloze.service.core import (
     EngineFailed,
     ExpectedWait,
     Overloaded,
+    QueueState,
     Rejection,
     StartupError,
+    Submission,
 )
 from cloze.service.metrics import Metrics
 from cloze.service.metrics.families import model_labels
 from cloze.service.processes import engine_process, frames
-from cloze.service.processes.channel import MAX_UNSENT_BYTES
+from cloze.service.processes.children import ChildConfig
 from cloze.service.processes.engine_process import (
     BatchObserver,
     EngineServer,
     FrontEndChannel,
     _exit_soon,
 )
+from cloze.service.processes.frames import MAX_UNSENT_BYTES
 from cloze.service.processes.remote import EngineLink, RemoteQueue
-from cloze.service.processes.start import ChildConfig
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import Settings
 from tests import encodings
+from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 from tests.test_tracing import collecting
 from tests.unit.service.processes.forked import Fork, forked, publish
@@ -63,24 +66,25 @@ class Queue(Scheduler):
     """
 
     def __init__(self, engine: FakeEngine) -> None:
-        self.terms: list[dict[str, Any]] = []
+        self.terms: list[Submission] = []
         self.failure: Exception | None = None
         self.asked: list[tuple[Any, ...]] = []
         super().__init__(engine, LIMITS)
+        self.start()
 
-    def submit(self, encodings: Any, deadline: float, **terms: Any) -> Future[BatchResult]:
-        self.terms.append({"deadline": deadline, **terms})
+    def submit(self, submission: Submission) -> Future[BatchResult]:
+        self.terms.append(submission._replace(encodings=()))
         if self.failure is not None:
             raise self.failure
-        return super().submit(encodings, deadline, **terms)
+        return super().submit(submission)
 
     def expected_wait(self, *asked: Any, **further: Any) -> ExpectedWait:
         self.asked.append((*asked, *further.items()))
         return ExpectedWait(2.5, 0.5)
 
     @property
-    def backlog_s(self) -> float:
-        return 1.5
+    def state(self) -> QueueState:
+        return super().state._replace(backlog_s=1.5)
 
 
 class Wire:
@@ -135,7 +139,7 @@ class Process:
         return self.wire.sent[1:]
 
     def waiting(self, name: str = "tiny@3") -> tuple[float, float]:
-        gauges: Any = self.metrics._gauges
+        gauges: Any = self.metrics._families
         labels = model_labels(name)
         each = (gauges.queue_tokens, gauges.backlog)
         tokens, backlog = (gauge.labels(*labels)._value.get() for gauge in each)
@@ -147,10 +151,10 @@ class Process:
             queue.close()
 
 
-def run(number: int = 7, tokens: int = 3, **terms: Any) -> frames.Run:
-    fields = {"deadline": time.monotonic() + 60, "model": 0, "accepted": False} | terms
+def run(number: int = 7, tokens: int = 3, *, model: int = 0, **terms: Any) -> frames.Run:
+    fields = {"deadline": time.monotonic() + 60} | terms
     batch = [encodings.encoding([1] * tokens, embed=True)]
-    return frames.Run(number=number, encodings=batch, **fields)
+    return frames.Run(number, model, Submission(encodings=batch, **fields))
 
 
 @pytest.fixture
@@ -187,7 +191,7 @@ def test_a_greeting_comes_first_and_then_answers(on_loop: OnLoop) -> None:
             ("tiny@3", "int8"), ("other@1", "fp32"),
         ]  # fmt: skip
         assert process.queues[0].terms == [
-            {"deadline": deadline, "returning": True, "later_round": True, **terms}
+            Submission(deadline, returning=True, later_round=True, **terms)
         ]
         assert answer.number == 7
         assert answer.outcome.outputs[0]["embedding"].embedding.tolist() == [3.0]
@@ -225,7 +229,7 @@ def test_a_cancelled_request_is_dropped(on_loop: OnLoop) -> None:
         assert process.waiting() == (6, 1.5)
         process.receive(frames.Cancel(2))
         process.receive(frames.Cancel(99))
-        assert process.queues[0].queued_tokens == 3
+        assert process.queues[0].state.tokens == 3
         assert process.waiting() == (3, 1.5)
         process.engine.gate.set()
         answers = await process.answers(2)
@@ -266,9 +270,9 @@ def test_a_front_end_that_leaves_cancels_its_requests_only(on_loop: OnLoop) -> N
         process.engine.entered.wait(20)
         process.receive(run(2))
         channel.received(memoryview(frames.encode_run(run(1, tokens=5))))
-        assert process.queues[0].queued_tokens == 8
+        assert process.queues[0].state.tokens == 8
         process.channel.lost()
-        assert process.queues[0].queued_tokens == 5
+        assert process.queues[0].state.tokens == 5
         process.engine.gate.set()
         async with asyncio.timeout(20):
             while len(other.sent) < 2 or process.channel._pending:
@@ -283,7 +287,7 @@ def test_a_process_serves_until_its_last_front_end_has_left(
     on_loop: OnLoop, tmp_path: Path
 ) -> None:
     async def test(process: Process) -> None:
-        gauges: Any = process.metrics._gauges
+        gauges: Any = process.metrics._families
         gauges.queue_tokens.labels(*model_labels("other@1")).set(77)
         path = tmp_path / "e.sock"
         with socket.socket(socket.AF_UNIX) as listener:
@@ -392,7 +396,7 @@ async def asked(path: Path, fork: Fork) -> None:
         assert queue.precision() == "fp32"
         for number in (1, 2):
             batch = [encodings.encoding([number] * 4, embed=True)]
-            future = queue.submit(batch, time.monotonic() + 60)
+            future = submit(queue, batch, time.monotonic() + 60)
             result = await asyncio.wrap_future(future)
             assert result.outputs[0]["embedding"].embedding.tolist() == [4.0 * number]
             fork.send(signal.SIGTERM)

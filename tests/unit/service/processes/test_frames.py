@@ -1,5 +1,9 @@
 """Messages between processes arrive as they were sent, field by field."""
 
+import asyncio
+import logging
+import socket
+import struct
 from collections.abc import Sequence
 
 import msgspec
@@ -12,6 +16,7 @@ from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
 from cloze.service import core
 from cloze.service.core import BatchResult, Overloaded, Rejection
+from cloze.service.processes import frames
 from cloze.service.processes.frames import (
     Answer,
     Cancel,
@@ -57,36 +62,29 @@ def answered(answer: Answer) -> Answer:
 
 
 def test_every_field_of_a_run_arrives() -> None:
-    run = Run(11, 12.5, 3, True, ENCODINGS, True, "someone", 4.5, "00-ab-cd-01", True)
-    decoded = arrived(run)
-    fields = (
-        "number",
-        "deadline",
-        "model",
-        "accepted",
-        "later_round",
-        "client",
-        "timeout_s",
-        "returning",
-    )
-    assert [getattr(decoded, name) for name in (*fields, "trace")] == [
-        11, 12.5, 3, True, True, "someone", 4.5, True, "00-ab-cd-01",
-    ]  # fmt: skip
-    assert [e.input_ids.tolist() for e in decoded.encodings] == [[1, 2, 3], [4, 5], [6]]
-    assert [e.token_type_ids.tolist() for e in decoded.encodings] == [[0, 0, 1], [1, 1], [0]]
-    assert [dict(e.requests) for e in decoded.encodings] == [SHARED, MASKED, SHARED]
+    terms = core.Submission(12.5, (), "someone", 4.5, "00-ab-cd-01", True, True, True)
+    assert not [value for value in terms[2:] if value in terms._field_defaults.values()]
+    decoded = arrived(Run(11, 3, terms._replace(encodings=ENCODINGS)))
+    assert (decoded.number, decoded.model) == (11, 3)
+    assert decoded.submission._replace(encodings=()) == terms
+    encodings = decoded.submission.encodings
+    assert [e.input_ids.tolist() for e in encodings] == [[1, 2, 3], [4, 5], [6]]
+    assert [e.token_type_ids.tolist() for e in encodings] == [[0, 0, 1], [1, 1], [0]]
+    assert [dict(e.requests) for e in encodings] == [SHARED, MASKED, SHARED]
 
 
 def test_defaults_of_a_run_are_those_of_a_plain_request() -> None:
-    decoded = arrived(Run(1, 2.0, 0, False, ENCODINGS[:1]))
+    plain = core.Submission(2.0)
+    decoded = arrived(Run(1, 0, plain._replace(encodings=ENCODINGS[:1]))).submission
+    assert decoded._replace(encodings=()) == plain
     assert (decoded.accepted, decoded.later_round, decoded.client) == (False, False, "")
     assert (decoded.timeout_s, decoded.trace, decoded.returning) == (None, "", False)
 
 
 def test_shared_requests_are_sent_once() -> None:
-    decoded = arrived(Run(1, 2.0, 0, False, ENCODINGS))
-    assert decoded.encodings[0].requests is decoded.encodings[2].requests
-    assert decoded.encodings[0].requests is not decoded.encodings[1].requests
+    first, second, third = arrived(Run(1, 0, core.Submission(2.0, ENCODINGS))).submission.encodings
+    assert first.requests is third.requests
+    assert first.requests is not second.requests
 
 
 def test_a_greeting_and_a_cancellation_arrive() -> None:
@@ -157,11 +155,12 @@ def test_other_errors_keep_their_kind(kind: type[core.ServiceError]) -> None:
 def changed(message: bytes, old: object, new: object) -> bytes:
     """Return a message with another value in the place of one value."""
     fields = msgspec.msgpack.decode(message)
-    fields[fields.index(old)] = new
+    values = next(values for values in (fields, fields[-1]) if old in values)
+    values[values.index(old)] = new
     return msgspec.msgpack.encode(fields)
 
 
-RUN = encode_run(Run(1, 2.0, 77, False, ENCODINGS[:2]))
+RUN = encode_run(Run(1, 77, core.Submission(2.0, ENCODINGS[:2])))
 MODEL, LENGTHS, REQUEST_OF = 77, [3, 2], [0, 1]
 IDS = np.array([1, 2, 3, 4, 5], np.int32).tobytes()
 TYPES = np.array([0, 0, 1, 1, 1], np.int32).tobytes()
@@ -241,7 +240,7 @@ def test_a_reason_that_does_not_exist_is_malformed() -> None:
 
 
 def test_a_head_that_does_not_exist_is_malformed() -> None:
-    requests = msgspec.msgpack.decode(RUN)[6]
+    requests = msgspec.msgpack.decode(RUN)[-1][1]
     with pytest.raises(MalformedMessage, match="KeyError: 'no_head'"):
         decode_request(changed(RUN, requests, [{"no_head": {}}, {}]))
     with pytest.raises(MalformedMessage):
@@ -282,7 +281,7 @@ def test_a_view_of_a_message_is_decoded() -> None:
     assert isinstance(run, Run)
     assert run.number == 1
     with pytest.raises(ValueError, match="read-only"):
-        run.encodings[0].input_ids[0] = 9
+        run.submission.encodings[0].input_ids[0] = 9
 
 
 def test_every_field_of_a_result_must_be_there() -> None:
@@ -300,7 +299,158 @@ def test_every_field_of_a_result_must_be_there() -> None:
 
 
 def test_a_request_that_is_nested_too_deeply_is_malformed() -> None:
-    requests = msgspec.msgpack.decode(RUN)[6]
+    requests = msgspec.msgpack.decode(RUN)[-1][1]
     deep = msgspec.Raw(b"\x91" * 100_000 + b"\x00")
     with pytest.raises(MalformedMessage, match="RecursionError"):
         decode_request(changed(RUN, requests, [{"masked_lm": deep}, {}]))
+
+
+# ---- the socket -----------------------------------------------------------------------------------
+
+
+class Recorder(frames.Channel):
+    """Records what arrives; a message "raise" is not handled, "drop" ends the connection."""
+
+    def __init__(self, max_unsent_bytes: int = frames.MAX_UNSENT_BYTES) -> None:
+        super().__init__("the peer", max_unsent_bytes)
+        self.messages: list[bytes] = []
+        self.ends = 0
+        self.ended = asyncio.Event()
+        self.arrived = asyncio.Event()
+
+    def received(self, message: memoryview) -> None:
+        if message == b"raise":
+            raise KeyError("no such message")
+        if message == b"drop":
+            self.drop("asked to")
+        self.messages.append(bytes(message))
+        self.arrived.set()
+
+    def lost(self) -> None:
+        self.ends += 1
+        self.ended.set()
+
+
+async def connected(recorder: Recorder) -> socket.socket:
+    """Return the other end of the recorder's connection."""
+    ours, theirs = socket.socketpair()
+    await asyncio.get_running_loop().create_connection(lambda: recorder, sock=ours)
+    theirs.setblocking(False)
+    return theirs
+
+
+def framed(*messages: bytes) -> bytes:
+    return b"".join(struct.pack("=I", len(message)) + message for message in messages)
+
+
+def fed(*pieces: bytes) -> tuple[list[bytes], bool]:
+    """Return the messages that pieces of a stream give, and whether the connection was closed."""
+
+    async def run() -> tuple[list[bytes], bool]:
+        recorder = Recorder()
+        with await connected(recorder):
+            for piece in pieces:
+                recorder.data_received(piece)
+            return recorder.messages, recorder._transport.is_closing()
+
+    return asyncio.run(run())
+
+
+def test_several_messages_in_one_piece() -> None:
+    assert fed(framed(b"one", b"", b"three")) == ([b"one", b"", b"three"], False)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7])
+def test_messages_in_small_pieces(size: int) -> None:
+    stream = framed(b"one", b"", b"seventeen", b"x")
+    pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
+    assert fed(*pieces) == ([b"one", b"", b"seventeen", b"x"], False)
+
+
+def test_the_end_of_one_message_and_the_beginning_of_the_next() -> None:
+    stream = framed(b"one", b"two", b"three")
+    assert fed(stream[:5], stream[5:12], stream[12:]) == ([b"one", b"two", b"three"], False)
+
+
+def test_a_message_is_as_long_as_its_length_says() -> None:
+    assert fed(framed(b"one")[:-1]) == ([], False)
+
+
+def test_the_longest_length_is_accepted_and_a_longer_one_closes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert frames.MAX_MESSAGE_BYTES == 2**30
+    assert fed(struct.pack("=I", 2**30)) == ([], False)
+    assert fed(struct.pack("=I", 2**30 + 1)) == ([], True)
+    assert "1073741825 bytes, more than the limit of 1073741824" in caplog.text
+
+
+def test_a_message_that_is_not_handled_closes_the_connection(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert fed(framed(b"one", b"raise", b"three")) == ([b"one"], True)
+    assert "the connection to the peer is closed: a malformed message (KeyError" in caplog.text
+
+
+def test_nothing_is_handled_after_a_drop() -> None:
+    assert fed(framed(b"one", b"drop", b"three")) == ([b"one", b"drop"], True)
+
+
+def test_the_end_is_reported_once_and_a_partial_message_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def run(last: bytes) -> Recorder:
+        recorder = Recorder()
+        with await connected(recorder) as theirs:
+            theirs.send(last)
+        await recorder.ended.wait()
+        return recorder
+
+    recorder = asyncio.run(run(framed(b"one")))
+    assert (recorder.messages, recorder.ends, caplog.text) == ([b"one"], 1, "")
+    assert asyncio.run(run(framed(b"one")[:-1])).ends == 1
+    assert caplog.record_tuples == [
+        ("cloze", logging.WARNING, "the peer disconnected in the middle of a message")
+    ]
+
+
+def test_a_sent_message_arrives_with_its_length() -> None:
+    async def run() -> bytes:
+        recorder = Recorder()
+        with await connected(recorder) as theirs:
+            recorder.send(b"one")
+            recorder.send(b"")
+            recorder.close()
+            await recorder.ended.wait()
+            return theirs.recv(100)
+
+    assert asyncio.run(run()) == framed(b"one", b"")
+
+
+def test_a_peer_that_leaves_too_much_unread_is_dropped() -> None:
+    async def run() -> tuple[list[bool], bytes]:
+        recorder = Recorder(max_unsent_bytes=1_000_000)
+        closing = []
+        with await connected(recorder) as theirs:
+            recorder.send(bytes(10_000_000))
+            closing.append(recorder._transport.is_closing())
+            recorder.send(b"more")
+            closing.append(recorder._transport.is_closing())
+            recorder.send(b"nothing happens")
+            await recorder.ended.wait()
+            return closing, theirs.recv(100)[:4]
+
+    closing, beginning = asyncio.run(run())
+    assert closing == [False, True]
+    assert beginning == struct.pack("=I", 10_000_000)
+
+
+def test_what_is_unsent_up_to_the_limit_is_allowed() -> None:
+    async def run() -> bool:
+        recorder = Recorder(max_unsent_bytes=1)
+        with await connected(recorder):
+            recorder.send(b"small")
+            recorder.send(b"small too")  # the socket took the first at once
+            return recorder._transport.is_closing()
+
+    assert asyncio.run(run()) is False

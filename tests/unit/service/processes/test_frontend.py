@@ -18,11 +18,10 @@ import pytest
 from cloze.model_store import Bundle
 from cloze.service.core import Changes, EngineFailed
 from cloze.service.processes import frames, frontend
-from cloze.service.processes.channel import Channel
+from cloze.service.processes.children import RETIRE, ChildConfig
+from cloze.service.processes.frames import Channel
 from cloze.service.processes.frontend import EngineProcesses
-from cloze.service.processes.generation import RETIRE
-from cloze.service.processes.reload_report import ReloadReport
-from cloze.service.processes.start import ChildConfig
+from cloze.service.processes.supervisor import ReloadReport
 from cloze.service.settings import Settings
 from tests.leaping_loop import run_leaping
 from tests.unit.service.processes.forked import Fork, forked, publish

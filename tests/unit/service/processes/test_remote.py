@@ -21,9 +21,11 @@ from cloze.service.core import (
     ExpectedWait,
     Overloaded,
     ShuttingDown,
+    Submission,
 )
 from cloze.service.processes import frames, remote
 from cloze.service.processes.remote import EngineLink, RemoteQueue, _settle
+from tests.encodings import submit
 from tests.leaping_loop import run_leaping
 from tests.waiting import wait_until
 
@@ -79,7 +81,7 @@ class Engines:
 
     def submit(self, tokens: int = 3, **options: Any) -> Future[BatchResult]:
         array = np.arange(tokens, dtype=np.int32)
-        return self.queue.submit([Encoding(array, array)], time.monotonic() + 60, **options)
+        return submit(self.queue, [Encoding(array, array)], time.monotonic() + 60, **options)
 
 
 RESULT = BatchResult([{}], 0.25, 0.5)
@@ -102,13 +104,19 @@ def test_a_request_is_sent_and_answered() -> None:
         assert engines.queue.dead is None
         assert engines.queue.precision() == "int8"
         future = engines.submit(3, client="someone", timeout_s=2.5, accepted=True, trace="t")
-        assert engines.queue.queued_tokens == 3
+        assert engines.queue.state.tokens == 3
         (run,) = wire.runs
-        assert (run.client, run.timeout_s, run.accepted, run.trace) == ("someone", 2.5, True, "t")
-        assert (run.model, run.later_round) == (0, False)
+        sent = run.submission
+        assert (sent.client, sent.timeout_s, sent.accepted, sent.trace) == (
+            "someone",
+            2.5,
+            True,
+            "t",
+        )
+        assert (run.model, sent.later_round) == (0, False)
         engines.answer(0, run, RESULT)
         assert future.result(0).queue_s == 0.25
-        assert engines.queue.queued_tokens == 0
+        assert engines.queue.state.tokens == 0
         engines.answer(0, run, RESULT)  # a late answer belongs to nobody
 
     on_loop(test)
@@ -121,7 +129,7 @@ def test_an_error_of_the_engine_ends_the_request() -> None:
         future = engines.submit()
         engines.answer(0, wire.runs[0], Overloaded("full", 7))
         assert isinstance(future.exception(0), Overloaded)
-        assert engines.queue.queued_tokens == 0
+        assert engines.queue.state.tokens == 0
 
     on_loop(test)
 
@@ -132,9 +140,9 @@ def test_requests_go_to_the_running_engine_with_the_fewest_tokens() -> None:
         one, two = engines.start(0), engines.start(1)
         for tokens in (5, 3, 1, 1):
             engines.submit(tokens)
-        assert [len(run.encodings[0]) for run in one.runs] == [5]
-        assert [len(run.encodings[0]) for run in two.runs] == [3, 1, 1]
-        assert engines.queue.queued_tokens == 10
+        assert [len(run.submission.encodings[0]) for run in one.runs] == [5]
+        assert [len(run.submission.encodings[0]) for run in two.runs] == [3, 1, 1]
+        assert engines.queue.state.tokens == 10
 
     on_loop(test)
 
@@ -146,7 +154,7 @@ def test_a_cancelled_request_is_cancelled_at_the_engine() -> None:
         future = engines.submit()
         assert future.cancel()
         assert wire.sent[-1] == frames.Cancel(wire.runs[0].number)
-        assert engines.queue.queued_tokens == 0
+        assert engines.queue.state.tokens == 0
         assert future.done()
 
     on_loop(test)
@@ -175,8 +183,10 @@ def test_requests_wait_for_the_process_that_replaces_theirs() -> None:
         cancelled.cancel()
         second = engines.start()
         assert not engines.links[0].keeps_requests
-        assert [len(run.encodings[0]) for run in second.runs] == [3, 4]
-        assert [run.later_round for run in second.runs] == [True, False], "one was admitted before"
+        assert [len(run.submission.encodings[0]) for run in second.runs] == [3, 4]
+        assert [run.submission.later_round for run in second.runs] == [True, False], (
+            "one was admitted before"
+        )
         assert not sent.done()
         assert not kept.done()
         for run in second.runs:
@@ -266,7 +276,7 @@ def test_a_draining_queue_takes_only_what_was_accepted() -> None:
             engines.submit()
         engines.submit(accepted=True)
         engines.submit(later_round=True)
-        assert engines.queue.queued_tokens == 6
+        assert engines.queue.state.tokens == 6
 
     on_loop(test)
 
@@ -336,13 +346,12 @@ def test_defaults_of_a_request() -> None:
         wire = engines.start()
         engines.submit()
         (run,) = wire.runs
-        assert (run.client, run.timeout_s, run.accepted, run.returning, run.later_round) == (
-            "", None, False, False, False,
-        )  # fmt: skip
-        assert run.trace == ""
-        assert engines.queue.backlog_s == 0
+        sent = run.submission
+        assert sent._replace(encodings=()) == Submission(sent.deadline)
+        assert engines.queue.state.backlog_s == 0
         engines.submit(returning=True, later_round=True)
-        assert (wire.runs[-1].returning, wire.runs[-1].later_round) == (True, True)
+        sent = wire.runs[-1].submission
+        assert (sent.returning, sent.later_round) == (True, True)
 
     on_loop(test)
 
@@ -356,9 +365,9 @@ def test_a_model_has_its_own_place() -> None:
         engines.links[0].models = served
         assert (engines.queue.precision(), second.precision()) == ("fp32", "fp16")
         array = np.arange(4, dtype=np.int32)
-        second.submit([Encoding(array, array)], time.monotonic() + 60)
+        submit(second, [Encoding(array, array)], time.monotonic() + 60)
         assert wire.runs[0].model == 1
-        assert second.queued_tokens == 4
+        assert second.state.tokens == 4
 
     on_loop(test)
 
@@ -411,7 +420,7 @@ def test_a_link_connects_again_and_closes_at_the_end(tmp_path: Path) -> None:
             assert len(accepted) == 2
             array = np.arange(3, dtype=np.int32)
             queue = RemoteQueue([link], 0)
-            future = queue.submit([Encoding(array, array)], time.monotonic() + 60)
+            future = submit(queue, [Encoding(array, array)], time.monotonic() + 60)
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
@@ -445,7 +454,7 @@ def test_a_request_is_not_cancelled_at_an_engine_that_is_gone() -> None:
         engines.links[0].lost()
         future.cancel()
         assert len(wire.sent) == 1
-        assert engines.queue.queued_tokens == 0
+        assert engines.queue.state.tokens == 0
 
     on_loop(test)
 

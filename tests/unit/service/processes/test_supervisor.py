@@ -1,5 +1,6 @@
 """The supervisor with small children: their start, their end, their restarts, and reloads."""
 
+import asyncio
 import json
 import os
 import signal
@@ -10,17 +11,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.mmap_dict import MmapedDict
 
-from cloze.service.core import Device, StartupError
-from cloze.service.processes import child as child_module
-from cloze.service.processes import generation as generation_module
+from cloze.service.core import BUSY, Changes, Device, ReloadRefused, ShuttingDown, StartupError
+from cloze.service.processes import children as children_module
 from cloze.service.processes import supervisor as supervisor_module
-from cloze.service.processes.reload_report import ReloadReport
-from cloze.service.processes.supervisor import Supervisor, supervise
+from cloze.service.processes.supervisor import (
+    ReloadReport,
+    Supervisor,
+    ask_supervisor,
+    supervise,
+)
 from cloze.service.settings import Settings
 from tests.unit.service.processes.forked import COMMAND, Fork, forked, publish
 from tests.waiting import wait_until
@@ -125,7 +130,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     made = Server(tmp_path)
     # So that only events wake the supervisor.
     monkeypatch.setattr(supervisor_module, "_LOOK_EVERY_S", 30.0)
-    monkeypatch.setattr(generation_module, "FRONTEND_COMMAND", made.command)
+    monkeypatch.setattr(children_module, "FRONTEND_COMMAND", made.command)
     return made
 
 
@@ -233,7 +238,7 @@ def test_a_restart_that_the_system_refuses_is_tried_again(server: Server) -> Non
 def test_a_child_that_does_not_report_is_replaced(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_module, "_SILENT_S", 0.3)
+    monkeypatch.setattr(children_module, "_SILENT_S", 0.3)
     monkeypatch.setattr(supervisor_module, "_LOOK_EVERY_S", 0.2)
     server.tell("beats")
     with server.serving():
@@ -258,7 +263,7 @@ def stop_for(seconds: float, *pids: int) -> None:
 def test_nobody_is_replaced_when_all_processes_were_stopped(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_module, "_SILENT_S", 0.5)
+    monkeypatch.setattr(children_module, "_SILENT_S", 0.5)
     monkeypatch.setattr(supervisor_module, "_LOOK_EVERY_S", 0.1)
     server.tell("beats")
     with server.serving():
@@ -420,6 +425,117 @@ def test_a_signal_ends_a_reload(server: Server) -> None:
         assert server.report.error == "nothing was reloaded: the server is shutting down"
         assert server.alive == set()
         assert not list(server.folder.glob("*.sock"))
+
+
+# ---- what came of a reload ---------------------------------------------------------------------
+
+CHANGES = Changes(added=("a@1",), removed=("b@1",), kept=())
+
+
+def test_a_report_comes_back(tmp_path: Path) -> None:
+    assert ReloadReport.read(tmp_path) == ReloadReport(0.0, None, "", busy=False)
+    ReloadReport(12.5, error="no", busy=True).write(tmp_path)
+    assert ReloadReport.read(tmp_path) == ReloadReport(12.5, None, "no", busy=True)
+    ReloadReport(13.5, CHANGES).write(tmp_path)
+    report = ReloadReport.read(tmp_path)
+    assert report.changes is not None
+    assert list(report.changes.added) == ["a@1"]
+    assert list(report.changes.removed) == ["b@1"]
+    assert [file.name for file in tmp_path.iterdir()] == ["reload.json"]
+
+
+@contextmanager
+def supervisor(folder: Path, *reports: ReloadReport) -> Iterator[list[int]]:
+    """Let this process be the supervisor, which answers SIGHUP with reports."""
+    signals: list[int] = []
+
+    def reload(number: int, _: object) -> None:
+        signals.append(number)
+        for report in reports:
+            report.began = time.monotonic()
+            report.write(folder)
+
+    before = signal.signal(signal.SIGHUP, reload)
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def asked(folder: Path, *, draining: bool = False) -> Changes:
+    asking = ask_supervisor(os.getpid(), folder, lambda: draining)
+    return asyncio.run(asyncio.wait_for(asking, 10))
+
+
+def test_only_a_report_of_a_later_reload_counts(tmp_path: Path) -> None:
+    ReloadReport(time.monotonic(), error="of an earlier reload").write(tmp_path)
+    with supervisor(tmp_path, ReloadReport(busy=True), ReloadReport(changes=CHANGES)):
+        assert list(asked(tmp_path).added) == ["a@1"]
+    with (
+        supervisor(tmp_path, ReloadReport(error="nothing was reloaded")),
+        pytest.raises(ReloadRefused, match="nothing was reloaded"),
+    ):
+        asked(tmp_path)
+    with supervisor(tmp_path), pytest.raises(ShuttingDown):
+        asked(tmp_path, draining=True)
+
+
+def test_a_reload_waits_for_no_other(tmp_path: Path) -> None:
+    ReloadReport(time.monotonic(), busy=True).write(tmp_path)
+    with supervisor(tmp_path) as signals, pytest.raises(ReloadRefused):
+        asked(tmp_path)
+    assert signals == []
+
+
+def test_a_reload_may_begin_at_the_time_of_the_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+
+    def reload(*_: object) -> None:
+        ReloadReport(1000.0, CHANGES).write(tmp_path)
+
+    before = signal.signal(signal.SIGHUP, reload)
+    try:
+        assert list(asked(tmp_path).added) == ["a@1"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_reload_that_has_begun_is_waited_for(tmp_path: Path) -> None:
+    """The report of its begin says that it is busy, and has no end yet."""
+    began: list[float] = []
+
+    async def ask() -> Changes:
+        asking = asyncio.ensure_future(ask_supervisor(os.getpid(), tmp_path, lambda: False))
+        while not began:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
+        assert not asking.done()
+        ReloadReport(began[0], CHANGES, busy=True).write(tmp_path)
+        return await asyncio.wait_for(asking, 10)
+
+    def reload(*_: object) -> None:
+        began.append(time.monotonic())
+        ReloadReport(began[0], busy=True).write(tmp_path)
+
+    before = signal.signal(signal.SIGHUP, reload)
+    try:
+        assert list(asyncio.run(ask()).added) == ["a@1"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_another_reload_that_began_just_before_is_busy(tmp_path: Path) -> None:
+    def reload(*_: object) -> None:
+        ReloadReport(time.monotonic() - 100, busy=True).write(tmp_path)
+
+    before = signal.signal(signal.SIGHUP, reload)
+    try:
+        with pytest.raises(ReloadRefused, match=BUSY):
+            asked(tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # ---- the whole server ---------------------------------------------------------------------------

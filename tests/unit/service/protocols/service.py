@@ -32,10 +32,10 @@ from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
 from cloze.model_store.manifest import Precision
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
-from cloze.service.http.answers import Answers
-from cloze.service.http.caller import Callers
+from cloze.service.http.access import Callers
 from cloze.service.http.json_bodies import BodyLimits
-from cloze.service.http.memory_limit import MemoryLimit
+from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
+from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import Route
 from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics
@@ -146,7 +146,7 @@ class Service:
         engine: the engine of all models.
         state: the state of the server.
         scope: keys for the scopes of requests.
-        seen: the scope of the last request, as the application left it.
+        seen: the record of the last request, as the application left it.
     """
 
     def __init__(
@@ -166,19 +166,22 @@ class Service:
         for changes in described:
             bundle = Bundle(manifest(**changes), folder)
             self.queues.append(Scheduler(self.engine, limits))
+            self.queues[-1].start()
             served = ServedModel(bundle, self.queues[-1], lambda: "fp32")
             pipelines.append(Pipeline(served, LIMITS))
         self.state, self.scope = State(), dict[str, Any]()
-        self.seen: Scope = {}
+        self.seen: RequestRecord
+        self._callers = callers or Callers(max_timeout_s=60.0)
         self.metrics = Metrics([pipeline.manifest.reference for pipeline in pipelines])
-        self.bodies, self.answers = MemoryLimit("bodies", 1_000_000), Answers(1_000_000)
+        self.bodies, self.answers = MemoryLimit("bodies", 1_000_000), UnreadAnswers(1_000_000)
         self.context = ProtocolContext(
             tasks,
             Models(pipelines, tasks.values()),
             self.metrics,
             self.state,
             api_limits,
-            RequestWatch(30.0, 60.0, callers or Callers(), self.bodies, self.answers),
+            RequestWatch(30.0, self.bodies, self.answers),
+            has_keys=self._callers.keys is not None,
         )
         self.routes = [r for protocol in PROTOCOLS for r in protocol.routes(self.context)]
         self._app = _application(self.routes)
@@ -196,7 +199,7 @@ class Service:
 
     async def _call(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope |= self.scope
-        self.seen = scope
+        self.seen = scope[RECORD] = self._callers.record(scope, scope["path"])
         await self._app(scope, receive, send)
 
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response:

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from cloze.service.core import Forbidden
-from cloze.service.http.access import OF_ADMIN_SOCKET
-from cloze.service.http.caller import Callers
+from cloze.service.http.access import OF_ADMIN_SOCKET, Callers
 from cloze.service.http.keys import Keys
 from cloze.service.protocols import operations
 from cloze.service.protocols.protocol import ApiLimits
@@ -135,7 +134,7 @@ def test_who_may_reload(tmp_path: Path, service: Service) -> None:
     response = service.ask("POST", "/admin/reload")
     assert response.status_code == 403
     assert "is reloaded through its admin socket only" in response.json()["error"]
-    assert service.seen["cloze.error"] == Forbidden.__name__
+    assert service.seen.error == Forbidden.__name__
     service.scope["state"] = {OF_ADMIN_SOCKET: False}
     assert service.ask("POST", "/admin/reload").status_code == 403
     service.scope["state"] = {OF_ADMIN_SOCKET: True}

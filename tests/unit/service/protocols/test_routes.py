@@ -4,6 +4,7 @@ import base64
 import json
 import struct
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ import pytest
 from cloze.service.core import Rejection
 from cloze.service.http.memory_limit import Hold
 from cloze.service.http.routes import NPY, RAW
-from cloze.service.http.watch import ANSWER_BYTES
 from cloze.service.tasks import TASKS
 from tests.unit.service.protocols.service import OneLabel, Service
 
@@ -104,8 +104,8 @@ def test_headers_of_an_answer(service: Service) -> None:
                  "x-inference-time"):  # fmt: skip
         assert 0 <= int(response.headers[name]) < 30_000
     assert response.headers["x-total-time"] == response.headers["x-compute-time"]
-    assert service.seen["cloze.model"] == "small@1"
-    cost = service.seen["cloze.cost"]
+    assert service.seen.model == "small@1"
+    cost = service.seen.cost
     assert (cost.texts, cost.tokens) == (2, 13)
     total_ms = 1000 * (cost.timings.tokenize_s + cost.timings.queue_s + cost.timings.inference_s)
     assert int(response.headers["x-compute-time"]) == round(total_ms)
@@ -134,7 +134,7 @@ def test_the_number_of_texts_of_a_request(
     service: Service, path: str, body: dict[str, Any], texts: int
 ) -> None:
     ok(service.post(path, body))
-    assert service.seen["cloze.cost"].texts == texts
+    assert service.seen.cost.texts == texts
 
 
 def test_requests_without_the_engine_are_not_in_its_histograms(alone: Service) -> None:
@@ -159,7 +159,7 @@ def test_the_model_that_a_request_names(service: Service) -> None:
         ("small", "small@1"),
     ):
         ok(service.post("/embed", {"inputs": "the", "model": model}))
-        assert service.seen["cloze.model"] == served
+        assert service.seen.model == served
     assert refused(service.post("/embed", {"inputs": "a", "model": "x"}))[0] == 404
     status, message = refused(service.post("/fill-mask", {"inputs": "[MASK]", "model": "small"}))
     assert (status, message) == (424, "model small cannot do fill-mask; it does embed, similarity")
@@ -170,11 +170,11 @@ def test_a_large_answer_is_held_until_it_is_read(service: Service) -> None:
     response = service.post("/embed_all", many)
     assert len(ok(response)) == 290
     assert len(response.content) > 65_536
-    hold = service.seen[ANSWER_BYTES]
+    hold = service.seen.hold
     assert isinstance(hold, Hold)
     assert hold.size == len(response.content)
     ok(service.post("/fill-mask", {"inputs": "the [MASK]"}))
-    assert ANSWER_BYTES not in service.seen
+    assert service.seen.hold is None
 
 
 def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
@@ -183,7 +183,7 @@ def test_a_large_answer_waits_for_its_turn(alone: Service) -> None:
         alone._runner.run(alone.answers.begin(client))
     status, message = refused(alone.post("/embed_all", many, x_request_timeout_ms="400"))
     assert (status, message) == (504, "no answer within the limit of 400 ms")
-    assert alone.seen["cloze.rejection"] is Rejection.TIMEOUT
+    assert alone.seen.rejection is Rejection.TIMEOUT
     ok(alone.post("/embed_all", {"inputs": "the"}, x_request_timeout_ms="400"))
 
 
@@ -198,8 +198,8 @@ def test_a_wrong_header_is_found_before_the_engine_runs(alone: Service) -> None:
 def test_errors_of_the_engine_and_of_texts(service: Service) -> None:
     status, message = refused(service.post("/embed", {"inputs": "war"}))
     assert (status, message) == (500, "the engine cannot run this input (RuntimeError)")
-    assert service.seen["cloze.error"] == "EngineFailed"
-    assert service.seen["cloze.rejection"] is None
+    assert service.seen.error == "EngineFailed"
+    assert service.seen.rejection is None
     assert refused(service.post("/embed", {"inputs": ""}))[0] == 400
     assert refused(service.post("/embed", {"inputs": ["a"] * 301}))[0] == 422
 
@@ -209,8 +209,8 @@ def test_a_full_queue_is_a_rejection(alone: Service) -> None:
     alone.queues[0].close()
     status, _ = refused(alone.post("/embed", {"inputs": "the"}))
     assert status == 503
-    assert alone.seen["cloze.rejection"] is Rejection.SHUTTING_DOWN
-    assert alone.seen["cloze.error"] == "ShuttingDown"
+    assert alone.seen.rejection is Rejection.SHUTTING_DOWN
+    assert alone.seen.error == "ShuttingDown"
 
 
 # ---- vectors as bytes --------------------------------------------------------------------------
@@ -255,7 +255,7 @@ def test_the_body_chooses_the_task(service: Service) -> None:
     assert dispatched(service, {"text": "a", "next": "b"}) == {"label", "score"}
     assert dispatched(service, {"text": "a", "text_pair": "b"}) == {"label", "score"}
     ok(service.post("/", {"inputs": "the", "model": "small"}))
-    assert service.seen["cloze.model"] == "small@1"
+    assert service.seen.model == "small@1"
 
 
 def test_bodies_that_fit_no_task(service: Service) -> None:
@@ -380,16 +380,16 @@ def test_tokens_and_texts(service: Service) -> None:
     assert service.post("/tokenize", {"inputs": "a", "x": 1}).headers["x-warning"].endswith(" x")
     assert refused(service.post("/decode", {"ids": [-1]}))[1].startswith("ids")
     ok(service.post("/tokenize", {"inputs": "the", "model": "small"}))
-    assert service.seen["cloze.model"] == "small@1"
+    assert service.seen.model == "small@1"
 
 
 def test_every_model_tokenizes_and_those_that_embed_are_first(tmp_path: Path) -> None:
     masks = {"name": "masks", "tasks": ("fill-mask",), "embedding": None, "heads": {}}
     with Service(tmp_path, [masks, {}]) as made:
         ok(made.post("/tokenize", {"inputs": "a"}))
-        assert made.seen["cloze.model"] == "tiny@3"
+        assert made.seen.model == "tiny@3"
         ok(made.post("/decode", {"ids": [5], "model": "masks"}))
-        assert made.seen["cloze.model"] == "masks@3"
+        assert made.seen.model == "masks@3"
 
 
 def test_which_models_may_answer_a_route(tmp_path: Path) -> None:
@@ -505,7 +505,7 @@ def test_an_answer_in_tensors(service: Service) -> None:
         service.post("/v2/models/tiny.embed/versions/2/infer", {"inputs": [tensor("text", "a")]})
     )
     assert older["model_version"] == "2"
-    assert service.seen["cloze.model"] == "tiny@2"
+    assert service.seen.model == "tiny@2"
     parameters = {"parameters": {"normalize": False}}
     assert ok(infer(service, "tiny.embed", tensor("text", "a"), **parameters))["outputs"][0][
         "data"
@@ -630,7 +630,7 @@ def test_bytes_that_are_refused(service: Service) -> None:
 
 def test_what_is_said_of_a_model(service: Service) -> None:
     assert ok(service.get("/v2")) == {
-        "name": "cloze", "version": "0.1.0", "extensions": ["binary_tensor_data"],
+        "name": "cloze", "version": version("cloze-server"), "extensions": ["binary_tensor_data"],
     }  # fmt: skip
     assert ok(service.get("/v2/models"))["models"][-2:] == ["small.embed", "small.similarity"]
     assert len(ok(service.get("/v2/models"))["models"]) == len(TASKS) + 2, "each name once"

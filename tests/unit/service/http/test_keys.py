@@ -13,7 +13,7 @@ from starlette.requests import Request
 from cloze.service import core
 from cloze.service.core import Forbidden, InvalidRequest, Overloaded, StartupError, Unauthorized
 from cloze.service.http import keys as keys_module
-from cloze.service.http.caller import Callers, is_first_try, request_id, timeout_s
+from cloze.service.http.access import Callers, is_first_try, request_id, timeout_s
 from cloze.service.http.errors import (
     STATUS,
     describe_error,
@@ -21,17 +21,19 @@ from cloze.service.http.errors import (
     rejection,
     retry_headers,
 )
-from cloze.service.http.keys import Key, KeyEntry, Keys, Scope, check_scope
-from cloze.service.http.paths import Paths, sent_path
+from cloze.service.http.gate import Paths, sent_path
+from cloze.service.http.keys import Key, KeyEntry, Keys, Permission, check_key
 
 
 def digest(key: str) -> str:
     return hashlib.sha256(key.encode()).hexdigest()
 
 
-def entry(limit: int | None = None, *scopes: Scope) -> KeyEntry:
+def entry(limit: int | None = None, *scopes: Permission) -> KeyEntry:
     return KeyEntry(
-        sha256=digest("k"), scopes=list(scopes or (Scope.INFERENCE,)), requests_per_minute=limit
+        sha256=digest("k"),
+        scopes=list(scopes or (Permission.INFERENCE,)),
+        requests_per_minute=limit,
     )
 
 
@@ -227,14 +229,14 @@ def test_an_entry_of_a_key_that_changes_is_another_key(tmp_path: Path) -> None:
 
 
 def test_a_key_needs_the_scope(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = Key("team", entry(1, Scope.METRICS))
+    key = Key("team", entry(1, Permission.METRICS))
     with pytest.raises(Unauthorized, match="Authorization: Bearer KEY"):
-        check_scope(None, Scope.INFERENCE)
+        check_key(None, Permission.INFERENCE)
     with pytest.raises(Forbidden, match="the key team lacks the scope inference"):
-        check_scope(key, Scope.INFERENCE)
-    check_scope(key, Scope.METRICS)  # what was forbidden was not counted
+        check_key(key, Permission.INFERENCE)
+    check_key(key, Permission.METRICS)  # what was forbidden was not counted
     with pytest.raises(Overloaded):
-        check_scope(key, Scope.METRICS)
+        check_key(key, Permission.METRICS)
 
 
 # ---- clients -----------------------------------------------------------------------------------
@@ -242,7 +244,16 @@ def test_a_key_needs_the_scope(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def scope(peer: str | None = "10.0.0.1", **headers: str) -> dict[str, Any]:
     sent = [(n.replace("_", "-").encode(), v.encode("latin-1")) for n, v in headers.items()]
-    return {"type": "http", "client": (peer, 1) if peer else None, "headers": sent}
+    return {
+        "method": "POST",
+        "path": "/embed",
+        "client": (peer, 1) if peer else None,
+        "headers": sent,
+    }
+
+
+def headers(**sent: str) -> Any:
+    return scope(**sent)["headers"]
 
 
 def forwarded(*values: str, peer: str = "10.0.0.1") -> dict[str, Any]:
@@ -252,9 +263,11 @@ def forwarded(*values: str, peer: str = "10.0.0.1") -> dict[str, Any]:
 
 
 def test_a_client_is_its_address() -> None:
-    assert Callers().name(scope("192.0.2.7")) == "192.0.2.7"
-    assert Callers().name(scope(None)) == ""
-    assert Callers().name(forwarded("192.0.2.1")) == "10.0.0.1", "no proxy is trusted"
+    assert Callers().record(scope("192.0.2.7"), None).client == "192.0.2.7"
+    assert Callers().record(scope(None), None).client == ""
+    assert Callers().record(forwarded("192.0.2.1"), None).client == "10.0.0.1", (
+        "no proxy is trusted"
+    )
 
 
 @pytest.mark.parametrize(
@@ -272,18 +285,18 @@ def test_a_client_is_its_address() -> None:
 )
 def test_a_trusted_proxy_names_the_client(values: list[str], name: str) -> None:
     callers = Callers(["10.0.0.0/24"])
-    assert callers.name(forwarded(*values)) == name
-    assert callers.name(forwarded(*values, peer="192.0.2.99")) == "192.0.2.99"
+    assert callers.record(forwarded(*values), None).client == name
+    assert callers.record(forwarded(*values, peer="192.0.2.99"), None).client == "192.0.2.99"
 
 
 def test_a_client_with_a_key_is_its_key(tmp_path: Path) -> None:
     callers = Callers(keys=Keys(file_of(tmp_path / "keys", one="first")))
     request = scope(authorization="Bearer first")
-    assert callers.name(request) == "key one"
-    assert callers.key(request) is callers.key(request)
-    assert callers.name(scope(authorization="Bearer other")) == "10.0.0.1"
-    assert callers.key(scope()) is None
-    assert Callers().key(scope(authorization="Bearer first")) is None
+    assert callers.record(request, None).client == "key one"
+    assert callers.record(request, None).key is callers.record(request, None).key
+    assert callers.record(scope(authorization="Bearer other"), None).client == "10.0.0.1"
+    assert callers.record(scope(), None).key is None
+    assert Callers().record(scope(authorization="Bearer first"), None).key is None
     with pytest.raises(ValueError, match="does not appear to be"):
         Callers(["nonsense"])
 
@@ -292,7 +305,7 @@ def test_a_client_with_a_key_is_its_key(tmp_path: Path) -> None:
     ("value", "seconds"), [("1", 0.001), ("1500", 1.5), ("30000", 30.0), ("0001", 0.001)]
 )
 def test_a_request_states_its_time(value: str, seconds: float) -> None:
-    assert timeout_s(scope(x_request_timeout_ms=value), 30.0) == seconds
+    assert timeout_s(headers(x_request_timeout_ms=value), 30.0) == seconds
 
 
 @pytest.mark.parametrize("value", ["0", "30001", "-1", "1.5", "", "1e3", "\u00b2", "1" * 16])
@@ -300,16 +313,16 @@ def test_other_times_are_refused(value: str) -> None:
     with pytest.raises(
         InvalidRequest, match="x-request-timeout-ms: a whole number from 1 to 30000"
     ):
-        timeout_s(scope(x_request_timeout_ms=value), 30.0)
+        timeout_s(headers(x_request_timeout_ms=value), 30.0)
 
 
 def test_a_request_without_a_time_has_none() -> None:
-    assert timeout_s(scope(), 30.0) is None
+    assert timeout_s(headers(), 30.0) is None
 
 
 def test_a_wrong_time_is_shown_in_part() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        timeout_s(scope(x_request_timeout_ms="x" * 99), 30.0)
+        timeout_s(headers(x_request_timeout_ms="x" * 99), 30.0)
     assert str(refused.value).endswith(f"from 1 to 30000, got '{'x' * 39}")
 
 
@@ -320,32 +333,36 @@ def test_a_wrong_time_is_shown_in_part() -> None:
      ("1." + "0" * 10, None), ("1.", None), (".5", None), ("5\n", None)],
 )  # fmt: skip
 def test_the_time_that_the_openai_client_waits(value: str, seconds: float | None) -> None:
-    assert timeout_s(scope(x_stainless_read_timeout=value), 30.0) == seconds
+    assert timeout_s(headers(x_stainless_read_timeout=value), 30.0) == seconds
 
 
 def test_the_own_header_goes_before_that_of_the_openai_client() -> None:
     for names in (("x_request_timeout_ms", "x_stainless_read_timeout"),
                   ("x_stainless_read_timeout", "x_request_timeout_ms")):  # fmt: skip
         values = {"x_request_timeout_ms": "1500", "x_stainless_read_timeout": "9"}
-        assert timeout_s(scope(**{name: values[name] for name in names}), 30.0) == 1.5
+        assert timeout_s(headers(**{name: values[name] for name in names}), 30.0) == 1.5
 
 
 def test_a_client_that_counts_its_tries() -> None:
-    assert is_first_try(scope(x_stainless_retry_count="0"))
-    assert not is_first_try(scope(x_stainless_retry_count="1"))
-    assert not is_first_try(scope())
+    assert is_first_try(headers(x_stainless_retry_count="0"))
+    assert not is_first_try(headers(x_stainless_retry_count="1"))
+    assert not is_first_try(headers())
 
 
-def test_a_key_is_looked_for_once_per_request(tmp_path: Path) -> None:
-    callers = Callers(keys=Keys(file_of(tmp_path / "keys", one="first")))
-    request = scope(authorization="Bearer first")
-    key = callers.key(request)
-    request["headers"] = []
-    assert callers.key(request) is key is not None
-    nobody = scope()
-    assert callers.key(nobody) is None
-    nobody["headers"] = [(b"authorization", b"Bearer first")]
-    assert callers.key(nobody) is None
+def test_what_the_headers_of_a_request_say(tmp_path: Path) -> None:
+    callers = Callers(keys=Keys(file_of(tmp_path / "keys", one="first")), max_timeout_s=30.0)
+    sent = scope(authorization="Bearer first", x_request_timeout_ms="1500", x_request_id="mine")
+    record = callers.record(sent, "/embed")
+    assert record.key is not None
+    assert (record.client, record.stated_s, record.limit_problem) == ("key one", 1.5, "")
+    assert (record.method, record.path, record.route) == ("POST", "/embed", "/embed")
+    assert (record.identity, record.headers) == (b"mine", sent["headers"])
+    assert record.model == record.error == ""
+    wrong = callers.record(scope(x_request_timeout_ms="30001"), None)
+    assert (wrong.key, wrong.stated_s, wrong.route) == (None, None, None)
+    assert wrong.limit_problem == (
+        "x-request-timeout-ms: a whole number from 1 to 30000, got '30001'"
+    )
 
 
 def test_paths_of_targets() -> None:
@@ -357,12 +374,12 @@ def test_paths_of_targets() -> None:
 
 def test_ids_of_requests() -> None:
     good = "aZ09._:/+=-" + "x" * 117
-    assert request_id(scope(x_request_id=good)) == good.encode()
+    assert request_id(headers(x_request_id=good)) == good.encode()
     for wrong in ("", good + "x", "a b", "a\n", "\u00e9"):
-        made = request_id(scope(x_request_id=wrong))
+        made = request_id(headers(x_request_id=wrong))
         assert made != wrong.encode("latin-1")
         assert len(made) == 16
-    assert request_id(scope()) != request_id(scope())
+    assert request_id(headers()) != request_id(headers())
 
 
 # ---- errors ------------------------------------------------------------------------------------

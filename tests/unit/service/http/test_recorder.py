@@ -9,15 +9,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.core import Overloaded, Rejection, Timings
-from cloze.service.http import connection as connection_module
-from cloze.service.http.answers import CONNECTION, Answers
-from cloze.service.http.connection import OTHER_ROUTE, Connection, DirectRoutes
-from cloze.service.http.gate import _PASSED, ARRIVED
-from cloze.service.http.memory_limit import Hold
-from cloze.service.http.one_write import OneWrite
-from cloze.service.http.watch import ANSWER_BYTES
+from cloze.service.http import recorder as recorder_module
+from cloze.service.http.access import Access
+from cloze.service.http.memory_limit import Hold, UnreadAnswers
+from cloze.service.http.record import RECORD
+from cloze.service.http.recorder import OTHER_ROUTE, Recorder
+from cloze.service.http.routes import DirectRoutes
+from cloze.service.http.uvicorn_internals import OneWrite
 from cloze.service.logs import AccessLog, RequestCost
 from cloze.service.metrics import Metrics
+from tests.records import recorded, scope_of
+
+OPEN = Access(needs_keys=False, open_routes=frozenset(), permissions=(), hosts=frozenset())
 
 
 class Lines:
@@ -43,30 +46,30 @@ class Reader:
 
 
 class World:
-    """A `Connection` around an application, and what it has recorded."""
+    """A `Recorder` with an application, and what it has recorded."""
 
     def __init__(self, app: Any) -> None:
-        self.metrics, self.written, self.answers = Metrics(["m@1"]), Lines(), Answers(10**6)
+        self.app = app
+        self.metrics, self.written, self.answers = Metrics(["m@1"]), Lines(), UnreadAnswers(10**6)
         log = AccessLog("json", logging.INFO, 1.0, frozenset(), cast(Any, self.written))
         self.log = log
-        self.connection = Connection(
-            app, ["/embed", "/of/{x}"], self._respond, self.metrics, log, self.answers
-        )
+        self.recorder = Recorder(self.metrics, log, None, self.answers, self._respond)
         self.sent: list[Any] = []
 
     async def _respond(self, _: Request, error: Exception) -> Response:
         return PlainTextResponse(type(error).__name__, 500)
 
-    async def ask(self, path: str = "/embed", **scope: Any) -> None:
-        self.scope = {
-            "type": "http", "method": "POST", "path": path, "headers": [(b"x-request-id", b"mine")],
-        } | scope  # fmt: skip
+    async def ask(self, path: str = "/embed", route: str | None = "/embed", **noted: Any) -> None:
+        self.record = recorded(path, x_request_id="mine")
+        self.record.route = route
+        for name, value in noted.items():
+            setattr(self.record, name, value)
 
         async def send(message: Any) -> None:
             self.sent.append(message)
 
         try:
-            await self.connection(self.scope, cast(Any, None), send)
+            await self.recorder.answer(self.app, scope_of(self.record), cast(Any, None), send)
         finally:
             self.log.flush(0)
 
@@ -82,11 +85,9 @@ class World:
 
 
 async def answers(scope: Any, receive: Any, send: Any) -> None:
-    scope |= {
-        "cloze.model": "m@1",
-        "cloze.cost": RequestCost(2, 7, Timings(0.001, 0.002, 0.003)),
-        "cloze.error": "",
-    }
+    record = scope[RECORD]
+    record.model = "m@1"
+    record.cost = RequestCost(2, 7, Timings(0.001, 0.002, 0.003))
     await PlainTextResponse("ok")(scope, receive, send)
 
 
@@ -115,10 +116,10 @@ def test_routes_are_those_that_are_known() -> None:
         await PlainTextResponse("x", 404)(scope, receive, send)
 
     world = World(plain)
-    for path, route in (("/of/a", "/of/{x}"), ("/secret", OTHER_ROUTE)):
+    for path, route in (("/of/a", "/of/{x}"), ("/secret", None)):
         world.sent.clear()
-        asyncio.run(world.ask(path))
-        assert f'"route":"{route}"' in world.written.lines[-1]
+        asyncio.run(world.ask(path, route))
+        assert f'"route":"{route or OTHER_ROUTE}"' in world.written.lines[-1]
         assert b"x-model" not in world.headers
         assert '"model"' not in world.written.lines[-1]
     assert OTHER_ROUTE == "other"
@@ -127,7 +128,7 @@ def test_routes_are_those_that_are_known() -> None:
 
 def test_a_bug_is_answered_with_an_id_and_raised() -> None:
     async def fails(scope: Any, receive: Any, send: Any) -> None:
-        scope["cloze.error"], scope["cloze.rejection"] = "ValueError", Rejection.MEMORY
+        scope[RECORD].error, scope[RECORD].rejection = "ValueError", Rejection.MEMORY
         raise ValueError("secret")
 
     world = World(fails)
@@ -165,52 +166,27 @@ def test_a_request_without_an_answer_counts_as_an_error() -> None:
 
 
 def test_the_time_of_a_request_begins_when_it_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection_module.time, "monotonic", lambda: 10.0)
+    monkeypatch.setattr(recorder_module.time, "monotonic", lambda: 10.0)
     world = World(answers)
-    asyncio.run(world.ask(**{ARRIVED: 8.0}))
+    asyncio.run(world.ask(arrived=8.0))
     assert '"total":2000' in world.written.lines[0]
-    asyncio.run(world.ask())
+    asyncio.run(world.ask(arrived=10.0))
     assert '"total":0' in world.written.lines[1]
-
-
-def test_the_gate_is_told_that_a_request_begins() -> None:
-    told: list[str] = []
-
-    async def begins(scope: Any, receive: Any, send: Any) -> None:
-        assert told == ["told"]
-        await answers(scope, receive, send)
-
-    asyncio.run(World(begins).ask(**{_PASSED: lambda: told.append("told")}))
 
 
 def test_a_large_answer_is_held_until_its_connection_has_read_it() -> None:
     async def run() -> None:
         world, reader = World(answers), Reader()
         world.answers._memory.grow_now(hold := Hold("a"), 80_000)
-        await world.ask(**{ANSWER_BYTES: hold, CONNECTION: reader})
+        await world.ask(hold=hold, connection=reader)
         assert world.answers.is_reading(reader)
-        assert ANSWER_BYTES not in world.scope
+        assert world.record.hold is None
         world.answers._memory.grow_now(other := Hold("a"), 80_000)
-        await world.ask(**{ANSWER_BYTES: other})
+        await world.ask(hold=other)
         assert other.size == 0, "a connection that is lost reads nothing"
         world.answers.was_read(reader)
 
     asyncio.run(run())
-
-
-def test_what_is_no_request_passes() -> None:
-    seen: list[str] = []
-
-    async def lifespan(scope: Any, receive: Any, send: Any) -> None:
-        seen.append(scope["type"])
-
-    world = World(lifespan)
-    asyncio.run(world.connection({"type": "lifespan"}, cast(Any, None), cast(Any, None)))
-    assert seen == ["lifespan"]
-    assert world.written.lines == []
-    direct = DirectRoutes(lifespan, {}, world._respond)
-    asyncio.run(direct({"type": "lifespan"}, cast(Any, None), cast(Any, None)))
-    assert seen == ["lifespan"] * 2
 
 
 def test_an_error_of_a_direct_handler_is_answered() -> None:
@@ -221,7 +197,7 @@ def test_an_error_of_a_direct_handler_is_answered() -> None:
         raise ValueError
 
     world = World(answers)
-    world.connection._app = DirectRoutes(answers, {"/embed": fails, "/of/x": bug}, world._respond)
+    world.app = DirectRoutes(answers, {"/embed": fails, "/of/x": bug}, OPEN, world._respond)
     asyncio.run(world.ask())
     assert world.sent[1]["body"] == b"Overloaded"
     with pytest.raises(ValueError):  # noqa: PT011

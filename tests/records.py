@@ -1,0 +1,41 @@
+"""Requests whose headers have arrived, without a server."""
+
+from typing import Any
+
+from cloze.service.http.access import Callers
+from cloze.service.http.record import RECORD, RequestRecord
+
+
+def pairs(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
+    """Return headers as ASGI has them; ``_`` in a name stands for a hyphen."""
+    return [(n.replace("_", "-").encode(), v.encode("latin-1")) for n, v in headers.items()]
+
+
+def recorded(
+    path: str = "/embed",
+    *,
+    method: str = "POST",
+    client: str | None = "a",
+    route: str | None = None,
+    callers: Callers | None = None,
+    **headers: str,
+) -> RequestRecord:
+    """Return the record of a request."""
+    scope = {
+        "method": method,
+        "path": path,
+        "client": (client, 1) if client else None,
+        "headers": pairs(headers),
+    }
+    return (callers or Callers()).record(scope, path if route is None else route)
+
+
+def scope_of(record: RequestRecord) -> dict[str, Any]:
+    """Return the ASGI scope of a request."""
+    return {
+        "type": "http",
+        "method": record.method,
+        "path": record.path,
+        "headers": record.headers,
+        RECORD: record,
+    }

@@ -1,0 +1,461 @@
+"""Children of the supervisor: how they start, restart and end, alone and as a generation."""
+
+import asyncio
+import ctypes
+import importlib.util
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloze.model_store import Bundle
+from cloze.service.core import StartupError
+from cloze.service.processes import children as children_module
+from cloze.service.processes.children import (
+    RETIRE,
+    Child,
+    ChildConfig,
+    Generation,
+    end_all,
+    make_generation,
+)
+from cloze.service.settings import Settings
+from tests.leaping_loop import run_leaping
+from tests.unit.service.processes.forked import forked
+from tests.unit.service.tasks.model import manifest
+
+PR_GET_PDEATHSIG = 2
+
+
+def config(parent: int = 0, ready: int = 7) -> ChildConfig:
+    sockets = (Path("/tmp/x/engine-0.sock"), Path("/tmp/x/engine-1.sock"))
+    settings = Settings(port=1234, model=("bert@2",), frontends=3, model_store=Path("/tmp/store"))
+    return ChildConfig("engine-1", sockets, ready, (8, 9), 1, parent, settings)
+
+
+def test_a_child_reads_its_configuration_and_ends_with_its_parent(tmp_path: Path) -> None:
+    sent = config(os.getpid())
+
+    def run() -> int:
+        sys.argv = ["child", sent.to_argument()]
+        received = ChildConfig.from_arguments()
+        number = ctypes.c_int()
+        ctypes.CDLL(None).prctl(PR_GET_PDEATHSIG, ctypes.byref(number))
+        assert received == sent
+        assert number.value == signal.SIGKILL
+        return 7
+
+    with forked(run, tmp_path / "output") as fork:
+        assert fork.code() == 7, fork.log
+
+
+def test_a_child_whose_parent_has_ended_ends(tmp_path: Path) -> None:
+    def run() -> int:
+        sys.argv = ["child", config(os.getpid()).to_argument()]
+        ChildConfig.from_arguments()
+        return 7
+
+    with forked(run, tmp_path / "output") as fork:
+        assert fork.code() == 1
+
+
+def reported(reader: int) -> bytes:
+    try:
+        return os.read(reader, 10**6)
+    except BlockingIOError:
+        return b""
+
+
+def test_a_child_reports_every_second() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+
+    async def run() -> list[bytes]:
+        reports = []
+        config(ready=writer).report_ready()
+        for wait_s in (0.5, 1.0, 2.0):
+            await asyncio.sleep(wait_s)
+            reports.append(reported(reader))
+        return reports
+
+    assert [len(report) for report in run_leaping(run())] == [1, 1, 2]
+    assert not os.get_blocking(writer)
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_supervisor_that_does_not_read_stops_no_child() -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    errors: list[object] = []
+
+    async def run() -> tuple[bytes, bytes]:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+        with pytest.raises(BlockingIOError):
+            while True:
+                os.write(writer, bytes(4096))
+        config(ready=writer).report_ready()
+        await asyncio.sleep(1.5)
+        full = reported(reader)
+        await asyncio.sleep(1)
+        later = reported(reader)
+        os.close(reader)
+        await asyncio.sleep(3)
+        return full, later
+
+    full, later = run_leaping(run())
+    assert set(full) == {0}
+    assert len(later) == 1
+    assert errors == []
+    os.close(writer)
+
+
+def test_a_report_reaches_a_reader_that_waits() -> None:
+    reader, writer = os.pipe()
+    got: list[bytes] = []
+    thread = threading.Thread(target=lambda: got.append(os.read(reader, 1)))
+    thread.start()
+
+    async def run() -> None:
+        replace(config(), ready=writer).report_ready()
+
+    asyncio.run(run())
+    thread.join(20)
+    assert len(got) == 1
+    assert got[0] != b""
+    os.close(reader)
+    os.close(writer)
+
+
+# ---- restarts -------------------------------------------------------------------------------------
+
+SLEEPS = (sys.executable, "-S", "-c", "import time; time.sleep(60)")
+REPORTS = (
+    sys.executable,
+    "-S",
+    "-c",
+    "import json, os, sys; c = json.loads(sys.argv[1]); os.write(c['ready'], b'1'); print(c['name'])",
+)
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the clock of the children, which a test sets."""
+    clock = [1000.0]
+    monkeypatch.setattr(children_module.time, "monotonic", lambda: clock[0])
+    return clock
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as made:
+        yield made
+
+
+def made(listener: socket.socket, command: tuple[str, ...] = SLEEPS) -> Child:
+    return Child("engine-0", command, (listener,))
+
+
+def test_the_delay_doubles_up_to_half_a_minute_and_is_reset_after_a_minute(
+    now: list[float], listener: socket.socket, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    child = made(listener)
+    delays = []
+    for _ in range(9):
+        child.note_end(1, tmp_path)
+        delays.append(child.started - now[0])
+        now[0] = child.started
+    assert delays == [0.25, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert "engine-0 ended with 1; it starts again in 0.25 s" in caplog.text
+    now[0] = child.started + 60.0
+    child.note_end(1, tmp_path)
+    assert child.started - now[0] == 30, "a minute is not enough"
+    now[0] = child.started + 60.1
+    child.note_end(1, tmp_path)
+    assert child.started - now[0] == 0.25
+
+
+def test_a_child_that_is_not_kept_does_not_start_again(
+    now: list[float], listener: socket.socket, tmp_path: Path
+) -> None:
+    child = made(listener)
+    child.is_kept = False
+    gauges = [tmp_path / f"gauge_livesum_engine-{number}.db" for number in (0, 1)]
+    for file in gauges:
+        file.touch()
+    child.reports = os.open("/dev/null", os.O_RDONLY)
+    child.note_end(0, tmp_path)
+    assert child.reports is None
+    assert [file.exists() for file in gauges] == [False, True], "its gauges end with it"
+    assert (child.process, child.started, child.delay_s) == (None, 0.0, 0.25)
+    assert child.kind == "engine"
+
+
+class Killed:
+    def __init__(self) -> None:
+        self.times = 0
+
+    def kill(self) -> None:
+        self.times += 1
+
+
+@pytest.mark.parametrize(("heard", "limit_s"), [(None, 600.0), (1000.0, 8.0)])
+def test_a_silent_child_is_killed(
+    now: list[float], listener: socket.socket, heard: float | None, limit_s: float,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    child, process = made(listener), Killed()
+    child.kill_if_silent()  # not started
+    running: Any = process
+    child.process, child.started, child.heard = running, 1000.0, heard
+    child.kill_if_silent()
+    assert process.times == 0, "it is not listened to"
+    child.reports = os.open("/dev/null", os.O_RDONLY)
+    now[0] += limit_s - 0.1
+    child.kill_if_silent()
+    assert process.times == 0
+    now[0] += 0.1
+    child.kill_if_silent()
+    assert process.times == 1
+    assert child.reports is None
+    assert f"engine-0 has not reported for {limit_s:.0f} s; it is replaced" in caplog.text
+    child.kill_if_silent()
+    assert process.times == 1
+
+
+def test_a_child_reports_and_its_end_is_seen(listener: socket.socket, tmp_path: Path) -> None:
+    child = made(listener, REPORTS)
+    before = time.monotonic()
+    child.start((tmp_path / "e.sock",), Settings(), tmp_path)
+    assert child.process is not None
+    assert child.started >= before
+    assert child.process.wait(20) == 0
+    assert child.listen()
+    assert child.heard is not None
+    assert not child.listen()
+    assert (child.reports, child.heard) == (None, None)
+
+
+def test_a_child_that_does_not_start_leaves_no_descriptor(
+    listener: socket.socket, tmp_path: Path
+) -> None:
+    child = made(listener, ("/no/such/program",))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(OSError, match="No such file"):
+        child.start((), Settings(), tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+    assert child.process is None
+
+
+def test_children_end_in_time_or_are_killed(listener: socket.socket) -> None:
+    polite, stubborn = made(listener), made(listener)
+    ignoring = "import signal, sys, time; signal.signal(15, signal.SIG_IGN); print(); sys.stdout.flush(); time.sleep(60)"
+    polite.process = subprocess.Popen(SLEEPS)
+    process = subprocess.Popen([sys.executable, "-S", "-c", ignoring], stdout=subprocess.PIPE)
+    stubborn.process = process
+    assert process.stdout is not None
+    process.stdout.readline()
+    idle = made(listener)
+    end_all([polite, stubborn, idle], 0.2)
+    assert polite.process.returncode == -signal.SIGTERM
+    assert process.returncode == -signal.SIGKILL
+    process.stdout.close()
+
+
+# ---- generations ----------------------------------------------------------------------------------
+
+SETTINGS = Settings(
+    frontends=2, gpus=2, idle_timeout_ms=7000, request_timeout_ms=30_000, shutdown_grace_ms=4000
+)
+
+
+def generation(folder: Path, listener: socket.socket, number: int = 1, **fields: Any) -> Generation:
+    bundles = [Bundle(manifest(**fields), folder)]
+    return make_generation(number, SETTINGS, bundles, (listener,), folder, ("engine",))
+
+
+class Process:
+    """A process that notes what is done to it; `wait` moves the clock if it does not end."""
+
+    def __init__(self, name: str, notes: list[str], clock: list[float], ends: bool = True) -> None:
+        self.name, self.notes, self.clock, self.ends = name, notes, clock, ends
+
+    def note(self, what: str) -> None:
+        self.notes.append(f"{what} {self.name}")
+
+    def terminate(self) -> None:
+        self.note("terminate")
+
+    def kill(self) -> None:
+        self.note("kill")
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.note(signal.Signals(number).name)
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.note(f"wait {timeout}")
+        if timeout is not None and not self.ends:
+            self.clock[0] += timeout
+            raise subprocess.TimeoutExpired(self.name, timeout)
+
+
+def running(made: Generation, clock: list[float], *stubborn: str) -> list[str]:
+    """Let all children of a generation run; return what will happen to them."""
+    notes: list[str] = []
+    for child in made.children:
+        process: Any = Process(child.name, notes, clock, child.name not in stubborn)
+        child.process = process
+        child.reports = os.open("/dev/null", os.O_RDONLY)
+    return notes
+
+
+def test_what_a_generation_is_made_of(tmp_path: Path, listener: socket.socket) -> None:
+    made = generation(tmp_path, listener)
+    assert [child.name for child in made.children] == [
+        "engine-0", "engine-1", "frontend-0", "frontend-1",
+    ]  # fmt: skip
+    assert [child.device_id for child in made.children] == [0, 1, 0, 0]
+    assert [child.kind for child in made.children] == ["engine"] * 2 + ["frontend"] * 2
+    assert made.sockets == (tmp_path / "engine-0.sock", tmp_path / "engine-1.sock")
+    assert [child.command for child in made.engines] == [("engine",)] * 2
+    assert all("frontend" in child.command[-1] for child in made.front_ends)
+    assert [child.listeners for child in made.front_ends] == [(listener,)] * 2
+    assert made.settings == SETTINGS.model_copy(update={"model": ("tiny@3",)})
+    assert [each.reference for each in made.manifests] == ["tiny@3"]
+    assert (made.number, made.ends) == (1, None)
+    for engine, path in zip(made.engines, made.sockets, strict=True):
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+        assert [each.getsockname() for each in engine.listeners] == [str(path)]
+    made._close()
+
+
+def test_front_ends_wait_for_an_engine_in_a_long_queue(
+    tmp_path: Path, listener: socket.socket
+) -> None:
+    made = generation(tmp_path, listener)
+    clients = [socket.socket(socket.AF_UNIX) for _ in range(300)]
+    for client in clients:
+        client.setblocking(False)
+        client.connect(str(made.sockets[1]))
+    for client in clients:
+        client.close()
+    made._close()
+
+
+def test_a_later_generation_has_other_names(tmp_path: Path, listener: socket.socket) -> None:
+    first, second = generation(tmp_path, listener), generation(tmp_path, listener, 2)
+    assert [child.name for child in second.children] == [
+        "engine-0.2", "engine-1.2", "frontend-0.2", "frontend-1.2",
+    ]  # fmt: skip
+    assert second.sockets == (tmp_path / "engine-0.2.sock", tmp_path / "engine-1.2.sock")
+    first._close()
+    assert sorted(tmp_path.glob("*.sock")) == list(second.sockets)
+    second._close()
+    assert list(tmp_path.glob("*.sock")) == []
+
+
+def test_a_path_that_is_too_long_leaves_no_socket(tmp_path: Path, listener: socket.socket) -> None:
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(StartupError, match=r"engine-0\.sock: .*; set TMPDIR to a short path"):
+        generation(folder, listener)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_changes_between_generations(tmp_path: Path, listener: socket.socket) -> None:
+    first = generation(tmp_path, listener)
+    second = generation(tmp_path, listener, 2, version=4)
+    assert (first.changes(second).added, first.changes(second).removed) == (["tiny@4"], ["tiny@3"])
+    assert first.changes(first).kept == ["tiny@3"]
+    first._close()
+    second._close()
+
+
+def test_front_ends_end_first(tmp_path: Path, listener: socket.socket, now: list[float]) -> None:
+    made = generation(tmp_path, listener)
+    notes = running(made, now)
+    made.engines[1].process = None
+    made.end()
+    assert notes == [
+        "terminate frontend-0", "terminate frontend-1",
+        "wait 14.0 frontend-0", "wait 14.0 frontend-1",
+        "terminate engine-0", "wait 10.0 engine-0",
+    ]  # fmt: skip
+    assert all(child.reports is None for child in made.children)
+    assert [each.fileno() for engine in made.engines for each in engine.listeners] == [-1, -1]
+    assert listener.fileno() != -1, "other generations listen there too"
+    assert not list(tmp_path.glob("*.sock"))
+
+
+def test_all_children_share_one_time(
+    tmp_path: Path, listener: socket.socket, now: list[float]
+) -> None:
+    made = generation(tmp_path, listener)
+    notes = running(made, now, "frontend-0", "frontend-1")
+    end_all(made.front_ends, 4.0)
+    assert notes == [
+        "terminate frontend-0", "terminate frontend-1",
+        "wait 4.0 frontend-0", "kill frontend-0", "wait None frontend-0",
+        "wait 0.0 frontend-1", "kill frontend-1", "wait None frontend-1",
+    ]  # fmt: skip
+    now[0] = 1000.0
+    notes.clear()
+    end_all(made.engines, 0.0)
+    assert notes[2:] == ["wait 0.0 engine-0", "wait 0.0 engine-1"]
+    made._close()
+
+
+def test_retired_front_ends_finish_and_then_the_engines_end(
+    tmp_path: Path, listener: socket.socket, now: list[float]
+) -> None:
+    made = generation(tmp_path, listener)
+    notes = running(made, now)
+    made.front_ends[1].process = None  # it is only starting
+    made.retire()
+    assert notes == [f"{RETIRE.name} frontend-0"]
+    assert [child.is_kept for child in made.children] == [True, True, False, False]
+    assert made.ends == 1000 + 7 + SETTINGS.max_timeout_s
+    notes.clear()
+    now[0] = made.ends
+    assert not made.end_if_over()
+    assert notes == []
+    now[0] += 0.1
+    assert not made.end_if_over()
+    assert notes == ["terminate frontend-0"]
+    assert made.ends == math.inf
+    notes.clear()
+    now[0] += 1e6
+    assert not made.end_if_over(), "a drain has its own limit"
+    assert notes == []
+    made.front_ends[0].process = None
+    assert made.end_if_over()
+    assert notes == [
+        "terminate engine-0", "terminate engine-1", "wait 10.0 engine-0", "wait 10.0 engine-1",
+    ]  # fmt: skip
+    assert not list(tmp_path.glob("*.sock"))
+    assert all(child.reports is None for child in made.children)
+
+
+def test_the_commands_of_children_are_those_of_this_interpreter() -> None:
+    for command in (children_module.ENGINE_COMMAND, children_module.FRONTEND_COMMAND):
+        assert command[:2] == (sys.executable, "-m")
+        assert importlib.util.find_spec(command[2]) is not None
+
+
+def test_a_child_is_alone_with_its_name() -> None:
+    """Children are compared by identity: two with equal fields are two."""
+    one, two = (Child("engine-0", ("x",), ()) for _ in range(2))
+    assert one != two

@@ -42,7 +42,7 @@ def damaged(data: bytes, damage: list[tuple[float, int, bool]]) -> bytes:
 
 
 @given(value=JSON, spaced=st.booleans(), damage=DAMAGE, size=st.sampled_from([2, 3, 7, 20]))
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_pieces_have_the_value_of_the_whole(
     value: Any, spaced: bool, damage: list[tuple[float, int, bool]], size: int
 ) -> None:

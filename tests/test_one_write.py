@@ -1,77 +1,12 @@
 """An answer is written at once, so that a killed process leaves no half of it."""
 
-import asyncio
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 
-from cloze.service.http.uvicorn_internals import OneWrite
 from tests.serving import Server, running_server
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.events: list[bytes | str] = []
-
-    def write(self, data: bytes) -> None:
-        self.events.append(data)
-
-    def close(self) -> None:
-        self.events.append("close")
-
-    def is_closing(self) -> bool:
-        return "close" in self.events
-
-
-@pytest.fixture
-def recorder() -> Recorder:
-    return Recorder()
-
-
-@pytest.fixture
-def transport(recorder: Recorder) -> OneWrite:
-    return OneWrite(cast(asyncio.Transport, recorder))
-
-
-def test_a_head_waits_for_its_body(recorder: Recorder, transport: OneWrite) -> None:
-    transport.write(b"head ")
-    assert recorder.events == []
-    transport.write(b"body")
-    transport.write(b"more")
-    assert recorder.events == [b"head body", b"more"]
-
-
-def test_an_empty_body_releases_the_head(recorder: Recorder, transport: OneWrite) -> None:
-    transport.write(b"head")
-    transport.write(b"")
-    assert recorder.events == [b"head"]
-
-
-def test_a_large_body_is_not_copied(recorder: Recorder, transport: OneWrite) -> None:
-    body = bytes(70_000)
-    transport.write(b"head")
-    transport.write(body)
-    assert recorder.events[0] == b"head"
-    assert recorder.events[1] is body
-
-
-def test_a_client_that_waits_for_continue_gets_it(recorder: Recorder, transport: OneWrite) -> None:
-    transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-    assert recorder.events == [b"HTTP/1.1 100 Continue\r\n\r\n"]
-    transport.write(b"head ")
-    transport.write(b"body")
-    assert recorder.events[1:] == [b"head body"]
-
-
-def test_an_answer_that_breaks_off_shows_its_head(recorder: Recorder, transport: OneWrite) -> None:
-    transport.write(b"head")
-    transport.close()
-    transport.close()
-    assert recorder.events == [b"head", "close", "close"]
-    assert transport.is_closing()
 
 
 @pytest.fixture(scope="module")

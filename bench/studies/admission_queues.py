@@ -7,7 +7,7 @@ batches of one length.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,17 +19,31 @@ from unittest.mock import patch
 import numpy as np
 
 from cloze.bench.studies.virtual_time import CORES, BatchQueue
-from cloze.model_store.batch import Encoding
+from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.manifest import Precision
 from cloze.service.batching import admission, fair_queue, lines, scheduler
 from cloze.service.batching.lines import QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
-from cloze.service.core import (
-    BatchResult,
-    Overloaded,
-    Submission,
-)
+from cloze.service.core import BatchResult, Device, Overloaded, Submission
 from cloze.service.settings import Settings
-from tests.fake_engine import FakeEngine
+
+
+class StillEngine:
+    """The engine of a scheduler whose threads never start: in virtual time nothing runs."""
+
+    device = Device.CPU
+    precision = Precision.FP32
+    reason = "nothing runs"
+    supports_varlen = False
+
+    def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
+        """Raise; see `Engine`."""
+        raise NotImplementedError
+
+    def probe(self) -> None:
+        """Raise; see `Engine`."""
+        raise NotImplementedError
+
 
 DEFAULTS = Settings.model_construct()
 """The default settings of a server."""
@@ -152,7 +166,7 @@ class SchedulerQueue:
             batch_latency_s=DEFAULTS.batch_latency_ms / 1000,
             max_wait_s=max_wait_s,
         )
-        self._scheduler = Scheduler(FakeEngine(), limits)
+        self._scheduler = Scheduler(StillEngine(), limits)
         self._requests: dict[Future[BatchResult], SimulatedRequest] = {}
         self._running: dict[SimulatedRequest, QueuedEncoding] = {}
 

@@ -21,6 +21,7 @@ from cloze.bench.studies.admission_queues import (
     DEFAULTS,
     MAX_TOKENS,
     Clock,
+    StillEngine,
     encoding,
     virtual_time,
 )
@@ -28,11 +29,7 @@ from cloze.bench.studies.virtual_time import ALONE, CORES, COSTS, Run, Workers
 from cloze.service.batching.admission import PromiseKey, Promises, longest_wait_s
 from cloze.service.batching.lines import LineKey, QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
-from cloze.service.core import (
-    Overloaded,
-    Submission,
-)
-from tests.fake_engine import FakeEngine
+from cloze.service.core import Overloaded, Submission
 
 COST, ALONE_FACTOR = COSTS["int8"], ALONE["int8"]
 
@@ -147,7 +144,7 @@ class Simulation:
             max_wait_s=DEFAULTS.max_queue_wait_ms / 1000,
         )
         self._limit_s = limits.max_wait_s
-        self._scheduler = Scheduler(FakeEngine(), limits)
+        self._scheduler = Scheduler(StillEngine(), limits)
         self._promises = Promises()
         self._workers: Workers[QueuedEncoding] = Workers(COST, ALONE_FACTOR, short_worker=True)
         self._began: dict[int, float] = {}

@@ -235,8 +235,11 @@ def test_a_head_is_written_with_its_body() -> None:
     assert events(b"head", b"", b"", b"x") == [b"head", b"", b"x"]
     limit = bytes(65_536)
     assert events(b"head", limit) == [b"head" + limit]
-    assert events(b"head", limit + b"1") == [b"head", limit + b"1"]
+    large = limit + b"1"
+    assert events(b"head", large) == [b"head", large]
+    assert events(b"head", large)[1] is large, "it is not copied"
     go_on = b"HTTP/1.1 100 Continue\r\n\r\n"
+    assert events(go_on) == [go_on], "at once"
     assert events(go_on, b"head ", b"body") == [go_on, b"head body"]
     assert events(b"head ", go_on) == [b"head " + go_on]
 

@@ -10,7 +10,6 @@ that were neither answered nor refused with 429, as a share of all work.
 """
 
 import argparse
-import resource
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from cloze.bench.http_client import Request, post
 from cloze.bench.load import Answer, LoadResult, closed_loop, open_loop, poisson
 from cloze.bench.processes import RunningServer
 from cloze.bench.servers import MeasuredServer
-from cloze.bench.studies.overload import CONNECTIONS, watching
+from cloze.bench.studies.overload import CONNECTIONS, allow_connections, watching
 from cloze.bench.texts import make_texts, words_of
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
@@ -176,8 +175,7 @@ TABLE = """\
 
 def main() -> None:
     """Measure, and print the tables."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 3 * CONNECTIONS), hard))
+    allow_connections()
     parser = argparse.ArgumentParser()
     parser.add_argument("bundle", nargs="?")
     parser.add_argument("--store", type=Path, default=DEFAULT_ROOT)

@@ -188,10 +188,15 @@ statuses | probe p50 / p99 ms | memory MB before / most | cores of server / gene
 |---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
-def main() -> None:
-    """Measure, and print the table."""
+def allow_connections() -> None:
+    """Let this process, and the servers that it starts, open `CONNECTIONS` connections."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 3 * CONNECTIONS), hard))
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    allow_connections()
     parser = argparse.ArgumentParser()
     parser.add_argument("bundle", nargs="?")
     parser.add_argument("--store", type=Path, default=DEFAULT_ROOT)

@@ -132,7 +132,7 @@ class _Operations:
 
 def _info(context: ProtocolContext) -> dict[str, Any]:
     """Return the fields of text-embeddings-inference for the default model, and all models."""
-    models, limits = context.models, context.limits
+    models = context.models
     embeds = context.tasks.get(embed.TASK.name)
     shown = (models.default(embeds) if embeds else None) or models.pipelines[0]
     first = shown.manifest
@@ -144,8 +144,8 @@ def _info(context: ProtocolContext) -> dict[str, Any]:
         "model_dtype": shown.model.precision(),
         "model_type": {"embedding": {"pooling": embedding.pooling}} if embedding else {},
         "max_input_length": embedding.max_tokens if embedding else first.limits.max_tokens,
-        "max_client_batch_size": limits.max_request_texts,
-        "max_request_bytes": limits.body.max_bytes,
+        "max_client_batch_size": context.max_request_texts,
+        "max_request_bytes": context.body_limits.max_bytes,
         "version": version(DISTRIBUTION),
         "defaults": {name: d.manifest.reference for name, d in defaults.items() if d},
         "models": [

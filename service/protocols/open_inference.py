@@ -9,11 +9,12 @@ binary tensor data extension of Triton.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Final, Literal
 from urllib.parse import unquote
 
-from pydantic import Field
+from pydantic import BaseModel, Field, create_model
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -31,8 +32,8 @@ from cloze.service.protocols.protocol import (
     ProtocolContext,
     TaskRoute,
     WireProtocol,
+    answer_probe,
     answer_task,
-    check,
     gate_models,
     json_response,
 )
@@ -100,59 +101,34 @@ class InferAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelMetadata:
-    """The response to ``GET /v2/models/{model}``."""
-
-    name: str
-    versions: list[str]
-    platform: str
-    inputs: list[TensorMetadata]
-    outputs: list[TensorMetadata]
-
-
-@dataclass(frozen=True, slots=True)
-class ServerMetadata:
-    """The response to ``GET /v2``."""
-
-    name: str
-    version: str
-    extensions: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelNames:
-    """The response to ``GET /v2/models``."""
-
-    models: list[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """The response to ``GET /v2/health/live``."""
-
-    live: Literal[True]
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The response to ``GET /v2/health/ready``."""
-
-    ready: Literal[True]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelReady:
-    """The response to ``GET /v2/models/{model}/ready``."""
-
-    name: str
-    ready: Literal[True]
-
-
-@dataclass(frozen=True, slots=True)
 class OpenInferenceErrorBody:
     """An error in the protocol's shape."""
 
     error: str
+
+
+def _answer_type(title: str, path: str, **fields: Any) -> type[BaseModel]:
+    """Return the type of the response to a GET request, for the documentation."""
+    described: dict[str, Any] = {name: (kind, ...) for name, kind in fields.items()}
+    return create_model(title, __doc__=f"The response to ``GET {path}``.", **described)
+
+
+_MODEL: Final = "/v2/models/{model}"
+
+_SERVER = _answer_type("ServerMetadata", "/v2", name=str, version=str, extensions=list[str])
+_LIVE = _answer_type("Live", "/v2/health/live", live=Literal[True])
+_READY = _answer_type("Ready", "/v2/health/ready", ready=Literal[True])
+_NAMES = _answer_type("ModelNames", "/v2/models", models=list[str])
+_MODEL_READY = _answer_type("ModelReady", f"{_MODEL}/ready", name=str, ready=Literal[True])
+_METADATA = _answer_type(
+    "ModelMetadata",
+    _MODEL,
+    name=str,
+    versions=list[str],
+    platform=str,
+    inputs=list[TensorMetadata],
+    outputs=list[TensorMetadata],
+)
 
 
 def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
@@ -311,37 +287,31 @@ class _Server:
         )
 
     async def server(self, _: Request) -> Response:
-        return json_response(ServerMetadata("cloze", version(DISTRIBUTION), ["binary_tensor_data"]))
-
-    async def live(self, _: Request) -> Response:
-        check(self._context.state.broken())
-        return json_response(Live(True))
-
-    async def ready(self, _: Request) -> Response:
-        check(self._context.state.unready())
-        return json_response(Ready(True))
+        extensions = ["binary_tensor_data"]
+        return json_response(
+            {"name": "cloze", "version": version(DISTRIBUTION), "extensions": extensions}
+        )
 
     async def models(self, _: Request) -> Response:
-        return json_response(ModelNames(self._names()))
+        return json_response({"models": self._names()})
 
     async def model(self, request: Request) -> Response:
         model, pipeline = self._find(request)
-        manifest = pipeline.manifest
-        name = f"{manifest.name}.{model.task.name}"
-        versions = [
-            str(other.manifest.version)
-            for other in self._context.models.serving(model.task)
-            if other.manifest.name == manifest.name
-        ]
-        tensors = model.tensors
-        return json_response(
-            ModelMetadata(name, versions, "onnxruntime_onnx", tensors.inputs, tensors.outputs)
-        )
+        bundle = pipeline.manifest.name
+        served = [other.manifest for other in self._context.models.serving(model.task)]
+        answer = {
+            "name": f"{bundle}.{model.task.name}",
+            "versions": [str(other.version) for other in served if other.name == bundle],
+            "platform": "onnxruntime_onnx",
+            "inputs": model.tensors.inputs,
+            "outputs": model.tensors.outputs,
+        }
+        return json_response(answer)
 
     async def model_ready(self, request: Request) -> Response:
         model, pipeline = self._find(request)
-        check(self._context.state.unready())
-        return json_response(ModelReady(f"{pipeline.manifest.name}.{model.task.name}", True))
+        answer = {"name": f"{pipeline.manifest.name}.{model.task.name}", "ready": True}
+        return await answer_probe(self._context.state.unready, answer, request)
 
     async def infer(self, request: Request) -> Response:
         """Answer a request for any model."""
@@ -351,19 +321,27 @@ class _Server:
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes of the protocol."""
-    server = _Server(context)
+    server, state = _Server(context), context.state
+    live = partial(answer_probe, state.broken, {"live": True})
+    ready = partial(answer_probe, state.unready, {"ready": True})
     found = [
-        _get("/v2", server.server, "The server and its extensions", ServerMetadata),
-        _get("/v2/health/live", server.live, "Liveness: 503 once an engine is dead", Live, 503),
-        _get("/v2/health/ready", server.ready, "Readiness: 503 while draining or dead", Ready, 503),
-        _get("/v2/models", server.models, "The names of the models", ModelNames),
+        _get("/v2", server.server, "The server and its extensions", _SERVER),
+        _get("/v2/health/live", live, "Liveness: 503 once an engine is dead", _LIVE, 503),
+        _get("/v2/health/ready", ready, "Readiness: 503 while draining or dead", _READY, 503),
+        _get("/v2/models", server.models, "The names of the models", _NAMES),
     ]
     every_model = gate_models(context.models.pipelines)
-    for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-        ready = f"{path}/ready"
+    for path in (_MODEL, f"{_MODEL}/versions/{{version}}"):
         found += [
-            _get(path, server.model, "The tensors of a model", ModelMetadata, 404),
-            _get(ready, server.model_ready, "Readiness of a model", ModelReady, 404, 503),
+            _get(path, server.model, "The tensors of a model", _METADATA, 404),
+            _get(
+                f"{path}/ready",
+                server.model_ready,
+                "Readiness of a model",
+                _MODEL_READY,
+                404,
+                503,
+            ),
             Route("POST", f"{path}/infer", server.infer, _INFER, every_model),
         ]
     return found

@@ -16,8 +16,13 @@ from cloze.model_store.installation import DISTRIBUTION
 from cloze.service import core
 from cloze.service.http.access import OF_ADMIN_SOCKET
 from cloze.service.http.page import PAGE_HEADERS, page_handler
-from cloze.service.http.routes import HTML, TEXT, BytesResponse, Route, RouteDoc
-from cloze.service.protocols.protocol import ProtocolContext, ServerState, check, json_response
+from cloze.service.http.routes import HTML, TEXT, Route, RouteDoc
+from cloze.service.protocols.protocol import (
+    ProtocolContext,
+    ServerState,
+    answer_probe,
+    json_response,
+)
 from cloze.service.tasks import embed
 
 _TAG = "service"
@@ -36,8 +41,8 @@ class Status:
     status: str
 
 
-_ALIVE: Final = orjson.dumps(Status("alive"))
-_READY: Final = orjson.dumps(Status("ready"))
+_ALIVE: Final = Status("alive")
+_READY: Final = Status("ready")
 
 
 def probe_bodies(state: ServerState) -> dict[bytes, Callable[[], bytes | None]]:
@@ -46,19 +51,14 @@ def probe_bodies(state: ServerState) -> dict[bytes, Callable[[], bytes | None]]:
     The function returns None if the answer has another status.
     """
     return {
-        b"/healthz": lambda: _ALIVE if state.broken() is None else None,
-        b"/readyz": lambda: _READY if state.unready() is None else None,
+        b"/healthz": lambda: orjson.dumps(_ALIVE) if state.broken() is None else None,
+        b"/readyz": lambda: orjson.dumps(_READY) if state.unready() is None else None,
     }
 
 
 def routes(context: ProtocolContext, error_body: Any) -> Sequence[Route]:
-    """Return the routes for operators.
-
-    Args:
-        context: the parts of the service that the routes report on.
-        error_body: the type of an error's JSON.
-    """
-    operations = _Operations(context)
+    """Return the routes for operators, whose errors have a type of JSON."""
+    operations, state = _Operations(context), context.state
 
     probe = partial(RouteDoc, tag=_TAG, error_body=error_body, errors=(503,))
     report = partial(RouteDoc, tag=_TAG, error_body=error_body)
@@ -78,8 +78,8 @@ def routes(context: ProtocolContext, error_body: Any) -> Sequence[Route]:
     )
     return [
         Route("GET", "/", page_handler(), page),
-        Route("GET", "/healthz", operations.alive, healthz),
-        Route("GET", "/readyz", operations.ready, readyz),
+        Route("GET", "/healthz", partial(answer_probe, state.broken, _ALIVE), healthz),
+        Route("GET", "/readyz", partial(answer_probe, state.unready, _READY), readyz),
         Route("GET", "/health", operations.health, health),
         Route("GET", "/info", operations.info, info),
         Route("GET", "/metrics", operations.metrics, metrics),
@@ -94,16 +94,8 @@ class _Operations:
         self._context = context
         self._scrapes = ThreadPoolExecutor(1, "scrape")
 
-    async def alive(self, _: Request) -> Response:
-        check(self._context.state.broken())
-        return BytesResponse(_ALIVE)
-
-    async def ready(self, _: Request) -> Response:
-        check(self._context.state.unready())
-        return BytesResponse(_READY)
-
-    async def health(self, _: Request) -> Response:
-        check(self._context.state.unready())
+    async def health(self, request: Request) -> Response:
+        await answer_probe(self._context.state.unready, None, request)
         return Response()
 
     async def info(self, _: Request) -> Response:

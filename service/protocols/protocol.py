@@ -50,12 +50,6 @@ class ServerState(Protocol):
         ...
 
 
-def check(state: ServiceError | None) -> None:
-    """Raise the reason of a state that is not good."""
-    if state is not None:
-        raise state
-
-
 @dataclass(frozen=True, slots=True)
 class ProtocolContext:
     """The parts of the service that routes use."""
@@ -91,6 +85,15 @@ class WireProtocol:
 def json_response(value: Any) -> BytesResponse:
     """Return a value as JSON; it may have dataclasses and arrays."""
     return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+async def answer_probe(
+    problem: Callable[[], ServiceError | None], value: Any, _: Request
+) -> Response:
+    """Return a value as JSON, unless the server has the problem."""
+    if (error := problem()) is not None:
+        raise error
+    return json_response(value)
 
 
 # ---- the route of a task -------------------------------------------------------------------------
@@ -144,9 +147,9 @@ class TaskRoute(ABC):
     def to_call(self, body: Any) -> TaskCall:
         """Return the call of the task that a body asks for."""
 
-    @abstractmethod
-    def respond(self, request: Request, body: Any, result: TaskResult) -> BytesResponse:
-        """Return the response, without timing headers."""
+    def respond(self, _: Request, __: Any, result: TaskResult) -> BytesResponse:
+        """Return the response to a request with a body, without timing headers."""
+        return json_response(result.value)
 
     def serving(self, models: Models) -> Sequence[Pipeline]:
         """Return the models that may answer, the default first."""

@@ -246,9 +246,6 @@ class _Decode(_TokenizerRoute):
         parameters = decode_ids.DecodeParameters(skip_special_tokens=body.skip_special_tokens)
         return TaskCall(body.ids, parameters)
 
-    def respond(self, _: Request, __: DecodeBody, result: TaskResult) -> BytesResponse:
-        return json_response(result.value)
-
 
 PROTOCOL: Final = WireProtocol(
     "tei", ("/predict", "/rerank", "/tokenize", "/decode"), routes, write_error

@@ -83,7 +83,7 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return one route per task, ``POST /``, and the routes for operators."""
     by_task = {task.name: _NativeRoute(task, context) for task in context.tasks.values()}
     bound = [route.bind(route.task.route) for route in by_task.values()]
-    return [*bound, _Dispatcher(by_task, context).route(), *operations.routes(context, ErrorBody)]
+    return [*bound, _Dispatcher(by_task, context).route(), *operations.routes(context)]
 
 
 class _NativeRoute(TaskRoute):
@@ -216,11 +216,11 @@ def _weight(text: str) -> float:
 
 
 def vector_bytes(value: Float32 | list[Float32], kind: str, dtype: str) -> BytesResponse:
-    """Return vectors as raw bytes, or in NumPy's format.
+    """Return vectors [n, D], or arrays [S, D] one after another, as raw bytes or for NumPy.
 
     Args:
-        value: [n, D]; or at least one array [S, D], which as bytes follow each other.
-        kind: the media type.
+        value: the vectors.
+        kind: the media type, `RAW` or `NPY`.
         dtype: a key of `DTYPES`.
     """
     rows = np.concatenate(value) if isinstance(value, list) else value
@@ -282,11 +282,7 @@ class _Dispatcher:
         return Route("POST", "/", handler, doc, gate_models(self._context.models.pipelines))
 
     def _parse(self, _: Request, data: bytes) -> tuple[TaskRoute, BaseModel]:
-        """Return the route of the task that a body asks for, and the body of that task.
-
-        Raises:
-            RequestError: the body fits no task that this server offers.
-        """
+        """Return the route of the task that a body asks for, and the body of that task."""
         value = load(data, self._context.body_limits)
         task = self._choose(validate(DispatchBody, value))
         route = self._routes.get(task.name)
@@ -297,9 +293,7 @@ class _Dispatcher:
     def _choose(self, body: DispatchBody) -> Task:
         """Return the task that a body asks for.
 
-        Raises:
-            InvalidRequest: the body fits no task, or it fits text and token classification and not
-                exactly one of the two is served.
+        A body that fits text and token classification needs exactly one of the two to be served.
         """
         models = self._context.models
         texts = body.inputs if isinstance(body.inputs, list) else [body.inputs]
@@ -324,14 +318,9 @@ class _Dispatcher:
         )
 
     def _task_of_fields(self, item: Mapping[str, Any]) -> Task:
-        """Return the task that inputs with the fields of an object are for.
-
-        Raises:
-            InvalidRequest: the object has none of the fields.
-        """
-        by_field = {
-            field: task for task in self._context.tasks.values() for field in task.own_fields
-        }
+        """Return the task that inputs with the fields of an object are for."""
+        tasks = self._context.tasks.values()
+        by_field = {field: task for task in tasks for field in task.own_fields}
         for field, task in by_field.items():
             if field in item:
                 return task

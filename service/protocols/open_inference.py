@@ -146,12 +146,7 @@ class _TaskModel(TaskRoute):
         super().__init__(context)
 
     def parse(self, request: Request, data: bytes) -> tuple[TaskRoute, Any]:
-        """Return the route, and a body whose tensors all have data.
-
-        Raises:
-            RequestError: the body is malformed or too large, or the bytes are not those that the
-                tensors state.
-        """
+        """Return the route, and a body whose tensors have the data that follows the JSON."""
         head, binary = split(data, request.headers.get(JSON_LENGTH))
         body = validate(InferBody, load(head, self.context.body_limits))
         tensors, start = [], 0
@@ -230,11 +225,7 @@ def _place(tensor: InferInput) -> Location:
 
 
 def _texts(tensor: InferInput) -> list[str]:
-    """Return the texts of an input tensor [n] or [n, 1].
-
-    Raises:
-        InvalidRequest: it has another shape, or no data.
-    """
+    """Return the texts of an input tensor [n] or [n, 1]."""
     at = _place(tensor)
     if len(tensor.shape) not in (1, 2) or tensor.shape[1:] not in ([], [1]):
         raise InvalidRequest(f"has the shape {str(tensor.shape)[:80]}; send [n] or [n, 1]", at)
@@ -256,11 +247,7 @@ class _Server:
         self._tasks = {name: _TaskModel(task, context) for name, task in context.tasks.items()}
 
     def _find(self, request: Request) -> tuple[_TaskModel, Pipeline]:
-        """Return the task and the served model that a path names.
-
-        Raises:
-            UnknownModel: there is none.
-        """
+        """Return the task and the served model that a path names."""
         name, number = unquote(request.path_params["model"]), request.path_params.get("version")
         bundle, _, task = name.rpartition(".")
         model = self._tasks.get(task)
@@ -278,13 +265,8 @@ class _Server:
 
     def _names(self) -> list[str]:
         models = self._context.models
-        return list(
-            dict.fromkeys(
-                f"{pipeline.manifest.name}.{task}"
-                for pipeline in models.pipelines
-                for task in models.tasks_of(pipeline)
-            )
-        )
+        pairs = [(p.manifest.name, task) for p in models.pipelines for task in models.tasks_of(p)]
+        return list(dict.fromkeys(f"{bundle}.{task}" for bundle, task in pairs))
 
     async def server(self, _: Request) -> Response:
         extensions = ["binary_tensor_data"]

@@ -18,15 +18,13 @@ from cloze.service.http.access import OF_ADMIN_SOCKET
 from cloze.service.http.page import PAGE_HEADERS, page_handler
 from cloze.service.http.routes import HTML, TEXT, Route, RouteDoc
 from cloze.service.protocols.protocol import (
+    ErrorBody,
     ProtocolContext,
     ServerState,
     answer_probe,
     json_response,
 )
 from cloze.service.tasks import embed
-
-_TAG = "service"
-"""The group of these routes in the documentation."""
 
 PROBES: Final = frozenset({"/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"})
 
@@ -56,35 +54,33 @@ def probe_bodies(state: ServerState) -> dict[bytes, Callable[[], bytes | None]]:
     }
 
 
-def routes(context: ProtocolContext, error_body: Any) -> Sequence[Route]:
-    """Return the routes for operators, whose errors have a type of JSON."""
+def routes(context: ProtocolContext) -> Sequence[Route]:
+    """Return the routes for operators."""
     operations, state = _Operations(context), context.state
-
-    probe = partial(RouteDoc, tag=_TAG, error_body=error_body, errors=(503,))
-    report = partial(RouteDoc, tag=_TAG, error_body=error_body)
-    healthz = probe("Liveness: 503 once an engine is dead", result=Status)
-    readyz = probe("Readiness: 503 while draining or dead", result=Status)
-    health = probe("Readiness, under the path of text-embeddings-inference", result=None)
-    info = report("The served models and their limits", result=dict[str, Any])
-    metrics = report("Metrics in Prometheus's text format", result=None, media_types=(TEXT,))
-    page = report("A page on which people try the tasks", result=None, media_types=(HTML,))
+    alive = partial(answer_probe, state.broken, _ALIVE)
+    ready = partial(answer_probe, state.unready, _READY)
+    page = _doc("A page on which people try the tasks", None, media_types=(HTML,))
     page = replace(page, headers=PAGE_HEADERS)
-    reload = RouteDoc(
-        "Serve what the store, the keys and the certificate hold now",
-        tag=_TAG,
-        result=core.Changes,
-        error_body=error_body,
-        errors=(401, 403, 409, 503),
-    )
+    healthz = _doc("Liveness: 503 once an engine is dead", Status, 503)
+    readyz = _doc("Readiness: 503 while draining or dead", Status, 503)
+    health = _doc("Readiness, under the path of text-embeddings-inference", None, 503)
+    info = _doc("The served models and their limits", dict[str, Any])
+    metrics = _doc("Metrics in Prometheus's text format", None, media_types=(TEXT,))
+    changes = "Serve what the store, the keys and the certificate hold now"
+    reload = _doc(changes, core.Changes, 401, 403, 409, 503)
     return [
         Route("GET", "/", page_handler(), page),
-        Route("GET", "/healthz", partial(answer_probe, state.broken, _ALIVE), healthz),
-        Route("GET", "/readyz", partial(answer_probe, state.unready, _READY), readyz),
+        Route("GET", "/healthz", alive, healthz),
+        Route("GET", "/readyz", ready, readyz),
         Route("GET", "/health", operations.health, health),
         Route("GET", "/info", operations.info, info),
         Route("GET", "/metrics", operations.metrics, metrics),
         Route("POST", "/admin/reload", operations.reload, reload),
     ]
+
+
+def _doc(summary: str, result: Any, *errors: int, media_types: tuple[str, ...] = ()) -> RouteDoc:
+    return RouteDoc(summary, "service", result, ErrorBody, errors=errors, media_types=media_types)
 
 
 class _Operations:

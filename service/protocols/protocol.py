@@ -182,7 +182,7 @@ async def answer_task(
     request: Request,
     pipeline: Pipeline | None = None,
 ) -> Response:
-    """Return the response to a request of a task.
+    """Read the body of a request, choose the model, run the task, and return the response.
 
     Args:
         context: the parts of the service that the route uses.

@@ -56,32 +56,25 @@ class PredictBody(TruncationParameters, LenientModel):
     model: str | None = _MODEL
 
 
-class RerankBody(TruncationParameters, LenientModel):
+class RerankBody(rerank.RerankParameters, rerank.RerankInputs, LenientModel):
     """The body of ``POST /rerank``."""
 
-    query: Text = Field(examples=["What is deep learning?"])
-    texts: Texts = Field(examples=[["A ship left the harbour.", "Networks with many layers."]])
-    raw_scores: bool = Field(False, description="whether a classifier's scores are its logits")
-    return_text: bool = Field(False, description="whether the ranks repeat the texts")
     model: str | None = _MODEL
 
 
-class TokenizeBody(LenientModel):
+class TokenizeBody(tokenize.TokenizeParameters, LenientModel):
     """The body of ``POST /tokenize``."""
 
     inputs: Text | Texts = Field(description="a text or a list of texts", examples=["A cat sat."])
-    add_special_tokens: bool = Field(True, description="whether to add the tokens around a text")
-    prompt_name: str | None = Field(None, description="name of a prompt to put before each text")
     model: str | None = _MODEL
 
 
-class DecodeBody(LenientModel):
+class DecodeBody(decode_ids.DecodeParameters, LenientModel):
     """The body of ``POST /decode``."""
 
     ids: TokenIds | Annotated[list[TokenIds], NotEmpty] = Field(
         description="the token ids of a text, or a list of such lists", examples=[[101, 102]]
     )
-    skip_special_tokens: bool = Field(True, description="whether to omit special tokens")
     model: str | None = _MODEL
 
 
@@ -99,10 +92,6 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
 
 
 # ---- predict -------------------------------------------------------------------------------------
-
-
-def _truncation(body: TruncationParameters) -> dict[str, Any]:
-    return body.model_dump(include=set(TruncationParameters.model_fields))
 
 
 _Labels = list[text_classification.LabelScore]
@@ -124,7 +113,8 @@ class _Predict(TaskRoute):
 
     def to_call(self, body: PredictBody) -> TaskCall:
         function: text_classification.Function | None = "none" if body.raw_scores else None
-        parameters = TextClassificationParameters(function_to_apply=function, **_truncation(body))
+        truncation = body.model_dump(include=set(TruncationParameters.model_fields))
+        parameters = TextClassificationParameters(function_to_apply=function, **truncation)
         if isinstance(body.inputs, str):
             return TaskCall(body.inputs, parameters)
         if body.inputs and isinstance(body.inputs[0], str):
@@ -172,11 +162,7 @@ class _Rerank(TaskRoute):
         return [*ranking, *(p for p in models.serving(similarity.TASK) if p not in ranking)]
 
     def to_call(self, body: RerankBody) -> TaskCall:
-        inputs = rerank.RerankInputs.model_construct(query=body.query, texts=body.texts)
-        parameters = rerank.RerankParameters(
-            raw_scores=body.raw_scores, return_text=body.return_text, **_truncation(body)
-        )
-        return TaskCall(inputs, parameters)
+        return TaskCall(body, body)
 
     def respond(self, _: Request, body: RerankBody, result: TaskResult) -> BytesResponse:
         ranking: rerank.Ranking = result.value
@@ -213,10 +199,7 @@ class _Tokenize(_TokenizerRoute):
     )
 
     def to_call(self, body: TokenizeBody) -> TaskCall:
-        parameters = tokenize.TokenizeParameters(
-            add_special_tokens=body.add_special_tokens, prompt_name=body.prompt_name
-        )
-        return TaskCall(body.inputs, parameters)
+        return TaskCall(body.inputs, body)
 
     def respond(self, _: Request, __: TokenizeBody, result: TaskResult) -> BytesResponse:
         """Write the tokens part by part: as one value, they would need ten times the memory."""
@@ -243,8 +226,7 @@ class _Decode(_TokenizerRoute):
     )
 
     def to_call(self, body: DecodeBody) -> TaskCall:
-        parameters = decode_ids.DecodeParameters(skip_special_tokens=body.skip_special_tokens)
-        return TaskCall(body.ids, parameters)
+        return TaskCall(body.ids, body)
 
 
 PROTOCOL: Final = WireProtocol(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
+from pydantic import Field
+
 from cloze.model_store import Manifest
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sequence_classification
@@ -36,15 +38,15 @@ _CHARACTERS_PER_RESULT = 10_000
 class RerankInputs(WireModel):
     """A query, and the texts to rank."""
 
-    query: Text
-    texts: Texts
+    query: Text = Field(examples=["What is deep learning?"])
+    texts: Texts = Field(examples=[["A ship left the harbour.", "Networks with many layers."]])
 
 
 class RerankParameters(TruncationParameters):
     """The parameters of text-embeddings-inference."""
 
-    raw_scores: bool = False
-    return_text: bool = False
+    raw_scores: bool = Field(False, description="whether a classifier's scores are its logits")
+    return_text: bool = Field(False, description="whether the ranks repeat the texts")
 
 
 @dataclass(frozen=True, slots=True)

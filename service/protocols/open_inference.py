@@ -7,7 +7,7 @@ Source: https://github.com/kserve/open-inference-protocol, ``specification/proto
 binary tensor data extension of Triton.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -131,9 +131,9 @@ _METADATA = _answer_type(
 )
 
 
-def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
+def write_error(error: ErrorInfo) -> tuple[int, OpenInferenceErrorBody]:
     """Return the status and the body of an error. The protocol uses status 400 instead of 422."""
-    return without_422(error.status), {"error": error.message}
+    return without_422(error.status), OpenInferenceErrorBody(error.message)
 
 
 class _TaskModel(TaskRoute):

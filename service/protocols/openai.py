@@ -1,7 +1,7 @@
 """OpenAI's protocol: ``/v1/embeddings`` and ``/v1/models``, with OpenAI's errors."""
 
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal
 from urllib.parse import unquote
@@ -90,12 +90,15 @@ class ModelList:
     data: list[ModelRow]
 
 
+ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorDetails:
     """The details of an error."""
 
     message: str
-    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    type: ErrorType
     param: str | None
     code: str | None
 
@@ -107,13 +110,13 @@ class OpenAiErrorBody:
     error: ErrorDetails
 
 
-def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
+def write_error(error: ErrorInfo) -> tuple[int, OpenAiErrorBody]:
     """Return the status and the body of an error. OpenAI uses status 400 instead of 422."""
     status = without_422(error.status)
     code = "model_not_found" if isinstance(error.error, UnknownModel) else None
-    kind = "invalid_request_error" if status < 500 else "server_error"
+    kind: ErrorType = "invalid_request_error" if status < 500 else "server_error"
     kind = "rate_limit_error" if status == 429 else kind
-    return status, {"error": {"message": error.message, "type": kind, "param": None, "code": code}}
+    return status, OpenAiErrorBody(ErrorDetails(error.message, kind, None, code))
 
 
 class _Embeddings(TaskRoute):
@@ -140,16 +143,9 @@ class _Embeddings(TaskRoute):
         vectors: Iterable[Any] = result.value.astype("<f4", copy=False)
         if body.encoding_format == "base64":
             vectors = [b64encode(vector).decode() for vector in vectors]
-        answer = {
-            "object": "list",
-            "data": [
-                {"object": "embedding", "index": index, "embedding": vector}
-                for index, vector in enumerate(vectors)
-            ],
-            "model": body.model,
-            "usage": {"prompt_tokens": result.tokens, "total_tokens": result.tokens},
-        }
-        return json_response(answer)
+        rows = [EmbeddingRow("embedding", index, vector) for index, vector in enumerate(vectors)]
+        usage = Usage(result.tokens, result.tokens)
+        return json_response(EmbeddingList("list", rows, body.model, usage))
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:

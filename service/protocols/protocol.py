@@ -73,13 +73,13 @@ class WireProtocol:
         prefixes: prefixes of the protocol's paths. The protocol with the longest prefix of a path
             writes the errors of the path, also if the path is unknown.
         routes: context -> the routes.
-        error: error -> the HTTP status and the JSON body.
+        error: error -> the HTTP status, and the value that becomes the JSON body.
     """
 
     name: str
     prefixes: tuple[str, ...]
     routes: Callable[[ProtocolContext], Sequence[Route]]
-    error: Callable[[ErrorInfo], tuple[int, Mapping[str, Any]]]
+    error: Callable[[ErrorInfo], tuple[int, Any]]
 
 
 def json_response(value: Any) -> BytesResponse:
@@ -265,9 +265,9 @@ class ErrorBody:
     error_type: str
 
 
-def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
+def write_error(error: ErrorInfo) -> tuple[int, ErrorBody]:
     """Return the status and the body of an error."""
-    return error.status, {"error": error.message, "error_type": error.kind}
+    return error.status, ErrorBody(error.message, error.kind)
 
 
 class LenientModel(WireModel):

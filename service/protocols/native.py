@@ -26,8 +26,8 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
 from cloze.service.tasks import Task, TaskCall, embed, embed_all, embed_sparse, similarity
-from cloze.service.tasks.long_text import UsageParameters
 from cloze.service.tasks.task import NoParameters, TextUsage, WireModel
+from cloze.service.tasks.texts import UsageParameters
 
 ModelName = Annotated[
     str | None,
@@ -94,7 +94,7 @@ def task_route(task: Task) -> TaskRoute:
         result=_result(task),
         error_body=ErrorBody,
         body=body,
-        examples={example.title: example.body for example in task.examples},
+        examples=task.examples,
         media_types=(RAW, NPY) if task.vectors else (),
         headers={**TIMING_HEADERS, **(binary.VECTOR_HEADERS if task.vectors else {})},
         errors=ERROR_STATUSES,

@@ -12,10 +12,8 @@ from pydantic import Field
 
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import next_sentence
-from cloze.service.tasks.long_text import LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tasks.task import (
     INPUTS,
-    Example,
     NotEmpty,
     PreparedRequest,
     Task,
@@ -24,10 +22,12 @@ from cloze.service.tasks.task import (
     Text,
     Texts,
     WireModel,
+    check_count,
     check_text,
     listed,
     softmax,
 )
+from cloze.service.tasks.texts import LongTextRule, TextEncoder, UsageParameters
 
 
 class Pair(WireModel):
@@ -63,6 +63,8 @@ class RankedCandidate:
 
 Inputs = Pair | Candidates | list[Pair]
 
+_REQUEST: Final = {next_sentence.HEAD.name: next_sentence.NextSentenceRequest()}
+
 
 class NspParameters(UsageParameters):
     """What to do with a pair that is too long for the model."""
@@ -84,9 +86,10 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
     inputs, tokenizer, limits = call.inputs, context.tokenizer, context.limits
     parameters: NspParameters = call.parameters
     if isinstance(inputs, Candidates):
+        check_count(len(inputs.candidates), limits.max_request_texts, INPUTS)
         pairs = [
             (INPUTS.below("candidates", index), inputs.text, candidate)
-            for index, (_, candidate) in enumerate(listed(inputs.candidates, limits))
+            for index, candidate in enumerate(inputs.candidates)
         ]
     else:
         pairs = [(at, pair.text, pair.next) for at, pair in listed(inputs, limits)]
@@ -96,14 +99,11 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
     texts = list(dict.fromkeys(text for _, *pair in pairs for text in pair))  # each once
     ids = dict(zip(texts, tokenizer.ids(texts), strict=True))
     rule = LongTextRule(parameters.long_text or "truncate", report=bool(parameters.return_usage))
-    encoder = TextEncoder(rule, context, _REQUEST)
+    encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
     for at, first, second in pairs:
         encoder.add_pair(at, ids[first], ids[second])
     prepared = encoder.prepared(inputs)
     return prepared._replace(texts=len(pairs) + isinstance(inputs, Candidates))
-
-
-_REQUEST: Final = {next_sentence.HEAD.name: next_sentence.NextSentenceRequest()}
 
 
 def decode(
@@ -137,16 +137,10 @@ TASK: Final = Task(
     own_fields=("next", "candidates"),
     prepare=prepare,
     decode=decode,
-    examples=(
-        Example("A pair", {"inputs": {"text": "He opened the door.", "next": "He went in."}}),
-        Example(
-            "Candidates to rank",
-            {
-                "inputs": {
-                    "text": "He opened the door.",
-                    "candidates": ["He went in.", "Cats purr."],
-                }
-            },
-        ),
-    ),
+    examples={
+        "A pair": {"inputs": {"text": "He opened the door.", "next": "He went in."}},
+        "Candidates to rank": {
+            "inputs": {"text": "He opened the door.", "candidates": ["He went in.", "Cats purr."]}
+        },
+    },
 )

@@ -13,7 +13,6 @@ from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.core import Location
 from cloze.service.tasks import similarity, text_classification
-from cloze.service.tasks.long_text import TruncationParameters
 from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameters
 from cloze.service.tasks.task import (
     PreparedRequest,
@@ -28,6 +27,7 @@ from cloze.service.tasks.task import (
     check_text,
 )
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
+from cloze.service.tasks.texts import TruncationParameters
 
 _CHARACTERS_PER_RESULT = 10_000
 """Characters of returned texts whose writing costs about as much as one prediction of a mask."""
@@ -150,5 +150,4 @@ TASK: Final = Task(
     result=Ranking,
     prepare=prepare,
     decode=decode,
-    examples=(),
 )

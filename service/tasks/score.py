@@ -18,15 +18,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.service.core import InvalidRequest, Location
-from cloze.service.tasks.long_text import (
-    LongText,
-    LongTextRule,
-    TextEncoder,
-    TokenBudget,
-    UsageParameters,
-)
 from cloze.service.tasks.task import (
-    Example,
     PreparedRequest,
     Task,
     TaskCall,
@@ -35,10 +27,11 @@ from cloze.service.tasks.task import (
     Texts,
     TextUsage,
     check_results,
-    check_text,
     check_tokens,
+    check_tokens_so_far,
     listed,
 )
+from cloze.service.tasks.texts import LongText, LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tokenizer import Spans
 
 
@@ -84,25 +77,22 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Spans]
     parameters: ScoreParameters = call.parameters
     limits, choice = context.limits, parameters.long_text or "error"
     texts = listed(call.inputs, limits)
-    for at, text in texts:
-        check_text(text, at, limits)
-    rule = LongTextRule(choice, report=bool(parameters.return_usage))
-    encoder = TextEncoder(rule, context)
     scored: list[Spans] = []
-    lengths: list[int] = []
-    budget = TokenBudget(limits, "the masked copies hold")
+    usages: list[TextUsage] = []
+    tokens = 0
     for at, text in texts:
         spans = context.tokenizer.spans(text)
-        lengths.append(len(spans.ids))
         _check(spans.ids, at, choice, context)
         scored.append(spans.first(limits.max_tokens - 2) if choice == "truncate" else spans)
         copies = len(scored[-1].ids)
-        budget.add(copies * min(copies + 2, limits.max_tokens), at)
+        usages.append(TextUsage(len(spans.ids) + 2, copies + 2))
+        tokens += copies * min(copies + 2, limits.max_tokens)
+        check_tokens_so_far(tokens, "the masked copies hold", at, limits)
     check_results(sum(len(spans.ids) for spans in scored), "the texts need", limits)
-    for (at, _), spans, length in zip(texts, scored, lengths, strict=True):
-        usage = TextUsage(length + 2, len(spans.ids) + 2)
-        cut = len(spans.ids) < length
-        encoder.add_encodings(at, _masked_copies(spans.ids, context), usage, cut=cut)
+    rule = LongTextRule(choice, report=bool(parameters.return_usage))
+    encoder = TextEncoder(rule, context, limits.max_tokens)
+    for (at, _), spans, usage in zip(texts, scored, usages, strict=True):
+        encoder.add_encodings(at, _masked_copies(spans.ids, context), usage)
     return encoder.prepared(scored, len(encoder.encodings))
 
 
@@ -133,7 +123,7 @@ def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
     copies = []
     for position, token in enumerate(ids):
         first = max(0, min(position - room // 2, len(ids) - room))
-        part, _ = tokenizer.encode(ids[first : first + room], room + 2)
+        part = tokenizer.encode(ids[first : first + room], room + 2)
         masked = position - first + 1  # after [CLS]
         part.input_ids[masked] = tokenizer.mask_id
         part.requests = {masked_lm.HEAD.name: MaskedLMRequest([masked], targets=[token])}
@@ -175,8 +165,8 @@ TASK: Final = Task(
     decode=decode,
     alone=(str,),
     takes_long=lambda _: True,
-    examples=(
-        Example("One text", {"inputs": "Paris is the capital of France."}),
-        Example("Two texts to compare", {"inputs": ["He opened the door.", "He opened the sky."]}),
-    ),
+    examples={
+        "One text": {"inputs": "Paris is the capital of France."},
+        "Two texts to compare": {"inputs": ["He opened the door.", "He opened the sky."]},
+    },
 )

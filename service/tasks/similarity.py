@@ -13,11 +13,9 @@ from pydantic import Field
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import embedding, token_embedding
 from cloze.service.core import Float32
-from cloze.service.tasks import embed, embed_inputs
-from cloze.service.tasks.embed_inputs import Offsets, TextParameters
+from cloze.service.tasks.embed import normalized
 from cloze.service.tasks.task import (
     INPUTS,
-    Example,
     Input,
     PreparedRequest,
     Task,
@@ -29,7 +27,9 @@ from cloze.service.tasks.task import (
     check_count,
     check_head,
     check_results,
+    check_text,
 )
+from cloze.service.tasks.texts import Offsets, TextParameters, encode_texts, offsets
 
 
 class SimilarityInputs(WireModel):
@@ -76,8 +76,6 @@ _VECTORS: Final = {embedding.HEAD.name: embedding.EmbeddingRequest()}
 _ALL_VECTORS: Final = _VECTORS | {
     token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest(),
 }
-
-
 _SENTENCES: Final = INPUTS.below("sentences")
 
 
@@ -95,18 +93,15 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offset
     check_count(len(inputs.sentences), context.limits.max_request_texts - 1, _SENTENCES)
     texts = [Input(INPUTS.below("source_sentence"), inputs.source_sentence)]
     texts += [Input(_SENTENCES.below(n), text) for n, text in enumerate(inputs.sentences)]
+    for at, text in texts:
+        check_text(text, at, context.limits)
     if not parameters.details:
-        encoded = embed_inputs.encode(texts, parameters, context, _VECTORS)
-        return encoded.prepared(None)
+        return encode_texts(texts, parameters, context, _VECTORS).prepared(None)
     check_head(context, token_embedding.HEAD, "details need vectors of tokens")
-    encoded = embed_inputs.encode(texts, parameters, context, _ALL_VECTORS)
-    tokens = sum(map(len, encoded.encodings))
+    encoder = encode_texts(texts, parameters, context, _ALL_VECTORS)
+    tokens = sum(map(len, encoder.encodings))
     check_results(tokens, "details need", context.limits, "vectors")
-    offsets = [
-        embed_inputs.offsets(text, len(encoding), parameters, context)
-        for (_, text), encoding in zip(texts, encoded.encodings, strict=True)
-    ]
-    return encoded.prepared(offsets, tokens)
+    return encoder.prepared(offsets(texts, encoder, parameters), tokens)
 
 
 def decode(
@@ -116,11 +111,11 @@ def decode(
 ) -> list[float] | list[DetailedSimilarity]:
     """Return a cosine per sentence, in their order, with pairs of tokens if asked for."""
     rows = [output[embedding.HEAD.name].embedding for output in outputs]
-    vectors = embed.normalized(np.array(rows, np.float32))
+    vectors = normalized(np.array(rows, np.float32))
     cosines: list[float] = (vectors[1:] @ vectors[0]).tolist()
     if prepared.state is None:
         return cosines
-    tokens = [embed.normalized(output[token_embedding.HEAD.name].embeddings) for output in outputs]
+    tokens = [normalized(output[token_embedding.HEAD.name].embeddings) for output in outputs]
     source, *sentences = zip(tokens, prepared.state, strict=True)
     return [
         DetailedSimilarity(cosine, _pairs(source, sentence))
@@ -159,15 +154,12 @@ TASK: Final = Task(
     own_fields=("source_sentence",),
     prepare=prepare,
     decode=decode,
-    examples=(
-        Example(
-            "A text and two others",
-            {
-                "inputs": {
-                    "source_sentence": "The king was dead.",
-                    "sentences": ["The old king died.", "A ship left the harbour."],
-                }
-            },
-        ),
-    ),
+    examples={
+        "A text and two others": {
+            "inputs": {
+                "source_sentence": "The king was dead.",
+                "sentences": ["The old king died.", "A ship left the harbour."],
+            }
+        },
+    },
 )

@@ -1,7 +1,7 @@
 """The definition of a task. Every other task module of the package defines one as its `TASK`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -140,10 +140,10 @@ class TaskLimits:
         max_tokens: most tokens per sequence, special tokens included; the model's limit.
         max_masks: most mask tokens per text.
         max_top_k: most predictions per mask, or answers per question.
-        max_results: most predictions, or answers, per request.
+        max_results: most predictions, or answers.
+        max_request_tokens: most tokens, including all windows of long texts.
         max_text_characters: most characters per text, before truncation.
-        max_request_tokens: most tokens per request, including all windows of long texts.
-        max_request_texts: most texts per request.
+        max_request_texts: most texts.
     """
 
     max_tokens: int
@@ -165,12 +165,7 @@ class TaskContext:
 
 
 class TaskCall(NamedTuple):
-    """A client's call of a task, independent of the protocol.
-
-    Attributes:
-        inputs: an instance of the task's `inputs` type.
-        parameters: an instance of the task's `parameters` type.
-    """
+    """A client's call of a task, independent of the protocol; the task has the types of both."""
 
     inputs: Any
     parameters: Any
@@ -228,19 +223,6 @@ Advance = Callable[[Sequence[HeadOutputs], TaskContext], PreparedRequest[Any] | 
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    """An example request, which runs on any model that serves the task.
-
-    Attributes:
-        title: title of the example in the documentation.
-        body: request body of the native protocol.
-    """
-
-    title: str
-    body: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class Task:
     """A task that clients can request.
 
@@ -250,8 +232,6 @@ class Task:
         summary: one line for the documentation.
         heads: names of the heads that a model needs for the task.
         inputs: the type of a call's inputs: one input, a list of inputs, or either.
-        alone: types of inputs that clients may send without a list; `decode` then returns a list
-            of one result, and the native protocol writes the result without the list.
         parameters: the model of a call's parameters; every field has a default.
         result: the type of the value that `decode` returns, for the documentation.
         prepare: (call, context) -> the tokenized request; raises `InvalidRequest`.
@@ -259,11 +239,13 @@ class Task:
             input unless the inputs are one object that asks for several. They consist of JSON
             values and frozen dataclasses, or if `vectors` is set, are a float32 array [n, D] or a
             list of such arrays.
-        examples: example requests.
+        examples: title -> body of a request of the native protocol, which runs on any model that
+            serves the task.
+        alone: types of inputs that clients may send without a list; `decode` then returns a list
+            of one result, and the native protocol writes the result without the list.
         takes_long: call -> whether `prepare` may take milliseconds for a short body, because one
             text becomes many encodings.
-        vectors: whether the result is an array or a list of arrays, which clients may request as
-            bytes.
+        vectors: whether clients may request the result as bytes.
         own_fields: fields that only objects among this task's inputs have. ``POST /`` recognises
             the task by them.
     """
@@ -277,7 +259,7 @@ class Task:
     result: Any
     prepare: Callable[[TaskCall, TaskContext], PreparedRequest[Any]]
     decode: Callable[[PreparedRequest[Any], Sequence[HeadOutputs], TaskContext], Any]
-    examples: tuple[Example, ...]
+    examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     alone: tuple[type, ...] = ()
     takes_long: Callable[[TaskCall], bool] = lambda _: False
     vectors: bool = False
@@ -289,77 +271,72 @@ class Task:
 
 
 def listed(inputs: Any, limits: TaskLimits) -> list[Input[Any]]:
-    """Return the inputs of a call, one or a list, with the place of each.
+    """Return the inputs of a call, one or a list, with the place of each; check those of text.
 
     A list of token ids is one input.
 
     Raises:
-        EmptyRequest: the list is empty.
-        InvalidRequest: the list is longer than the limit.
+        EmptyRequest: the list is empty, or a text.
+        InvalidRequest: the list or a text is longer than the limit.
     """
     if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
-        return [Input(INPUTS, inputs)]
-    check_count(len(inputs), limits.max_request_texts, INPUTS)
-    return [Input(INPUTS.below(index), value) for index, value in enumerate(inputs)]
+        places = [Input(INPUTS, inputs)]
+    else:
+        check_count(len(inputs), limits.max_request_texts, INPUTS)
+        places = [Input(INPUTS.below(index), value) for index, value in enumerate(inputs)]
+    for at, value in places:
+        if isinstance(value, str):
+            check_text(value, at, limits)
+    return places
 
 
 def check_count(count: int, most: int, at: Location, kind: str = "text") -> None:
-    """Check the number of elements of a list.
-
-    Raises:
-        EmptyRequest: there is none.
-        InvalidRequest: there are more than the limit.
-    """
+    """Raise `EmptyRequest` or `InvalidRequest` for the number of elements of a list."""
     if not count:
         raise EmptyRequest(f"is an empty list; it needs at least 1 {kind}", at)
     if count > most:
         raise InvalidRequest(f"has {count} {kind}s; the limit is {most}", at)
 
 
-def check_text(text: str, name: Location, limits: TaskLimits) -> None:
-    """Check that a text is neither empty nor longer than the limit.
-
-    Raises:
-        EmptyRequest: the text is empty.
-        InvalidRequest: the text exceeds `TaskLimits.max_text_characters`.
-    """
+def check_text(text: str, at: Location, limits: TaskLimits) -> None:
+    """Raise `EmptyRequest` or `InvalidRequest` for the number of characters of a text."""
     if not text:
-        raise EmptyRequest("is empty; it needs at least 1 character", name)
-    if len(text) > limits.max_text_characters:
-        limit = limits.max_text_characters
-        raise InvalidRequest(f"has {len(text)} characters; the limit is {limit}", name)
+        raise EmptyRequest("is empty; it needs at least 1 character", at)
+    if len(text) > (limit := limits.max_text_characters):
+        raise InvalidRequest(f"has {len(text)} characters; the limit is {limit}", at)
 
 
 def check_tokens(ids: Sequence[int], at: Location) -> None:
-    """Check that a text has a token.
-
-    Raises:
-        InvalidRequest: it has none.
-    """
+    """Raise `InvalidRequest` for a text without a token."""
     if not ids:
         raise InvalidRequest("has no token, only spaces or control characters", at)
 
 
-def check_results(results: int, asked: str, limits: TaskLimits, kind: str = "predictions") -> None:
-    """Check the number of a request's results, or of the encodings that it needs.
+def check_tokens_so_far(tokens: int, use: str, at: Location, limits: TaskLimits) -> None:
+    """Raise `InvalidRequest` if the texts up to a place take more tokens than a request may.
 
-    Raises:
-        InvalidRequest: the number exceeds `TaskLimits.max_results`.
+    The use says what takes the tokens: ``the windows hold``.
     """
+    if tokens > (limit := limits.max_request_tokens):
+        raise InvalidRequest(f"{use} {tokens} tokens; the limit of a request is {limit}", at, UP_TO)
+
+
+def check_results(results: int, asked: str, limits: TaskLimits, kind: str = "predictions") -> None:
+    """Raise `InvalidRequest` for the number of a request's results, or of its encodings."""
     if results > (most := limits.max_results):
         raise InvalidRequest(f"{asked} {results} {kind}; the limit is {most}")
 
 
+def check_range(value: int, low: int, high: int, name: str) -> None:
+    """Raise `InvalidRequest` if a parameter is below ``low`` or above ``high``."""
+    if not low <= value <= high:
+        raise InvalidRequest(f"must be between {low} and {high}, got {value}", Location((name,)))
+
+
 def check_head(context: TaskContext, head: Head, need: str) -> None:
-    """Check that the model has a head that only some calls of a task need.
+    """Raise `WrongTask` if the model lacks a head that only some calls of a task need.
 
-    Args:
-        context: the model.
-        head: the head.
-        need: what needs it: ``spans need vectors of tokens``.
-
-    Raises:
-        WrongTask: the model lacks it.
+    The need begins the error: ``spans need vectors of tokens``.
     """
     manifest = context.manifest
     if head.name not in {graph_head.name for graph_head in manifest.graph_heads}:
@@ -370,13 +347,3 @@ def softmax(logits: Float32) -> Float32:
     """Return the probabilities of each row of logits [n, L]."""
     exponentials = np.exp(logits - logits.max(1, keepdims=True))
     return exponentials / exponentials.sum(1, keepdims=True)  # type: ignore[no-any-return]
-
-
-def check_range(value: int, low: int, high: int, name: str) -> None:
-    """Check that a number is within its limits.
-
-    Raises:
-        InvalidRequest: the number is below ``low`` or above ``high``.
-    """
-    if not low <= value <= high:
-        raise InvalidRequest(f"must be between {low} and {high}, got {value}", Location((name,)))

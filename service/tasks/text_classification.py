@@ -14,14 +14,8 @@ from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.core import Float32
-from cloze.service.tasks.long_text import (
-    TextEncoder,
-    TruncationParameters,
-    UsageParameters,
-)
 from cloze.service.tasks.task import (
     Count,
-    Example,
     Input,
     NotEmpty,
     PreparedRequest,
@@ -35,6 +29,7 @@ from cloze.service.tasks.task import (
     listed,
     softmax,
 )
+from cloze.service.tasks.texts import TextEncoder, TruncationParameters, UsageParameters
 
 Function = Literal["sigmoid", "softmax", "none"]
 
@@ -71,6 +66,17 @@ class LabelScore:
     score: float
 
 
+_REQUEST: Final = {
+    sequence_classification.HEAD.name: sequence_classification.SequenceClassificationRequest()
+}
+
+_FUNCTIONS: Final[dict[str, Function]] = {
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+    "regression": "none",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class _State:
     top_k: int | None
@@ -93,12 +99,14 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         check_range(parameters.top_k, 1, limits.max_top_k, "top_k")
     pairs = [(t, None) if isinstance(t, str) else (t.text, t.text_pair) for _, t in texts]
     for (at, text), (first, second) in zip(texts, pairs, strict=True):
-        check_text(first, at if isinstance(text, str) else at.below("text"), limits)
+        if not isinstance(text, str):
+            check_text(first, at.below("text"), limits)
         if second is not None:
             check_text(second, at.below("text_pair"), limits)
     firsts = tokenizer.ids([first for first, _ in pairs])
     seconds = tokenizer.ids([second or "" for _, second in pairs])
-    encoder = TextEncoder(parameters.rule(report=parameters.return_usage), context, _REQUEST)
+    rule = parameters.rule(report=parameters.return_usage)
+    encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
     for (at, _), (text, second), text_ids, second_ids in zip(
         texts, pairs, firsts, seconds, strict=True
     ):
@@ -110,17 +118,6 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     windows = encoder.windows if parameters.long_text == "window" else None
     state = _State(parameters.top_k, function, windows)
     return encoder.prepared(state, len(encoder.encodings))
-
-
-_REQUEST: Final = {
-    sequence_classification.HEAD.name: sequence_classification.SequenceClassificationRequest()
-}
-
-_FUNCTIONS: Final[dict[str, Function]] = {
-    "single_label_classification": "softmax",
-    "multi_label_classification": "sigmoid",
-    "regression": "none",
-}
 
 
 def _labels(context: TaskContext) -> SequenceLabels:
@@ -174,14 +171,11 @@ TASK: Final = Task(
     own_fields=("text_pair",),
     prepare=prepare,
     decode=decode,
-    examples=(
-        Example("One text", {"inputs": "The room was loud and the staff unfriendly."}),
-        Example(
-            "A pair, its best label",
-            {
-                "inputs": {"text": "A dog sleeps.", "text_pair": "An animal rests."},
-                "parameters": {"top_k": 1},
-            },
-        ),
-    ),
+    examples={
+        "One text": {"inputs": "The room was loud and the staff unfriendly."},
+        "A pair, its best label": {
+            "inputs": {"text": "A dog sleeps.", "text_pair": "An animal rests."},
+            "parameters": {"top_k": 1},
+        },
+    },
 )

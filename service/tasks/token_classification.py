@@ -16,16 +16,8 @@ from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.long_text import (
-    Bounds,
-    LongText,
-    LongTextRule,
-    TextEncoder,
-    UsageParameters,
-)
 from cloze.service.tasks.task import (
     CountOrZero,
-    Example,
     PreparedRequest,
     Task,
     TaskCall,
@@ -33,10 +25,16 @@ from cloze.service.tasks.task import (
     Text,
     Texts,
     check_range,
-    check_text,
     check_tokens,
     listed,
     softmax,
+)
+from cloze.service.tasks.texts import (
+    Bounds,
+    LongText,
+    LongTextRule,
+    TextEncoder,
+    UsageParameters,
 )
 from cloze.service.tokenizer import Spans, Tokenizer
 
@@ -92,6 +90,10 @@ class EntityGroup:
 
 
 Entities = list[TokenEntity] | list[EntityGroup]
+
+_REQUEST: Final = {
+    token_classification.HEAD.name: token_classification.TokenClassificationRequest()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,21 +151,15 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     strategy: Strategy = parameters.aggregation_strategy or "simple"
     choice = _long_text(parameters, strategy, limits.max_tokens - 2)
     rule = LongTextRule(choice, stride=parameters.stride, report=bool(parameters.return_usage))
-    encoder = TextEncoder(rule, context, _REQUEST)
+    encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
     prepared: list[_Text] = []
     for at, text in texts:
-        check_text(text, at, limits)
         spans = context.tokenizer.spans(text)
         check_tokens(spans.ids, at)
         prepared.append(_Text(text, spans, encoder.add(at, spans.ids, text)))
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
     state = _State(prepared, strategy, ignored)
     return encoder.prepared(state, sum(map(len, encoder.encodings)) // _TOKENS_PER_RESULT)
-
-
-_REQUEST: Final = {
-    token_classification.HEAD.name: token_classification.TokenClassificationRequest()
-}
 
 
 def _long_text(
@@ -346,14 +342,11 @@ TASK: Final = Task(
     alone=(str,),
     prepare=prepare,
     decode=decode,
-    examples=(
-        Example("Entities", {"inputs": "Ada Lovelace was born in London."}),
-        Example(
-            "Every token",
-            {
-                "inputs": "Ada Lovelace was born in London.",
-                "parameters": {"aggregation_strategy": "none"},
-            },
-        ),
-    ),
+    examples={
+        "Entities": {"inputs": "Ada Lovelace was born in London."},
+        "Every token": {
+            "inputs": "Ada Lovelace was born in London.",
+            "parameters": {"aggregation_strategy": "none"},
+        },
+    },
 )

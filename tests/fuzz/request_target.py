@@ -292,9 +292,9 @@ def texts_of(value: Any) -> Iterator[str]:
 TARGET = Target(
     name="request",
     valid=[
-        f"{task.route}\n{json.dumps(example.body)}".encode()
+        f"{task.route}\n{json.dumps(body)}".encode()
         for task in TASKS.values()
-        for example in task.examples
+        for body in task.examples.values()
     ],
     inputs=st.one_of(requests(), requests(), requests(), damaged_bytes(requests())),
     check=check,

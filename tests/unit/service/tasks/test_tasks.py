@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter
 
-from cloze.service.tasks import TASKS, decode_ids, rerank, tokenize
+from cloze.service.tasks import TASKS, rerank, token_ids
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.similarity import SimilarityInputs
 from cloze.service.tasks.task import PreparedRequest, Task, TaskCall, TaskLimits
@@ -64,8 +64,8 @@ def test_a_prepared_request_says_what_was_not_asked_for() -> None:
         (TASKS["nsp"], [Pair(text="a", next="the")], 1),
         (TASKS["similarity"], SimilarityInputs(source_sentence="a", sentences=["a", "the"]), 3),
         (TASKS["text-classification"], ["a", "the"], 2),
-        (tokenize.TASK, ["a", "the", "a"], 3),
-        (decode_ids.TASK, [5, 6], 1),
+        (token_ids.TOKENIZE, ["a", "the", "a"], 3),
+        (token_ids.DECODE, [5, 6], 1),
         (rerank.TASK, rerank.RerankInputs(query="a", texts=["a", "the", "a"]), 3),
     ],
 )
@@ -75,9 +75,9 @@ def test_a_prepared_request_says_how_many_texts_it_has(task: Task, inputs: Any, 
 
 
 EXAMPLES = [
-    pytest.param(name, dict(example.body), id=f"{name}-{example.title}")
+    pytest.param(name, dict(body), id=f"{name}-{title}")
     for name, task in TASKS.items()
-    for example in task.examples
+    for title, body in task.examples.items()
 ]
 
 

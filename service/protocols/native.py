@@ -134,7 +134,9 @@ def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
             __base__=(parameters, base),
             __doc__=parameters.__doc__,
         )
-    fields: dict[str, Any] = {"inputs": (task.inputs, ...)}
+    examples = [example["inputs"] for example in task.examples.values()]
+    inputs = Annotated[task.inputs, Field(examples=examples[:1])] if examples else task.inputs
+    fields: dict[str, Any] = {"inputs": (inputs, ...)}
     if not at_root and task.parameters is not NoParameters:
         fields["parameters"] = (parameters | None, None)
     fields["model"] = (ModelName, None)

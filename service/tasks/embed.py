@@ -171,19 +171,15 @@ def _layer_weights(layers: Layers, count: int) -> list[dict[int, float]]:
         problem = f"{layers} needs {_LAST_FOUR} layers; the model has {count}"
         raise InvalidRequest(problem, Location(("layers",)))
     last_four = range(count - _LAST_FOUR + 1, count + 1)
-    match layers:
-        case "first":
-            return [{0: 1.0}]
-        case "second-to-last":
-            return [{count - 1: 1.0}]
-        case "last":
-            return [{count: 1.0}]
-        case "sum-last-four":
-            return [dict.fromkeys(last_four, 1.0)]
-        case "concat-last-four":
-            return [{layer: 1.0} for layer in last_four]
-        case "sum-all":
-            return [dict.fromkeys(range(1, count + 1), 1.0)]
+    choices: dict[Layers, list[dict[int, float]]] = {
+        "first": [{0: 1.0}],
+        "second-to-last": [{count - 1: 1.0}],
+        "last": [{count: 1.0}],
+        "sum-last-four": [dict.fromkeys(last_four, 1.0)],
+        "concat-last-four": [{layer: 1.0} for layer in last_four],
+        "sum-all": [dict.fromkeys(range(1, count + 1), 1.0)],
+    }
+    return choices[layers]
 
 
 def _prepare_spans(

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import fill_jointly, fill_tokens
@@ -66,8 +65,6 @@ class FillMaskParameters(UsageParameters):
         "around its masks; the default is truncate, with decode or targets_as words error",
     )
 
-
-_Filling = fill_tokens.TokenFilling | fill_tokens.WordFilling | fill_jointly.JointFilling
 
 _TARGETS: Final = Location(("targets",))
 
@@ -228,13 +225,6 @@ def _check_predictions(predictions: int, written: int, limits: TaskLimits) -> No
         )
 
 
-def decode(
-    prepared: PreparedRequest[_Filling], outputs: Sequence[HeadOutputs], context: TaskContext
-) -> Any:
-    """Return the result for each text."""
-    return prepared.state.decode(outputs, context)
-
-
 _Result = (
     fill_tokens.Masks | fill_tokens.RankedOriginal | fill_tokens.Words | list[fill_jointly.Filling]
 )
@@ -246,15 +236,12 @@ TASK: Final = Task(
     heads=(masked_lm.HEAD.name,),
     inputs=Annotated[
         Text | Texts,
-        Field(
-            description="a text with at least one [MASK], or a list of such texts",
-            examples=["Paris is the [MASK] of France."],
-        ),
+        Field(description="a text with at least one [MASK], or a list of such texts"),
     ],
     parameters=FillMaskParameters,
     result=_Result | list[_Result],
     prepare=prepare,
-    decode=decode,
+    decode=lambda prepared, outputs, context: prepared.state.decode(outputs, context),
     alone=(str,),
     takes_long=_takes_long,
     examples={

@@ -126,10 +126,7 @@ TASK: Final = Task(
     heads=(next_sentence.HEAD.name,),
     inputs=Annotated[
         Pair | Candidates | Annotated[list[Pair], NotEmpty],
-        Field(
-            description="a pair, a list of pairs, or a text with candidates to rank",
-            examples=[{"text": "He opened the door.", "next": "Then he went in."}],
-        ),
+        Field(description="a pair, a list of pairs, or a text with candidates to rank"),
     ],
     parameters=NspParameters,
     result=list[NspLabel] | list[list[NspLabel]] | list[RankedCandidate],

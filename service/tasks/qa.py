@@ -209,10 +209,7 @@ TASK: Final = Task(
     heads=(span.HEAD.name,),
     inputs=Annotated[
         QaPair | Annotated[list[QaPair], NotEmpty],
-        Field(
-            description="a question with its context, or a list of them",
-            examples=[{"question": "Who wrote it?", "context": "It was written by Ada."}],
-        ),
+        Field(description="a question with its context, or a list of them"),
     ],
     parameters=QaParameters,
     result=_Result | list[_Result],

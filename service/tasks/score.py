@@ -153,12 +153,7 @@ TASK: Final = Task(
     route="/score",
     summary="How likely a text is, and each of its tokens",
     heads=(masked_lm.HEAD.name,),
-    inputs=Annotated[
-        Text | Texts,
-        Field(
-            description="a text, or a list of texts", examples=["Paris is the capital of France."]
-        ),
-    ],
+    inputs=Annotated[Text | Texts, Field(description="a text, or a list of texts")],
     parameters=ScoreParameters,
     result=TextScore | list[TextScore],
     prepare=prepare,

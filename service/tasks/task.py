@@ -9,12 +9,11 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     WithJsonSchema,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from cloze.model_store import Manifest
@@ -79,30 +78,14 @@ class NoParameters(WireModel):
     """The parameters of a task that has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchemaKeyword:
-    """A keyword for a type's JSON schema. The task checks the value, with an error of its own."""
-
-    keyword: str
-    value: int
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        """Return the type's schema with the keyword."""
-        return handler(schema) | {self.keyword: self.value}
-
-
-NotEmpty = SchemaKeyword("minItems", 1)
-"""Marks a list that has at least one element."""
-
-NotEmptyText = SchemaKeyword("minLength", 1)
-"""Marks a text that has at least one character."""
+# Keywords for the schema only: a task checks these values, with errors of its own.
+NotEmpty = Field(json_schema_extra={"minItems": 1})
+NotEmptyText = Field(json_schema_extra={"minLength": 1})
 
 Text = Annotated[str, NotEmptyText]
 Texts = Annotated[list[Text], NotEmpty]
-Count = Annotated[int, SchemaKeyword("minimum", 1)]
-CountOrZero = Annotated[int, SchemaKeyword("minimum", 0)]
+Count = Annotated[int, Field(json_schema_extra={"minimum": 1})]
+CountOrZero = Annotated[int, Field(json_schema_extra={"minimum": 0})]
 
 _IDS_AT_ONCE = 65_536
 """Ids that are checked in one call: more would keep the interpreter from other threads."""

@@ -161,10 +161,7 @@ TASK: Final = Task(
     heads=(sequence_classification.HEAD.name,),
     inputs=Annotated[
         Text | TextPair | Annotated[list[Text | TextPair], NotEmpty],
-        Field(
-            description="a text, a pair of texts, or a list of either",
-            examples=["The room was loud and the staff unfriendly."],
-        ),
+        Field(description="a text, a pair of texts, or a list of either"),
     ],
     parameters=TextClassificationParameters,
     result=list[list[LabelScore]],

@@ -29,13 +29,7 @@ Bounds = tuple[int, int]
 
 TextsOrIds = Text | TokenIds | Annotated[list[Text | TokenIds], NotEmpty]
 
-EmbedInputs = Annotated[
-    TextsOrIds,
-    Field(
-        description="a text, its token ids, or a list of either",
-        examples=["What is deep learning?"],
-    ),
-]
+EmbedInputs = Annotated[TextsOrIds, Field(description="a text, its token ids, or a list of either")]
 
 Offsets = list[tuple[int, int] | None]
 """(start, end) of each token in characters of its text; None for special tokens and a prompt's."""

@@ -330,13 +330,7 @@ TASK: Final = Task(
     route="/token-classification",
     summary="The entities of a text, with character offsets",
     heads=(token_classification.HEAD.name,),
-    inputs=Annotated[
-        Text | Texts,
-        Field(
-            description="a text, or a list of texts",
-            examples=["Ada Lovelace was born in London."],
-        ),
-    ],
+    inputs=Annotated[Text | Texts, Field(description="a text, or a list of texts")],
     parameters=TokenClassificationParameters,
     result=Entities | list[Entities],
     alone=(str,),

@@ -167,11 +167,11 @@ class Pipeline:
         if self.model.queue.draining:
             raise ShuttingDown("the server is shutting down")
         started = time.monotonic()
-        inline = size <= _INLINE_BYTES and not task.takes_long(call)
+        inline = size <= _INLINE_BYTES and not task.takes_long(call.parameters)
         if inline:
-            prepared = task.prepare(call, self.context)
+            prepared = task.prepare(*call, self.context)
         else:
-            prepared = await run_on_thread(task.prepare, call, self.context)
+            prepared = await run_on_thread(task.prepare, *call, self.context)
         tokenized = time.monotonic()
         # A drain began later than the request, if it has begun.
         submission = terms._replace(encodings=prepared.encodings, accepted=True)
@@ -190,9 +190,9 @@ class Pipeline:
         if is_large:
             await before_large()
         if inline and not is_large:
-            value = task.decode(last, batch.outputs, self.context)
+            value = task.decode(last.state, batch.outputs, self.context)
         else:
-            value = await run_on_thread(task.decode, last, batch.outputs, self.context)
+            value = await run_on_thread(task.decode, last.state, batch.outputs, self.context)
         return TaskResult(
             value=value,
             tokens=tokens,

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,9 +24,7 @@ from cloze.service.tasks.task import (
     NoParameters,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
-    listed,
 )
 from tests.serving import Server, running_server
 from tests.waiting import wait_until
@@ -44,8 +43,8 @@ BUG = 7
 """Number of texts for which the task has a bug."""
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[None]:
-    texts = listed(call.inputs, context.limits)
+def prepare(inputs: Any, _: NoParameters, context: TaskContext) -> PreparedRequest[None]:
+    texts = context.limits.listed(inputs)
     encodings, truncated = [], 0
     for ids in context.tokenizer.ids([text for _, text in texts]):
         encoding = context.tokenizer.encode(ids, context.limits.max_tokens)
@@ -55,9 +54,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[None]:
     return PreparedRequest(encodings, None, truncated=truncated)
 
 
-def decode(
-    prepared: PreparedRequest[None], outputs: Sequence[HeadOutputs], _: TaskContext
-) -> list[Length]:
+def decode(_: None, outputs: Sequence[HeadOutputs], __: TaskContext) -> list[Length]:
     if len(outputs) == BUG:
         raise RuntimeError("a bug")
     vectors = [output[HEAD.name].embedding for output in outputs]

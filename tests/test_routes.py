@@ -19,7 +19,7 @@ from cloze.service.abandonment import Abandoned, run_on_thread
 from cloze.service.core import InvalidRequest
 from cloze.service.settings import Settings
 from cloze.service.tasks import TaskContext, decode_ids, tokenize
-from cloze.service.tasks.task import TaskCall, TaskLimits
+from cloze.service.tasks.task import TaskLimits
 from cloze.service.tokenizer import Tokenizer
 from tests.serving import Server, running_server
 from tests.test_admission import SLOW, exchange
@@ -303,8 +303,8 @@ def test_work_of_a_request_that_has_ended_ends(every_task_store: Path, task: Any
     def work() -> None:
         began.set()
         try:
-            prepared = task.prepare(TaskCall(inputs, task.parameters()), model)
-            for text in task.decode(prepared, [], model):
+            prepared = task.prepare(inputs, task.parameters(), model)
+            for text in task.decode(prepared.state, [], model):
                 list(text.parts())
         except (Abandoned, InvalidRequest) as error:
             raised.append(error)

@@ -26,17 +26,13 @@ from cloze.service.tasks.task import (
     NotEmpty,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
-    check_count,
-    check_head,
     check_range,
-    check_text,
-    listed,
 )
 from cloze.service.tasks.texts import (
     Bounds,
     EmbedInputs,
+    TextEncoder,
     TextParameters,
     encode_texts,
     offsets,
@@ -91,14 +87,15 @@ class _State(NamedTuple):
     Attributes:
         head: name of the head that gives the vectors.
         dimensions: number of leading dimensions to keep.
-        windows: number of encodings of each text; None: one each.
+        windows: number of encodings of each text, and tokens of each encoding; None: a text has
+            one encoding.
         spans: the (first, end) tokens of each vector of the only text; None: a vector per text.
     """
 
     head: str
     dimensions: int
     normalize: bool
-    windows: list[int] | None = None
+    windows: tuple[list[int], list[int]] | None = None
     spans: list[Bounds] | None = None
 
 
@@ -107,16 +104,16 @@ _REQUEST: Final[Mapping[str, HeadRequest]] = {embedding.HEAD.name: embedding.Emb
 _TOKENS_REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
+def prepare(
+    inputs: Any, parameters: EmbedParameters, context: TaskContext
+) -> PreparedRequest[_State]:
     """Tokenize the texts to embed.
 
     Raises:
-        EmptyRequest: there is no text, or no span, or a text is empty.
         InvalidRequest: see `encode_texts`; or a span is not one of the text, or parameters
             contradict each other.
         WrongTask: spans, layers or a pooling are asked for that the model cannot compute.
     """
-    parameters: EmbedParameters = call.parameters
     recipe = context.manifest.embedding
     assert recipe is not None  # a model with the head has a recipe
     size, request = recipe.dimensions, _REQUEST
@@ -133,10 +130,16 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
         check_range(dimensions, 1, size, "dimensions")
     normalize = recipe.normalize if parameters.normalize is None else parameters.normalize
     if parameters.spans is not None:
-        return _prepare_spans(call, parameters.spans, dimensions, normalize, context)
-    texts = listed(call.inputs, context.limits)
+        if isinstance(inputs, list) and len(inputs) == 1:
+            [inputs] = inputs  # some protocols have lists only
+        encoder, spans = _encode_spans(inputs, parameters, parameters.spans, context)
+        state = _State(token_embedding.HEAD.name, dimensions, normalize, spans=spans)
+        return encoder.prepared(state, len(encoder.encodings[0]))
+    texts = context.limits.listed(inputs)
     encoder = encode_texts(texts, parameters, context, request)
-    windows = encoder.windows if encoder.rule.choice == "window" else None
+    windows = None
+    if encoder.rule.choice == "window":
+        windows = encoder.windows, list(map(len, encoder.encodings))
     state = _State(next(iter(request)), dimensions, normalize, windows)
     return encoder.prepared(state, len(encoder.encodings))
 
@@ -158,7 +161,7 @@ def _layer_request(
     chosen = recipe.pooling if pooling is None else Pooling(pooling)
     if chosen is recipe.pooling and layers in (None, "last"):
         return None
-    check_head(context, layer_embedding.HEAD, "pooling and layers need vectors of layers")
+    context.check_head(layer_embedding.HEAD, "pooling and layers need vectors of layers")
     _check_no_projection(manifest, "pooling and layers")
     return LayerEmbeddingRequest(
         _layer_weights(layers or "last", manifest.architecture.layers), chosen
@@ -182,22 +185,18 @@ def _layer_weights(layers: Layers, count: int) -> list[dict[int, float]]:
     return choices[layers]
 
 
-def _prepare_spans(
-    call: TaskCall,
+def _encode_spans(
+    text: Any,
+    parameters: EmbedParameters,
     spans: Sequence[tuple[int, int]],
-    dimensions: int,
-    normalize: bool,
     context: TaskContext,
-) -> PreparedRequest[_State]:
-    """Tokenize one text whose spans are embedded."""
-    text, parameters = call.inputs, call.parameters
-    if isinstance(text, list) and len(text) == 1:
-        text = text[0]  # some protocols have lists only
+) -> tuple[TextEncoder, list[Bounds]]:
+    """Return the encoding of one text, and the (first, end) tokens of each of its spans."""
     if parameters.rule().choice == "window":
         raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
     _check_spans(text, spans, context)
     texts = [Input(INPUTS, text)]
-    check_text(text, INPUTS, context.limits)
+    context.limits.check_text(text, INPUTS)
     encoder = encode_texts(texts, parameters, context, _TOKENS_REQUEST)
     [places] = offsets(texts, encoder, parameters)
     own = [(token, place) for token, place in enumerate(places) if place is not None]
@@ -210,8 +209,7 @@ def _prepare_spans(
                 f"has no token among the {len(places)} that the model reads", _SPANS.below(index)
             )
         rows.append((own[first][0], own[last - 1][0] + 1))
-    state = _State(token_embedding.HEAD.name, dimensions, normalize, spans=rows)
-    return encoder.prepared(state, len(places))
+    return encoder, rows
 
 
 def _check_no_projection(manifest: Manifest, asked: str) -> None:
@@ -227,13 +225,13 @@ def _check_spans(text: Any, spans: Sequence[tuple[int, int]], context: TaskConte
     """Check the spans of one text, before it is tokenized; see `prepare`."""
     recipe, reference = context.manifest.embedding, context.manifest.reference
     assert recipe is not None
-    check_head(context, token_embedding.HEAD, "spans need vectors of tokens")
+    context.check_head(token_embedding.HEAD, "spans need vectors of tokens")
     if recipe.pooling is not Pooling.MEAN:
         raise WrongTask(f"spans need mean pooling; the pooling of {reference} is {recipe.pooling}")
     _check_no_projection(context.manifest, "spans")
     if not isinstance(text, str):
         raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")
-    check_count(len(spans), context.limits.max_request_texts, _SPANS, "span")
+    context.limits.check_count(len(spans), _SPANS, "span")
     for index, (start, end) in enumerate(spans):
         if not 0 <= start < end <= len(text):
             raise InvalidRequest(
@@ -241,15 +239,12 @@ def _check_spans(text: Any, spans: Sequence[tuple[int, int]], context: TaskConte
             )
 
 
-def decode(
-    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], _: TaskContext
-) -> Float32:
+def decode(state: _State, outputs: Sequence[HeadOutputs], _: TaskContext) -> Float32:
     """Return the vectors [n, D] float32."""
-    state = prepared.state
     results = [output[state.head] for output in outputs]
     if state.spans is not None:
-        tokens = results[0].embeddings  # [S, H]
-        rows = [tokens[first:end].mean(0) for first, end in state.spans]
+        vectors_of_tokens = results[0].embeddings  # [S, H]
+        rows = [vectors_of_tokens[first:end].mean(0) for first, end in state.spans]
     elif state.head == layer_embedding.HEAD.name:
         rows = [result.vectors.ravel() for result in results]
     else:
@@ -257,8 +252,9 @@ def decode(
     vectors = np.array(rows, np.float32)
     if state.windows is not None:
         # The mean of each text's windows, weighted by their tokens.
-        weights = np.array(list(map(len, prepared.encodings)), np.float32)[:, None]
-        firsts = np.cumsum([0, *state.windows[:-1]])
+        counts, tokens = state.windows
+        weights = np.array(tokens, np.float32)[:, None]
+        firsts = np.cumsum([0, *counts[:-1]])
         means = np.add.reduceat(vectors * weights, firsts) / np.add.reduceat(weights, firsts)
         vectors = means.astype(np.float32, copy=False)
     if state.dimensions < vectors.shape[1]:

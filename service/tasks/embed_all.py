@@ -5,7 +5,7 @@ Source: the route ``/embed_all`` of text-embeddings-inference.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from pydantic import Field
 
@@ -15,10 +15,7 @@ from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.task import (
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
-    check_results,
-    listed,
 )
 from cloze.service.tasks.texts import (
     EmbedInputs,
@@ -52,35 +49,34 @@ class TokenVectors:
     offsets: Offsets
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offsets] | None]:
+def prepare(
+    inputs: Any, parameters: TokenParameters, context: TaskContext
+) -> PreparedRequest[list[Offsets] | None]:
     """Tokenize the texts.
 
     Raises:
         InvalidRequest: see `encode_texts`; or the texts have more tokens than a request may
             have results, or offsets are asked for of token ids.
     """
-    parameters: TokenParameters = call.parameters
-    texts = listed(call.inputs, context.limits)
+    texts = context.limits.listed(inputs)
     for at, text in texts:
         if parameters.return_offsets and not isinstance(text, str):
             raise InvalidRequest("is a list of token ids, which have no offsets", at)
     encoder = encode_texts(texts, parameters, context, _REQUEST)
     tokens = sum(map(len, encoder.encodings))
-    check_results(tokens, "the request asks for", context.limits, "vectors")
+    context.limits.check_results(tokens, "the request asks for", "vectors")
     places = offsets(texts, encoder, parameters) if parameters.return_offsets else None
     return encoder.prepared(places, tokens)
 
 
 def decode(
-    prepared: PreparedRequest[list[Offsets] | None],
-    outputs: Sequence[HeadOutputs],
-    _: TaskContext,
+    offsets: list[Offsets] | None, outputs: Sequence[HeadOutputs], _: TaskContext
 ) -> list[Float32] | list[TokenVectors]:
     """Return the vectors [S, H] float32 of each text, special tokens included."""
     vectors = [output[token_embedding.HEAD.name].embeddings for output in outputs]
-    if prepared.state is None:
+    if offsets is None:
         return vectors
-    return [TokenVectors(*pair) for pair in zip(vectors, prepared.state, strict=True)]
+    return [TokenVectors(*pair) for pair in zip(vectors, offsets, strict=True)]
 
 
 TASK: Final = Task(

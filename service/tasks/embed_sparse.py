@@ -5,7 +5,7 @@ Source: Formal et al. 2021, "SPLADE v2"; the route ``/embed_sparse`` of text-emb
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from pydantic import Field
@@ -17,11 +17,8 @@ from cloze.service.tasks.task import (
     Count,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     check_range,
-    check_results,
-    listed,
 )
 from cloze.service.tasks.texts import EmbedInputs, TextParameters, encode_texts
 
@@ -46,31 +43,29 @@ class SparseValue:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedSparseValue:
+class NamedSparseValue(SparseValue):
     """A word of the vocabulary by its index and as a token, and its weight."""
 
-    index: int
-    value: float
     token: str
 
 
 SparseVectors = list[list[SparseValue]] | list[list[NamedSparseValue]]
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
+def prepare(
+    inputs: Any, parameters: SparseParameters, context: TaskContext
+) -> PreparedRequest[bool]:
     """Tokenize the texts.
 
     Raises:
-        EmptyRequest: there is no text, or a text is empty.
         InvalidRequest: see `encode_texts`; or the request asks for too many words.
     """
-    parameters: SparseParameters = call.parameters
-    texts = listed(call.inputs, context.limits)
+    texts = context.limits.listed(inputs)
     largest = min(context.limits.max_top_k, context.tokenizer.vocab_size)
     top_k = largest if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, largest, "top_k")
     if parameters.top_k is not None:
-        check_results(len(texts) * top_k, "the request asks for", context.limits, "words")
+        context.limits.check_results(len(texts) * top_k, "the request asks for", "words")
     encoder = encode_texts(texts, parameters, context, None)
     for encoding in encoder.encodings:
         request = SparseEmbeddingRequest(len(encoding), top_k)
@@ -79,7 +74,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
 
 
 def decode(
-    prepared: PreparedRequest[bool], outputs: Sequence[HeadOutputs], context: TaskContext
+    with_tokens: bool, outputs: Sequence[HeadOutputs], context: TaskContext
 ) -> SparseVectors:
     """Return the words of each text, the heaviest first."""
     pairs = []
@@ -87,7 +82,7 @@ def decode(
         result: SparseEmbeddingResult = output[sparse_embedding.HEAD.name]
         weights = result.weights.astype(np.float32).tolist()
         pairs.append(zip(result.ids.tolist(), weights, strict=True))
-    if prepared.state:
+    if with_tokens:
         token = context.tokenizer.token_of
         return [[NamedSparseValue(i, weight, token(i)) for i, weight in text] for text in pairs]
     return [[SparseValue(i, weight) for i, weight in text] for text in pairs]

@@ -24,7 +24,6 @@ from cloze.service.tasks.task import (
     Input,
     PreparedRequest,
     TaskContext,
-    check_tokens_so_far,
 )
 from cloze.service.tokenizer import Tokenizer
 
@@ -177,7 +176,7 @@ def prepare_jointly(
         texts.append(_Text(list(text), masks))
         rounds = 0 if method == "independent" else len(masks) - 1
         tokens += (len(text) + 2) * (1 + rounds * beam_width)
-        check_tokens_so_far(tokens, f"decode {method} takes", at, limits)
+        limits.check_tokens(tokens, f"decode {method} takes", at)
         results += len(masks) * beam_width * (beam_width if method == "beam" else 1)
         if results > (most := limits.max_results):
             raise InvalidRequest(

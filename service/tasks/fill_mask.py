@@ -18,14 +18,12 @@ from cloze.service.tasks.task import (
     Input,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     TaskLimits,
     Text,
     Texts,
     TextUsage,
     check_range,
-    listed,
 )
 from cloze.service.tasks.texts import Bounds, LongText, UsageParameters, characters
 
@@ -69,16 +67,17 @@ class FillMaskParameters(UsageParameters):
 _TARGETS: Final = Location(("targets",))
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
+def prepare(
+    inputs: Any, parameters: FillMaskParameters, context: TaskContext
+) -> PreparedRequest[Any]:
     """Tokenize texts that each hold at least one mask token.
 
     Raises:
         InvalidRequest: a text has no mask, too many masks, or a mask after the model's limit; or a
             parameter is out of its limits, or contradicts another one.
     """
-    parameters: FillMaskParameters = call.parameters
     tokenizer, limits = context.tokenizer, context.limits
-    texts = listed(call.inputs, limits)
+    texts = limits.listed(inputs)
     top_k = 5 if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, min(limits.max_top_k, tokenizer.vocab_size), "top_k")
     targets = _targets(parameters, limits)
@@ -123,8 +122,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
     )
 
 
-def _takes_long(call: TaskCall) -> bool:
-    parameters: FillMaskParameters = call.parameters
+def _takes_long(parameters: FillMaskParameters) -> bool:
     return (
         parameters.decode is not None
         or parameters.targets_as == "words"
@@ -241,7 +239,7 @@ TASK: Final = Task(
     parameters=FillMaskParameters,
     result=_Result | list[_Result],
     prepare=prepare,
-    decode=lambda prepared, outputs, context: prepared.state.decode(outputs, context),
+    decode=lambda filling, outputs, context: filling.decode(outputs, context),
     alone=(str,),
     takes_long=_takes_long,
     examples={

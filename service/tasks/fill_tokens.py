@@ -22,9 +22,6 @@ from cloze.service.tasks.task import (
     Input,
     PreparedRequest,
     TaskContext,
-    check_results,
-    check_text,
-    check_tokens_so_far,
 )
 from cloze.service.tokenizer import Tokenizer
 
@@ -187,7 +184,7 @@ def prepare_originals(
         raise InvalidRequest(f"takes at most {_MOST_RANKED} texts, got {len(ids)}", _ORIGINAL)
     tokens = []
     for (at, text), original in zip(ids, originals, strict=True):
-        check_text(original, _ORIGINAL, context.limits)
+        context.limits.check_text(original, _ORIGINAL)
         pieces = tokenizer.ids([original])[0]
         if len(pieces) != 1 or pieces[0] == tokenizer.unknown_id:
             shown = ascii(original)[:80]
@@ -325,9 +322,9 @@ def prepare_words(
         masks = tokenizer.mask_positions(whole)
         texts.append(_Text(whole, masks))
         tokens += len(masks) * pieces * (len(text) + 2 + longest - 1)
-        check_tokens_so_far(tokens, "the targets take", at, limits)
+        limits.check_tokens(tokens, "the targets take", at)
     count = sum(len(text.masks) for text in texts) * pieces
-    check_results(count, "the targets need", limits)
+    limits.check_results(count, "the targets need")
     encodings = [
         _word_encoding(tokenizer, text, mask, word, known)
         for text in texts

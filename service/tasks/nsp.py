@@ -17,14 +17,10 @@ from cloze.service.tasks.task import (
     NotEmpty,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     Text,
     Texts,
     WireModel,
-    check_count,
-    check_text,
-    listed,
     softmax,
 )
 from cloze.service.tasks.texts import LongTextRule, TextEncoder, UsageParameters
@@ -76,26 +72,22 @@ class NspParameters(UsageParameters):
     )
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
-    """Tokenize the pairs.
-
-    Raises:
-        EmptyRequest: a text is empty.
-        InvalidRequest: a pair is too long, and long pairs are refused.
-    """
-    inputs, tokenizer, limits = call.inputs, context.tokenizer, context.limits
-    parameters: NspParameters = call.parameters
+def prepare(
+    inputs: Inputs, parameters: NspParameters, context: TaskContext
+) -> PreparedRequest[Inputs]:
+    """Tokenize the pairs; raise `InvalidRequest` for a long one if long pairs are refused."""
+    tokenizer, limits = context.tokenizer, context.limits
     if isinstance(inputs, Candidates):
-        check_count(len(inputs.candidates), limits.max_request_texts, INPUTS)
+        limits.check_count(len(inputs.candidates), INPUTS)
         pairs = [
             (INPUTS.below("candidates", index), inputs.text, candidate)
             for index, candidate in enumerate(inputs.candidates)
         ]
     else:
-        pairs = [(at, pair.text, pair.next) for at, pair in listed(inputs, limits)]
+        pairs = [(at, pair.text, pair.next) for at, pair in limits.listed(inputs)]
     for at, first, second in pairs:
-        check_text(first, at.below("text"), limits)
-        check_text(second, at.below("next"), limits)
+        limits.check_text(first, at.below("text"))
+        limits.check_text(second, at.below("next"))
     texts = list(dict.fromkeys(text for _, *pair in pairs for text in pair))  # each once
     ids = dict(zip(texts, tokenizer.ids(texts), strict=True))
     rule = LongTextRule(parameters.long_text or "truncate", report=bool(parameters.return_usage))
@@ -107,12 +99,11 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
 
 
 def decode(
-    prepared: PreparedRequest[Inputs], outputs: Sequence[HeadOutputs], _: TaskContext
+    inputs: Inputs, outputs: Sequence[HeadOutputs], _: TaskContext
 ) -> list[list[NspLabel]] | list[RankedCandidate]:
     """Return the labels of each pair, or the candidates, likeliest first."""
     logits = np.stack([output[next_sentence.HEAD.name].logits for output in outputs])
     scores = softmax(logits).tolist()
-    inputs = prepared.state
     if isinstance(inputs, Candidates):
         order = sorted(range(len(scores)), key=lambda index: -scores[index][0])
         return [RankedCandidate(i, scores[i][0], inputs.candidates[i]) for i in order]

@@ -5,7 +5,7 @@ windows; `answer_spans` finds the best spans of all windows. Answers have charac
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import Field
 
@@ -27,17 +27,13 @@ from cloze.service.tasks.task import (
     NotEmpty,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     TaskLimits,
     Text,
     TextUsage,
     WireModel,
+    check_has_tokens,
     check_range,
-    check_results,
-    check_text,
-    check_tokens,
-    listed,
 )
 from cloze.service.tasks.texts import (
     LongText,
@@ -109,17 +105,16 @@ _Result = AnswerSpans | QaDetails
 _State = tuple[list[Question], QaOptions]
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
+def prepare(inputs: Any, parameters: QaParameters, context: TaskContext) -> PreparedRequest[_State]:
     """Tokenize questions and their contexts into windows.
 
     Raises:
-        EmptyRequest: a text is empty.
         InvalidRequest: a text has no token, or is too long and long texts are refused; or a
             parameter is out of its limits.
     """
-    pairs = listed(call.inputs, context.limits)
-    options = _options(call.parameters, context.limits)
-    check_results(len(pairs) * options.top_k, "the request asks for", context.limits, "answers")
+    pairs = context.limits.listed(inputs)
+    options = _options(parameters, context.limits)
+    context.limits.check_results(len(pairs) * options.top_k, "the request asks for", "answers")
     rule = LongTextRule(options.long_text, report=options.return_usage)
     encoder = TextEncoder(rule, context, options.max_seq_len, _REQUEST)
     questions = [_add(pair, options, encoder, context) for pair in pairs]
@@ -132,11 +127,11 @@ def _add(
     """Add the windows of a question's context to the encodings of a request; see `prepare`."""
     at, (question, text) = pair.at, (pair.value.question, pair.value.context)
     tokenizer = context.tokenizer
-    check_text(question, at.below("question"), context.limits)
-    check_text(text, at.below("context"), context.limits)
+    context.limits.check_text(question, at.below("question"))
+    context.limits.check_text(text, at.below("context"))
     ids, spans = tokenizer.ids([question])[0], tokenizer.spans(text)
-    check_tokens(ids, at.below("question"))
-    check_tokens(spans.ids, at.below("context"))
+    check_has_tokens(ids, at.below("question"))
+    check_has_tokens(spans.ids, at.below("context"))
     cut = ids[: options.max_question_len]
     around = len(cut) + tokenizer.special.pair_tokens
     room = options.max_seq_len - around
@@ -185,16 +180,14 @@ def _stride(options: QaOptions, window_tokens: int, at: Location) -> int:
     return options.doc_stride
 
 
-def decode(
-    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], _: TaskContext
-) -> list[_Result]:
+def decode(state: _State, outputs: Sequence[HeadOutputs], _: TaskContext) -> list[_Result]:
     """Return the best answers to each question.
 
     Raises:
         InvalidRequest: the answers need too much memory.
     """
     rest, memory = iter(outputs), SpanMemory()
-    questions, options = prepared.state
+    questions, options = state
     results: list[_Result] = []
     for question in questions:
         logits = [next(rest)[span.HEAD.name].logits for _ in question.windows]

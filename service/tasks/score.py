@@ -10,7 +10,7 @@ Source: Salazar et al. 2020, "Masked Language Model Scoring", equation 1.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import Field
 
@@ -21,15 +21,11 @@ from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.task import (
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     Text,
     Texts,
     TextUsage,
-    check_results,
-    check_tokens,
-    check_tokens_so_far,
-    listed,
+    check_has_tokens,
 )
 from cloze.service.tasks.texts import LongText, LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tokenizer import Spans
@@ -66,17 +62,17 @@ class ScoreParameters(UsageParameters):
     )
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Spans]]:
+def prepare(
+    inputs: Any, parameters: ScoreParameters, context: TaskContext
+) -> PreparedRequest[list[Spans]]:
     """Tokenize the texts, and mask each token of a text in a copy of its own.
 
     Raises:
-        EmptyRequest: there is no text, or a text is empty.
         InvalidRequest: a text has no token or a mask token, or is too long and long texts are
             refused; or all copies have more tokens than a request may have.
     """
-    parameters: ScoreParameters = call.parameters
     limits, choice = context.limits, parameters.long_text or "error"
-    texts = listed(call.inputs, limits)
+    texts = limits.listed(inputs)
     scored: list[Spans] = []
     usages: list[TextUsage] = []
     tokens = 0
@@ -87,8 +83,8 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Spans]
         copies = len(scored[-1].ids)
         usages.append(TextUsage(len(spans.ids) + 2, copies + 2))
         tokens += copies * min(copies + 2, limits.max_tokens)
-        check_tokens_so_far(tokens, "the masked copies hold", at, limits)
-    check_results(sum(len(spans.ids) for spans in scored), "the texts need", limits)
+        limits.check_tokens(tokens, "the masked copies hold", at)
+    limits.check_results(sum(len(spans.ids) for spans in scored), "the texts need")
     rule = LongTextRule(choice, report=bool(parameters.return_usage))
     encoder = TextEncoder(rule, context, limits.max_tokens)
     for (at, _), spans, usage in zip(texts, scored, usages, strict=True):
@@ -99,7 +95,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Spans]
 def _check(ids: Sequence[int], at: Location, choice: LongText, context: TaskContext) -> None:
     """Check the tokens of one text."""
     tokenizer, most = context.tokenizer, context.limits.max_tokens
-    check_tokens(ids, at)
+    check_has_tokens(ids, at)
     if len(ids) + 2 > most and choice == "error":
         raise InvalidRequest(
             f"has {len(ids) + 2} tokens; the model reads {most}; long_text window scores "
@@ -132,12 +128,12 @@ def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
 
 
 def decode(
-    prepared: PreparedRequest[list[Spans]], outputs: Sequence[HeadOutputs], context: TaskContext
+    texts: list[Spans], outputs: Sequence[HeadOutputs], context: TaskContext
 ) -> list[TextScore]:
     """Return the score of each text."""
     results = iter(output[masked_lm.HEAD.name] for output in outputs)
     scores = []
-    for text in prepared.state:
+    for text in texts:
         tokens = [
             ScoredToken(
                 context.tokenizer.token_of(token), start, end, result.target_log_probability()

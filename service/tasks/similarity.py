@@ -19,15 +19,10 @@ from cloze.service.tasks.task import (
     Input,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     Text,
     Texts,
     WireModel,
-    check_count,
-    check_head,
-    check_results,
-    check_text,
 )
 from cloze.service.tasks.texts import Offsets, TextParameters, encode_texts, offsets
 
@@ -79,44 +74,41 @@ _ALL_VECTORS: Final = _VECTORS | {
 _SENTENCES: Final = INPUTS.below("sentences")
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offsets] | None]:
+def prepare(
+    inputs: SimilarityInputs, parameters: SimilarityParameters, context: TaskContext
+) -> PreparedRequest[list[Offsets] | None]:
     """Tokenize the text, then the texts to compare with it.
 
     Raises:
-        EmptyRequest: there is no sentence, or a text is empty.
-        InvalidRequest: there are too many sentences, or a text cannot be embedded; or details are
-            asked for of more tokens than a request may have results.
+        InvalidRequest: see `encode_texts`; or details are asked for of more tokens than a request
+            may have results.
         WrongTask: details are asked for of a model without vectors of tokens.
     """
-    inputs: SimilarityInputs = call.inputs
-    parameters: SimilarityParameters = call.parameters
-    check_count(len(inputs.sentences), context.limits.max_request_texts - 1, _SENTENCES)
+    context.limits.check_count(len(inputs.sentences), _SENTENCES, others=1)
     texts = [Input(INPUTS.below("source_sentence"), inputs.source_sentence)]
     texts += [Input(_SENTENCES.below(n), text) for n, text in enumerate(inputs.sentences)]
     for at, text in texts:
-        check_text(text, at, context.limits)
+        context.limits.check_text(text, at)
     if not parameters.details:
         return encode_texts(texts, parameters, context, _VECTORS).prepared(None)
-    check_head(context, token_embedding.HEAD, "details need vectors of tokens")
+    context.check_head(token_embedding.HEAD, "details need vectors of tokens")
     encoder = encode_texts(texts, parameters, context, _ALL_VECTORS)
     tokens = sum(map(len, encoder.encodings))
-    check_results(tokens, "details need", context.limits, "vectors")
+    context.limits.check_results(tokens, "details need", "vectors")
     return encoder.prepared(offsets(texts, encoder, parameters), tokens)
 
 
 def decode(
-    prepared: PreparedRequest[list[Offsets] | None],
-    outputs: Sequence[HeadOutputs],
-    _: TaskContext,
+    offsets: list[Offsets] | None, outputs: Sequence[HeadOutputs], _: TaskContext
 ) -> list[float] | list[DetailedSimilarity]:
     """Return a cosine per sentence, in their order, with pairs of tokens if asked for."""
     rows = [output[embedding.HEAD.name].embedding for output in outputs]
     vectors = normalized(np.array(rows, np.float32))
     cosines: list[float] = (vectors[1:] @ vectors[0]).tolist()
-    if prepared.state is None:
+    if offsets is None:
         return cosines
     tokens = [normalized(output[token_embedding.HEAD.name].embeddings) for output in outputs]
-    source, *sentences = zip(tokens, prepared.state, strict=True)
+    source, *sentences = zip(tokens, offsets, strict=True)
     return [
         DetailedSimilarity(cosine, _pairs(source, sentence))
         for cosine, sentence in zip(cosines, sentences, strict=True)

@@ -115,9 +115,16 @@ TokenIds = Annotated[
 """The token ids of a text."""
 
 
+class Input(NamedTuple, Generic[T_co]):
+    """One input of a call, and its place in the request: ``inputs`` or ``inputs[3]``."""
+
+    at: Location
+    value: T_co
+
+
 @dataclass(frozen=True, slots=True)
 class TaskLimits:
-    """The limits of one request.
+    """The limits of one request. Each check raises `InvalidRequest`, or `EmptyRequest`.
 
     Attributes:
         max_tokens: most tokens per sequence, special tokens included; the model's limit.
@@ -137,6 +144,46 @@ class TaskLimits:
     max_text_characters: int
     max_request_texts: int = 2048
 
+    def listed(self, inputs: Any) -> list[Input[Any]]:
+        """Return the inputs of a call, one or a list, with the place of each; check the texts.
+
+        A list of token ids is one input.
+        """
+        if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
+            places = [Input(INPUTS, inputs)]
+        else:
+            self.check_count(len(inputs), INPUTS)
+            places = [Input(INPUTS.below(index), value) for index, value in enumerate(inputs)]
+        for at, value in places:
+            if isinstance(value, str):
+                self.check_text(value, at)
+        return places
+
+    def check_count(self, count: int, at: Location, kind: str = "text", others: int = 0) -> None:
+        """Check the number of elements of a list of texts, beside which the request has others."""
+        if not count:
+            raise EmptyRequest(f"is an empty list; it needs at least 1 {kind}", at)
+        if count > (most := self.max_request_texts - others):
+            raise InvalidRequest(f"has {count} {kind}s; the limit is {most}", at)
+
+    def check_text(self, text: str, at: Location) -> None:
+        """Check the number of characters of a text."""
+        if not text:
+            raise EmptyRequest("is empty; it needs at least 1 character", at)
+        if len(text) > (most := self.max_text_characters):
+            raise InvalidRequest(f"has {len(text)} characters; the limit is {most}", at)
+
+    def check_tokens(self, tokens: int, use: str, at: Location) -> None:
+        """Check the tokens of the texts up to a place; the use is like ``the windows hold``."""
+        if tokens > (most := self.max_request_tokens):
+            problem = f"{use} {tokens} tokens; the limit of a request is {most}"
+            raise InvalidRequest(problem, at, UP_TO)
+
+    def check_results(self, results: int, asked: str, kind: str = "predictions") -> None:
+        """Check the number of a request's results, or of the encodings that it needs."""
+        if results > (most := self.max_results):
+            raise InvalidRequest(f"{asked} {results} {kind}; the limit is {most}")
+
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
@@ -146,19 +193,40 @@ class TaskContext:
     tokenizer: Tokenizer
     limits: TaskLimits
 
+    def check_head(self, head: Head, need: str) -> None:
+        """Check that the model has a head that only some calls of a task need.
+
+        Raises:
+            WrongTask: the model lacks the head; the error begins with the need, for example
+                ``spans need vectors of tokens``.
+        """
+        if head.name not in {graph_head.name for graph_head in self.manifest.graph_heads}:
+            reference = self.manifest.reference
+            raise WrongTask(f"{need}; export {reference} with --task {head.task} too")
+
+    def prompt(self, name: str | None) -> str:
+        """Return the prompt to put before each text: the named one, or the model's default.
+
+        Raises:
+            InvalidRequest: the model has no prompt of that name.
+        """
+        recipe = self.manifest.embedding
+        prompts = recipe.prompts if recipe else {}
+        name = name or (recipe.default_prompt if recipe else None)
+        if name is None:
+            return ""
+        if name not in prompts:
+            known = ", ".join(map(ascii, prompts)) or "none"
+            problem = f"{ascii(name)[:80]} is not one of the model's prompts ({known})"
+            raise InvalidRequest(problem, Location(("prompt_name",)))
+        return prompts[name]
+
 
 class TaskCall(NamedTuple):
     """A client's call of a task, independent of the protocol; the task has the types of both."""
 
     inputs: Any
     parameters: Any
-
-
-class Input(NamedTuple, Generic[T_co]):
-    """One input of a call, and its place in the request: ``inputs`` or ``inputs[3]``."""
-
-    at: Location
-    value: T_co
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,17 +285,17 @@ class Task:
         inputs: the type of a call's inputs: one input, a list of inputs, or either.
         parameters: the model of a call's parameters; every field has a default.
         result: the type of the value that `decode` returns, for the documentation.
-        prepare: (call, context) -> the tokenized request; raises `InvalidRequest`.
-        decode: (prepared, outputs in the order of the encodings, context) -> the results, one per
-            input unless the inputs are one object that asks for several. They consist of JSON
-            values and frozen dataclasses, or if `vectors` is set, are a float32 array [n, D] or a
-            list of such arrays.
+        prepare: (inputs, parameters, context) -> the tokenized request; raises `InvalidRequest`.
+        decode: (state of the request, outputs in the order of the encodings, context) -> the
+            results, one per input unless the inputs are one object that asks for several. They
+            consist of JSON values and frozen dataclasses, or if `vectors` is set, are a float32
+            array [n, D] or a list of such arrays.
         examples: title -> body of a request of the native protocol, which runs on any model that
             serves the task.
         alone: types of inputs that clients may send without a list; `decode` then returns a list
             of one result, and the native protocol writes the result without the list.
-        takes_long: call -> whether `prepare` may take milliseconds for a short body, because one
-            text becomes many encodings.
+        takes_long: parameters -> whether `prepare` may take milliseconds for a short body, because
+            one text becomes many encodings.
         vectors: whether clients may request the result as bytes.
         own_fields: fields that only objects among this task's inputs have. ``POST /`` recognises
             the task by them.
@@ -240,11 +308,11 @@ class Task:
     inputs: Any
     parameters: type[WireModel]
     result: Any
-    prepare: Callable[[TaskCall, TaskContext], PreparedRequest[Any]]
-    decode: Callable[[PreparedRequest[Any], Sequence[HeadOutputs], TaskContext], Any]
+    prepare: Callable[[Any, Any, TaskContext], PreparedRequest[Any]]
+    decode: Callable[[Any, Sequence[HeadOutputs], TaskContext], Any]
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     alone: tuple[type, ...] = ()
-    takes_long: Callable[[TaskCall], bool] = lambda _: False
+    takes_long: Callable[[Any], bool] = lambda _: False
     vectors: bool = False
     own_fields: tuple[str, ...] = ()
 
@@ -253,77 +321,16 @@ class Task:
         return {head.name for head in manifest.graph_heads}.issuperset(self.heads)
 
 
-def listed(inputs: Any, limits: TaskLimits) -> list[Input[Any]]:
-    """Return the inputs of a call, one or a list, with the place of each; check those of text.
-
-    A list of token ids is one input.
-
-    Raises:
-        EmptyRequest: the list is empty, or a text.
-        InvalidRequest: the list or a text is longer than the limit.
-    """
-    if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
-        places = [Input(INPUTS, inputs)]
-    else:
-        check_count(len(inputs), limits.max_request_texts, INPUTS)
-        places = [Input(INPUTS.below(index), value) for index, value in enumerate(inputs)]
-    for at, value in places:
-        if isinstance(value, str):
-            check_text(value, at, limits)
-    return places
-
-
-def check_count(count: int, most: int, at: Location, kind: str = "text") -> None:
-    """Raise `EmptyRequest` or `InvalidRequest` for the number of elements of a list."""
-    if not count:
-        raise EmptyRequest(f"is an empty list; it needs at least 1 {kind}", at)
-    if count > most:
-        raise InvalidRequest(f"has {count} {kind}s; the limit is {most}", at)
-
-
-def check_text(text: str, at: Location, limits: TaskLimits) -> None:
-    """Raise `EmptyRequest` or `InvalidRequest` for the number of characters of a text."""
-    if not text:
-        raise EmptyRequest("is empty; it needs at least 1 character", at)
-    if len(text) > (limit := limits.max_text_characters):
-        raise InvalidRequest(f"has {len(text)} characters; the limit is {limit}", at)
-
-
-def check_tokens(ids: Sequence[int], at: Location) -> None:
+def check_has_tokens(ids: Sequence[int], at: Location) -> None:
     """Raise `InvalidRequest` for a text without a token."""
     if not ids:
         raise InvalidRequest("has no token, only spaces or control characters", at)
-
-
-def check_tokens_so_far(tokens: int, use: str, at: Location, limits: TaskLimits) -> None:
-    """Raise `InvalidRequest` if the texts up to a place take more tokens than a request may.
-
-    The use says what takes the tokens: ``the windows hold``.
-    """
-    if tokens > (limit := limits.max_request_tokens):
-        raise InvalidRequest(f"{use} {tokens} tokens; the limit of a request is {limit}", at, UP_TO)
-
-
-def check_results(results: int, asked: str, limits: TaskLimits, kind: str = "predictions") -> None:
-    """Raise `InvalidRequest` for the number of a request's results, or of its encodings."""
-    if results > (most := limits.max_results):
-        raise InvalidRequest(f"{asked} {results} {kind}; the limit is {most}")
 
 
 def check_range(value: int, low: int, high: int, name: str) -> None:
     """Raise `InvalidRequest` if a parameter is below ``low`` or above ``high``."""
     if not low <= value <= high:
         raise InvalidRequest(f"must be between {low} and {high}, got {value}", Location((name,)))
-
-
-def check_head(context: TaskContext, head: Head, need: str) -> None:
-    """Raise `WrongTask` if the model lacks a head that only some calls of a task need.
-
-    The need begins the error: ``spans need vectors of tokens``.
-    """
-    manifest = context.manifest
-    if head.name not in {graph_head.name for graph_head in manifest.graph_heads}:
-        raise WrongTask(f"{need}; export {manifest.reference} with --task {head.task} too")
 
 
 def softmax(logits: Float32) -> Float32:

@@ -5,7 +5,7 @@ The scores are those of transformers' pipeline.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
@@ -20,13 +20,10 @@ from cloze.service.tasks.task import (
     NotEmpty,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     Text,
     WireModel,
     check_range,
-    check_text,
-    listed,
     softmax,
 )
 from cloze.service.tasks.texts import TextEncoder, TruncationParameters, UsageParameters
@@ -77,32 +74,31 @@ _FUNCTIONS: Final[dict[str, Function]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
+class _State(NamedTuple):
     top_k: int | None
     function: Function
     windows: list[int] | None
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
+def prepare(
+    inputs: Any, parameters: TextClassificationParameters, context: TaskContext
+) -> PreparedRequest[_State]:
     """Tokenize the texts.
 
     Raises:
-        EmptyRequest: there is no text, or a text is empty.
-        InvalidRequest: a parameter is out of its limits, or a text is too long and long texts are
-            refused; or its windows have more tokens than a request may.
+        InvalidRequest: a text is too long and long texts are refused; or its windows have more
+            tokens than a request may.
     """
-    parameters: TextClassificationParameters = call.parameters
     tokenizer, limits = context.tokenizer, context.limits
-    texts: list[Input[str | TextPair]] = listed(call.inputs, limits)
+    texts: list[Input[str | TextPair]] = limits.listed(inputs)
     if parameters.top_k is not None:
         check_range(parameters.top_k, 1, limits.max_top_k, "top_k")
     pairs = [(t, None) if isinstance(t, str) else (t.text, t.text_pair) for _, t in texts]
     for (at, text), (first, second) in zip(texts, pairs, strict=True):
         if not isinstance(text, str):
-            check_text(first, at.below("text"), limits)
+            limits.check_text(first, at.below("text"))
         if second is not None:
-            check_text(second, at.below("text_pair"), limits)
+            limits.check_text(second, at.below("text_pair"))
     firsts = tokenizer.ids([first for first, _ in pairs])
     seconds = tokenizer.ids([second or "" for _, second in pairs])
     rule = parameters.rule(report=parameters.return_usage)
@@ -127,17 +123,17 @@ def _labels(context: TaskContext) -> SequenceLabels:
 
 
 def decode(
-    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], context: TaskContext
+    state: _State, outputs: Sequence[HeadOutputs], context: TaskContext
 ) -> list[list[LabelScore]]:
     """Return the labels of each text, best first."""
     labels = _labels(context).labels
     name = sequence_classification.HEAD.name
     logits = np.stack([output[name].logits for output in outputs])
-    scores = _apply(prepared.state.function, logits)
-    if (windows := prepared.state.windows) is not None:
+    scores = _apply(state.function, logits)
+    if (windows := state.windows) is not None:
         sums = np.add.reduceat(scores, np.cumsum([0, *windows[:-1]]))
         scores = (sums / np.array(windows)[:, None]).astype(np.float32)
-    order = np.argsort(-scores, axis=1, kind="stable")[:, : prepared.state.top_k]
+    order = np.argsort(-scores, axis=1, kind="stable")[:, : state.top_k]
     return [
         [LabelScore(labels[label], float(row[label])) for label in best.tolist()]
         for row, best in zip(scores, order, strict=True)

@@ -18,7 +18,6 @@ from cloze.service.tasks.task import (
     TextUsage,
     TokenIds,
     WireModel,
-    check_tokens_so_far,
 )
 from cloze.service.tokenizer import Tokenizer
 
@@ -242,7 +241,7 @@ class TextEncoder:
         step = room - (room // _OVERLAP if stride is None else stride)
         count = 1 + max(0, -(-(tokens - room) // step))
         self.window_tokens += count * (room + around)
-        check_tokens_so_far(self.window_tokens, "the windows hold", at, self.context.limits)
+        self.context.limits.check_tokens(self.window_tokens, "the windows hold", at)
         firsts = range(0, count * step, step)
         return [(first, min(first + room, tokens)) for first in firsts]
 
@@ -283,7 +282,7 @@ def encode_texts(
     """
     recipe, tokenizer = context.manifest.embedding, context.tokenizer
     max_tokens = recipe.max_tokens if recipe else context.limits.max_tokens
-    prompt = prompt_of(context, parameters.prompt_name)
+    prompt = context.prompt(parameters.prompt_name)
     rule = parameters.rule(report=parameters.return_usage)
     encoder = TextEncoder(rule, context, max_tokens, requests)
     ids = iter(tokenizer.ids([prompt + text for _, text in texts if isinstance(text, str)]))
@@ -293,26 +292,6 @@ def encode_texts(
         else:
             encoder.add(at, _own_ids(text, at, tokenizer), None)
     return encoder
-
-
-def prompt_of(context: TaskContext, name: str | None) -> str:
-    """Return the prompt to put before each text: the named one, or the model's default.
-
-    Raises:
-        InvalidRequest: the model has no prompt of that name.
-    """
-    recipe = context.manifest.embedding
-    prompts = recipe.prompts if recipe else {}
-    name = name or (recipe.default_prompt if recipe else None)
-    if name is None:
-        return ""
-    if name not in prompts:
-        known = ", ".join(map(ascii, prompts)) or "none"
-        raise InvalidRequest(
-            f"{ascii(name)[:80]} is not one of the model's prompts ({known})",
-            Location(("prompt_name",)),
-        )
-    return prompts[name]
 
 
 def _own_ids(ids: list[int], at: Location, tokenizer: Tokenizer) -> list[int]:
@@ -331,7 +310,7 @@ def offsets(
     texts: Sequence[Input[str]], encoder: TextEncoder, parameters: TextParameters
 ) -> list[Offsets]:
     """Return the place of each token of the texts' encodings, which `encode_texts` made."""
-    prompt = prompt_of(encoder.context, parameters.prompt_name)
+    prompt = encoder.context.prompt(parameters.prompt_name)
     skipped = len(prompt)
     places: list[Offsets] = []
     for (_, text), encoding in zip(texts, encoder.encodings, strict=True):

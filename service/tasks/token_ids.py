@@ -16,15 +16,12 @@ from cloze.service.tasks.task import (
     NotEmpty,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     Text,
     Texts,
     TokenIds,
     WireModel,
-    listed,
 )
-from cloze.service.tasks.texts import prompt_of
 
 _TOKENS_PER_RESULT = 8
 """Number of tokens whose writing costs about as much as one prediction of a mask."""
@@ -104,18 +101,18 @@ def _byte_ends(text: str) -> NDArray[np.int64]:
     return ends
 
 
-def prepare_texts(call: TaskCall, context: TaskContext) -> PreparedRequest[list[TokenizedText]]:
+def prepare_texts(
+    inputs: Any, parameters: TokenizeParameters, context: TaskContext
+) -> PreparedRequest[list[TokenizedText]]:
     """Tokenize the texts.
 
     Raises:
-        EmptyRequest: there is no text, or a text is empty.
-        InvalidRequest: the texts have more tokens than a request may have results, a text is too
-            long, or the prompt is unknown.
+        InvalidRequest: the texts have more tokens than a request may have results, or the prompt
+            is unknown.
     """
-    parameters: TokenizeParameters = call.parameters
     limits, tokenizer = context.limits, context.tokenizer
-    texts = listed(call.inputs, limits)
-    prompt = prompt_of(context, parameters.prompt_name)
+    texts = limits.listed(inputs)
+    prompt = context.prompt(parameters.prompt_name)
     special = tokenizer.special
     around = tuple(
         Token(token, tokenizer.token_of(token), True, None, None)
@@ -147,7 +144,7 @@ TOKENIZE: Final = Task(
     parameters=TokenizeParameters,
     result=list[list[Token]],
     prepare=prepare_texts,
-    decode=lambda prepared, _outputs, _context: prepared.state,
+    decode=lambda texts, _outputs, _context: texts,
 )
 
 
@@ -164,18 +161,18 @@ _Ids = tuple[list[list[int]], bool]
 """The ids of each text, and whether to omit special tokens."""
 
 
-def prepare_ids(call: TaskCall, context: TaskContext) -> PreparedRequest[_Ids]:
+def prepare_ids(
+    inputs: Any, parameters: DecodeParameters, context: TaskContext
+) -> PreparedRequest[_Ids]:
     """Check the ids.
 
     Raises:
         EmptyRequest: a list is empty.
         InvalidRequest: there are too many lists or ids, or a number is no token id.
     """
-    parameters: DecodeParameters = call.parameters
-    limits, inputs = context.limits, call.inputs
+    limits = context.limits
     lists: list[list[int]] = inputs if inputs and isinstance(inputs[0], list) else [inputs]
-    if len(lists) > (most := limits.max_request_texts):
-        raise InvalidRequest(f"has {len(lists)} texts; the limit is {most}", INPUTS)
+    limits.check_count(len(lists), INPUTS)
     if not all(lists):
         raise EmptyRequest("has an empty list; it needs at least 1 token id", INPUTS)
     if (count := sum(map(len, lists))) > (most := limits.max_results):
@@ -189,9 +186,9 @@ def prepare_ids(call: TaskCall, context: TaskContext) -> PreparedRequest[_Ids]:
     return PreparedRequest([], state, count // _IDS_PER_RESULT, texts=len(lists))
 
 
-def decode_ids(prepared: PreparedRequest[_Ids], _: Any, context: TaskContext) -> list[str]:
+def decode_ids(state: _Ids, _: Any, context: TaskContext) -> list[str]:
     """Return the text of each list of ids."""
-    lists, skip = prepared.state
+    lists, skip = state
     texts = []
     for ids in lists:
         check_awaited()

@@ -11,22 +11,21 @@ import pytest
 
 from cloze.service.abandonment import Abandoned, run_on_thread
 from cloze.service.tasks.answer_spans import QaOptions, Question, best_answers
-from cloze.service.tasks.task import TaskCall
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, DecodeParameters, TokenizeParameters
 from cloze.service.tokenizer import Spans
 from tests.unit.service.tasks.model import CONTEXT, ids
 
-READY = TOKENIZE.prepare(TaskCall("the door", TokenizeParameters()), CONTEXT)
-DECODING = DECODE.prepare(TaskCall(ids("the door"), DecodeParameters()), CONTEXT)
+READY = TOKENIZE.prepare("the door", TokenizeParameters(), CONTEXT)
+DECODING = DECODE.prepare(ids("the door"), DecodeParameters(), CONTEXT)
 QUESTION = Question("red", Spans([1], [(0, 3)], [0]), 1, [(0, 1)])
 
 
 @pytest.mark.parametrize(
     "work",
     [
-        lambda: TOKENIZE.prepare(TaskCall("the", TokenizeParameters()), CONTEXT),
-        lambda: [list(text.parts()) for text in TOKENIZE.decode(READY, [], CONTEXT)],
-        lambda: DECODE.decode(DECODING, [], CONTEXT),
+        lambda: TOKENIZE.prepare("the", TokenizeParameters(), CONTEXT),
+        lambda: [list(text.parts()) for text in TOKENIZE.decode(READY.state, [], CONTEXT)],
+        lambda: DECODE.decode(DECODING.state, [], CONTEXT),
         lambda: best_answers(QUESTION, [np.zeros((2, 2), np.float32)], QaOptions(12, 3, 4)),
     ],
     ids=["tokenize", "write tokens", "decode ids", "find answers"],

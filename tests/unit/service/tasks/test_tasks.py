@@ -8,7 +8,7 @@ from pydantic import TypeAdapter
 from cloze.service.tasks import TASKS, rerank, token_ids
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.similarity import SimilarityInputs
-from cloze.service.tasks.task import PreparedRequest, Task, TaskCall, TaskLimits
+from cloze.service.tasks.task import PreparedRequest, Task, TaskLimits
 from tests.unit.service.tasks.model import context
 
 WIDE = context(
@@ -71,7 +71,7 @@ def test_a_prepared_request_says_what_was_not_asked_for() -> None:
 )
 def test_a_prepared_request_says_how_many_texts_it_has(task: Task, inputs: Any, texts: int) -> None:
     """The access log and the traces show the number."""
-    assert task.prepare(TaskCall(inputs, task.parameters()), WIDE).texts == texts
+    assert task.prepare(inputs, task.parameters(), WIDE).texts == texts
 
 
 EXAMPLES = [
@@ -87,8 +87,8 @@ def test_a_task_accepts_its_examples(name: str, body: dict[str, Any]) -> None:
     inputs = TypeAdapter(task.inputs).validate_python(body.pop("inputs"))
     values = body.pop("parameters", {}) | body
     parameters = task.parameters.model_validate(values)
-    assert task.prepare(TaskCall(inputs, parameters), WIDE).encodings
-    task.takes_long(TaskCall(inputs, parameters))
+    assert task.prepare(inputs, parameters, WIDE).encodings
+    task.takes_long(parameters)
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -8,9 +8,6 @@ from cloze.service.core import EmptyRequest, InvalidRequest, Location
 from cloze.service.tasks.task import (
     INPUTS,
     check_range,
-    check_results,
-    check_text,
-    listed,
 )
 from cloze.service.tasks.texts import (
     LongTextRule,
@@ -97,25 +94,25 @@ def test_the_side_to_cut() -> None:
 
 
 def test_one_input_or_a_list() -> None:
-    assert listed("a", LIMITS) == [(INPUTS, "a")]
-    assert listed([5, 6], LIMITS) == [(INPUTS, [5, 6])]  # the token ids of one text
-    assert listed(["a"] * 4, LIMITS) == [(INPUTS.below(index), "a") for index in range(4)]
-    assert str(listed([[5], [6]], LIMITS)[1].at) == "inputs[1]"
+    assert LIMITS.listed("a") == [(INPUTS, "a")]
+    assert LIMITS.listed([5, 6]) == [(INPUTS, [5, 6])]  # the token ids of one text
+    assert LIMITS.listed(["a"] * 4) == [(INPUTS.below(index), "a") for index in range(4)]
+    assert str(LIMITS.listed([[5], [6]])[1].at) == "inputs[1]"
     with pytest.raises(EmptyRequest):
-        listed([], LIMITS)
+        LIMITS.listed([])
     with pytest.raises(InvalidRequest, match="5 texts; the limit is 4"):
-        listed(["a"] * 5, LIMITS)
+        LIMITS.listed(["a"] * 5)
 
 
 def test_limits_are_inclusive() -> None:
-    check_text("a" * 200, "inputs", LIMITS)
+    LIMITS.check_text("a" * 200, INPUTS)
     with pytest.raises(InvalidRequest, match="inputs has 201 characters; the limit is 200"):
-        check_text("a" * 201, "inputs", LIMITS)
+        LIMITS.check_text("a" * 201, INPUTS)
     with pytest.raises(EmptyRequest, match="inputs is empty"):
-        check_text("", "inputs", LIMITS)
-    check_results(60, "the texts need", LIMITS)
+        LIMITS.check_text("", INPUTS)
+    LIMITS.check_results(60, "the texts need")
     with pytest.raises(InvalidRequest, match="the texts need 61 predictions; the limit is 60"):
-        check_results(61, "the texts need", LIMITS)
+        LIMITS.check_results(61, "the texts need")
     check_range(2, 2, 4, "top_k")
     check_range(4, 2, 4, "top_k")
     for value in (1, 5):

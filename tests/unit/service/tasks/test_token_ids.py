@@ -6,7 +6,7 @@ import pytest
 
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks import token_ids
-from cloze.service.tasks.task import PreparedRequest, TaskCall, TaskContext
+from cloze.service.tasks.task import PreparedRequest, TaskContext
 from cloze.service.tasks.token_ids import DECODE, TOKENIZE, Token
 from tests.unit.service.tasks.model import (
     CLS,
@@ -24,12 +24,12 @@ def tokenized(
     inputs: Any, model: TaskContext = CONTEXT, **parameters: Any
 ) -> PreparedRequest[list[token_ids.TokenizedText]]:
     made = token_ids.TokenizeParameters(**parameters)
-    return TOKENIZE.prepare(TaskCall(inputs, made), model)
+    return TOKENIZE.prepare(inputs, made, model)
 
 
 def all_tokens(inputs: Any, model: TaskContext = CONTEXT, **parameters: Any) -> list[list[Token]]:
     request = tokenized(inputs, model, **parameters)
-    texts = TOKENIZE.decode(request, [], model)
+    texts = TOKENIZE.decode(request.state, [], model)
     return [[token for part in text.parts() for token in part] for text in texts]
 
 
@@ -91,7 +91,7 @@ def test_a_prompt_is_part_of_the_text() -> None:
 
 def test_a_long_text_is_written_in_parts() -> None:
     model = limited(max_text_characters=10_000, max_results=5000)
-    [text] = TOKENIZE.decode(tokenized("a b " * 1025, model), [], model)
+    [text] = TOKENIZE.decode(tokenized("a b " * 1025, model).state, [], model)
     parts = list(text.parts())
     assert [len(part) for part in parts] == [1, 1024, 1024, 2, 1]
     assert [t.text for part in parts[1:-1] for t in part] == ["a", "b"] * 1025
@@ -148,11 +148,11 @@ def prepared_ids(
     inputs: Any, model: TaskContext = CONTEXT, **parameters: Any
 ) -> PreparedRequest[Any]:
     made = token_ids.DecodeParameters(**parameters)
-    return DECODE.prepare(TaskCall(inputs, made), model)
+    return DECODE.prepare(inputs, made, model)
 
 
 def texts_of(inputs: Any, **parameters: Any) -> list[str]:
-    return DECODE.decode(prepared_ids(inputs, **parameters), [], CONTEXT)
+    return DECODE.decode(prepared_ids(inputs, **parameters).state, [], CONTEXT)
 
 
 def test_ids_are_joined_to_texts() -> None:

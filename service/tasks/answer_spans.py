@@ -158,11 +158,7 @@ class _Window(NamedTuple):
 
 
 def _search(
-    question: Question,
-    bounds: Bounds,
-    logits: Float32,
-    options: QaOptions,
-    memory: SpanMemory,
+    question: Question, bounds: Bounds, logits: Float32, options: QaOptions, memory: SpanMemory
 ) -> _Window:
     """Return the best spans of a window of a context."""
     check_awaited()

@@ -186,10 +186,7 @@ def _layer_weights(layers: Layers, count: int) -> list[dict[int, float]]:
 
 
 def _encode_spans(
-    text: Any,
-    parameters: EmbedParameters,
-    spans: Sequence[tuple[int, int]],
-    context: TaskContext,
+    text: Any, parameters: EmbedParameters, spans: Sequence[tuple[int, int]], context: TaskContext
 ) -> tuple[TextEncoder, list[Bounds]]:
     """Return the encoding of one text, and the (first, end) tokens of each of its spans."""
     if parameters.rule().choice == "window":

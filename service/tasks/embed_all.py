@@ -12,18 +12,8 @@ from pydantic import Field
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import token_embedding
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.task import (
-    PreparedRequest,
-    Task,
-    TaskContext,
-)
-from cloze.service.tasks.texts import (
-    EmbedInputs,
-    Offsets,
-    TextParameters,
-    encode_texts,
-    offsets,
-)
+from cloze.service.tasks.task import PreparedRequest, Task, TaskContext
+from cloze.service.tasks.texts import EmbedInputs, Offsets, TextParameters, encode_texts, offsets
 
 _REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
 

@@ -13,13 +13,7 @@ from pydantic import Field
 from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sparse_embedding
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
-from cloze.service.tasks.task import (
-    Count,
-    PreparedRequest,
-    Task,
-    TaskContext,
-    check_range,
-)
+from cloze.service.tasks.task import Count, PreparedRequest, Task, TaskContext, check_range
 from cloze.service.tasks.texts import EmbedInputs, TextParameters, encode_texts
 
 

@@ -19,12 +19,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service.core import InvalidRequest
-from cloze.service.tasks.task import (
-    UP_TO,
-    Input,
-    PreparedRequest,
-    TaskContext,
-)
+from cloze.service.tasks.task import UP_TO, Input, PreparedRequest, TaskContext
 from cloze.service.tokenizer import Tokenizer
 
 Method = Literal["independent", "left-to-right", "beam"]

@@ -84,7 +84,7 @@ def prepare(
     words: list[list[int]] | None = None
     warnings: tuple[str, ...] = ()
     if targets and parameters.targets_as == "words":
-        words, warnings = fill_tokens.vocabulary_words(tokenizer, targets)
+        words, warnings = fill_tokens.target_words(tokenizer, targets)
     choice = parameters.long_text
     if choice is None:
         choice = "truncate" if words is None and parameters.decode is None else "error"
@@ -106,16 +106,15 @@ def prepare(
         prepared = fill_jointly.prepare_jointly(read, parameters.decode, top_k, context)
     elif words is not None:
         prepared = fill_tokens.prepare_words(read, words, top_k, context)
-        prepared = prepared._replace(warnings=warnings)
     elif parameters.original is not None:
-        originals = parameters.original
-        originals = [originals] if isinstance(originals, str) else originals
-        prepared = fill_tokens.prepare_originals(read, originals, top_k, context)
-        prepared = prepared._replace(results=predictions)
+        tokens = fill_tokens.original_tokens(read, parameters.original, context)
+        prepared = fill_tokens.prepare_tokens(read, top_k, context, originals=tokens)
     else:
-        prepared = fill_tokens.prepare_tokens(read, targets, top_k, context)
-        prepared = prepared._replace(results=predictions)
+        tokens, warnings = fill_tokens.target_tokens(tokenizer, targets)
+        prepared = fill_tokens.prepare_tokens(read, top_k, context, targets=tokens)
     return prepared._replace(
+        results=prepared.results or predictions,
+        warnings=warnings,
         truncated=sum(usage.used < usage.tokens for usage in usages),
         usage=usages if parameters.return_usage else None,
         texts=len(texts),
@@ -233,8 +232,7 @@ TASK: Final = Task(
     summary="The likeliest tokens at each [MASK]",
     heads=(masked_lm.HEAD.name,),
     inputs=Annotated[
-        Text | Texts,
-        Field(description="a text with at least one [MASK], or a list of such texts"),
+        Text | Texts, Field(description="a text with at least one [MASK], or a list of such texts")
     ],
     parameters=FillMaskParameters,
     result=_Result | list[_Result],

@@ -18,11 +18,7 @@ from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service.core import InvalidRequest, Location
-from cloze.service.tasks.task import (
-    Input,
-    PreparedRequest,
-    TaskContext,
-)
+from cloze.service.tasks.task import Input, PreparedRequest, TaskContext
 from cloze.service.tokenizer import Tokenizer
 
 _MOST_RANKED: Final = 64
@@ -144,31 +140,33 @@ def _shown(
 
 def prepare_tokens(
     ids: Sequence[Input[Sequence[int]]],
-    targets: Sequence[str],
     top_k: int,
     context: TaskContext,
+    *,
+    targets: Sequence[int] = (),
+    originals: Sequence[int] | None = None,
 ) -> PreparedRequest[TokenFilling]:
     """Prepare texts whose masks tokens fill: one of the targets, if there are any.
 
-    Each text is its ids without special tokens, and has at least one mask.
-
-    Raises:
-        InvalidRequest: no target has a token in the vocabulary.
+    Each text is its ids without special tokens, and has at least one mask. To count the rank of an
+    original, the graph returns the logit of every token.
     """
-    target_ids, warnings = _target_ids(context.tokenizer, targets)
-    encodings = _encodings(ids, 0 if target_ids else top_k, target_ids, context)
-    return PreparedRequest(encodings, TokenFilling(encodings, top_k, target_ids), warnings=warnings)
+    tokenizer = context.tokenizer
+    logits_of = targets if originals is None else range(tokenizer.vocab_size)
+    encodings = []
+    for _, text in ids:
+        encoding = tokenizer.encode(text, context.limits.max_tokens)
+        positions = tokenizer.mask_positions(encoding.input_ids.tolist())
+        request = MaskedLMRequest(positions, 0 if targets else top_k, list(logits_of))
+        encoding.requests = {masked_lm.HEAD.name: request}
+        encodings.append(encoding)
+    return PreparedRequest(encodings, TokenFilling(encodings, top_k, targets, originals))
 
 
-def prepare_originals(
-    ids: Sequence[Input[Sequence[int]]],
-    originals: Sequence[str],
-    top_k: int,
-    context: TaskContext,
-) -> PreparedRequest[TokenFilling]:
-    """Prepare texts with one mask each, whose original token is known; see `prepare_tokens`.
-
-    The graph returns the logit of every token, so that the rank can be counted.
+def original_tokens(
+    ids: Sequence[Input[Sequence[int]]], originals: str | list[str], context: TaskContext
+) -> list[int]:
+    """Return the token that stood at the only mask of each text.
 
     Raises:
         EmptyRequest: an original is empty.
@@ -176,6 +174,7 @@ def prepare_originals(
             per text.
     """
     tokenizer = context.tokenizer
+    originals = [originals] if isinstance(originals, str) else originals
     if len(originals) != len(ids):
         raise InvalidRequest(
             f"has {len(originals)} words, but inputs has {len(ids)} texts", _ORIGINAL
@@ -189,49 +188,36 @@ def prepare_originals(
         if len(pieces) != 1 or pieces[0] == tokenizer.unknown_id:
             shown = ascii(original)[:80]
             raise InvalidRequest(f"{shown} is not a token of the vocabulary", _ORIGINAL)
-        masks = len(tokenizer.mask_positions(text))
-        if masks > 1:
+        if (masks := len(tokenizer.mask_positions(text))) > 1:
             raise InvalidRequest(f"holds {masks} mask tokens; original takes texts with 1", at)
         tokens.append(pieces[0])
-    encodings = _encodings(ids, top_k, list(range(tokenizer.vocab_size)), context)
-    return PreparedRequest(encodings, TokenFilling(encodings, top_k, originals=tokens))
+    return tokens
 
 
-def _encodings(
-    ids: Sequence[Input[Sequence[int]]],
-    top_k: int,
-    targets: Sequence[int],
-    context: TaskContext,
-) -> list[Encoding]:
-    tokenizer = context.tokenizer
-    encodings = []
-    for _, text in ids:
-        encoding = tokenizer.encode(text, context.limits.max_tokens)
-        positions = tokenizer.mask_positions(encoding.input_ids.tolist())
-        encoding.requests = {masked_lm.HEAD.name: MaskedLMRequest(positions, top_k, targets)}
-        encodings.append(encoding)
-    return encodings
+def target_tokens(
+    tokenizer: Tokenizer, targets: Sequence[str]
+) -> tuple[list[int], tuple[str, ...]]:
+    """Return the distinct ids of the targets, and warnings about targets that are not one token.
 
-
-def _target_ids(tokenizer: Tokenizer, targets: Sequence[str]) -> tuple[list[int], tuple[str, ...]]:
-    """Return the distinct ids of the targets, and warnings about targets that are not one token."""
-    target_ids: dict[int, None] = {}  # ordered
+    Raises:
+        InvalidRequest: no target has a token in the vocabulary.
+    """
+    tokens: dict[int, None] = {}  # ordered
     warnings = []
     for target in targets:
-        target_id = tokenizer.id_of(target)
-        if target_id is None:
+        token = tokenizer.id_of(target)
+        if token is None:
             pieces = tokenizer.ids([target])[0]
-            shown = ascii(target)
             if not pieces:
-                warnings.append(f"target {shown} is not in the vocabulary and was left out")
+                warnings.append(f"target {target!a} is not in the vocabulary and was left out")
                 continue
-            target_id = pieces[0]
-            piece = tokenizer.decode([[target_id]])[0]
-            warnings.append(f"target {shown} is not in the vocabulary; {piece!a} stands for it")
-        target_ids[target_id] = None
-    if targets and not target_ids:
+            token = pieces[0]
+            piece = tokenizer.decode([[token]])[0]
+            warnings.append(f"target {target!a} is not in the vocabulary; {piece!a} stands for it")
+        tokens[token] = None
+    if targets and not tokens:
         raise InvalidRequest("none of the targets has a token in the model's vocabulary")
-    return list(target_ids), tuple(warnings)
+    return list(tokens), tuple(warnings)
 
 
 # ---- words ---------------------------------------------------------------------------------------
@@ -261,13 +247,7 @@ class _Text:
 
 @dataclass(frozen=True, slots=True)
 class WordFilling:
-    """The state of a request whose targets are words.
-
-    Attributes:
-        texts: the texts.
-        words: ids of the sub-tokens of each word.
-        top_k: most words per mask in the result.
-    """
+    """The state of a request whose targets are words: the ids of their sub-tokens."""
 
     texts: Sequence[_Text]
     words: Sequence[list[int]]
@@ -335,7 +315,7 @@ def prepare_words(
     return PreparedRequest(encodings, WordFilling(texts, words, top_k), results=len(encodings))
 
 
-def vocabulary_words(
+def target_words(
     tokenizer: Tokenizer, targets: Sequence[str]
 ) -> tuple[list[list[int]], tuple[str, ...]]:
     """Return the sub-tokens of the targets that are words of the vocabulary, each word once.

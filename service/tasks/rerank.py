@@ -14,14 +14,7 @@ from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.core import Location
 from cloze.service.tasks import similarity, text_classification
 from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameters
-from cloze.service.tasks.task import (
-    PreparedRequest,
-    Task,
-    TaskContext,
-    Text,
-    Texts,
-    WireModel,
-)
+from cloze.service.tasks.task import PreparedRequest, Task, TaskContext, Text, Texts, WireModel
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
 from cloze.service.tasks.texts import TruncationParameters
 

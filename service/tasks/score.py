@@ -104,8 +104,7 @@ def _check(ids: Sequence[int], at: Location, choice: LongText, context: TaskCont
         )
     if tokenizer.mask_id in ids:
         raise InvalidRequest(
-            f"holds {tokenizer.mask_token}, which has no probability; /fill-mask fills it",
-            at,
+            f"holds {tokenizer.mask_token}, which has no probability; /fill-mask fills it", at
         )
 
 

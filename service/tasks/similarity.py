@@ -69,7 +69,7 @@ _PAIRS = 10
 
 _VECTORS: Final = {embedding.HEAD.name: embedding.EmbeddingRequest()}
 _ALL_VECTORS: Final = _VECTORS | {
-    token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest(),
+    token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()
 }
 _SENTENCES: Final = INPUTS.below("sentences")
 
@@ -152,6 +152,6 @@ TASK: Final = Task(
                 "source_sentence": "The king was dead.",
                 "sentences": ["The old king died.", "A ship left the harbour."],
             }
-        },
+        }
     },
 )

@@ -27,13 +27,7 @@ from cloze.service.tasks.task import (
     check_range,
     softmax,
 )
-from cloze.service.tasks.texts import (
-    Bounds,
-    LongText,
-    LongTextRule,
-    TextEncoder,
-    UsageParameters,
-)
+from cloze.service.tasks.texts import Bounds, LongText, LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tokenizer import Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]

@@ -8,7 +8,6 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store import Manifest
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import (
     HeadRequest,
     Pooling,
@@ -24,6 +23,7 @@ from cloze.service.tasks.task import (
     CountOrZero,
     Input,
     NotEmpty,
+    Outputs,
     PreparedRequest,
     Task,
     TaskContext,
@@ -236,7 +236,7 @@ def _check_spans(text: Any, spans: Sequence[tuple[int, int]], context: TaskConte
             )
 
 
-def decode(state: _State, outputs: Sequence[HeadOutputs], _: TaskContext) -> Float32:
+def decode(state: _State, outputs: Outputs, _: TaskContext) -> Float32:
     """Return the vectors [n, D] float32."""
     results = [output[state.head] for output in outputs]
     if state.spans is not None:

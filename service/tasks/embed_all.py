@@ -3,16 +3,14 @@
 Source: the route ``/embed_all`` of text-embeddings-inference.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import token_embedding
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.task import PreparedRequest, Task, TaskContext
+from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
 from cloze.service.tasks.texts import EmbedInputs, Offsets, TextParameters, encode_texts, offsets
 
 _REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
@@ -60,7 +58,7 @@ def prepare(
 
 
 def decode(
-    offsets: list[Offsets] | None, outputs: Sequence[HeadOutputs], _: TaskContext
+    offsets: list[Offsets] | None, outputs: Outputs, _: TaskContext
 ) -> list[Float32] | list[TokenVectors]:
     """Return the vectors [S, H] float32 of each text, special tokens included."""
     vectors = [output[token_embedding.HEAD.name].embeddings for output in outputs]

@@ -3,17 +3,15 @@
 Source: Formal et al. 2021, "SPLADE v2"; the route ``/embed_sparse`` of text-embeddings-inference.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sparse_embedding
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
-from cloze.service.tasks.task import Count, PreparedRequest, Task, TaskContext, check_range
+from cloze.service.tasks.task import Count, Outputs, PreparedRequest, Task, TaskContext, check_range
 from cloze.service.tasks.texts import EmbedInputs, TextParameters, encode_texts
 
 
@@ -67,9 +65,7 @@ def prepare(
     return encoder.prepared(bool(parameters.return_tokens), len(texts) * top_k)
 
 
-def decode(
-    with_tokens: bool, outputs: Sequence[HeadOutputs], context: TaskContext
-) -> SparseVectors:
+def decode(with_tokens: bool, outputs: Outputs, context: TaskContext) -> SparseVectors:
     """Return the words of each text, the heaviest first."""
     pairs = []
     for output in outputs:

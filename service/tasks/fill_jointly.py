@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service.core import InvalidRequest
-from cloze.service.tasks.task import UP_TO, Input, PreparedRequest, TaskContext
+from cloze.service.tasks.task import UP_TO, Input, Outputs, PreparedRequest, TaskContext
 from cloze.service.tokenizer import Tokenizer
 
 Method = Literal["independent", "left-to-right", "beam"]
@@ -94,7 +94,7 @@ class JointFilling:
         return PreparedRequest(encodings, self, results=results, advance=self._advance)
 
     def _advance(
-        self, outputs: Sequence[HeadOutputs], context: TaskContext
+        self, outputs: Outputs, context: TaskContext
     ) -> PreparedRequest["JointFilling"] | None:
         """Fill the next masks by the outputs of a round; return the next round, if there is one."""
         results = iter(output[masked_lm.HEAD.name] for output in outputs)
@@ -105,7 +105,7 @@ class JointFilling:
                 text.hypotheses = self._extended(text, [next(results) for _ in text.hypotheses])
         return self.next_round(context.tokenizer)
 
-    def decode(self, _: Sequence[HeadOutputs], context: TaskContext) -> list[list[Filling]]:
+    def decode(self, _: Outputs, context: TaskContext) -> list[list[Filling]]:
         """Return the fillings of each text."""
         return [self._fillings(text, context.tokenizer) for text in self.texts]
 

@@ -14,11 +14,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service.core import InvalidRequest, Location
-from cloze.service.tasks.task import Input, PreparedRequest, TaskContext
+from cloze.service.tasks.task import Input, Outputs, PreparedRequest, TaskContext
 from cloze.service.tokenizer import Tokenizer
 
 _MOST_RANKED: Final = 64
@@ -75,7 +75,7 @@ class TokenFilling:
     targets: Sequence[int] = ()
     originals: Sequence[int] | None = None
 
-    def decode(self, outputs: Sequence[HeadOutputs], context: TaskContext) -> Any:
+    def decode(self, outputs: Outputs, context: TaskContext) -> Any:
         """Return the predictions for each text."""
         tokenizer = context.tokenizer
         results: list[Masks | RankedOriginal] = []
@@ -253,7 +253,7 @@ class WordFilling:
     words: Sequence[list[int]]
     top_k: int
 
-    def decode(self, outputs: Sequence[HeadOutputs], context: TaskContext) -> list[Words]:
+    def decode(self, outputs: Outputs, context: TaskContext) -> list[Words]:
         """Return the words for each text."""
         results = iter(output[masked_lm.HEAD.name] for output in outputs)
         answers: list[Words] = []

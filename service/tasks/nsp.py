@@ -3,18 +3,17 @@
 Source: Devlin et al. 2019, section 3.1, task 2.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import next_sentence
 from cloze.service.tasks.task import (
     INPUTS,
     NotEmpty,
+    Outputs,
     PreparedRequest,
     Task,
     TaskContext,
@@ -99,7 +98,7 @@ def prepare(
 
 
 def decode(
-    inputs: Inputs, outputs: Sequence[HeadOutputs], _: TaskContext
+    inputs: Inputs, outputs: Outputs, _: TaskContext
 ) -> list[list[NspLabel]] | list[RankedCandidate]:
     """Return the labels of each pair, or the candidates, likeliest first."""
     logits = np.stack([output[next_sentence.HEAD.name].logits for output in outputs])

@@ -4,12 +4,10 @@ The answers are those of the pipeline of transformers v4. A long context is divi
 windows; `answer_spans` finds the best spans of all windows. Answers have character offsets.
 """
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import span
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.answer_spans import (
@@ -25,6 +23,7 @@ from cloze.service.tasks.task import (
     CountOrZero,
     Input,
     NotEmpty,
+    Outputs,
     PreparedRequest,
     Task,
     TaskContext,
@@ -180,7 +179,7 @@ def _stride(options: QaOptions, window_tokens: int, at: Location) -> int:
     return options.doc_stride
 
 
-def decode(state: _State, outputs: Sequence[HeadOutputs], _: TaskContext) -> list[_Result]:
+def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[_Result]:
     """Return the best answers to each question.
 
     Raises:

@@ -3,18 +3,24 @@
 A classifier of pairs with one label gives the scores; without one, the similarity of embeddings.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from cloze.model_store import Manifest
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.core import Location
 from cloze.service.tasks import similarity, text_classification
 from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameters
-from cloze.service.tasks.task import PreparedRequest, Task, TaskContext, Text, Texts, WireModel
+from cloze.service.tasks.task import (
+    Outputs,
+    PreparedRequest,
+    Task,
+    TaskContext,
+    Text,
+    Texts,
+    WireModel,
+)
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
 from cloze.service.tasks.texts import TruncationParameters
 
@@ -101,7 +107,7 @@ def prepare(
     )
 
 
-def decode(state: _State, outputs: Sequence[HeadOutputs], context: TaskContext) -> Ranking:
+def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
     """Return the ranking."""
     scoring, inner, texts = state
     result = scoring.decode(inner, outputs, context)

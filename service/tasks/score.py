@@ -14,11 +14,12 @@ from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.task import (
+    Outputs,
     PreparedRequest,
     Task,
     TaskContext,
@@ -126,9 +127,7 @@ def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
     return copies
 
 
-def decode(
-    texts: list[Spans], outputs: Sequence[HeadOutputs], context: TaskContext
-) -> list[TextScore]:
+def decode(texts: list[Spans], outputs: Outputs, context: TaskContext) -> list[TextScore]:
     """Return the score of each text."""
     results = iter(output[masked_lm.HEAD.name] for output in outputs)
     scores = []

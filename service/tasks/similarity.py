@@ -3,20 +3,19 @@
 Source: huggingface_hub's ``sentence_similarity`` and the route of text-embeddings-inference.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import embedding, token_embedding
 from cloze.service.core import Float32
 from cloze.service.tasks.embed import normalized
 from cloze.service.tasks.task import (
     INPUTS,
     Input,
+    Outputs,
     PreparedRequest,
     Task,
     TaskContext,
@@ -99,7 +98,7 @@ def prepare(
 
 
 def decode(
-    offsets: list[Offsets] | None, outputs: Sequence[HeadOutputs], _: TaskContext
+    offsets: list[Offsets] | None, outputs: Outputs, _: TaskContext
 ) -> list[float] | list[DetailedSimilarity]:
     """Return a cosine per sentence, in their order, with pairs of tokens if asked for."""
     rows = [output[embedding.HEAD.name].embedding for output in outputs]

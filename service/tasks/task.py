@@ -28,6 +28,9 @@ INPUTS = Location(("inputs",))
 UP_TO: Final = "up to "
 """Leads a message of all texts up to a place."""
 
+Outputs = Sequence[HeadOutputs]
+"""The results of the heads for each encoding of a request."""
+
 T_co = TypeVar("T_co", covariant=True)
 S = TypeVar("S")
 
@@ -270,7 +273,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
     texts: int = 1
 
 
-Advance = Callable[[Sequence[HeadOutputs], TaskContext], PreparedRequest[Any] | None]
+Advance = Callable[[Outputs, TaskContext], PreparedRequest[Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,10 +289,9 @@ class Task:
         parameters: the model of a call's parameters; every field has a default.
         result: the type of the value that `decode` returns, for the documentation.
         prepare: (inputs, parameters, context) -> the tokenized request; raises `InvalidRequest`.
-        decode: (state of the request, outputs in the order of the encodings, context) -> the
-            results, one per input unless the inputs are one object that asks for several. They
-            consist of JSON values and frozen dataclasses, or if `vectors` is set, are a float32
-            array [n, D] or a list of such arrays.
+        decode: (state of the request, outputs, context) -> the results, one per input unless the
+            inputs are one object that asks for several: JSON values and frozen dataclasses, or if
+            `vectors` is set, a float32 array [n, D] or a list of such arrays.
         examples: title -> body of a request of the native protocol, which runs on any model that
             serves the task.
         alone: types of inputs that clients may send without a list; `decode` then returns a list
@@ -309,7 +311,7 @@ class Task:
     parameters: type[WireModel]
     result: Any
     prepare: Callable[[Any, Any, TaskContext], PreparedRequest[Any]]
-    decode: Callable[[Any, Sequence[HeadOutputs], TaskContext], Any]
+    decode: Callable[[Any, Outputs, TaskContext], Any]
     examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     alone: tuple[type, ...] = ()
     takes_long: Callable[[Any], bool] = lambda _: False

@@ -3,14 +3,12 @@
 The scores are those of transformers' pipeline.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.core import Float32
@@ -18,6 +16,7 @@ from cloze.service.tasks.task import (
     Count,
     Input,
     NotEmpty,
+    Outputs,
     PreparedRequest,
     Task,
     TaskContext,
@@ -122,9 +121,7 @@ def _labels(context: TaskContext) -> SequenceLabels:
     return options
 
 
-def decode(
-    state: _State, outputs: Sequence[HeadOutputs], context: TaskContext
-) -> list[list[LabelScore]]:
+def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[list[LabelScore]]:
     """Return the labels of each text, best first."""
     labels = _labels(context).labels
     name = sequence_classification.HEAD.name

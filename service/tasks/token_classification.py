@@ -12,12 +12,12 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.task import (
     CountOrZero,
+    Outputs,
     PreparedRequest,
     Task,
     TaskContext,
@@ -169,7 +169,7 @@ def _long_text(
     return choice or "truncate"
 
 
-def decode(state: _State, outputs: Sequence[HeadOutputs], context: TaskContext) -> list[Entities]:
+def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Entities]:
     """Return the entities of each text."""
     options = context.manifest.heads[token_classification.HEAD.name]
     assert isinstance(options, TokenLabels)

@@ -31,11 +31,7 @@ class SpanMemory:
         self._kept = self._held = 0
 
     def add(self, characters: int) -> None:
-        """Count a span, whose text is kept twice: as it is, and in lower case.
-
-        Raises:
-            InvalidRequest: the spans need too much memory.
-        """
+        """Count a span, whose text is kept twice: as it is, and in lower case."""
         self._held += _SPAN_BYTES + 2 * characters
         if self._held > _MOST_BYTES:
             raise InvalidRequest(

@@ -107,13 +107,7 @@ _TOKENS_REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbedd
 def prepare(
     inputs: Any, parameters: EmbedParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
-    """Tokenize the texts to embed.
-
-    Raises:
-        InvalidRequest: see `encode_texts`; or a span is not one of the text, or parameters
-            contradict each other.
-        WrongTask: spans, layers or a pooling are asked for that the model cannot compute.
-    """
+    """Tokenize the texts to embed."""
     recipe = context.manifest.embedding
     assert recipe is not None  # a model with the head has a recipe
     size, request = recipe.dimensions, _REQUEST
@@ -150,10 +144,6 @@ def _layer_request(
     """Return the request for other vectors than the model's own; None if its own are asked for.
 
     Source: Devlin et al. 2019, table 7, which compares layers.
-
-    Raises:
-        InvalidRequest: the model has too few layers.
-        WrongTask: the model's graphs have no vectors of layers, or layers follow its pooling.
     """
     manifest = context.manifest
     recipe = manifest.embedding

@@ -40,12 +40,7 @@ class TokenVectors:
 def prepare(
     inputs: Any, parameters: TokenParameters, context: TaskContext
 ) -> PreparedRequest[list[Offsets] | None]:
-    """Tokenize the texts.
-
-    Raises:
-        InvalidRequest: see `encode_texts`; or the texts have more tokens than a request may
-            have results, or offsets are asked for of token ids.
-    """
+    """Tokenize the texts."""
     texts = context.limits.listed(inputs)
     for at, text in texts:
         if parameters.return_offsets and not isinstance(text, str):

@@ -47,11 +47,7 @@ SparseVectors = list[list[SparseValue]] | list[list[NamedSparseValue]]
 def prepare(
     inputs: Any, parameters: SparseParameters, context: TaskContext
 ) -> PreparedRequest[bool]:
-    """Tokenize the texts.
-
-    Raises:
-        InvalidRequest: see `encode_texts`; or the request asks for too many words.
-    """
+    """Tokenize the texts."""
     texts = context.limits.listed(inputs)
     largest = min(context.limits.max_top_k, context.tokenizer.vocab_size)
     top_k = largest if parameters.top_k is None else parameters.top_k

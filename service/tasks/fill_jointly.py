@@ -102,7 +102,8 @@ class JointFilling:
             if self.method == "independent":
                 text.hypotheses = _best_products(next(results), self.beam_width)
             else:
-                text.hypotheses = self._extended(text, [next(results) for _ in text.hypotheses])
+                following = [_predictions(next(results), 0) for _ in text.hypotheses]
+                text.hypotheses = _extended(text.hypotheses, following, self.beam_width)
         return self.next_round(context.tokenizer)
 
     def decode(self, _: Outputs, context: TaskContext) -> list[list[Filling]]:
@@ -122,15 +123,6 @@ class JointFilling:
         request = MaskedLMRequest(positions, 1 if greedy else self.beam_width)
         encoding.requests = {masked_lm.HEAD.name: request}
         return encoding
-
-    def _extended(self, text: _Text, results: Sequence[MaskedLMResult]) -> list[_Hypothesis]:
-        """Return the best hypotheses with one more mask; each result is that of a hypothesis."""
-        extended = [
-            _Hypothesis((*hypothesis.tokens, token), hypothesis.log_probability + log_probability)
-            for hypothesis, result in zip(text.hypotheses, results, strict=True)
-            for token, log_probability in _predictions(result, 0)
-        ]
-        return heapq.nlargest(self.beam_width, extended, key=lambda one: one.log_probability)
 
     def _fillings(self, text: _Text, tokenizer: Tokenizer) -> list[Filling]:
         best = text.hypotheses[: self.top_k]
@@ -159,9 +151,6 @@ def prepare_jointly(
     """Prepare texts whose masks are filled together.
 
     Each text is its ids without special tokens, has at least one mask, and is not too long.
-
-    Raises:
-        InvalidRequest: all rounds of all texts cost more than a request may.
     """
     tokenizer, limits = context.tokenizer, context.limits
     beam_width = max(top_k, _MIN_BEAM_WIDTH) if method == "beam" else top_k
@@ -194,10 +183,18 @@ def _best_products(result: MaskedLMResult, count: int) -> list[_Hypothesis]:
     for mask in range(len(result.logsumexp)):
         # The hypothesis of rank i is in the best n only with tokens of rank n / (i + 1) or better:
         # all better hypotheses with all better tokens have greater products.
-        extended = [
-            _Hypothesis((*one.tokens, token), one.log_probability + log_probability)
-            for rank, one in enumerate(best, start=1)
-            for token, log_probability in _predictions(result, mask)[: count // rank]
-        ]
-        best = heapq.nlargest(count, extended, key=lambda one: one.log_probability)
+        likeliest = _predictions(result, mask)
+        best = _extended(best, [likeliest[: count // (i + 1)] for i in range(len(best))], count)
     return best
+
+
+def _extended(
+    hypotheses: Sequence[_Hypothesis], following: Sequence[list[tuple[int, float]]], count: int
+) -> list[_Hypothesis]:
+    """Return the best hypotheses with one more mask, by the predictions that follow each."""
+    extended = [
+        _Hypothesis((*one.tokens, token), one.log_probability + log_probability)
+        for one, predictions in zip(hypotheses, following, strict=True)
+        for token, log_probability in predictions
+    ]
+    return heapq.nlargest(count, extended, key=lambda one: one.log_probability)

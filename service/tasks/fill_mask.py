@@ -70,12 +70,7 @@ _TARGETS: Final = Location(("targets",))
 def prepare(
     inputs: Any, parameters: FillMaskParameters, context: TaskContext
 ) -> PreparedRequest[Any]:
-    """Tokenize texts that each hold at least one mask token.
-
-    Raises:
-        InvalidRequest: a text has no mask, too many masks, or a mask after the model's limit; or a
-            parameter is out of its limits, or contradicts another one.
-    """
+    """Tokenize texts that each hold at least one mask token."""
     tokenizer, limits = context.tokenizer, context.limits
     texts = limits.listed(inputs)
     top_k = 5 if parameters.top_k is None else parameters.top_k
@@ -130,11 +125,7 @@ def _takes_long(parameters: FillMaskParameters) -> bool:
 
 
 def _targets(parameters: FillMaskParameters, limits: TaskLimits) -> list[str]:
-    """Return the distinct targets.
-
-    Raises:
-        InvalidRequest: they are out of their limits, or contradict another parameter.
-    """
+    """Return the distinct targets."""
     targets = parameters.targets or []
     targets = [targets] if isinstance(targets, str) else targets
     if len(targets) > limits.max_top_k:
@@ -179,9 +170,6 @@ def _part(
     """Return the (first, end) tokens of a text that the model reads, without special tokens.
 
     A window is the part around the masks. At most ``longest`` tokens replace a mask.
-
-    Raises:
-        InvalidRequest: a mask is outside that part, or the text is too long.
     """
     most = limits.max_tokens
     room = most - 2 - (longest - 1)

@@ -166,13 +166,7 @@ def prepare_tokens(
 def original_tokens(
     ids: Sequence[Input[Sequence[int]]], originals: str | list[str], context: TaskContext
 ) -> list[int]:
-    """Return the token that stood at the only mask of each text.
-
-    Raises:
-        EmptyRequest: an original is empty.
-        InvalidRequest: there are too many texts, an original is not one token, or there is not one
-            per text.
-    """
+    """Return the token that stood at the only mask of each text."""
     tokenizer = context.tokenizer
     originals = [originals] if isinstance(originals, str) else originals
     if len(originals) != len(ids):
@@ -197,11 +191,7 @@ def original_tokens(
 def target_tokens(
     tokenizer: Tokenizer, targets: Sequence[str]
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Return the distinct ids of the targets, and warnings about targets that are not one token.
-
-    Raises:
-        InvalidRequest: no target has a token in the vocabulary.
-    """
+    """Return the distinct ids of the targets, and warnings about targets that are not one token."""
     tokens: dict[int, None] = {}  # ordered
     warnings = []
     for target in targets:
@@ -290,9 +280,6 @@ def prepare_words(
 
     Each text is its ids without special tokens, has at least one mask, and room for the longest
     word. Each word is the ids of its sub-tokens.
-
-    Raises:
-        InvalidRequest: all texts have more tokens than a request may have.
     """
     tokenizer, limits = context.tokenizer, context.limits
     longest, pieces = max(map(len, words)), sum(map(len, words))
@@ -318,14 +305,7 @@ def prepare_words(
 def target_words(
     tokenizer: Tokenizer, targets: Sequence[str]
 ) -> tuple[list[list[int]], tuple[str, ...]]:
-    """Return the sub-tokens of the targets that are words of the vocabulary, each word once.
-
-    Returns:
-        The words, at least one, and warnings about the targets that are left out.
-
-    Raises:
-        InvalidRequest: no target is one.
-    """
+    """Return the distinct sub-tokens of the targets, and warnings about those that are no words."""
     words: dict[tuple[int, ...], None] = {}  # ordered
     warnings = []
     for target, ids in zip(targets, tokenizer.ids(targets), strict=True):

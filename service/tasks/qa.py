@@ -105,12 +105,7 @@ _State = tuple[list[Question], QaOptions]
 
 
 def prepare(inputs: Any, parameters: QaParameters, context: TaskContext) -> PreparedRequest[_State]:
-    """Tokenize questions and their contexts into windows.
-
-    Raises:
-        InvalidRequest: a text has no token, or is too long and long texts are refused; or a
-            parameter is out of its limits.
-    """
+    """Tokenize questions and their contexts into windows."""
     pairs = context.limits.listed(inputs)
     options = _options(parameters, context.limits)
     context.limits.check_results(len(pairs) * options.top_k, "the request asks for", "answers")
@@ -180,11 +175,7 @@ def _stride(options: QaOptions, window_tokens: int, at: Location) -> int:
 
 
 def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[_Result]:
-    """Return the best answers to each question.
-
-    Raises:
-        InvalidRequest: the answers need too much memory.
-    """
+    """Return the best answers to each question."""
     rest, memory = iter(outputs), SpanMemory()
     questions, options = state
     results: list[_Result] = []

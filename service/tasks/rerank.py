@@ -74,11 +74,7 @@ def classifies(manifest: Manifest) -> bool:
 def prepare(
     inputs: RerankInputs, parameters: RerankParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
-    """Tokenize the query with the texts, which are named as in this task.
-
-    Raises:
-        InvalidRequest: a text is too long and long texts are refused.
-    """
+    """Tokenize the query with the texts, which are named as in this task."""
     limits = context.limits
     limits.check_text(inputs.query, Location(("query",)))
     limits.check_count(len(inputs.texts), _TEXTS)

@@ -66,12 +66,7 @@ class ScoreParameters(UsageParameters):
 def prepare(
     inputs: Any, parameters: ScoreParameters, context: TaskContext
 ) -> PreparedRequest[list[Spans]]:
-    """Tokenize the texts, and mask each token of a text in a copy of its own.
-
-    Raises:
-        InvalidRequest: a text has no token or a mask token, or is too long and long texts are
-            refused; or all copies have more tokens than a request may have.
-    """
+    """Tokenize the texts, and mask each token of a text in a copy of its own."""
     limits, choice = context.limits, parameters.long_text or "error"
     texts = limits.listed(inputs)
     scored: list[Spans] = []

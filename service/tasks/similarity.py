@@ -76,13 +76,7 @@ _SENTENCES: Final = INPUTS.below("sentences")
 def prepare(
     inputs: SimilarityInputs, parameters: SimilarityParameters, context: TaskContext
 ) -> PreparedRequest[list[Offsets] | None]:
-    """Tokenize the text, then the texts to compare with it.
-
-    Raises:
-        InvalidRequest: see `encode_texts`; or details are asked for of more tokens than a request
-            may have results.
-        WrongTask: details are asked for of a model without vectors of tokens.
-    """
+    """Tokenize the text, then the texts to compare with it."""
     context.limits.check_count(len(inputs.sentences), _SENTENCES, others=1)
     texts = [Input(INPUTS.below("source_sentence"), inputs.source_sentence)]
     texts += [Input(_SENTENCES.below(n), text) for n, text in enumerate(inputs.sentences)]

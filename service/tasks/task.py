@@ -288,7 +288,9 @@ class Task:
         inputs: the type of a call's inputs: one input, a list of inputs, or either.
         parameters: the model of a call's parameters; every field has a default.
         result: the type of the value that `decode` returns, for the documentation.
-        prepare: (inputs, parameters, context) -> the tokenized request; raises `InvalidRequest`.
+        prepare: (inputs, parameters, context) -> the tokenized request. An error of the request is
+            `EmptyRequest` for a text or a list without elements, `WrongTask` for what the model
+            cannot do, and `InvalidRequest` for all else.
         decode: (state of the request, outputs, context) -> the results, one per input unless the
             inputs are one object that asks for several: JSON values and frozen dataclasses, or if
             `vectors` is set, a float32 array [n, D] or a list of such arrays.

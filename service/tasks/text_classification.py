@@ -82,12 +82,7 @@ class _State(NamedTuple):
 def prepare(
     inputs: Any, parameters: TextClassificationParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
-    """Tokenize the texts.
-
-    Raises:
-        InvalidRequest: a text is too long and long texts are refused; or its windows have more
-            tokens than a request may.
-    """
+    """Tokenize the texts."""
     tokenizer, limits = context.tokenizer, context.limits
     texts: list[Input[str | TextPair]] = limits.listed(inputs)
     if parameters.top_k is not None:

@@ -129,6 +129,9 @@ class LongTextRule:
 class TextEncoder:
     """Builds the encodings of one request, text by text.
 
+    A text raises `InvalidRequest` if it is too long and the rule refuses such texts, or if the
+    windows so far have more tokens than a request may have.
+
     Attributes:
         max_tokens: most tokens per encoding, special tokens included.
         requests: what each encoding asks of the heads; None: each has its own requests.
@@ -154,10 +157,6 @@ class TextEncoder:
 
         The ids are without special tokens. The text is None if the client sent its ids. The prompt
         is the start of the text, which each window repeats.
-
-        Raises:
-            InvalidRequest: the text is too long and long texts are refused, or the windows have
-                more tokens than a request may.
         """
         if self.rule.choice == "window" and (prompt or len(ids) + 2 > self.max_tokens):
             return self._add_windows(at, ids, text, prompt)
@@ -196,11 +195,7 @@ class TextEncoder:
         return bounds
 
     def add_pair(self, at: Location, first: Sequence[int], second: Sequence[int]) -> None:
-        """Add a pair of texts by their tokens, without special tokens.
-
-        Raises:
-            InvalidRequest: the pair is too long, and long texts are refused or divided.
-        """
+        """Add a pair of texts by their tokens, without special tokens."""
         tokenizer = self.context.tokenizer
         tokens = len(first) + len(second) + tokenizer.special.pair_tokens
         if self.rule.choice == "window" and tokens > self.max_tokens:
@@ -213,11 +208,7 @@ class TextEncoder:
         self.add_encodings(at, [encoding], TextUsage(tokens, len(encoding)))
 
     def add_encodings(self, at: Location, encodings: Sequence[Encoding], usage: TextUsage) -> None:
-        """Add the encodings of one text or pair.
-
-        Raises:
-            InvalidRequest: they have a part of it, but long texts are refused.
-        """
+        """Add the encodings of one text or pair."""
         if usage.used < usage.tokens:
             self.rule.check(at, usage.tokens, self.max_tokens)
         if self.requests is not None:
@@ -234,9 +225,6 @@ class TextEncoder:
 
         Neighbouring windows share ``stride`` tokens, by default a quarter. A window has ``around``
         tokens besides those of the text.
-
-        Raises:
-            InvalidRequest: the windows hold more tokens than a request may have.
         """
         step = room - (room // _OVERLAP if stride is None else stride)
         count = 1 + max(0, -(-(tokens - room) // step))
@@ -273,13 +261,7 @@ def encode_texts(
     context: TaskContext,
     requests: Mapping[str, HeadRequest] | None,
 ) -> TextEncoder:
-    """Return the encodings of texts to embed, or of their token ids; see `listed`.
-
-    Raises:
-        EmptyRequest: a list of ids is empty.
-        InvalidRequest: an id is outside the vocabulary, the prompt is unknown, or a text is too
-            long and long texts are refused; or its windows have more tokens than a request may.
-    """
+    """Return the encodings of texts to embed, or of their token ids; see `listed`."""
     recipe, tokenizer = context.manifest.embedding, context.tokenizer
     max_tokens = recipe.max_tokens if recipe else context.limits.max_tokens
     prompt = context.prompt(parameters.prompt_name)

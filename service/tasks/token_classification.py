@@ -128,12 +128,7 @@ class _Entity:
 def prepare(
     inputs: Any, parameters: TokenClassificationParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
-    """Tokenize the texts, long texts in windows if the client asks.
-
-    Raises:
-        InvalidRequest: a text has no token, or is too long and long texts are refused; or its
-            windows have more tokens than a request may; or a parameter contradicts another one.
-    """
+    """Tokenize the texts, long texts in windows if the client asks."""
     limits = context.limits
     texts = limits.listed(inputs)
     strategy: Strategy = parameters.aggregation_strategy or "simple"

@@ -104,12 +104,7 @@ def _byte_ends(text: str) -> NDArray[np.int64]:
 def prepare_texts(
     inputs: Any, parameters: TokenizeParameters, context: TaskContext
 ) -> PreparedRequest[list[TokenizedText]]:
-    """Tokenize the texts.
-
-    Raises:
-        InvalidRequest: the texts have more tokens than a request may have results, or the prompt
-            is unknown.
-    """
+    """Tokenize the texts."""
     limits, tokenizer = context.limits, context.tokenizer
     texts = limits.listed(inputs)
     prompt = context.prompt(parameters.prompt_name)
@@ -164,12 +159,7 @@ _Ids = tuple[list[list[int]], bool]
 def prepare_ids(
     inputs: Any, parameters: DecodeParameters, context: TaskContext
 ) -> PreparedRequest[_Ids]:
-    """Check the ids.
-
-    Raises:
-        EmptyRequest: a list is empty.
-        InvalidRequest: there are too many lists or ids, or a number is no token id.
-    """
+    """Check the ids."""
     limits = context.limits
     lists: list[list[int]] = inputs if inputs and isinstance(inputs[0], list) else [inputs]
     limits.check_count(len(lists), INPUTS)

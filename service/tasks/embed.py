@@ -18,10 +18,8 @@ from cloze.model_store.heads import (
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.service.core import Float32, InvalidRequest, Location, WrongTask
 from cloze.service.tasks.task import (
-    INPUTS,
     Count,
     CountOrZero,
-    Input,
     NotEmpty,
     Outputs,
     PreparedRequest,
@@ -179,11 +177,24 @@ def _encode_spans(
     text: Any, parameters: EmbedParameters, spans: Sequence[tuple[int, int]], context: TaskContext
 ) -> tuple[TextEncoder, list[Bounds]]:
     """Return the encoding of one text, and the (first, end) tokens of each of its spans."""
+    manifest, limits = context.manifest, context.limits
+    recipe, reference = manifest.embedding, manifest.reference
+    assert recipe is not None  # a model with the head has a recipe
     if parameters.rule().choice == "window":
         raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
-    _check_spans(text, spans, context)
-    texts = [Input(INPUTS, text)]
-    context.limits.check_text(text, INPUTS)
+    context.check_head(token_embedding.HEAD, "spans need vectors of tokens")
+    if recipe.pooling is not Pooling.MEAN:
+        raise WrongTask(f"spans need mean pooling; the pooling of {reference} is {recipe.pooling}")
+    _check_no_projection(manifest, "spans")
+    if not isinstance(text, str):
+        raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")
+    limits.check_count(len(spans), _SPANS, "span")
+    for index, (start, end) in enumerate(spans):
+        if not 0 <= start < end <= len(text):
+            raise InvalidRequest(
+                f"is ({start}, {end}); the text has {len(text)} characters", _SPANS.below(index)
+            )
+    texts = limits.listed(text)
     encoder = encode_texts(texts, parameters, context, _TOKENS_REQUEST)
     [places] = offsets(texts, encoder, parameters)
     own = [(token, place) for token, place in enumerate(places) if place is not None]
@@ -206,24 +217,6 @@ def _check_no_projection(manifest: Manifest, asked: str) -> None:
             f"{asked} need a model without layers after its pooling; {manifest.reference} has "
             "some, or was exported before bundles said so"
         )
-
-
-def _check_spans(text: Any, spans: Sequence[tuple[int, int]], context: TaskContext) -> None:
-    """Check the spans of one text, before it is tokenized; see `prepare`."""
-    recipe, reference = context.manifest.embedding, context.manifest.reference
-    assert recipe is not None
-    context.check_head(token_embedding.HEAD, "spans need vectors of tokens")
-    if recipe.pooling is not Pooling.MEAN:
-        raise WrongTask(f"spans need mean pooling; the pooling of {reference} is {recipe.pooling}")
-    _check_no_projection(context.manifest, "spans")
-    if not isinstance(text, str):
-        raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")
-    context.limits.check_count(len(spans), _SPANS, "span")
-    for index, (start, end) in enumerate(spans):
-        if not 0 <= start < end <= len(text):
-            raise InvalidRequest(
-                f"is ({start}, {end}); the text has {len(text)} characters", _SPANS.below(index)
-            )
 
 
 def decode(state: _State, outputs: Outputs, _: TaskContext) -> Float32:

@@ -152,12 +152,12 @@ def prepare_tokens(
     original, the graph returns the logit of every token.
     """
     tokenizer = context.tokenizer
-    logits_of = targets if originals is None else range(tokenizer.vocab_size)
+    logits_of = targets if originals is None else list(range(tokenizer.vocab_size))
     encodings = []
     for _, text in ids:
         encoding = tokenizer.encode(text, context.limits.max_tokens)
         positions = tokenizer.mask_positions(encoding.input_ids.tolist())
-        request = MaskedLMRequest(positions, 0 if targets else top_k, list(logits_of))
+        request = MaskedLMRequest(positions, 0 if targets else top_k, logits_of)
         encoding.requests = {masked_lm.HEAD.name: request}
         encodings.append(encoding)
     return PreparedRequest(encodings, TokenFilling(encodings, top_k, targets, originals))

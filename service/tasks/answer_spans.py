@@ -121,19 +121,13 @@ class QaOptions:
 
 
 def best_answers(
-    question: Question,
-    logits: Sequence[Float32],
-    options: QaOptions,
-    memory: SpanMemory | None = None,
+    question: Question, logits: Sequence[Float32], options: QaOptions, memory: SpanMemory
 ) -> AnswerSpans | QaDetails:
     """Return the best answers to a question, by the logits [tokens, 2] of each window.
 
-    Without a memory, the request has one question.
-
     Raises:
-        InvalidRequest: the spans need too much memory.
+        InvalidRequest: the spans of the request need too much memory.
     """
-    memory = memory or SpanMemory()
     windows = [
         _search(question, bounds, window_logits, options, memory)
         for bounds, window_logits in zip(question.windows, logits, strict=True)
@@ -161,10 +155,14 @@ def _search(
     # Several spans may have the same text after they are extended to whole words.
     count = options.top_k * 2 + 10 if options.align_to_words else options.top_k
     offsets = question.spans.offsets
-    scores = _scores(logits, question.context_start, bounds[1] - bounds[0])
+    # The start and end scores [1 + C, 2] of [CLS] and the C tokens of the context.
+    first = question.context_start
+    selected = np.concatenate([logits[:1], logits[first : first + bounds[1] - bounds[0]]])
+    scores: Float32 = np.exp(selected - selected.max(0))
+    scores /= scores.sum(0)
     spans = []
-    for score, first, last in _best_spans(scores[1:], count, options.max_answer_len):
-        tokens = bounds[0] + first, bounds[0] + last
+    for score, start, end in _best_spans(scores[1:], count, options.max_answer_len):
+        tokens = bounds[0] + start, bounds[0] + end
         if options.align_to_words:
             tokens = _whole_words(question.spans, tokens, bounds)
         start, end = offsets[tokens[0]][0], offsets[tokens[1]][1]
@@ -208,15 +206,6 @@ def _details(
             reason = f"{others} a higher score{doubt}"
         details.append(QaWindow(start, end, best, window.no_answer, rank, reason))
     return QaDetails(answers, details)
-
-
-def _scores(logits: Float32, context_start: int, context_tokens: int) -> Float32:
-    """Return the start and end scores [1 + C, 2] of ``[CLS]`` and the C context tokens."""
-    context_logits = logits[context_start : context_start + context_tokens]
-    selected = np.concatenate([logits[:1], context_logits])
-    scores: Float32 = np.exp(selected - selected.max(0))
-    scores /= scores.sum(0)
-    return scores
 
 
 def _best_spans(

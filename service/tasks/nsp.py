@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store.heads import next_sentence
+from cloze.service.core import Location
 from cloze.service.tasks.task import (
     INPUTS,
     NotEmpty,
@@ -22,7 +23,7 @@ from cloze.service.tasks.task import (
     WireModel,
     softmax,
 )
-from cloze.service.tasks.texts import LongTextRule, TextEncoder, UsageParameters
+from cloze.service.tasks.texts import LongTextRule, UsageParameters, encode_pairs
 
 
 class Pair(WireModel):
@@ -75,25 +76,19 @@ def prepare(
     inputs: Inputs, parameters: NspParameters, context: TaskContext
 ) -> PreparedRequest[Inputs]:
     """Tokenize the pairs; raise `InvalidRequest` for a long one if long pairs are refused."""
-    tokenizer, limits = context.tokenizer, context.limits
+    limits = context.limits
+    pairs: list[tuple[Location, str, str | None]]
     if isinstance(inputs, Candidates):
         limits.check_count(len(inputs.candidates), INPUTS)
-        pairs = [
-            (INPUTS.below("candidates", index), inputs.text, candidate)
-            for index, candidate in enumerate(inputs.candidates)
-        ]
+        place = INPUTS.below("candidates")
+        pairs = [(place.below(n), inputs.text, text) for n, text in enumerate(inputs.candidates)]
     else:
         pairs = [(at, pair.text, pair.next) for at, pair in limits.listed(inputs)]
     for at, first, second in pairs:
         limits.check_text(first, at.below("text"))
-        limits.check_text(second, at.below("next"))
-    texts = list(dict.fromkeys(text for _, *pair in pairs for text in pair))  # each once
-    ids = dict(zip(texts, tokenizer.ids(texts), strict=True))
+        limits.check_text(second or "", at.below("next"))
     rule = LongTextRule(parameters.long_text or "truncate", report=bool(parameters.return_usage))
-    encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
-    for at, first, second in pairs:
-        encoder.add_pair(at, ids[first], ids[second])
-    prepared = encoder.prepared(inputs)
+    prepared = encode_pairs(pairs, rule, context, _REQUEST).prepared(inputs)
     return prepared._replace(texts=len(pairs) + isinstance(inputs, Candidates))
 
 

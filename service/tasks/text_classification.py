@@ -11,7 +11,7 @@ from pydantic import Field
 
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
-from cloze.service.core import Float32
+from cloze.service.core import Float32, Location
 from cloze.service.tasks.task import (
     Count,
     Input,
@@ -25,7 +25,7 @@ from cloze.service.tasks.task import (
     check_range,
     softmax,
 )
-from cloze.service.tasks.texts import TextEncoder, TruncationParameters, UsageParameters
+from cloze.service.tasks.texts import TruncationParameters, UsageParameters, encode_pairs
 
 Function = Literal["sigmoid", "softmax", "none"]
 
@@ -83,27 +83,21 @@ def prepare(
     inputs: Any, parameters: TextClassificationParameters, context: TaskContext
 ) -> PreparedRequest[_State]:
     """Tokenize the texts."""
-    tokenizer, limits = context.tokenizer, context.limits
+    limits = context.limits
     texts: list[Input[str | TextPair]] = limits.listed(inputs)
     if parameters.top_k is not None:
         check_range(parameters.top_k, 1, limits.max_top_k, "top_k")
-    pairs = [(t, None) if isinstance(t, str) else (t.text, t.text_pair) for _, t in texts]
-    for (at, text), (first, second) in zip(texts, pairs, strict=True):
-        if not isinstance(text, str):
-            limits.check_text(first, at.below("text"))
-        if second is not None:
-            limits.check_text(second, at.below("text_pair"))
-    firsts = tokenizer.ids([first for first, _ in pairs])
-    seconds = tokenizer.ids([second or "" for _, second in pairs])
+    pairs: list[tuple[Location, str, str | None]] = []
+    for at, text in texts:
+        if isinstance(text, str):
+            pairs.append((at, text, None))
+            continue
+        limits.check_text(text.text, at.below("text"))
+        if text.text_pair is not None:
+            limits.check_text(text.text_pair, at.below("text_pair"))
+        pairs.append((at, text.text, text.text_pair))
     rule = parameters.rule(report=parameters.return_usage)
-    encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
-    for (at, _), (text, second), text_ids, second_ids in zip(
-        texts, pairs, firsts, seconds, strict=True
-    ):
-        if second is None:
-            encoder.add(at, text_ids, text)
-        else:
-            encoder.add_pair(at, text_ids, second_ids)
+    encoder = encode_pairs(pairs, rule, context, _REQUEST)
     function = parameters.function_to_apply or _FUNCTIONS[_labels(context).problem_type]
     windows = encoder.windows if parameters.long_text == "window" else None
     state = _State(parameters.top_k, function, windows)

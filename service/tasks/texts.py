@@ -252,6 +252,24 @@ def characters(
     return [(offsets[first][0], offsets[end - 1][1]) for first, end in bounds]
 
 
+def encode_pairs(
+    pairs: Sequence[tuple[Location, str, str | None]],
+    rule: LongTextRule,
+    context: TaskContext,
+    requests: Mapping[str, HeadRequest],
+) -> TextEncoder:
+    """Return the encodings of pairs of texts, and of texts whose second text is None."""
+    texts = list(dict.fromkeys(text for _, *pair in pairs for text in pair if text is not None))
+    ids = dict(zip(texts, context.tokenizer.ids(texts), strict=True))  # each text once
+    encoder = TextEncoder(rule, context, context.limits.max_tokens, requests)
+    for at, first, second in pairs:
+        if second is None:
+            encoder.add(at, ids[first], first)
+        else:
+            encoder.add_pair(at, ids[first], ids[second])
+    return encoder
+
+
 # ---- texts to embed ------------------------------------------------------------------------------
 
 

@@ -151,26 +151,20 @@ def _layer_request(
         return None
     context.check_head(layer_embedding.HEAD, "pooling and layers need vectors of layers")
     _check_no_projection(manifest, "pooling and layers")
-    return LayerEmbeddingRequest(
-        _layer_weights(layers or "last", manifest.architecture.layers), chosen
-    )
-
-
-def _layer_weights(layers: Layers, count: int) -> list[dict[int, float]]:
-    """Return the weights of each layer, for each vector; 0 is the embeddings."""
+    layers, count = layers or "last", manifest.architecture.layers
     if layers.endswith("last-four") and count < _LAST_FOUR:
         problem = f"{layers} needs {_LAST_FOUR} layers; the model has {count}"
         raise InvalidRequest(problem, Location(("layers",)))
     last_four = range(count - _LAST_FOUR + 1, count + 1)
-    choices: dict[Layers, list[dict[int, float]]] = {
-        "first": [{0: 1.0}],
+    weights: dict[Layers, list[dict[int, float]]] = {  # of each layer, for each vector
+        "first": [{0: 1.0}],  # the embeddings
         "second-to-last": [{count - 1: 1.0}],
         "last": [{count: 1.0}],
         "sum-last-four": [dict.fromkeys(last_four, 1.0)],
         "concat-last-four": [{layer: 1.0} for layer in last_four],
         "sum-all": [dict.fromkeys(range(1, count + 1), 1.0)],
     }
-    return choices[layers]
+    return LayerEmbeddingRequest(weights[layers], chosen)
 
 
 def _encode_spans(

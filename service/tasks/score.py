@@ -17,7 +17,7 @@ from pydantic import Field
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
-from cloze.service.core import InvalidRequest, Location
+from cloze.service.core import InvalidRequest
 from cloze.service.tasks.task import (
     Outputs,
     PreparedRequest,
@@ -67,41 +67,36 @@ def prepare(
     inputs: Any, parameters: ScoreParameters, context: TaskContext
 ) -> PreparedRequest[list[Spans]]:
     """Tokenize the texts, and mask each token of a text in a copy of its own."""
-    limits, choice = context.limits, parameters.long_text or "error"
+    tokenizer, limits, choice = context.tokenizer, context.limits, parameters.long_text or "error"
+    most = limits.max_tokens
     texts = limits.listed(inputs)
     scored: list[Spans] = []
     usages: list[TextUsage] = []
-    tokens = 0
+    held = 0
     for at, text in texts:
-        spans = context.tokenizer.spans(text)
-        _check(spans.ids, at, choice, context)
-        scored.append(spans.first(limits.max_tokens - 2) if choice == "truncate" else spans)
+        spans = tokenizer.spans(text)
+        check_has_tokens(spans.ids, at)
+        tokens = len(spans.ids) + 2
+        if tokens > most and choice == "error":
+            raise InvalidRequest(
+                f"has {tokens} tokens; the model reads {most}; long_text window scores each token "
+                "in the part around it",
+                at,
+            )
+        if tokenizer.mask_id in spans.ids:
+            mask = tokenizer.mask_token
+            raise InvalidRequest(f"holds {mask}, which has no probability; /fill-mask fills it", at)
+        scored.append(spans.first(most - 2) if choice == "truncate" else spans)
         copies = len(scored[-1].ids)
-        usages.append(TextUsage(len(spans.ids) + 2, copies + 2))
-        tokens += copies * min(copies + 2, limits.max_tokens)
-        limits.check_tokens(tokens, "the masked copies hold", at)
+        usages.append(TextUsage(tokens, copies + 2))
+        held += copies * min(copies + 2, most)
+        limits.check_tokens(held, "the masked copies hold", at)
     limits.check_results(sum(len(spans.ids) for spans in scored), "the texts need")
     rule = LongTextRule(choice, report=bool(parameters.return_usage))
-    encoder = TextEncoder(rule, context, limits.max_tokens)
+    encoder = TextEncoder(rule, context, most)
     for (at, _), spans, usage in zip(texts, scored, usages, strict=True):
         encoder.add_encodings(at, _masked_copies(spans.ids, context), usage)
     return encoder.prepared(scored, len(encoder.encodings))
-
-
-def _check(ids: Sequence[int], at: Location, choice: LongText, context: TaskContext) -> None:
-    """Check the tokens of one text."""
-    tokenizer, most = context.tokenizer, context.limits.max_tokens
-    check_has_tokens(ids, at)
-    if len(ids) + 2 > most and choice == "error":
-        raise InvalidRequest(
-            f"has {len(ids) + 2} tokens; the model reads {most}; long_text window scores "
-            "each token in the part around it",
-            at,
-        )
-    if tokenizer.mask_id in ids:
-        raise InvalidRequest(
-            f"holds {tokenizer.mask_token}, which has no probability; /fill-mask fills it", at
-        )
 
 
 def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:

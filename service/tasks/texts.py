@@ -158,7 +158,7 @@ class TextEncoder:
         The ids are without special tokens. The text is None if the client sent its ids. The prompt
         is the start of the text, which each window repeats.
         """
-        if self.rule.choice == "window" and (prompt or len(ids) + 2 > self.max_tokens):
+        if self.rule.choice == "window" and len(ids) + 2 > self.max_tokens:
             return self._add_windows(at, ids, text, prompt)
         tokenizer = self.context.tokenizer
         encoding = tokenizer.encode(ids, self.max_tokens, keep_end=self.rule.keep_end)
@@ -179,18 +179,14 @@ class TextEncoder:
                 f"the prompt of {len(prefix)} tokens leaves no room; "
                 f"the model reads {self.max_tokens}"
             )
-        bounds = [(0, len(own))]
-        if len(own) > room:
-            bounds = self.divide(len(own), room, at, self.rule.stride)
+        bounds = self.divide(len(own), room, at, self.rule.stride)
         encodings = [
             tokenizer.encode([*prefix, *own[first:end]], self.max_tokens) for first, end in bounds
         ]
         windows = None
-        if len(bounds) > 1 and places:
-            windows = [
-                (start - len(prompt), end - len(prompt))
-                for start, end in characters(bounds, places[len(prefix) :])
-            ]
+        if places:
+            read = characters(bounds, places[len(prefix) :])
+            windows = [(start - len(prompt), end - len(prompt)) for start, end in read]
         self.add_encodings(at, encodings, TextUsage(len(ids) + 2, len(ids) + 2, windows))
         return bounds
 

@@ -108,7 +108,10 @@ class JointFilling:
 
     def decode(self, _: Outputs, context: TaskContext) -> list[list[Filling]]:
         """Return the fillings of each text."""
-        return [self._fillings(text, context.tokenizer) for text in self.texts]
+        return [
+            [_filling(text, one, context.tokenizer) for one in text.hypotheses[: self.top_k]]
+            for text in self.texts
+        ]
 
     def _unfinished(self) -> list[_Text]:
         return [text for text in self.texts if text.filled < len(text.masks)]
@@ -124,25 +127,15 @@ class JointFilling:
         encoding.requests = {masked_lm.HEAD.name: request}
         return encoding
 
-    def _fillings(self, text: _Text, tokenizer: Tokenizer) -> list[Filling]:
-        best = text.hypotheses[: self.top_k]
-        filled = []
-        for one in best:
-            ids = list(text.ids)
-            for position, token in zip(text.masks, one.tokens, strict=True):
-                ids[position - 1] = token
-            filled.append(ids)
-        sequences = tokenizer.decode(filled, skip_special_tokens=True)
-        strings = iter(tokenizer.decode([[token] for one in best for token in one.tokens]))
-        return [
-            Filling(
-                math.exp(one.log_probability),
-                list(one.tokens),
-                [next(strings) for _ in one.tokens],
-                sequence,
-            )
-            for one, sequence in zip(best, sequences, strict=True)
-        ]
+
+def _filling(text: _Text, hypothesis: _Hypothesis, tokenizer: Tokenizer) -> Filling:
+    ids = list(text.ids)
+    for position, token in zip(text.masks, hypothesis.tokens, strict=True):
+        ids[position - 1] = token  # the ids are without [CLS]
+    [sequence] = tokenizer.decode([ids], skip_special_tokens=True)
+    words = tokenizer.decode([[token] for token in hypothesis.tokens])
+    score = math.exp(hypothesis.log_probability)
+    return Filling(score, list(hypothesis.tokens), words, sequence)
 
 
 def prepare_jointly(

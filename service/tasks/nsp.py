@@ -87,7 +87,7 @@ def prepare(
     for at, first, second in pairs:
         limits.check_text(first, at.below("text"))
         limits.check_text(second or "", at.below("next"))
-    rule = LongTextRule(parameters.long_text or "truncate", report=bool(parameters.return_usage))
+    rule = LongTextRule(parameters.long_text or "truncate", report=parameters.return_usage)
     prepared = encode_pairs(pairs, rule, context, _REQUEST).prepared(inputs)
     return prepared._replace(texts=len(pairs) + isinstance(inputs, Candidates))
 

@@ -92,7 +92,7 @@ def prepare(
         held += copies * min(copies + 2, most)
         limits.check_tokens(held, "the masked copies hold", at)
     limits.check_results(sum(len(spans.ids) for spans in scored), "the texts need")
-    rule = LongTextRule(choice, report=bool(parameters.return_usage))
+    rule = LongTextRule(choice, report=parameters.return_usage)
     encoder = TextEncoder(rule, context, most)
     for (at, _), spans, usage in zip(texts, scored, usages, strict=True):
         encoder.add_encodings(at, _masked_copies(spans.ids, context), usage)

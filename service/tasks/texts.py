@@ -79,13 +79,13 @@ class TruncationParameters(WireModel):
         choice: LongText | None = self.long_text
         if choice is None:
             choice = "error" if self.truncate is False else "truncate"
-            return LongTextRule(choice, "truncate is false", keep_end, report=bool(report))
+            return LongTextRule(choice, "truncate is false", keep_end, report=report)
         if self.truncate is not None and choice == ("error" if self.truncate else "truncate"):
             given = str(self.truncate).lower()
             raise InvalidRequest(
                 f"truncate {given} contradicts long_text {choice}; leave out one of them"
             )
-        return LongTextRule(choice, keep_end=keep_end, report=bool(report))
+        return LongTextRule(choice, keep_end=keep_end, report=report)
 
 
 class TextParameters(TruncationParameters, UsageParameters):
@@ -115,7 +115,7 @@ class LongTextRule:
     refused_by: str = "long_text is error"
     keep_end: bool = False
     stride: int | None = None
-    report: bool = False
+    report: bool | None = False
 
     def check(self, at: Location, tokens: int, most: int) -> None:
         """Raise `InvalidRequest` for a text of more tokens than the model reads, if asked to."""

@@ -133,7 +133,7 @@ def prepare(
     texts = limits.listed(inputs)
     strategy: Strategy = parameters.aggregation_strategy or "simple"
     choice = _long_text(parameters, strategy, limits.max_tokens - 2)
-    rule = LongTextRule(choice, stride=parameters.stride, report=bool(parameters.return_usage))
+    rule = LongTextRule(choice, stride=parameters.stride, report=parameters.return_usage)
     encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
     prepared: list[_Text] = []
     for at, text in texts:

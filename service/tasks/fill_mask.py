@@ -15,7 +15,6 @@ from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import fill_jointly, fill_tokens
 from cloze.service.tasks.task import (
     Count,
-    Input,
     PreparedRequest,
     Task,
     TaskContext,
@@ -92,7 +91,7 @@ def prepare(
         if parameters.return_usage and choice == "window" and end - first < len(ids):
             windows = characters([(first, end)], tokenizer.spans(text).offsets)
         usages.append(TextUsage(len(ids) + 2, end - first + 2, windows))
-        read.append(Input(at, ids[first:end]))
+        read.append((at, ids[first:end]))
         predictions += len(masks) * max(top_k, len(targets))
         written += len(masks) * max(top_k, len(targets)) * (end - first)
     _check_predictions(predictions, written, limits)

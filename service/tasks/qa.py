@@ -119,8 +119,8 @@ def _add(
     pair: Input[QaPair], options: QaOptions, encoder: TextEncoder, context: TaskContext
 ) -> Question:
     """Add the windows of a question's context to the encodings of a request; see `prepare`."""
-    at, (question, text) = pair.at, (pair.value.question, pair.value.context)
-    tokenizer = context.tokenizer
+    (at, asked), tokenizer = pair, context.tokenizer
+    question, text = asked.question, asked.context
     context.limits.check_text(question, at.below("question"))
     context.limits.check_text(text, at.below("context"))
     ids, spans = tokenizer.ids([question])[0], tokenizer.spans(text)

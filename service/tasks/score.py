@@ -120,12 +120,10 @@ def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
 def decode(texts: list[Spans], outputs: Outputs, context: TaskContext) -> list[TextScore]:
     """Return the score of each text."""
     results = iter(output[masked_lm.HEAD.name] for output in outputs)
-    scores = []
+    scores, token_of = [], context.tokenizer.token_of
     for text in texts:
         tokens = [
-            ScoredToken(
-                context.tokenizer.token_of(token), start, end, result.target_log_probability()
-            )
+            ScoredToken(token_of(token), start, end, result.target_log_probability())
             for token, (start, end), result in zip(text.ids, text.offsets, results, strict=False)
         ]
         scores.append(TextScore(math.fsum(token.log_probability for token in tokens), tokens))

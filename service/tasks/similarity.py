@@ -14,7 +14,6 @@ from cloze.service.core import Float32
 from cloze.service.tasks.embed import normalized
 from cloze.service.tasks.task import (
     INPUTS,
-    Input,
     Outputs,
     PreparedRequest,
     Task,
@@ -78,8 +77,8 @@ def prepare(
 ) -> PreparedRequest[list[Offsets] | None]:
     """Tokenize the text, then the texts to compare with it."""
     context.limits.check_count(len(inputs.sentences), _SENTENCES, others=1)
-    texts = [Input(INPUTS.below("source_sentence"), inputs.source_sentence)]
-    texts += [Input(_SENTENCES.below(n), text) for n, text in enumerate(inputs.sentences)]
+    texts = [(INPUTS.below("source_sentence"), inputs.source_sentence)]
+    texts += [(_SENTENCES.below(n), text) for n, text in enumerate(inputs.sentences)]
     for at, text in texts:
         context.limits.check_text(text, at)
     if not parameters.details:

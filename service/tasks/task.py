@@ -31,7 +31,7 @@ UP_TO: Final = "up to "
 Outputs = Sequence[HeadOutputs]
 """The results of the heads for each encoding of a request."""
 
-T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
 S = TypeVar("S")
 
 
@@ -118,11 +118,8 @@ TokenIds = Annotated[
 """The token ids of a text."""
 
 
-class Input(NamedTuple, Generic[T_co]):
-    """One input of a call, and its place in the request: ``inputs`` or ``inputs[3]``."""
-
-    at: Location
-    value: T_co
+Input = tuple[Location, T]
+"""The place of an input of a call, ``inputs`` or ``inputs[3]``, and the input."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +150,10 @@ class TaskLimits:
         A list of token ids is one input.
         """
         if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
-            places = [Input(INPUTS, inputs)]
+            places = [(INPUTS, inputs)]
         else:
             self.check_count(len(inputs), INPUTS)
-            places = [Input(INPUTS.below(index), value) for index, value in enumerate(inputs)]
+            places = [(INPUTS.below(index), value) for index, value in enumerate(inputs)]
         for at, value in places:
             if isinstance(value, str):
                 self.check_text(value, at)

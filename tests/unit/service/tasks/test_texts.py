@@ -97,7 +97,7 @@ def test_one_input_or_a_list() -> None:
     assert LIMITS.listed("a") == [(INPUTS, "a")]
     assert LIMITS.listed([5, 6]) == [(INPUTS, [5, 6])]  # the token ids of one text
     assert LIMITS.listed(["a"] * 4) == [(INPUTS.below(index), "a") for index in range(4)]
-    assert str(LIMITS.listed([[5], [6]])[1].at) == "inputs[1]"
+    assert str(LIMITS.listed([[5], [6]])[1][0]) == "inputs[1]"
     with pytest.raises(EmptyRequest):
         LIMITS.listed([])
     with pytest.raises(InvalidRequest, match="5 texts; the limit is 4"):

@@ -48,7 +48,6 @@ from cloze.service.tasks import (
     text_classification,
     token_classification,
 )
-from cloze.service.tasks.long_text import UsageParameters
 from cloze.service.tasks.task import (
     INPUTS,
     NoParameters,
@@ -57,6 +56,7 @@ from cloze.service.tasks.task import (
     TextUsage,
     WireModel,
 )
+from cloze.service.tasks.texts import UsageParameters
 
 ModelName = Annotated[
     str | None,
@@ -97,7 +97,7 @@ class _NativeRoute(TaskRoute):
             tag="tasks",
             result=_result_type(task),
             error_body=ErrorBody,
-            examples={example.title: example.body for example in task.examples},
+            examples=task.examples,
             media_types=(RAW, NPY) if task.vectors else (),
             headers=_VECTOR_HEADERS if task.vectors else {},
         )
@@ -130,7 +130,9 @@ def body_type(task: Task) -> type[BaseModel]:
             __base__=(parameters, base),
             __doc__=parameters.__doc__,
         )
-    fields: dict[str, Any] = {"inputs": (task.inputs, ...)}
+    examples = [example["inputs"] for example in task.examples.values()]
+    inputs = Annotated[task.inputs, Field(examples=examples[:1])] if examples else task.inputs
+    fields: dict[str, Any] = {"inputs": (inputs, ...)}
     if task.name in _PARAMETERS_AT_ROOT:
         base = parameters
     elif task.parameters is not NoParameters:
@@ -266,14 +268,14 @@ class _Dispatcher:
 
     def route(self) -> Route:
         """Return the route."""
-        first = {name: route.task.examples[0] for name, route in self._routes.items()}
+        first = [(name, *next(iter(r.task.examples.items()))) for name, r in self._routes.items()]
         doc = RouteDoc(
             summary="The task that fits the body, for clients that know only this address",
             tag="tasks",
             result=Any,
             error_body=ErrorBody,
             body=DispatchBody,
-            examples={f"{name}: {example.title}": example.body for name, example in first.items()},
+            examples={f"{name}: {title}": body for name, title, body in first},
             media_types=(RAW, NPY),
             headers={**TIMING_HEADERS, **_VECTOR_HEADERS},
             errors=ERROR_STATUSES,

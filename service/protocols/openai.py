@@ -23,8 +23,9 @@ from cloze.service.protocols.protocol import (
     WireProtocol,
     json_response,
 )
-from cloze.service.tasks import TaskCall, embed, embed_inputs
+from cloze.service.tasks import TaskCall, embed
 from cloze.service.tasks.task import Count, WireModel
+from cloze.service.tasks.texts import TextsOrIds
 
 _ALIAS: Final = "/embeddings"
 """Another path of ``/v1/embeddings``, which text-embeddings-inference has."""
@@ -33,7 +34,7 @@ _ALIAS: Final = "/embeddings"
 class OpenAiEmbeddingsBody(WireModel):
     """The body of ``POST /v1/embeddings``."""
 
-    input: embed_inputs.EmbedInputs = Field(
+    input: TextsOrIds = Field(
         description="a text, its token ids, or a list of either",
         examples=["What is deep learning?"],
     )

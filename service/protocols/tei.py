@@ -29,16 +29,15 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.tasks import (
     TaskCall,
-    decode_ids,
     embed,
     rerank,
     similarity,
     text_classification,
-    tokenize,
+    token_ids,
 )
-from cloze.service.tasks.long_text import TruncationParameters
 from cloze.service.tasks.task import NotEmpty, Text, Texts, TokenIds
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
+from cloze.service.tasks.texts import TruncationParameters
 
 _MODEL: Final = Field(None, description="a served model, NAME or NAME@VERSION")
 
@@ -62,14 +61,14 @@ class RerankBody(rerank.RerankParameters, rerank.RerankInputs, LenientModel):
     model: str | None = _MODEL
 
 
-class TokenizeBody(tokenize.TokenizeParameters, LenientModel):
+class TokenizeBody(token_ids.TokenizeParameters, LenientModel):
     """The body of ``POST /tokenize``."""
 
     inputs: Text | Texts = Field(description="a text or a list of texts", examples=["A cat sat."])
     model: str | None = _MODEL
 
 
-class DecodeBody(decode_ids.DecodeParameters, LenientModel):
+class DecodeBody(token_ids.DecodeParameters, LenientModel):
     """The body of ``POST /decode``."""
 
     ids: TokenIds | Annotated[list[TokenIds], NotEmpty] = Field(
@@ -190,11 +189,11 @@ class _TokenizerRoute(TaskRoute):
 
 
 class _Tokenize(_TokenizerRoute):
-    task = tokenize.TASK
+    task = token_ids.TOKENIZE
     body = TokenizeBody
     doc = _doc(
         "The tokens of texts",
-        result=list[list[tokenize.Token]],
+        result=list[list[token_ids.Token]],
         examples={"One text": {"inputs": "A house."}},
     )
 
@@ -204,7 +203,7 @@ class _Tokenize(_TokenizerRoute):
     def respond(self, _: Request, __: TokenizeBody, result: TaskResult) -> BytesResponse:
         """Write the tokens part by part: as one value, they would need ten times the memory."""
         written = BytesIO()
-        texts: list[tokenize.TokenizedText] = result.value
+        texts: list[token_ids.TokenizedText] = result.value
         for number, text in enumerate(texts):
             written.write(b",[" if number else b"[[")
             for index, part in enumerate(text.parts()):
@@ -216,7 +215,7 @@ class _Tokenize(_TokenizerRoute):
 
 
 class _Decode(_TokenizerRoute):
-    task = decode_ids.TASK
+    task = token_ids.DECODE
     body = DecodeBody
     names: ClassVar[Names] = {("inputs",): "ids"}
     doc = _doc(

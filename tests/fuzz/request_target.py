@@ -27,7 +27,7 @@ from cloze.service.core import ServiceError
 from cloze.service.http.bodies import parse
 from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.protocols.native import body_type
-from cloze.service.tasks import TASKS, TaskCall, TaskContext, TaskLimits
+from cloze.service.tasks import TASKS, TaskContext, TaskLimits
 from cloze.service.tokenizer import Tokenizer
 from tests.fuzz.damage import damaged_bytes, json_values
 from tests.fuzz.search import Target
@@ -174,7 +174,7 @@ def check(data: bytes, _: Path) -> bool:
         asked: Any = parse(model, body.encode("utf-8", "surrogateescape"), BODY_LIMITS)
         at_root = isinstance(asked, task.parameters)
         parameters = asked if at_root else getattr(asked, "parameters", None) or task.parameters()
-        prepared = task.prepare(TaskCall(asked.inputs, parameters), context())
+        prepared = task.prepare(asked.inputs, parameters, context())
         while True:
             check_encodings(prepared.encodings)
             outputs = [fake_outputs(encoding, random) for encoding in prepared.encodings]
@@ -182,7 +182,7 @@ def check(data: bytes, _: Path) -> bool:
             if not following:
                 break
             prepared = following
-        result = task.decode(prepared, outputs, context())
+        result = task.decode(prepared.state, outputs, context())
     except ServiceError:
         return False
     answer = {"result": result, "usage": prepared.usage, "warnings": prepared.warnings}
@@ -294,9 +294,9 @@ def texts_of(value: Any) -> Iterator[str]:
 TARGET = Target(
     name="request",
     valid=[
-        f"{task.route}\n{json.dumps(example.body)}".encode()
+        f"{task.route}\n{json.dumps(body)}".encode()
         for task in TASKS.values()
-        for example in task.examples
+        for body in task.examples.values()
     ],
     inputs=st.one_of(requests(), requests(), requests(), damaged_bytes(requests())),
     check=check,

@@ -18,7 +18,7 @@ from cloze.service.protocols.protocol import LenientModel, ignored_fields
 from cloze.service.protocols.tensors import TaskTensors, TensorMetadata
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.nsp import NspLabel, RankedCandidate
-from cloze.service.tasks.task import NoParameters, PreparedRequest, TaskCall, TaskContext
+from cloze.service.tasks.task import NoParameters, PreparedRequest, TaskContext
 from cloze.service.tasks.text_classification import LabelScore
 from tests.unit.service.protocols.service import Service
 
@@ -305,8 +305,8 @@ def test_unknown_fields_are_named_in_a_warning() -> None:
 def test_a_task_without_parameters_takes_none(tmp_path: Path) -> None:
     asked = []
 
-    def prepare(call: TaskCall, _: TaskContext) -> PreparedRequest[None]:
-        asked.append(call.parameters)
+    def prepare(_: str, parameters: NoParameters, __: TaskContext) -> PreparedRequest[None]:
+        asked.append(parameters)
         return PreparedRequest([], None)
 
     task = replace(

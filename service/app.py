@@ -287,7 +287,9 @@ class Service:
     def begin(self) -> None:
         """Begin to write the access log and the metrics; call this once, before any request."""
         self._access_log.begin()
-        self._metrics.watch(self)
+        self._metrics.source = self
+        if self.reopens:
+            self._metrics.queues = self.queues
         self._metrics.begin()
         self._add_series(self.snapshot)
 

@@ -208,7 +208,7 @@ def test_a_real_prometheus_answers_from_our_series(fresh: Server, tmp_path: Path
 
 
 def test_many_observations_at_once_are_the_same_as_one_by_one() -> None:
-    """`_observe_all` relies on attributes of prometheus_client that are not public."""
+    """`observe_all` relies on attributes of prometheus_client that are not public."""
     registry = CollectorRegistry()
     bounds = (0.001, 0.01, 0.1)
     one, many = (Histogram(name, "text", buckets=bounds, registry=registry) for name in "ab")
@@ -216,7 +216,7 @@ def test_many_observations_at_once_are_the_same_as_one_by_one() -> None:
     observations = Observations()
     for value in values:
         one.observe(value)
-        observations.add(many, value)
+    observations.add([(many, value, "") for value in values])
     observations.write()
     observations.write()
     lines = generate_latest(registry).decode().splitlines()

@@ -2,9 +2,9 @@
 
 from cloze.service.metrics.metrics import Metrics, ModelInfo, ScrapeSource
 from cloze.service.metrics.processes import (
-    ProcessRestarts,
     forget_other_models,
     forget_process,
+    restart_counters,
     share_folder,
     write_as,
 )
@@ -12,10 +12,10 @@ from cloze.service.metrics.processes import (
 __all__ = [
     "Metrics",
     "ModelInfo",
-    "ProcessRestarts",
     "ScrapeSource",
     "forget_other_models",
     "forget_process",
+    "restart_counters",
     "share_folder",
     "write_as",
 ]

@@ -5,8 +5,8 @@ import functools
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Histogram, Metric, ProcessCollector, multiprocess
@@ -15,13 +15,15 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-from cloze.service.core import BatchReport, QueueState, Rejection, Timings
-from cloze.service.metrics.families import MODEL, Families, ModelSeries, model_labels
+from cloze.service.core import BatchFill, BatchReport, QueueState
+from cloze.service.logs import AccessRecord
+from cloze.service.metrics.families import MODEL, Families, model_labels
 
 _WRITE_EVERY_S = 0.1
 """Seconds between writes to a folder that processes share; another process may be scraped."""
 
 _OK = 200
+_PARTS = ("tokenize", "queue", "inference")
 
 _MAX_UNWRITTEN = 4096
 """Observations that wait until their counters are written."""
@@ -32,6 +34,9 @@ _MAX_EXEMPLAR_CHARACTERS = 128
 
 Source: OpenMetrics 1.0, section Exemplars. A scraper may reject an exposition with a longer one.
 """
+
+_EOF = b"# EOF\n"
+"""The last line of OpenMetrics."""
 
 
 class ModelInfo(NamedTuple):
@@ -46,10 +51,6 @@ class ScrapeSource(Protocol):
 
     def unready(self) -> object | None:
         """Return why the server admits no request; None if it admits requests."""
-        ...
-
-    def queues(self) -> Mapping[str, QueueState]:
-        """Return the state of the queue of each model, by its full name."""
         ...
 
     def model_infos(self) -> Sequence[ModelInfo]:
@@ -71,65 +72,63 @@ class Metrics(Collector):
         shared: whether the values are those of all processes.
 
     Attributes:
-        shared: whether the values are those of all processes.
         in_flight: requests of this process that have arrived and are not answered.
+        source: what is read at each scrape; None: nothing is.
+        queues: returns the state of each queue of this process, by the model's full name.
     """
 
     def __init__(self, models: Sequence[str] = (), *, shared: bool = False) -> None:
-        self.shared = shared
+        self._shared = shared
         self.in_flight = 0
+        self.source: ScrapeSource | None = None
+        self.queues: Callable[[], Mapping[str, QueueState]] = dict
         self._registry = CollectorRegistry()
         if shared:
             multiprocess.MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]
         else:
             ProcessCollector(registry=self._registry)
         self._families = Families(None if shared else self._registry)
-        self._models: dict[str, ModelSeries] = {}
-        self.add_models(models)
         # To look up a series by its labels costs more than to observe a value.
-        self._requests = functools.cache(
-            lambda route, model, status: self._families.requests.labels(
-                route, *model_labels(model), str(status)
-            )
-        )
-        self._durations = functools.cache(
-            lambda route, model: self._families.durations.labels(route, *model_labels(model))
-        )
+        self._series = functools.cache(_series)
+        self._models: set[str] = set()
+        self.add_models(models)
         self._observations = Observations(exemplars=not shared)
-        self._source: ScrapeSource | None = None
         self._scraped = CollectorRegistry()  # the values that `collect` reads at each scrape
         self._scraped.register(self)
         self._scraping = threading.Lock()
 
     def begin(self) -> None:
         """Begin to write to the folder that processes share, if they share one."""
-        if self.shared:
+        if self._shared:
+            self._write()  # so that the gauges exist from now on
             threading.Thread(target=self._write_often, name="metrics", daemon=True).start()
             atexit.register(self._observations.write)
 
     def add_models(self, models: Iterable[str]) -> None:
-        """Create the series of models.
-
-        Args:
-            models: their full names.
-        """
+        """Create the series of models, by their full names."""
+        families, series = self._families, self._series
         for model in models:
-            if model not in self._models:
-                self._models[model] = self._families.of_model(model)
+            self._models.add(model)
+            for part in _PARTS:
+                series(families.parts, model, part)
+            for fill in BatchFill:
+                series(families.batches, model, fill)
+            for family in (families.batch_sequences, families.batch_tokens, families.batch_seconds):
+                series(family, model)
+            for counter in (families.tokens, families.truncated):
+                series(counter, model)
 
     def forget_models(self, models: Iterable[str]) -> None:
-        """Remove the series of models that are served no more.
+        """Remove the series of models that are served no more, by their full names.
 
         Call this after the last request and the last batch of the models.
-
-        Args:
-            models: their full names.
         """
         for model in models:
-            if self._models.pop(model, None) is not None:
-                self._families.forget_model(model)
-        self._requests.cache_clear()
-        self._durations.cache_clear()
+            self._models.discard(model)
+            labels = dict(zip(MODEL, model_labels(model), strict=True))
+            for family in self._families.of_models:
+                family.remove_by_labels(labels)
+        self._series.cache_clear()
 
     def create_request_series(
         self, route: str, models: Sequence[str], statuses: Sequence[int]
@@ -144,59 +143,49 @@ class Metrics(Collector):
         """
         for model in models:
             for status in statuses:
-                self._requests(route, model, status)
+                self._series(self._families.requests, model, route, status)
 
-    def observe_request(
-        self, route: str, model: str, status: int, seconds: float, identity: bytes = b""
-    ) -> None:
-        """Record an answered request: a result or an error, with the id of the request."""
-        self._requests(route, model, status).inc()
-        if status == _OK:
-            self._observations.add(self._durations(route, model), seconds, identity)
-
-    def observe_rejection(self, reason: Rejection) -> None:
-        """Record a request that is not answered because of the server's own state."""
-        self._families.rejected[reason].inc()
-
-    def observe_parts(self, model: str, timings: Timings, truncated: int) -> None:
-        """Record the parts of a request that got its result, and its number of cut texts."""
-        series, add = self._models[model], self._observations.add
-        tokenize, queue, inference = series.parts
-        add(tokenize, timings.tokenize_s)
-        add(queue, timings.queue_s)
-        add(inference, timings.inference_s)
-        if truncated:
-            series.truncated.inc(truncated)
+    def observe_request(self, answered: AccessRecord) -> None:
+        """Record an answered request: a result or an error."""
+        families, series, model = self._families, self._series, answered.model
+        series(families.requests, model, answered.route, answered.status).inc()
+        if answered.rejection is not None:
+            families.rejected[answered.rejection].inc()
+        if answered.status != _OK:
+            return
+        duration = series(families.durations, model, answered.route)
+        observed = [(duration, answered.seconds, answered.request_id)]
+        cost = answered.cost
+        if cost is not None and cost.tokens:  # the histograms of batches have the same requests
+            observed += [
+                (series(families.parts, model, part), seconds, "")
+                for part, seconds in zip(_PARTS, cost.timings[:3], strict=True)
+            ]
+            if cost.truncated:
+                series(families.truncated, model).inc(cost.truncated)
+        self._observations.add(observed)
 
     def observe_batch(self, model: str, report: BatchReport) -> None:
         """Record a batch of the engine. Called on a worker thread."""
-        series, add = self._models.get(model), self._observations.add
-        if series is None:
+        if model not in self._models:
             return  # the batch hung until the end of its model
-        add(series.batch_sequences, report.sequences)
-        add(series.batch_tokens, report.tokens)
-        add(series.batch_seconds, report.seconds)
-        series.tokens.inc(report.tokens)
-        series.batches[report.fill].inc()
-
-    def observe_queue(self, model: str, state: QueueState) -> None:
-        """Record the queue of a model in this process."""
-        labels = model_labels(model)
-        self._families.queue_tokens.labels(*labels).set(state.tokens)
-        self._families.backlog.labels(*labels).set(state.backlog_s)
-
-    def watch(self, source: ScrapeSource) -> None:
-        """Read the values of `source` at each scrape."""
-        self._source = source
+        families, series = self._families, self._series
+        self._observations.add(
+            [
+                (series(families.batch_sequences, model), report.sequences, ""),
+                (series(families.batch_tokens, model), report.tokens, ""),
+                (series(families.batch_seconds, model), report.seconds, ""),
+            ]
+        )
+        series(families.tokens, model).inc(report.tokens)
+        series(families.batches, model, report.fill).inc()
 
     def collect(self) -> Iterable[Metric]:
         """Return the values of this process alone; `prometheus_client` calls it at each scrape."""
-        source = self._source
+        source = self.source
         ready = source is not None and source.unready() is None
         yield GaugeMetricFamily("cloze_ready", "1 while the server admits requests.", float(ready))
-        if source is None:
-            return
-        if infos := source.model_infos():
+        if source is not None and (infos := source.model_infos()):
             names = tuple(infos[0].labels)
             info = GaugeMetricFamily(
                 "cloze_model_info", "1 per served model.", labels=(*MODEL, *names)
@@ -226,18 +215,18 @@ class Metrics(Collector):
             self._write()
 
     def _write(self) -> None:
-        """Write what this process has observed; a queue of other processes is theirs to write."""
+        """Write what the families of this process do not have yet."""
+        families, series = self._families, self._series
         self._observations.write()
-        self._families.in_flight.set(self.in_flight)
-        if self._source is not None and not self.shared:
-            self._families.queue_tokens.clear()  # a model may be served no more
-            self._families.backlog.clear()
-            for model, state in self._source.queues().items():
-                self.observe_queue(model, state)
+        families.in_flight.set(self.in_flight)
+        for model, state in self.queues().items():
+            series(families.queue_tokens, model).set(state.tokens)
+            series(families.backlog, model).set(state.backlog_s)
 
 
-_EOF = b"# EOF\n"
-"""The last line of OpenMetrics."""
+def _series(family: Any, model: str, *labels: object) -> Any:
+    """Return the series of a family with these labels."""
+    return family.labels(*labels, *model_labels(model))
 
 
 class Observations:
@@ -254,18 +243,18 @@ class Observations:
     def __init__(self, *, exemplars: bool = False) -> None:
         self._exemplars = exemplars
         # The methods of a deque are atomic.
-        self._unwritten: deque[tuple[Histogram, float, bytes]] = deque()
+        self._unwritten: deque[tuple[Histogram, float, str]] = deque()
 
-    def add(self, series: Histogram, value: float, identity: bytes = b"") -> None:
-        """Add an observed value, and the id of its request if it has one."""
-        self._unwritten.append((series, value, identity))
+    def add(self, observed: Sequence[tuple[Histogram, float, str]]) -> None:
+        """Add (series, value, request id) of each observed value; "" if no request has it alone."""
+        self._unwritten.extend(observed)
         if len(self._unwritten) > _MAX_UNWRITTEN:
             self.write()
 
     def write(self) -> None:
         """Add all values to their histograms."""
         values_of = defaultdict(list)
-        newest: dict[Histogram, tuple[float, bytes]] = {}
+        newest: dict[Histogram, tuple[float, str]] = {}
         try:
             while True:
                 series, value, identity = self._unwritten.popleft()
@@ -278,7 +267,10 @@ class Observations:
             observe_all(series, observed)
         if self._exemplars:
             for series, (value, identity) in newest.items():
-                _set_exemplar(series, value, identity.decode("ascii"))
+                # As `Histogram.observe` does with an exemplar.
+                bucket = int(np.searchsorted(series._upper_bounds, value))
+                exemplar = Exemplar({_LABEL: identity}, value, time.time())
+                series._buckets[bucket].set_exemplar(exemplar)
 
 
 def observe_all(series: Histogram, observed: Sequence[float]) -> None:
@@ -289,10 +281,3 @@ def observe_all(series: Histogram, observed: Sequence[float]) -> None:
     for bucket, count in zip(series._buckets, counts.tolist(), strict=True):
         if count:
             bucket.inc(count)
-
-
-def _set_exemplar(series: Histogram, value: float, identity: str) -> None:
-    """Do what `Histogram.observe` does with an exemplar."""
-    bucket = int(np.searchsorted(series._upper_bounds, value))
-    exemplar = Exemplar({_LABEL: identity}, value, time.time())
-    series._buckets[bucket].set_exemplar(exemplar)

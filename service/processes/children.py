@@ -6,7 +6,6 @@ new generation. The old one answers the connections that it has, and then ends.
 
 import asyncio
 import ctypes
-import json
 import logging
 import math
 import os
@@ -15,14 +14,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import uvloop
+from pydantic import TypeAdapter
 
 from cloze.model_store import Bundle, Manifest
+from cloze.service import server
 from cloze.service.core import Changes, StartupError
-from cloze.service.metrics import forget_process, share_folder
+from cloze.service.metrics import forget_process, share_folder, write_as
 from cloze.service.settings import Settings
 
 log = logging.getLogger("cloze")
@@ -85,22 +89,12 @@ class ChildConfig:
 
     def to_argument(self) -> str:
         """Return the configuration as JSON."""
-        sockets = [str(path) for path in self.engine_sockets]
-        settings = self.settings.model_dump(mode="json")
-        return json.dumps(asdict(self) | {"engine_sockets": sockets, "settings": settings})
+        return TypeAdapter(ChildConfig).dump_json(self).decode()
 
     @classmethod
     def from_arguments(cls) -> "ChildConfig":
         """Return this process's configuration; from now on the process ends with its parent."""
-        body = json.loads(sys.argv[1])
-        config = cls(
-            **body
-            | {
-                "engine_sockets": tuple(map(Path, body["engine_sockets"])),
-                "listeners": tuple(body["listeners"]),
-                "settings": Settings(**body["settings"]),
-            }
-        )
+        config = TypeAdapter(cls).validate_json(sys.argv[1])
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != config.parent:  # the parent ended before the call
             os._exit(1)
@@ -118,6 +112,19 @@ class ChildConfig:
         with suppress(BlockingIOError, BrokenPipeError):  # the supervisor is stopped, or ends
             os.write(self.ready, b"1")
         loop.call_later(BEAT_S, self._beat, loop)
+
+
+def run_child(serve: Callable[[ChildConfig], Coroutine[Any, Any, None]]) -> int:
+    """Run this process as a child of the supervisor; return its exit code."""
+    config = ChildConfig.from_arguments()
+    server.begin(config.settings)
+    write_as(config.name)
+    try:
+        uvloop.run(serve(config))
+    except StartupError as error:
+        sys.stderr.write(f"cloze: {error}\n")
+        return 2
+    return 0
 
 
 @dataclass(slots=True, eq=False)

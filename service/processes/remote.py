@@ -35,13 +35,11 @@ class _PendingRun:
     Attributes:
         future: its future.
         run: the message that asks for it.
-        message: the encoded message.
         sent: number of engine processes that got it.
     """
 
     future: Future[BatchResult]
     run: frames.Run
-    message: bytes
     sent: int = 0
 
 
@@ -110,12 +108,12 @@ class EngineLink(frames.Channel):
             raise EngineDead(f"the engine is dead: {self.dead}")
         future: Future[BatchResult] = Future()
         run = frames.Run(next(self._numbers), model, submission)
-        pending = _PendingRun(future, run, frames.encode_run(run))
+        pending = _PendingRun(future, run)
+        if self.dead is None:
+            self._send_run(pending)
         self.tokens += tokens
         self._pending[run.number] = pending
         future.add_done_callback(partial(self._forget, run.number, tokens))
-        if self.dead is None:
-            self._send_run(pending)
         return future
 
     @property
@@ -186,12 +184,12 @@ class EngineLink(frames.Channel):
         for pending in list(self._pending.values()):
             if pending.sent:
                 admitted = pending.run.submission._replace(later_round=True)
-                pending.message = frames.encode_run(pending.run._replace(submission=admitted))
+                pending.run = pending.run._replace(submission=admitted)
             self._send_run(pending)
 
     def _send_run(self, pending: _PendingRun) -> None:
         pending.sent += 1
-        self.send(pending.message)
+        self.send(frames.encode_run(pending.run))
 
     def _forget(self, number: int, tokens: int, future: Future[BatchResult]) -> None:
         del self._pending[number]

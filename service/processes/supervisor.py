@@ -7,7 +7,6 @@ older one has ended. Speaks no HTTP.
 """
 
 import asyncio
-import json
 import logging
 import os
 import select
@@ -15,10 +14,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
+
+import msgspec
 
 from cloze.service import server
 from cloze.service.core import (
@@ -29,7 +30,7 @@ from cloze.service.core import (
     ShuttingDown,
     StartupError,
 )
-from cloze.service.metrics import ProcessRestarts, forget_other_models, forget_process
+from cloze.service.metrics import forget_other_models, forget_process, restart_counters
 from cloze.service.processes.children import (
     ENGINE_COMMAND,
     KINDS,
@@ -71,18 +72,16 @@ class ReloadReport:
     def write(self, folder: Path) -> None:
         """Replace the report of the last reload."""
         unfinished = folder / f"{_REPORT_FILE}.new"
-        unfinished.write_text(json.dumps(asdict(self)))
+        unfinished.write_bytes(msgspec.json.encode(self))
         unfinished.replace(folder / _REPORT_FILE)
 
     @classmethod
     def read(cls, folder: Path) -> "ReloadReport":
         """Return the report of the last reload; of none if there was no reload."""
         try:
-            fields = json.loads((folder / _REPORT_FILE).read_text())
+            return msgspec.json.decode((folder / _REPORT_FILE).read_bytes(), type=cls)
         except FileNotFoundError:
             return cls()
-        changes = fields.pop("changes")
-        return cls(**fields, changes=changes and Changes(**changes))
 
 
 class Supervisor:
@@ -112,7 +111,7 @@ class Supervisor:
         self._admin_listeners = admin_listeners
         self._folder = folder
         self._engine_command = engine_command
-        self._restarts = ProcessRestarts(folder, KINDS)
+        self._restarts = restart_counters(folder, KINDS)
         self._generations: list[Generation] = []
         self._serving = self._make_generation()
         self._generations.append(self._serving)
@@ -267,7 +266,7 @@ class Supervisor:
                     if (code := child.process.poll()) is not None:
                         child.note_end(code, self._folder)
                         if child.is_kept:
-                            self._restarts.add(child.kind)
+                            self._restarts[child.kind].inc()
                 elif child.is_kept and time.monotonic() >= child.started:
                     self._restart(generation, child)
             if generation.ends is not None and generation.end_if_over():

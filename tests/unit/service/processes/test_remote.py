@@ -122,6 +122,18 @@ def test_a_request_is_sent_and_answered() -> None:
     on_loop(test)
 
 
+def test_a_model_has_a_queue_on_all_engines() -> None:
+    def test() -> None:
+        engines = Engines(2)
+        other = RemoteQueue(engines.links, 1)
+        assert other.dead == "engine-0 has not started yet; engine-1 has not started yet"
+        served = [frames.EngineModel("bert@1", "int8"), frames.EngineModel("qa@1", "fp32")]
+        engines.links[1].models = served
+        assert [queue.precision() for queue in (engines.queue, other)] == ["int8", "fp32"]
+
+    on_loop(test)
+
+
 def test_an_error_of_the_engine_ends_the_request() -> None:
     def test() -> None:
         engines = Engines()

@@ -21,7 +21,6 @@ from cloze.service.core import (
     BUSY,
     Changes,
     EngineDead,
-    QueueState,
     Reload,
     ReloadRefused,
     ServiceError,
@@ -48,7 +47,6 @@ from cloze.service.protocols import (
     operations,
 )
 from cloze.service.served_models import (
-    EngineCallbacks,
     EngineFactory,
     LocalModels,
     ServedModel,
@@ -103,28 +101,14 @@ def single_process(
         Keys(settings.keys_file)
     metrics = Metrics()
     tracing = make_tracing(settings, operations.QUIET_ROUTES)
-    callbacks = EngineCallbacks(with_spans(metrics.observe_batch, tracing))
-    opener = LocalModels(settings, callbacks, make_engine)
+    on_batch = with_spans(metrics.observe_batch, tracing)
+    opener = LocalModels(settings, make_engine, on_batch=on_batch)
     models = opener.open(bundles)
     try:
         return Service(settings, registries, metrics, models, opener=opener, tracing=tracing)
     except BaseException:
         close_models(models)
         raise
-
-
-def front_end(settings: Settings, models: Sequence[ServedModel]) -> "Service":
-    """Return a service whose engines run in other processes, which a supervisor restarts.
-
-    Args:
-        settings: the operator's settings.
-        models: the served models, in the order of preference.
-
-    Raises:
-        StartupError: the keys or a tokenizer cannot be read.
-    """
-    tracing = make_tracing(settings, operations.QUIET_ROUTES)
-    return Service(settings, DEFAULT_REGISTRIES, Metrics(shared=True), models, tracing=tracing)
 
 
 class Service:
@@ -141,7 +125,8 @@ class Service:
         registries: the tasks and protocols to offer.
         metrics: the metrics of this process, or of all processes of a server.
         models: the served models, in the order of preference.
-        opener: opens engines in this process; None: other processes have the engines.
+        opener: opens engines in this process; None: other processes have the engines, and a
+            supervisor restarts them.
         tracing: makes the spans of requests; None: there are none.
 
     Attributes:
@@ -150,6 +135,7 @@ class Service:
         starts: the requests that are admitted and have not started.
         certificate: the server's certificate, which a reload reads again.
         draining: whether the service refuses new requests.
+        reopens: whether this process can open engines.
         reload_elsewhere: reloads a service whose engines are in other processes.
 
     Raises:
@@ -191,6 +177,7 @@ class Service:
         )
         self.certificate = Certificate(settings.tls_certificate, settings.tls_key)
         self.draining = False
+        self.reopens = opener is not None
         self.reload_elsewhere: Reload | None = None
         self._alone = asyncio.Event()  # unset from the begin of a reload to the old snapshot's end
         self._alone.set()
@@ -289,7 +276,9 @@ class Service:
         self._access_log.begin()
         self._metrics.source = self
         if self.reopens:
-            self._metrics.queues = self.queues
+            self._metrics.queues = lambda: {
+                name: model.queue.state for name, model in self.snapshot.by_name.items()
+            }
         self._metrics.begin()
         self._add_series(self.snapshot)
 
@@ -321,39 +310,24 @@ class Service:
         return ShuttingDown("the server is shutting down") if self.draining else None
 
     def broken(self) -> EngineDead | None:
-        """Return why the process should be restarted; None if it should not.
-
-        A supervisor restarts a dead engine of a front end.
-        """
-        if self._opener is None or (reason := self.dead) is None:
-            return None
-        return EngineDead(f"the engine is dead: {reason}")
-
-    def queues(self) -> dict[str, QueueState]:
-        """Return the state of the queue of each model, by its full name."""
-        return {name: model.queue.state for name, model in self.snapshot.by_name.items()}
+        """Return why the process should be restarted; None if it should not."""
+        error = self.unready() if self.reopens else None
+        return error if isinstance(error, EngineDead) else None
 
     def model_infos(self) -> list[ModelInfo]:
         """Return the labels of each served model that never change."""
         models = self.snapshot.models
-        return [
-            ModelInfo(
-                pipeline.manifest.reference,
-                {
-                    "family": pipeline.manifest.architecture.family,
-                    "precision": pipeline.model.precision(),
-                    "tasks": ",".join(models.tasks_of(pipeline)),
-                },
-            )
-            for pipeline in models.pipelines
-        ]
+        infos = []
+        for pipeline in models.pipelines:
+            labels = {
+                "family": pipeline.manifest.architecture.family,
+                "precision": pipeline.model.precision(),
+                "tasks": ",".join(models.tasks_of(pipeline)),
+            }
+            infos.append(ModelInfo(pipeline.manifest.reference, labels))
+        return infos
 
     # ---- reload ---------------------------------------------------------------------------------
-
-    @property
-    def reopens(self) -> bool:
-        """Whether this process can open engines."""
-        return self._opener is not None
 
     def reload_soon(self) -> None:
         """Reload as soon as no other reload is under way; the log has the outcome."""

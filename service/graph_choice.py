@@ -5,6 +5,7 @@ The module does not depend on onnxruntime.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from cloze.model_store import Bundle, Manifest
@@ -14,6 +15,9 @@ from cloze.model_store.onnx_file import parse_onnx
 from cloze.model_store.plain_files import read_plain
 from cloze.model_store.processor import INT8_NAMES, int8_advantage
 from cloze.service.core import Device, RequestedPrecision, StartupError
+
+CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
+"""Folder in which Linux publishes the limits of the process's control group."""
 
 _PROCESS_BYTES: Final = 70_000_000
 """Memory of a server without models; measured: 84 MB with the runtime loaded."""
@@ -92,6 +96,21 @@ def _choose_for_cuda(manifest: Manifest, requested: RequestedPrecision) -> Graph
         )
     reason = "since the bundle has no fp16 graph; export it with --precision fp16 for speed"
     return GraphChoice(manifest.graph, manifest.parity, reason)
+
+
+def memory_limit(control_group: Path = CONTROL_GROUP) -> int | None:
+    """Return the bytes that this process's control group (version 2 or 1) may use; None: no limit.
+
+    A container is a control group.
+    """
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = (control_group / name).read_text().strip()
+        except OSError:
+            continue
+        # Version 1 has a huge number where there is no limit.
+        return int(text) if text.isdigit() and int(text) < 2**60 else None
+    return None
 
 
 def check_memory(

@@ -6,6 +6,7 @@ new generation. The old one answers the connections that it has, and then ends.
 
 import asyncio
 import ctypes
+import json
 import logging
 import math
 import os
@@ -89,7 +90,7 @@ class ChildConfig:
 
     def to_argument(self) -> str:
         """Return the configuration as JSON."""
-        return TypeAdapter(ChildConfig).dump_json(self).decode()
+        return json.dumps(TypeAdapter(ChildConfig).dump_python(self, mode="json"))
 
     @classmethod
     def from_arguments(cls) -> "ChildConfig":

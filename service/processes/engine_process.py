@@ -21,7 +21,6 @@ from cloze.service.metrics import Metrics
 from cloze.service.processes import frames
 from cloze.service.processes.children import ChildConfig, run_child
 from cloze.service.served_models import (
-    EngineCallbacks,
     EngineFactory,
     LocalModels,
     ServedModel,
@@ -163,10 +162,13 @@ async def run_engines(config: ChildConfig, make_engine: EngineFactory | None) ->
     metrics = Metrics([bundle.manifest.reference for bundle in bundles], shared=True)
     tracing = make_tracing(config.settings)
     loop = asyncio.get_running_loop()
-    callbacks = EngineCallbacks(
-        with_spans(metrics.observe_batch, tracing), lambda _: _exit_soon(loop)
+    opener = LocalModels(
+        config.settings,
+        make_engine,
+        on_batch=with_spans(metrics.observe_batch, tracing),
+        on_dead=lambda _: _exit_soon(loop),
+        device_id=config.device_id,
     )
-    opener = LocalModels(config.settings, callbacks, make_engine, device_id=config.device_id)
     models = opener.open(bundles)
     metrics.queues = lambda: {m.bundle.manifest.reference: m.queue.state for m in models}
     metrics.begin()

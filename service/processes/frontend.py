@@ -10,11 +10,14 @@ from contextlib import suppress
 from functools import partial
 
 from cloze.service import server
-from cloze.service.app import front_end
+from cloze.service.app import DEFAULT_REGISTRIES, Service
+from cloze.service.metrics import Metrics
 from cloze.service.processes.children import RETIRE, ChildConfig, run_child
 from cloze.service.processes.remote import EngineLink, RemoteQueue
 from cloze.service.processes.supervisor import ask_supervisor
+from cloze.service.protocols.operations import QUIET_ROUTES
 from cloze.service.served_models import ServedModel, open_bundles
+from cloze.service.tracing import make_tracing
 
 _ENGINE_WAIT_S = 5.0
 """Longest time that a front end waits for an engine before it accepts connections.
@@ -38,7 +41,13 @@ async def run_front_end(config: ChildConfig) -> None:
         ServedModel(bundle, queue, queue.precision)
         for bundle, queue in zip(bundles, queues, strict=True)
     ]
-    service = front_end(config.settings, models)
+    service = Service(
+        config.settings,
+        DEFAULT_REGISTRIES,
+        Metrics(shared=True),
+        models,
+        tracing=make_tracing(config.settings, QUIET_ROUTES),
+    )
     folder = config.engine_sockets[0].parent
     service.reload_elsewhere = partial(
         ask_supervisor, config.parent, folder, is_draining=lambda: service.draining

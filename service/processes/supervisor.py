@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 
-import msgspec
+from pydantic import TypeAdapter
 
 from cloze.service import server
 from cloze.service.core import (
@@ -72,16 +72,19 @@ class ReloadReport:
     def write(self, folder: Path) -> None:
         """Replace the report of the last reload."""
         unfinished = folder / f"{_REPORT_FILE}.new"
-        unfinished.write_bytes(msgspec.json.encode(self))
+        unfinished.write_bytes(_REPORT.dump_json(self))
         unfinished.replace(folder / _REPORT_FILE)
 
     @classmethod
     def read(cls, folder: Path) -> "ReloadReport":
         """Return the report of the last reload; of none if there was no reload."""
         try:
-            return msgspec.json.decode((folder / _REPORT_FILE).read_bytes(), type=cls)
+            return _REPORT.validate_json((folder / _REPORT_FILE).read_bytes())
         except FileNotFoundError:
             return cls()
+
+
+_REPORT = TypeAdapter(ReloadReport)
 
 
 class Supervisor:

@@ -85,11 +85,6 @@ def single_process(
 ) -> "Service":
     """Return a service whose engines run in this process.
 
-    Args:
-        settings: the operator's settings.
-        make_engine: opens a bundle's engine; None selects `OnnxEngine`.
-        registries: the tasks and protocols to offer.
-
     Raises:
         StartupError: the store is empty, a bundle does not open, or the device is missing; or the
             keys or the certificate cannot be read.
@@ -121,8 +116,6 @@ class Service:
     `begin` must come before the first request; an ASGI server calls it by the lifespan protocol.
 
     Args:
-        settings: the operator's settings.
-        registries: the tasks and protocols to offer.
         metrics: the metrics of this process, or of all processes of a server.
         models: the served models, in the order of preference.
         opener: opens engines in this process; None: other processes have the engines, and a
@@ -131,10 +124,7 @@ class Service:
 
     Attributes:
         snapshot: answers new requests.
-        answers: the answers that clients have not read.
-        starts: the requests that are admitted and have not started.
         certificate: the server's certificate, which a reload reads again.
-        draining: whether the service refuses new requests.
         reopens: whether this process can open engines.
         reload_elsewhere: reloads a service whose engines are in other processes.
 
@@ -163,10 +153,10 @@ class Service:
             operations.QUIET_ROUTES,
         )
         self.answers = UnreadAnswers(settings.max_answers_bytes)
-        wait_s = settings.max_queue_wait_ms / 1000
+        self._max_wait_s = settings.max_queue_wait_ms / 1000
         self._watch = RequestWatch(
             settings.request_timeout_ms / 1000,
-            MemoryLimit("bodies", settings.max_bodies_bytes, wait_s),
+            MemoryLimit("bodies", settings.max_bodies_bytes, self._max_wait_s),
             self.answers,
         )
         self.starts = Starts()
@@ -193,14 +183,11 @@ class Service:
             StartupError: a tokenizer cannot be read, or a setting does not fit the models.
         """
         settings, registries = self._settings, self._registries
-        models = Models(
-            [
-                Pipeline(model, task_limits(settings, model.bundle.manifest), self._promises)
-                for model in served
-            ],
-            registries.tasks.values(),
-            settings.default_models(),
-        )
+        pipelines = [
+            Pipeline(model, task_limits(settings, model.bundle.manifest), self._promises)
+            for model in served
+        ]
+        models = Models(pipelines, registries.tasks.values(), settings.default_models())
         has_keys = self._callers.keys is not None
         context = ProtocolContext(
             registries.tasks,
@@ -215,7 +202,7 @@ class Service:
         gate = Gate(
             routes={route.path: route.models for route in routes if route.models is not None},
             error_bytes=self._responder.body,
-            max_wait_s=settings.max_queue_wait_ms / 1000,
+            max_wait_s=self._max_wait_s,
             starts=self.starts,
             promises=self._promises,
             recorder=self._recorder,

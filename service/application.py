@@ -42,9 +42,6 @@ class Snapshot:
     """The models of one state of the store, and what follows from them.
 
     Attributes:
-        models: the served models.
-        gate: refuses requests of a full server.
-        app: answers requests.
         routes: the routes of all protocols, which `app` answers besides `PAGES`.
         paths: the paths of the routes and of `PAGES`.
         running: number of requests that `app` has not answered.
@@ -73,11 +70,7 @@ def create_app(
 ) -> ASGIApp:
     """Return the application that answers the routes and the pages to those who may ask.
 
-    Args:
-        routes: the routes of all protocols.
-        settings: the operator's settings.
-        respond: writes the response to an error.
-        needs_keys: whether requests need API keys.
+    `respond` writes the response to an error.
     """
     direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
     pages = {"/", "/openapi.json", *docs_paths(), *part_handlers()}

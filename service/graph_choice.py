@@ -25,13 +25,7 @@ _PROCESS_BYTES: Final = 70_000_000
 
 @dataclass(frozen=True, slots=True)
 class GraphChoice:
-    """The graph to run.
-
-    Attributes:
-        graph: one of a bundle's graphs.
-        parity: the golden outputs of the graph and their tolerance.
-        reason: why this graph was chosen, for the log.
-    """
+    """The graph to run, its golden outputs, and why it was chosen, for the log."""
 
     graph: Graph
     parity: Parity
@@ -39,13 +33,10 @@ class GraphChoice:
 
 
 def choose_graph(manifest: Manifest, device: Device, requested: RequestedPrecision) -> GraphChoice:
-    """Return the graph that a device runs in a precision.
+    """Return the graph that a device, the CPU or CUDA, runs in a precision.
 
-    Args:
-        manifest: of the bundle.
-        device: the CPU or CUDA.
-        requested: the precision of the graph. ``auto`` selects fp16 on CUDA, and int8 on a
-            processor that runs it faster; see `int8_advantage`.
+    ``auto`` selects fp16 on CUDA, and int8 on a processor that runs it faster; see
+    `int8_advantage`.
 
     Raises:
         StartupError: the bundle or the device lacks the precision.
@@ -146,10 +137,7 @@ def check_memory(
 def least_weight_bytes(bundle: Bundle, device: Device, precision: RequestedPrecision) -> int:
     """Return the bytes that the graph that runs reads from files of weights.
 
-    Args:
-        bundle: the bundle to serve.
-        device: the device to run on; for ``auto``, the result is the least of all devices.
-        precision: the precision to run in.
+    For the device ``auto``, the result is the least of all devices.
     """
     devices = (Device.CPU, Device.CUDA) if device is Device.AUTO else (device,)
     sizes = []

@@ -36,9 +36,6 @@ _JOIN_TIMEOUT_S = 5.0
 EngineFactory = Callable[[Bundle, Device, RequestedPrecision], Engine]
 """Opens the engine of a bundle on a device, in a precision."""
 
-OnBatch = Callable[[str, BatchReport], None]
-"""Called after each batch, with the model's full name and the report."""
-
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -103,9 +100,8 @@ class LocalModels:
     Any thread may call the callbacks.
 
     Args:
-        settings: the operator's settings.
-        make_engine: opens a bundle's engine; None selects `OnnxEngine`.
-        on_batch: called after each batch with the model's full name and the report.
+        make_engine: None selects `OnnxEngine`.
+        on_batch: called after each batch, with the model's full name and the report.
         on_dead: called once per dead engine with the reason.
         device_id: index of the GPU.
 
@@ -118,7 +114,7 @@ class LocalModels:
         settings: Settings,
         make_engine: EngineFactory | None = None,
         *,
-        on_batch: OnBatch = lambda _, __: None,
+        on_batch: Callable[[str, BatchReport], None] = lambda _, __: None,
         on_dead: Callable[[str], None] = lambda _: None,
         device_id: int = 0,
     ) -> None:

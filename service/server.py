@@ -77,11 +77,6 @@ def serve_in_one_process(
 ) -> int:
     """Serve until a signal, with the engines in this process. SIGHUP reloads the models.
 
-    Args:
-        settings: the operator's settings.
-        make_engine: opens a bundle's engine; None selects `OnnxEngine`.
-        registries: the tasks and protocols to offer.
-
     Returns:
         The exit code: 0 after a drain, 1 if an engine is dead.
 

@@ -62,13 +62,7 @@ class MalformedMessage(ValueError):
 
 
 class Run(NamedTuple):
-    """A request of a front end.
-
-    Attributes:
-        number: chosen by the front end, for the answer.
-        model: index of the served model.
-        submission: what the request submits.
-    """
+    """A request of a front end, whose number its answer has. `model` is an index."""
 
     number: int
     model: int
@@ -76,13 +70,7 @@ class Run(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer to a request.
-
-    Attributes:
-        number: number of the request.
-        outcome: the result, or why there is none.
-        wait: expected wait of a further request like it.
-    """
+    """The answer to a request, and the expected wait of a further request like it."""
 
     number: int
     outcome: BatchResult | ServiceError

@@ -30,17 +30,11 @@ from cloze.service.processes import frames
 
 @dataclass(slots=True)
 class _PendingRun:
-    """A request without an answer.
-
-    Attributes:
-        future: its future.
-        run: the message that asks for it.
-        sent: number of engine processes that got it.
-    """
+    """A request without an answer."""
 
     future: Future[BatchResult]
     run: frames.Run
-    sent: int = 0
+    sent: int = 0  # number of engine processes that got it
 
 
 class EngineLink(frames.Channel):

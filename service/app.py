@@ -4,8 +4,6 @@
 """
 
 import asyncio
-import ctypes
-import gc
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +13,7 @@ from typing import Final
 
 from starlette.types import Receive, Scope, Send
 
-from cloze.service.application import PAGES, Snapshot, create_app
+from cloze.service.application import PAGES, Snapshot, create_app, return_memory_later
 from cloze.service.batching.admission import Promises
 from cloze.service.core import (
     BUSY,
@@ -36,7 +34,7 @@ from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.recorder import Recorder
 from cloze.service.http.watch import RequestWatch
 from cloze.service.logs import AccessLog
-from cloze.service.metrics import Metrics, ModelInfo
+from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline, task_limits
 from cloze.service.protocols import (
     PROTOCOLS,
@@ -59,12 +57,6 @@ from cloze.service.tasks import TASKS, Task
 from cloze.service.tracing import Tracing, make_tracing, with_spans
 
 log = logging.getLogger("cloze")
-
-_COLLECT_AFTER_S = 1.0
-"""Time after which the last connections of an old snapshot are gone, which refer to it in cycles.
-
-A full collection is short, since `server` has frozen most other objects.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +253,10 @@ class Service:
     def begin(self) -> None:
         """Begin to write the access log and the metrics; call this once, before any request."""
         self._access_log.begin()
-        self._metrics.source = self
+        self._metrics.unready = self.unready
+        self._metrics.model_infos = lambda: self.snapshot.model_infos()
         if self.reopens:
-            self._metrics.queues = lambda: {
-                name: model.queue.state for name, model in self.snapshot.by_name.items()
-            }
+            self._metrics.queues = lambda: self.snapshot.queues()
         self._metrics.begin()
         self._add_series(self.snapshot)
 
@@ -301,19 +292,6 @@ class Service:
         error = self.unready() if self.reopens else None
         return error if isinstance(error, EngineDead) else None
 
-    def model_infos(self) -> list[ModelInfo]:
-        """Return the labels of each served model that never change."""
-        models = self.snapshot.models
-        infos = []
-        for pipeline in models.pipelines:
-            labels = {
-                "family": pipeline.manifest.architecture.family,
-                "precision": pipeline.model.precision(),
-                "tasks": ",".join(models.tasks_of(pipeline)),
-            }
-            infos.append(ModelInfo(pipeline.manifest.reference, labels))
-        return infos
-
     # ---- reload ---------------------------------------------------------------------------------
 
     def reload_soon(self) -> None:
@@ -347,7 +325,7 @@ class Service:
             new = await self._open_next(old)
         except BaseException as error:
             self._alone.set()
-            _return_memory_later()
+            return_memory_later()
             if not isinstance(error, StartupError):
                 raise
             log.error("nothing was reloaded: %s", error)
@@ -408,7 +386,7 @@ class Service:
                 await asyncio.to_thread(close)
             finally:
                 self._alone.set()
-                _return_memory_later()
+                return_memory_later()
 
         self._keep(asyncio.create_task(end()))
 
@@ -416,16 +394,3 @@ class Service:
         """Keep a task until it ends; the event loop alone would not."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _return_memory_later() -> None:
-    asyncio.get_running_loop().call_later(_COLLECT_AFTER_S, _return_memory)
-
-
-def _return_memory() -> None:
-    """Return the memory of an old snapshot to the operating system."""
-    gc.collect()
-    # The threads that opened its engine keep what they have freed.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)

@@ -54,7 +54,7 @@ from cloze.service.core import (
 )
 from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer
-from cloze.service.processes.remote import EngineLink, RemoteQueue
+from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.served_models import ServedModel
 
 ROUNDS = 7

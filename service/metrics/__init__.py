@@ -1,6 +1,6 @@
 """The metrics of the service, in Prometheus's formats; the only importer of prometheus_client."""
 
-from cloze.service.metrics.metrics import Metrics, ModelInfo, ScrapeSource
+from cloze.service.metrics.metrics import Metrics, ModelInfo
 from cloze.service.metrics.processes import (
     forget_other_models,
     forget_process,
@@ -12,7 +12,6 @@ from cloze.service.metrics.processes import (
 __all__ = [
     "Metrics",
     "ModelInfo",
-    "ScrapeSource",
     "forget_other_models",
     "forget_process",
     "restart_counters",

@@ -1,4 +1,7 @@
-"""What the service records, and what a scrape returns."""
+"""The metric families, what the service records in them, and what a scrape returns.
+
+The label values are bounded: known routes, served models, HTTP statuses, and the values of enums.
+"""
 
 import atexit
 import functools
@@ -6,18 +9,41 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Histogram, Metric, ProcessCollector, multiprocess
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    disable_created_metrics,
+    multiprocess,
+)
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-from cloze.service.core import BatchFill, BatchReport, QueueState
+from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
 from cloze.service.logs import AccessRecord
-from cloze.service.metrics.families import MODEL, Families, model_labels
+
+# Two samples per series less; Prometheus does not need them.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+SECONDS = (
+    *(digit * 10**exponent for exponent in range(-4, 1) for digit in (1, 2, 5)),
+    *(10, 20, 60),
+)
+"""Bounds of histograms of time, from 0.1 ms to 60 s, each about twice the one before."""
+
+_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+MODEL = ("model", "version")
+"""Labels of a served model: its name, and its version in the store."""
 
 _WRITE_EVERY_S = 0.1
 """Seconds between writes to a folder that processes share; another process may be scraped."""
@@ -46,16 +72,85 @@ class ModelInfo(NamedTuple):
     labels: Mapping[str, str]
 
 
-class ScrapeSource(Protocol):
-    """The source of the values that are read at each scrape."""
+def model_labels(reference: str) -> tuple[str, str]:
+    """Return the labels of a model, ``NAME@VERSION``; of no model if the name is empty."""
+    name, _, version = reference.partition("@")
+    return name, version
 
-    def unready(self) -> object | None:
-        """Return why the server admits no request; None if it admits requests."""
-        ...
 
-    def model_infos(self) -> Sequence[ModelInfo]:
-        """Return the labels of each served model; all have labels of the same names."""
-        ...
+class Families:
+    """The metric families that the service observes. The labels of a model are the last ones.
+
+    Args:
+        registry: the registry of the families; None for families whose values lie in a folder that
+            all processes of a server share.
+
+    Attributes:
+        of_models: the families that have series of models.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None) -> None:
+        counter, gauge = (
+            functools.partial(Counter, registry=registry),
+            functools.partial(Gauge, registry=registry),
+        )
+        histogram = functools.partial(Histogram, registry=registry)
+        self.requests = counter("cloze_requests", "Answered requests.", ("route", "status", *MODEL))
+        self.durations = histogram(
+            "cloze_request_duration_seconds",
+            "Time from a request's first byte to its answer's last, of answers with status 200.",
+            ("route", *MODEL),
+            buckets=SECONDS,
+        )
+        rejected = counter(
+            "cloze_rejected_requests",
+            "Requests that the server did not answer because of its own state.",
+            ("reason",),
+        )
+        self.rejected = {reason: rejected.labels(reason.value) for reason in Rejection}
+        self.parts = histogram(
+            "cloze_request_part_duration_seconds",
+            "Parts of a request's time: tokenize, queue, inference.",
+            ("part", *MODEL),
+            buckets=SECONDS,
+        )
+        self.batches = counter(
+            "cloze_batches", "Batches, by what kept more out of them.", ("filled", *MODEL)
+        )
+        self.batch_sequences = histogram(
+            "cloze_batch_sequences", "Sequences in a batch.", MODEL, buckets=_SEQUENCES
+        )
+        self.batch_tokens = histogram(
+            "cloze_batch_tokens", "Real tokens in a batch.", MODEL, buckets=_TOKENS
+        )
+        self.batch_seconds = histogram(
+            "cloze_batch_duration_seconds", "Time of one run of the engine.", MODEL, buckets=SECONDS
+        )
+        self.tokens = counter("cloze_tokens", "Real tokens run.", MODEL)
+        self.truncated = counter("cloze_truncated_texts", "Texts cut to the model's limit.", MODEL)
+        # Of processes that share a folder, a scrape adds up the gauges of those that live.
+        self.queue_tokens = gauge(
+            "cloze_queue_tokens",
+            "Tokens that wait for a worker.",
+            MODEL,
+            multiprocess_mode="livesum",
+        )
+        self.backlog = gauge(
+            "cloze_queue_backlog_seconds",
+            "Time in which all that waits for a worker will have started.",
+            MODEL,
+            multiprocess_mode="livemax",
+        )
+        self.in_flight = gauge(
+            "cloze_requests_in_flight",
+            "Requests that have arrived and are not answered.",
+            multiprocess_mode="livesum",
+        )
+        self.of_models: tuple[Counter | Gauge | Histogram, ...] = (
+            *(self.requests, self.durations, self.parts, self.truncated, self.tokens),
+            *(self.batches, self.batch_sequences, self.batch_tokens, self.batch_seconds),
+            *(self.queue_tokens, self.backlog),
+        )
 
 
 class Metrics(Collector):
@@ -73,14 +168,16 @@ class Metrics(Collector):
 
     Attributes:
         in_flight: requests of this process that have arrived and are not answered.
-        source: what is read at each scrape; None: nothing is.
+        unready: returns why the server admits no request; None if it admits requests.
+        model_infos: returns the labels of each served model; all have labels of the same names.
         queues: returns the state of each queue of this process, by the model's full name.
     """
 
     def __init__(self, models: Sequence[str] = (), *, shared: bool = False) -> None:
         self._shared = shared
         self.in_flight = 0
-        self.source: ScrapeSource | None = None
+        self.unready: Callable[[], object | None] = lambda: "the service has not begun"
+        self.model_infos: Callable[[], Sequence[ModelInfo]] = tuple
         self.queues: Callable[[], Mapping[str, QueueState]] = dict
         self._registry = CollectorRegistry()
         if shared:
@@ -182,10 +279,9 @@ class Metrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Return the values of this process alone; `prometheus_client` calls it at each scrape."""
-        source = self.source
-        ready = source is not None and source.unready() is None
+        ready = self.unready() is None
         yield GaugeMetricFamily("cloze_ready", "1 while the server admits requests.", float(ready))
-        if source is not None and (infos := source.model_infos()):
+        if infos := self.model_infos():
             names = tuple(infos[0].labels)
             info = GaugeMetricFamily(
                 "cloze_model_info", "1 per served model.", labels=(*MODEL, *names)

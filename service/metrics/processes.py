@@ -8,7 +8,7 @@ from pathlib import Path
 from prometheus_client import Counter, multiprocess, values
 from prometheus_client.mmap_dict import MmapedDict
 
-from cloze.service.metrics.families import MODEL, model_labels
+from cloze.service.metrics.metrics import MODEL, model_labels
 
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 

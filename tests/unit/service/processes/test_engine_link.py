@@ -23,8 +23,8 @@ from cloze.service.core import (
     ShuttingDown,
     Submission,
 )
-from cloze.service.processes import frames, remote
-from cloze.service.processes.remote import EngineLink, RemoteQueue, _settle
+from cloze.service.processes import frames, frontend
+from cloze.service.processes.frontend import EngineLink, RemoteQueue, _settle
 from tests.encodings import submit
 from tests.leaping_loop import run_leaping
 from tests.waiting import wait_until
@@ -316,7 +316,7 @@ def test_the_expected_wait_is_the_shortest_of_the_running_engines(
         engines = Engines(3)
         assert engines.queue.expected_wait("a", 3, None) == NO_WAIT
         now = [1000.0]
-        monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(frontend.time, "monotonic", lambda: now[0])
         for number, wait_s in enumerate((5.0, 3.0, 1.0)):
             wire = engines.start(number)
             engines.submit(3, client="a")

@@ -5,7 +5,7 @@
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -227,7 +227,7 @@ class Service:
         finally:
             snapshot.running -= 1
             if snapshot is not self.snapshot and not snapshot.running:
-                self._end(snapshot)
+                self._keep(self._end(snapshot))
 
     def record(self, scope: Scope) -> RequestRecord:
         """Return the record of a request whose headers have arrived."""
@@ -305,7 +305,7 @@ class Service:
             with suppress(ReloadRefused, ShuttingDown):
                 await self.reload()
 
-        self._keep(asyncio.create_task(reload()))
+        self._keep(reload())
 
     async def reload(self) -> Changes:
         """Serve what the store, the keys and the certificate hold now.
@@ -333,7 +333,7 @@ class Service:
         self._add_series(new)
         self.snapshot = new
         if not old.running:
-            self._end(old)
+            self._keep(self._end(old))
         changes = Changes.between(old.by_name, new.by_name)
         log.info("reloaded: %s", changes)
         return changes
@@ -374,23 +374,18 @@ class Service:
             raise
         return snapshot
 
-    def _end(self, old: Snapshot) -> None:
+    async def _end(self, old: Snapshot) -> None:
         """Close the models that only a snapshot without requests uses."""
+        try:
+            await asyncio.to_thread(old.close_unused, self.snapshot)
+            unserved = old.by_name.keys() - self.snapshot.by_name.keys()
+            await asyncio.to_thread(self._metrics.forget_models, unserved)
+        finally:
+            self._alone.set()
+            return_memory_later()
 
-        def close() -> None:
-            old.close_unused(self.snapshot)
-            self._metrics.forget_models(old.by_name.keys() - self.snapshot.by_name.keys())
-
-        async def end() -> None:
-            try:
-                await asyncio.to_thread(close)
-            finally:
-                self._alone.set()
-                return_memory_later()
-
-        self._keep(asyncio.create_task(end()))
-
-    def _keep(self, task: asyncio.Task[None]) -> None:
-        """Keep a task until it ends; the event loop alone would not."""
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        """Run work in a task that is kept until it ends; the event loop alone would not keep it."""
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

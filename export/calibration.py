@@ -46,11 +46,6 @@ def input_scales(
 ) -> dict[str, InputScale]:
     """Return the scales of the inputs that have one step for all tokens.
 
-    Args:
-        model: the checkpoint's model.
-        tokenizer: its tokenizer.
-        seed: the seed of the random tokens.
-
     Returns:
         Scales by the name of the first weight that the input meets in the graph.
     """

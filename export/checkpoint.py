@@ -35,15 +35,9 @@ class Checkpoint:
 
     Attributes:
         model: the model in evaluation mode, float32, with the checkpoint's heads.
-        tokenizer: the tokenizer.
-        recipe: the recipe of embeddings.
-        heads: the heads that can be exported.
         default_heads: the heads that are exported unless the user names others.
-        options: the heads' sections of the manifest, by head name.
-        source: the origin of the weights.
         license: the license in the front matter of the model card; None: the card names none.
         card: the model card; None: the checkpoint has no card.
-        notes: messages for the user, for example on missing heads, one line each.
         broken_promise: what ``config.json`` promises and the checkpoint lacks; "" for nothing.
     """
 
@@ -62,10 +56,6 @@ class Checkpoint:
 
 def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     """Load a checkpoint.
-
-    Args:
-        source: a directory, or a hub id.
-        revision: a branch, tag or commit of the hub.
 
     Raises:
         ExportError: the checkpoint cannot be loaded completely.

@@ -19,13 +19,6 @@ def pass_gate(
 ) -> Gate:
     """Compare a checkpoint with a graph of it.
 
-    Args:
-        checkpoint: runs the checkpoint before rounding.
-        graph: runs the graph.
-        title: the graph's name in an error.
-        heads: the graph's heads.
-        texts: the texts to compare on.
-
     Returns:
         The figures and their limits.
 

@@ -45,12 +45,7 @@ class GraphWriter:
     """Writes a model's graphs into one folder; weights that two graphs share are stored once.
 
     Args:
-        model: the model, with the modules of the heads.
-        recipe: the pooling of embeddings.
-        heads: the heads to write.
-        folder: an existing folder.
         weights: the storage of matrices; the model must be rounded already (`round_weights`).
-        scales: the fixed scales of quantised inputs, see `Int8`.
     """
 
     def __init__(

@@ -19,12 +19,7 @@ class Model(nn.Module):
     """A model of any family. Each head is an attribute with its name; None: the head is absent.
 
     Args:
-        config: the sizes.
-        heads: names of the model's heads.
         options: options of heads, by head name, as in a manifest.
-
-    Attributes:
-        options: the options of the model's heads.
     """
 
     masked_lm: MaskedLMHead | None

@@ -40,12 +40,6 @@ def load_model(
 ) -> tuple[Model, list[str]]:
     """Build and fill the model with the heads whose tensors the checkpoint has.
 
-    Args:
-        tensors: the checkpoint's tensors by name.
-        family: the checkpoint's family.
-        config: the sizes of the encoder.
-        settings: the checkpoint's ``config.json``.
-
     Returns:
         The model, and notes for the user.
 

@@ -50,8 +50,6 @@ class ExportOptions:
 
     Attributes:
         tasks: the heads to write, by task name; empty: the checkpoint's default heads.
-        revision: a branch, tag or commit of the hub.
-        precisions: precisions of further graphs beside the fp32 graph.
         weights: the storage of matrices. fp16 and int8 round the matrices, and torch is compared
             with the same rounded matrices. int8 stores the integers of the int8 graph, for both
             graphs.
@@ -77,16 +75,7 @@ _DEFAULT_OPTIONS = ExportOptions()
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One export after its heads are chosen and its weights are rounded.
-
-    Attributes:
-        options: the options of the export.
-        checkpoint: the checkpoint, with rounded weights.
-        original: runs the checkpoint before rounding.
-        heads: the heads to write.
-        limits: the limits of the model.
-        scales: the fixed scales of quantised inputs.
-    """
+    """One export after its heads are chosen and its weights are rounded."""
 
     options: ExportOptions
     checkpoint: Checkpoint
@@ -118,13 +107,6 @@ def export(
     report: Report = lambda _: None,
 ) -> Bundle:
     """Export a checkpoint as a published bundle. An error leaves the store unchanged.
-
-    Args:
-        source: a directory or a hub id.
-        name: the bundle's name.
-        store: the store to publish to.
-        options: the options of the export.
-        report: receives progress messages, one line each.
 
     Raises:
         ExportError: the checkpoint cannot be loaded or lacks a head, a graph does not agree with

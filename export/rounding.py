@@ -21,11 +21,8 @@ def round_weights(
     Torch then computes with the numbers that the graph stores.
 
     Args:
-        model: the model whose parameters to round.
-        recipe: the recipe whose projections to round.
         weights: the storage of matrices. With int8, matrices outside the encoder are stored as
             fp16.
-        scales: the scales of inputs whose matrices are stored as integers.
 
     Raises:
         ExportError: a weight is too large for fp16.
@@ -55,10 +52,6 @@ def _round_to_fp16(module: nn.Module, integers: Collection[Tensor]) -> None:
 @torch.no_grad()
 def round_to_int8(encoder: Encoder, scales: Mapping[str, InputScale]) -> set[Tensor]:
     """Round an encoder's matrices and word embeddings in place to the values of their integers.
-
-    Args:
-        encoder: the encoder.
-        scales: see `cloze.export.graph.linear_ops.Int8`.
 
     Returns:
         The rounded matrices.

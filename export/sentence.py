@@ -45,9 +45,6 @@ class EmbeddingRecipe:
     The default is the usual recipe for an encoder without one: mean pooling and length 1.
 
     Attributes:
-        pooling: how the hidden states of a sequence become one vector.
-        projections: dense layers after pooling.
-        normalize: whether embeddings are scaled to length 1.
         max_tokens: the longest sequence of the checkpoint's tuning; None: the encoder's limit.
         prompts: texts to put before an input, by name.
         default_prompt: the name of the prompt for requests without a prompt; None: no prompt.

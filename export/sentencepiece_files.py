@@ -34,10 +34,6 @@ def find_sentencepiece(folder: Path) -> Path | None:
 def from_sentencepiece(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer, str | None]:
     """Convert a SentencePiece model.
 
-    Args:
-        file: the model.
-        settings: ``tokenizer_config.json`` beside the model.
-
     Returns:
         The tokenizer, and a note for the user.
 

@@ -36,9 +36,6 @@ class CheckpointFiles:
     """A folder with a checkpoint's files, and the folder's origin.
 
     Attributes:
-        folder: the folder.
-        kind: whether the source is a directory or a hub repository.
-        location: the directory's name, or the hub id.
         revision: the hub's commit; None for a directory.
     """
 

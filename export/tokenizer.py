@@ -35,7 +35,6 @@ class CheckpointTokenizer:
     Attributes:
         tokenizer: the tokenizer, without truncation and padding.
         lowercase: whether the tokenizer converts text to lower case.
-        special: the ids of the special tokens, and their places around texts.
         special_tokens: the special tokens of the vocabulary, by their keys in
             ``tokenizer_config.json``, such as ``mask_token``.
         max_tokens: the longest sequence in the checkpoint's settings; None: no limit is set.
@@ -117,8 +116,6 @@ def describe_tokenizer(
     """Return a tokenizer with its properties, and switch off its truncation and padding.
 
     Args:
-        tokenizer: the tokenizer.
-        given: names of special tokens, by their keys in ``tokenizer_config.json``; the others have
             their usual names.
 
     Raises:

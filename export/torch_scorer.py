@@ -19,8 +19,6 @@ class TorchScorer:
     """Runs a torch model in fp32.
 
     Args:
-        model: the model, with the requested heads.
-        device: the model's device.
         recipe: the recipe of embeddings; None: mean pooling.
     """
 
@@ -52,15 +50,7 @@ def torch_outputs(
     batch: Sequence[Encoding],
     codec: BatchCodec,
 ) -> dict[str, NDArray[Any]]:
-    """Return the outputs that a graph should compute for a batch, by output name.
-
-    Args:
-        model: the model, with the requested heads.
-        recipe: the recipe of embeddings.
-        states: the encoder's hidden states [N, T, H] of the batch, see `Encoder.states`.
-        batch: the encodings.
-        codec: the codec of the graph.
-    """
+    """Return the outputs that a graph should compute for a batch, by output name."""
     placement = codec.placement(batch)
     outputs: dict[str, NDArray[Any]] = {}
     for name in codec.head_names:

@@ -63,9 +63,7 @@ class GraphUnderTest:
     """A graph to verify.
 
     Attributes:
-        graph: the manifest's description of the graph.
         checkpoint: the graph's checkpoint, which torch runs in fp32 for every precision.
-        heads: the graph's heads.
         max_tokens: the longest sequence that the graph must support.
     """
 
@@ -91,8 +89,6 @@ def verify(folder: Path, subject: GraphUnderTest, session: Session | None = None
 
     Args:
         folder: the folder of the graph; the golden file is written to the same folder.
-        subject: the graph to verify.
-        session: runs the graph; None: a session from `open_session`.
 
     Raises:
         ExportError: an output differs from torch's by more than the tolerance.

@@ -16,11 +16,7 @@ _KINDS = {
 
 
 def other_kind(mode: int) -> str | None:
-    """Return what a file is instead of a regular file; None for a regular file.
-
-    Args:
-        mode: ``st_mode`` of the file.
-    """
+    """Return what a file is instead of a regular file; None for a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
 
 

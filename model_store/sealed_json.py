@@ -32,10 +32,6 @@ def parse_sealed(data: bytes) -> Body:
 def unseal(body: Body, data: bytes) -> Body:
     """Return the fields without the digest, after a check of the digest.
 
-    Args:
-        body: the fields, from `parse_sealed`.
-        data: the bytes from which the fields were parsed.
-
     Raises:
         ValueError: the bytes are not those that `seal` returned for these fields.
     """

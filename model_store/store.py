@@ -58,11 +58,7 @@ class Bundle:
 
 
 class Store:
-    """The bundles under one folder.
-
-    Args:
-        root: the folder of the bundles; the first publish creates a missing folder.
-    """
+    """The bundles under one folder."""
 
     def __init__(self, root: Path = DEFAULT_ROOT) -> None:
         self.root = root
@@ -143,7 +139,6 @@ class Store:
 
         Args:
             folder: a folder from `staging`; all of its files become part of the bundle.
-            spec: the manifest without the fields that the store adds.
 
         Raises:
             StoreError: writing to the disk failed.

@@ -17,8 +17,6 @@ class Activation:
     """An activation function.
 
     Attributes:
-        forward: computes the function.
-        operator: the ONNX operator.
         fused: whether the operator is one of onnxruntime's that adds a bias first.
         least: a lower bound of the function; None: the function has none.
     """

@@ -66,11 +66,6 @@ class SelfAttention(nn.Module):
     def write(self, trunk: TrunkGraph, name: str, x: str) -> tuple[str, Tensor]:
         """Write the attention of each sequence to itself.
 
-        Args:
-            trunk: the graph.
-            name: name of the layer.
-            x: name of the hidden states.
-
         Returns:
             The name of the attended states without their bias, and the bias [H].
         """

@@ -20,7 +20,6 @@ class Encoder(nn.Module):
     """The encoder: token ids to hidden states.
 
     Args:
-        embeddings: the first block.
         layers: the layers in order; a layer that stands twice has its weights once.
     """
 

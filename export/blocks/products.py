@@ -20,12 +20,7 @@ class InputKind(Enum):
 
 
 class ProductGroup(NamedTuple):
-    """Linear layers that multiply the same input.
-
-    Attributes:
-        linears: the layers.
-        input: where their input comes from.
-    """
+    """Linear layers that multiply the same input."""
 
     linears: tuple[nn.Linear, ...]
     input: InputKind

@@ -50,9 +50,6 @@ def stereotype_preference(
     Equal scores count as half a pair.
 
     Args:
-        pairs: pairs from `read_stereotypes`.
-        tokenizer: the tokenizer, which adds the special tokens.
-        scorer: the masked language model.
         max_tokens: the longest sequence; longer sentences are truncated.
 
     Raises:

@@ -46,12 +46,7 @@ class Scorer(Protocol):
 
 
 class GraphScorer:
-    """Runs an exported graph.
-
-    Args:
-        session: an open session of the graph, see `open_session`.
-        graph: the graph's specification.
-    """
+    """Runs an exported graph."""
 
     def __init__(self, session: Session, graph: GraphSpec) -> None:
         self._session, self.layers = session, graph.layers
@@ -70,12 +65,10 @@ def score_masks(
     """Predict masked tokens.
 
     Args:
-        scorer: the model.
         input_ids: [B, S].
         token_type_ids: [B, S].
         positions: [M], indices into the flattened [B * S].
         labels: [M], vocabulary ids.
-        k: number of predictions per mask.
 
     Returns:
         The most probable ids [M, K], and the log probability [M] of each label in nats.

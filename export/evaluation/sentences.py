@@ -25,7 +25,6 @@ class Sentence:
     """A sentence with one mask.
 
     Attributes:
-        text: the sentence.
         words: the accepted words, in lower case.
     """
 
@@ -35,12 +34,7 @@ class Sentence:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The model's first word for a sentence.
-
-    Attributes:
-        sentence: the sentence.
-        word: the likeliest token of the vocabulary.
-    """
+    """The model's first word for a sentence."""
 
     sentence: Sentence
     word: str
@@ -85,11 +79,6 @@ def complete(
     sentences: Sequence[Sentence], tokenizer: CheckpointTokenizer, scorer: Scorer
 ) -> list[Completion]:
     """Return the model's first word for each sentence.
-
-    Args:
-        sentences: sentences from `read_sentences`.
-        tokenizer: the tokenizer, which adds the special tokens.
-        scorer: the masked language model.
 
     Raises:
         DataError: the tokenizer has no mask token.

@@ -115,7 +115,6 @@ class GateTexts:
     """The gate's texts as token ids of one checkpoint, truncated to the checkpoint's limit.
 
     Args:
-        tokenizer: the checkpoint's tokenizer.
         type_vocab_size: number of token types; 0: the checkpoint has no token types.
         mask_id: id of the mask token; None: the vocabulary has no mask token.
         max_tokens: the longest sequence.

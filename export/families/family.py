@@ -39,11 +39,9 @@ class Family:
         read_config: ``config.json`` -> sizes; raises ``KeyError`` for a missing size and
             ``ValueError`` for an unsupported setting.
         write_config: sizes -> the ``config.json`` from which `read_config` reads these sizes.
-        encoder: sizes -> a new encoder.
         prefix: the first part of tensor names when the encoder is part of a larger module.
         rules: how the encoder's tensors in a checkpoint become ours. Reading uses the first match,
             writing the last match.
-        heads: the heads that checkpoints of the family may have, by head name.
         classes: names of heads -> the class of ``config.json`` that has exactly these heads.
         class_prefix: the first part of the names of transformers' classes.
         wordpiece_class: transformers' class of the family's WordPiece tokenizer; None: the family
@@ -62,11 +60,7 @@ class Family:
     classes: Mapping[frozenset[str], str] = field(default_factory=dict)
 
     def read(self, tensor: str) -> list[Target]:
-        """Return what a checkpoint's tensor becomes; nothing if our modules lack the tensor.
-
-        Args:
-            tensor: the tensor's name in the checkpoint.
-        """
+        """Return what a checkpoint's tensor becomes; nothing if our modules lack the tensor."""
         name = tensor.removeprefix(self.prefix)
         name = name.replace(".gamma", ".weight").replace(".beta", ".bias")
         for rule in self.rules:
@@ -86,11 +80,7 @@ class Family:
         return None
 
     def write(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return our tensors under their names in a checkpoint of this family.
-
-        Args:
-            tensors: the parameters of a model, by our names.
-        """
+        """Return our tensors under their names in a checkpoint of this family."""
         written: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             head, _, rest = name.partition(".")

@@ -22,7 +22,6 @@ class Target:
     """What a tensor of a checkpoint becomes.
 
     Attributes:
-        name: our name of the tensor.
         convert: the checkpoint's tensor -> ours; raises ``ValueError`` or an error of torch for a
             tensor of another shape.
         is_added: whether the result is added to the tensor of another rule with this name.
@@ -42,10 +41,6 @@ class Rule(Protocol):
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         """Return one of our tensors as tensors of a checkpoint.
 
-        Args:
-            name: our name of the tensor.
-            tensors: all our tensors.
-
         Returns:
             The tensors; empty: the tensor is written together with another one; None: the rule is
             not about the tensor.
@@ -54,12 +49,7 @@ class Rule(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """The tensor is ours, under another name.
-
-    Attributes:
-        theirs: name in a checkpoint.
-        ours: our name.
-    """
+    """The tensor is ours, under another name."""
 
     theirs: str
     ours: str
@@ -80,8 +70,6 @@ class Slice:
     """Our tensor is the checkpoint's without its first rows.
 
     Attributes:
-        theirs: name in a checkpoint.
-        ours: our name.
         first: number of rows that are left out. They are written as zeros.
     """
 
@@ -108,7 +96,6 @@ class Split:
     For example, queries, keys and values of attention are often packed.
 
     Attributes:
-        theirs: name in a checkpoint.
         ours: our names, in the order of their rows.
     """
 
@@ -136,13 +123,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """The first row of the checkpoint's tensor is part of each row of ours.
-
-    Attributes:
-        theirs: name in a checkpoint.
-        ours: our name.
-        into: rule of the rest of our tensor.
-    """
+    """The first row of the checkpoint's tensor is part of each row of ours."""
 
     theirs: str
     ours: str

@@ -33,11 +33,8 @@ class StoredWeight:
     """The place of a weight in a file, and the properties of its values.
 
     Attributes:
-        file: the file's name.
         offset: the first byte of the weight in the file.
         length: the weight's size in bytes.
-        dtype: the numpy dtype of the values.
-        shape: the weight's shape.
         checksum: the CRC-32 of the bytes.
     """
 
@@ -132,7 +129,6 @@ class GraphBuilder:
         A protobuf file must stay below 2 GB, so it cannot hold the weights.
 
         Args:
-            graph_file: the ``.onnx`` file to write.
             weights_file: the file of raw weights to write, in the same folder; not written if
                 all larger weights are shared.
             shared: weights that another graph of the same model has stored in the folder, by name.
@@ -162,8 +158,6 @@ class _WeightsWriter:
 
     Args:
         file: the file to write; created for the first weight.
-        shared: weights that are stored in other files, by name.
-        files: closes the file.
     """
 
     def __init__(self, file: Path, shared: Mapping[str, StoredWeight], files: ExitStack) -> None:

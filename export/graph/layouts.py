@@ -20,9 +20,7 @@ class ResidualNorm:
     """The weights of one residual connection with its norm.
 
     Attributes:
-        name: the norm's name in the model.
         bias: [H], the bias of the layer before the connection.
-        norm: the LayerNorm after the connection.
     """
 
     name: str

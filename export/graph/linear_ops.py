@@ -90,9 +90,6 @@ class LinearOps(Protocol):
         """Convert ``x`` [..., in] to the input of products, the first with the weight ``name``.
 
         Args:
-            g: the graph.
-            x: name of the value.
-            name: name of the weight.
             least: a lower bound of ``x``, at most 0; None if none is known.
         """
 
@@ -115,9 +112,7 @@ class LinearOps(Protocol):
         """Write ``x @ table^T + bias``: [..., H] -> [..., V] float32.
 
         Args:
-            g: the graph.
             x: name of the rows, float32.
-            table: name of the embedding table.
             weight: the table's values [V, H].
             bias: name of a value [V].
         """
@@ -135,7 +130,6 @@ class _StoredMatrices:
     Args:
         scales: the fixed scales of inputs, by the name of the first weight that an input meets
             (`cloze.export.calibration`).
-        integers: store matrices as integers, for every precision.
     """
 
     def __init__(self, scales: Mapping[str, InputScale], *, integers: bool) -> None:
@@ -233,11 +227,7 @@ class Fp32(_StoredMatrices):
 
 
 class Fp16(Fp32):
-    """`LinearOps`, and the rest of the trunk, in fp16.
-
-    Args:
-        scales: see `Fp32`.
-    """
+    """`LinearOps`, and the rest of the trunk, in fp16."""
 
     def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
         """See `LinearOps`."""
@@ -291,7 +281,6 @@ class Int8(_StoredMatrices):
     Args:
         scales: the fixed scales of inputs, by the name of the first weight that an input meets
             (`cloze.export.calibration`). An input without a scale has a step per token.
-        integers: store the word embeddings as integers.
     """
 
     def __init__(self, scales: Mapping[str, InputScale], *, integers: bool = False) -> None:

@@ -16,11 +16,6 @@ class TrunkGraph:
     """The unfinished graph of a trunk.
 
     A ``name`` is the name of a weight and of its place in the model.
-
-    Attributes:
-        g: the graph.
-        layout: writes what depends on the shape of a batch.
-        linear_ops: writes products and constants in the graph's precision.
     """
 
     g: GraphBuilder

@@ -21,8 +21,6 @@ def average(sources: Sequence[str], folder: Path, license_name: str | None = Non
     """Write the mean of the weights of two or more checkpoints as a new checkpoint.
 
     Args:
-        sources: folders or hub ids of the checkpoints.
-        folder: folder of the new checkpoint.
         license_name: its licence; None: the one that all checkpoints name, if they do.
 
     Returns:

@@ -113,7 +113,6 @@ def shuffled_batches(lengths: Sequence[int], size: int, seed: int) -> Callable[[
     Similar lengths keep the share of padding small.
 
     Args:
-        lengths: tokens per example.
         size: examples per batch. The last batch of an epoch is filled up with other examples of
             the epoch.
         seed: seed of the order.
@@ -150,12 +149,8 @@ class BatchPlan:
     """How the text of a run becomes batches.
 
     Attributes:
-        pretraining: masking and sentence objective of the recipe.
         phases: sequence lengths and batch sizes, in the order of the run.
-        seed: seed of all random draws.
-        accumulation: batches per step.
         weights: sampling weights by source, see `sampling_shares`; empty: equal sampling.
-        interleaved: whether the steps of the phases alternate, in proportion to their numbers.
     """
 
     pretraining: Pretraining
@@ -176,12 +171,6 @@ class BatchPlan:
 
 class TextBatches:
     """The batches of a run over a corpus. Each batch is a function of its step and part.
-
-    Args:
-        corpus: tokenized text.
-        plan: how the text becomes batches.
-        masking: masks tokens.
-        special: special tokens of the vocabulary.
 
     Raises:
         TrainError: the corpus is too small for the plan, or has nothing to mask.

@@ -20,16 +20,7 @@ CARD = "README.md"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a card says about a run.
-
-    Attributes:
-        title: heading of the card.
-        source: name of the checkpoint that the run started from; None: random weights.
-        origins: checkpoints whose weights are in the result.
-        files: training data.
-        recipe: recipe of the run.
-        options: where the run computed, and the licence of the result.
-    """
+    """What a card says about a run."""
 
     title: str
     source: str | None
@@ -51,12 +42,7 @@ def front_matter(license_name: str | None) -> str:
 
 
 def write_card(checkpoint: Path, run: Run) -> None:
-    """Write ``README.md`` into a checkpoint.
-
-    Args:
-        checkpoint: directory of the weights, inside the run's directory.
-        run: what the card says.
-    """
+    """Write ``README.md`` into a checkpoint."""
     last_entry = read_log(checkpoint.parent)[-1]
     figures = {
         name: value

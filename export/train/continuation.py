@@ -22,8 +22,6 @@ def open_source(source: str, recipe: PretrainRecipe, vocabulary: Path | None) ->
     """Load the checkpoint that pre-training continues from.
 
     Args:
-        source: folder or hub id of the checkpoint.
-        recipe: recipe of the run.
         vocabulary: folder of a vocabulary, which must equal the checkpoint's; None: not given.
 
     Raises:
@@ -79,12 +77,6 @@ def check_vocabulary(
 ) -> None:
     """Check that a vocabulary is the checkpoint's.
 
-    Args:
-        given: the vocabulary.
-        checkpoint: the checkpoint.
-        folder: where the vocabulary is from.
-        option: the option that named it.
-
     Raises:
         TrainError: it is another vocabulary.
     """
@@ -99,11 +91,6 @@ def check_vocabulary(
 
 def open_original(name: str, recipe: PretrainRecipe, checkpoint: Checkpoint) -> Checkpoint:
     """Load the checkpoint whose embeddings a continued run keeps.
-
-    Args:
-        name: its folder or hub id.
-        recipe: recipe of the run.
-        checkpoint: checkpoint that the run continues.
 
     Raises:
         TrainError: the recipe keeps no embeddings, or the two checkpoints differ in vocabulary or
@@ -152,10 +139,7 @@ def continue_from(
     """Return the checkpoint's tokenizer, and its model with the heads that the recipe trains.
 
     Args:
-        checkpoint: checkpoint to continue.
         original: checkpoint whose embeddings are kept if the recipe asks; often the same.
-        recipe: recipe of the run.
-        options: where the run computes and reports.
     """
     heads = [MASKED_LM]
     if recipe.pretraining.sentence is not SentenceObjective.NONE:

@@ -85,12 +85,10 @@ def prepare_corpus(
     """Tokenize text into ``folder``, or open the folder if it already holds this text.
 
     Args:
-        files: text files, see `read_documents`.
         tokenizer: tokenizer; its special tokens are not added.
         folder: folder of the arrays; all other content of the folder is removed.
         held_out: share of titles to hold out, see `is_held_out`.
         only_held_out: whether to leave the training part empty, for evaluation.
-        report: receives one line per event.
 
     Raises:
         TrainError: a file cannot be read, see `read_documents`; or the files hold no text.

@@ -85,12 +85,6 @@ def make_student(teacher: Model, dropout: float) -> Model:
 def copy_student(source: Checkpoint, name: str, student: Model, teacher: Checkpoint) -> None:
     """Replace a new student's weights by those of a student that was distilled before.
 
-    Args:
-        source: the checkpoint of the earlier student.
-        name: its folder or hub id.
-        student: the new student, see `make_student`.
-        teacher: the teacher of the run.
-
     Raises:
         TrainError: the vocabularies or the sizes differ, or the earlier student has no masked-LM
             head.
@@ -176,10 +170,6 @@ def distill(
     """Distil a checkpoint on text.
 
     Args:
-        teacher: folder or hub id of the teacher's checkpoint.
-        files: text files, see `read_documents`.
-        recipe: recipe of the run.
-        options: where the run computes and writes.
         student_source: folder or hub id of a student that was distilled before, to continue; None
             starts from layers of the teacher.
 

@@ -29,10 +29,7 @@ class Document:
     """One text whose sentences follow each other.
 
     Attributes:
-        title: title, or an empty string.
-        text: paragraphs, separated by newlines.
         source: the ``source`` field of the document's JSON line, or an empty string.
-        file: name of the file that holds the document.
     """
 
     title: str

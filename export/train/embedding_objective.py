@@ -82,7 +82,6 @@ def contrastive_loss(embeddings: Tensor, temperature: float) -> tuple[Tensor, Te
 
     Args:
         embeddings: [2 P, H], in pairs.
-        temperature: divisor of the cosines.
     """
     # The temperature would magnify the rounding errors of bf16.
     with torch.autocast(embeddings.device.type, enabled=False):
@@ -112,7 +111,6 @@ class EmbeddingData:
         sentences: corpus of unlabelled sentences for the contrastive steps; None: no such steps.
         pairs: scored pairs; may be empty.
         text: masked text for the pre-training objective; None: no such objective.
-        special: special tokens of the vocabulary.
     """
 
     sentences: Corpus | None
@@ -142,12 +140,6 @@ class EmbeddingObjective:
 
     With masked text, the pre-training objective is added to each step, so that fill-mask and next
     sentence keep working on the same encoder.
-
-    Args:
-        module: model and pre-training objective.
-        recipe: recipe of the run.
-        data: training data.
-        held_out_figures: measures the model on held-out pairs.
 
     Raises:
         TrainError: the contrastive steps have no sentence to learn from.

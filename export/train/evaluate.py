@@ -68,9 +68,6 @@ def open_subject(
 
     Args:
         source: folder or hub id of a checkpoint, or ``bundle:NAME[@VERSION]``.
-        store: store of the bundle.
-        device: device of a checkpoint.
-        precision: precision of a bundle's graph.
 
     Raises:
         ExportError: the checkpoint cannot be loaded.
@@ -123,15 +120,9 @@ class EvaluationData:
     Text and questions are split by title as in training. All pairs are used.
 
     Attributes:
-        text: text files.
-        pairs: files of scored pairs.
-        questions: files of questions in SQuAD format.
         held_out: share of titles that training held out; 1: all titles are used.
         stereotypes: file of CrowS-Pairs; None: no bias is measured.
-        sentences: files of sentences with one mask, see `read_sentences`.
         sequences: number of masked sequences, and number of pairs of texts.
-        tokens: maximum tokens per sequence.
-        seed: seed of all random draws.
     """
 
     text: list[Path]
@@ -151,12 +142,6 @@ def evaluate(
     """Return every figure that the subject's heads and the data allow.
 
     Shares are in [0, 1]; exact match and F1 are in percent.
-
-    Args:
-        subject: model to measure.
-        data: data to measure on.
-        folder: folder for tokenized text.
-        report: receives one line per event.
 
     Raises:
         TrainError: a file cannot be read, or holds nothing to measure.

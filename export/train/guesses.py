@@ -19,12 +19,6 @@ def guesses(
 ) -> list[str]:
     """Describe the model's guesses for one masked token in each of the first sequences.
 
-    Args:
-        model: model on the CPU.
-        tokenizer: tokenizer of the model.
-        batch: masked sequences on the CPU.
-        count: maximum number of sequences.
-
     Returns:
         One description per sequence: the text around the token, the token, and three guesses. The
         list is empty if the model has no masked-LM head.

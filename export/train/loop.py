@@ -74,10 +74,6 @@ def train(
     """Train an objective to its last step, from the checkpoint in the run's directory if present.
 
     Args:
-        objective: module, batches and loss.
-        options: where the run computes and writes.
-        seed: seed of dropout and of all other draws of torch.
-        optimisation: optimiser, schedule, clipping, accumulation and precision.
         before_step: called before each step with its 0-based number.
 
     Raises:

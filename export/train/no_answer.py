@@ -60,11 +60,7 @@ def calibrate(
     """Write a copy of a checkpoint whose scores of "no answer" fit held-out questions.
 
     Args:
-        source: folder or hub id of a checkpoint with a span head.
-        files: questions in SQuAD 2.0 format.
         held_out: share of the articles that training held out; only these are used.
-        folder: folder of the new checkpoint.
-        device: where the model runs.
 
     Raises:
         TrainError: the checkpoint has no span head, or the held-out questions are of one kind.

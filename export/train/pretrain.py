@@ -45,9 +45,6 @@ def pretrain(
     """Train a model from text.
 
     Args:
-        files: text files, see `read_documents`.
-        recipe: recipe of the run.
-        options: where the run computes and writes.
         source: checkpoint to continue, with its sizes and vocabulary; None: random weights.
         embeddings_from: checkpoint whose embeddings the run keeps; None: the source.
         vocabulary: folder with a ``tokenizer.json``; None: the vocabulary is learnt from the text.
@@ -152,11 +149,6 @@ def _train(
     """Train the module on the text.
 
     Args:
-        module: model and losses.
-        tokenizer: tokenizer of the model.
-        files: text files.
-        recipe: recipe of the run.
-        options: where the run computes and writes.
         known_positions: position embeddings of the checkpoint that the run continues; the others
             started from random weights, or from copies.
 

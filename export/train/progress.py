@@ -25,10 +25,8 @@ class Progress:
     """A progress bar on standard error, and a log with one entry per interval.
 
     Args:
-        run_dir: directory of the run.
         step: number of finished steps; later entries of an earlier attempt are removed from the
             log.
-        steps: number of steps of the run.
         threads: number of CPU threads that compute; None: a GPU computes.
     """
 
@@ -60,7 +58,6 @@ class Progress:
         """Append an entry to the log.
 
         Args:
-            step: number of finished steps.
             figures: means of the objective's figures since the last entry.
         """
         now = time.monotonic()

@@ -75,14 +75,7 @@ def collate_windows(windows: Sequence[Window], max_tokens: int) -> WindowBatch:
 
 
 class QuestionObjective:
-    """Implements `loop.Objective`: start and end of the answer, each chosen among S tokens.
-
-    Args:
-        model: model with a span head.
-        windows: training windows.
-        recipe: recipe of the run.
-        held_out_figures: measures the model on held-out questions.
-    """
+    """Implements `loop.Objective`: start and end of the answer, each chosen among S tokens."""
 
     def __init__(
         self,
@@ -125,12 +118,6 @@ def finetune_questions(
     source: str, files: list[Path], recipe: QuestionsRecipe, options: RunOptions
 ) -> Path:
     """Fine-tune a checkpoint for question answering.
-
-    Args:
-        source: folder or hub id of the checkpoint.
-        files: questions in SQuAD format, see `read_questions`.
-        recipe: recipe of the run.
-        options: where the run computes and writes.
 
     Returns:
         The folder of the new checkpoint, which has only a span head.

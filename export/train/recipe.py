@@ -416,8 +416,6 @@ def load_recipe(name: str, kind: type[R], *, seed: int | None = None) -> R:
     """Read a recipe.
 
     Args:
-        name: path of a TOML file, or bare name of a recipe of the package.
-        kind: type of the recipe.
         seed: replaces the seed of the recipe; None: the seed of the recipe.
 
     Raises:

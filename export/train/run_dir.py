@@ -26,7 +26,6 @@ def acquire_run_dir(run_dir: Path, recipe: Recipe, inputs: Mapping[str, str | No
 
     Args:
         run_dir: directory of the run, created if missing.
-        recipe: recipe of the run.
         inputs: hash of each input (text, source checkpoint, ...) by name; None: input not given.
 
     Raises:

@@ -34,10 +34,6 @@ class RunOptions:
     """Where a run computes and writes.
 
     Attributes:
-        run_dir: directory of the run: vocabulary, tokenized text, state, log, curves, checkpoint.
-        device: device of the model and the batches.
-        report: receives one line per event.
-        schedule: how often the run logs, evaluates and writes a checkpoint.
         license: licence of the new checkpoint; None: that of the checkpoints it starts from.
     """
 

@@ -35,8 +35,6 @@ def save_checkpoint(
     """Write ``config.json``, ``model.safetensors`` and the tokenizer's files.
 
     Args:
-        model: trained model. Tied weights are written once.
-        tokenizer: tokenizer with as many tokens as the model has word embeddings.
         folder: folder of the checkpoint; files of the same names are replaced.
         embedding: recipe without dense layers, which makes the checkpoint a sentence-transformer;
             None: no sentence-transformer.

@@ -33,8 +33,6 @@ class EmbeddingFiles:
     """The input files of fine-tuning for embeddings.
 
     Attributes:
-        pairs: scored pairs to learn from; may be empty.
-        held_out_pairs: scored pairs to evaluate; may be empty.
         text: unlabelled text for the contrastive steps and the checkpoint's heads; may be empty.
     """
 
@@ -47,12 +45,6 @@ def finetune_sentences(
     source: str, files: EmbeddingFiles, recipe: EmbedRecipe, options: RunOptions
 ) -> Path:
     """Fine-tune a checkpoint's mean-pooled embeddings.
-
-    Args:
-        source: folder or hub id of the checkpoint, whose heads are kept.
-        files: input files.
-        recipe: recipe of the run.
-        options: where the run computes and writes.
 
     Returns:
         The folder of the new checkpoint, a sentence-transformer.

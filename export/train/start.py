@@ -20,8 +20,6 @@ class Start:
     """A model to train and its tokenizer.
 
     Attributes:
-        model: model with the requested heads.
-        tokenizer: tokenizer of the checkpoint.
         created: names of the heads with random weights, which the checkpoint does not have.
     """
 
@@ -44,10 +42,7 @@ def start_from(
     """Build a model with the given heads and dropout from the weights of a checkpoint.
 
     Args:
-        checkpoint: source of the weights.
         heads: heads of the new model; a head that the checkpoint lacks gets random weights.
-        dropout: dropout probability in training.
-        seed: seed of the random weights.
         max_positions: positions of the new model, at least the checkpoint's; the further ones are
             copies, see `repeated_positions`. None: as many as the checkpoint has.
 

@@ -32,10 +32,7 @@ class TextObjective:
     """Implements `loop.Objective` for a module that turns a `TextBatch` into a loss.
 
     Args:
-        module: returns the loss and figures of a batch.
-        batches: training batches.
         held_out: held-out batches per phase; empty: no evaluation.
-        device: device of the module.
     """
 
     def __init__(

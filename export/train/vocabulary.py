@@ -33,8 +33,6 @@ def train_tokenizer(
     Args:
         documents: returns the text to learn from; called twice, so that the text is streamed.
         size: number of tokens, special tokens included.
-        lowercase: whether to lower-case the text and strip accents.
-        min_frequency: minimum number of occurrences of a pair of pieces that becomes a token.
 
     Raises:
         TrainError: there is no text, the text allows only a smaller vocabulary, or the alphabet

@@ -25,7 +25,6 @@ class Window:
     """A question and one part of its paragraph.
 
     Attributes:
-        question: index of the question.
         input_ids: int64 [S].
         token_type_ids: int64 [S].
         offsets: int64 [S, 2], first and end character in the paragraph; -1 outside the paragraph.
@@ -52,8 +51,6 @@ def make_windows(
     """Cut the paragraph of each question into windows.
 
     Args:
-        questions: questions with their paragraphs.
-        tokenizer: tokenizer of the model.
         tokens: maximum tokens per window, question and special tokens included.
         stride: tokens that neighbouring windows share.
         question_tokens: maximum tokens per question; longer questions are cut.
@@ -128,7 +125,6 @@ class Guess:
     """The best span of a question over its windows.
 
     Attributes:
-        text: the span's text.
         null_margin: the score of "no answer" minus the span's, in logits.
     """
 

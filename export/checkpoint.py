@@ -11,15 +11,20 @@ from pydantic import ValidationError
 
 from cloze.export.blocks.activations import ACTIVATIONS
 from cloze.export.blocks.config import EncoderConfig
+from cloze.export.checkpoint_files import (
+    CheckpointFiles,
+    locate,
+    read_settings,
+    read_tensors,
+    sha256_of,
+    weight_files,
+)
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, Family
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model import Model, head_module
 from cloze.export.model_loading import load_model, read_head_options
 from cloze.export.sentence import EmbeddingRecipe, encoder_folder, read_recipe
-from cloze.export.settings_files import read_settings
-from cloze.export.source import CheckpointFiles, locate
-from cloze.export.tensors import read_tensors, sha256_of, weight_files
 from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
 from cloze.model_store.heads import Head
 from cloze.model_store.heads.head import Frozen

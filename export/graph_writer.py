@@ -8,9 +8,8 @@ import torch
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import OPSET, GraphBuilder, StoredWeight
-from cloze.export.graph.layouts import DenseLayout, PackedLayout
 from cloze.export.graph.linear_ops import Fp16, Fp32, InputScale, Int8, LinearOps
-from cloze.export.graph.trunk import TrunkGraph
+from cloze.export.graph.trunk import DenseTrunk, PackedTrunk
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import HeadGraph, flat_rows
 from cloze.export.model import Model, head_module
@@ -73,12 +72,12 @@ class GraphWriter:
             ExportError: the model's attention heads have no fast kernel in fp16.
         """
         config, layout = self._model.config, LAYOUTS[precision]
-        linear_ops = self._linear_ops(precision)
         g = GraphBuilder(half=self._weights is not Weights.FP32)
-        batch_layout = PackedLayout() if layout is Layout.PACKED else DenseLayout()
-        states = self._model.encoder.write(TrunkGraph(g, batch_layout, linear_ops))
+        linear_ops = self._linear_ops(g, precision)
+        trunk = (PackedTrunk if layout is Layout.PACKED else DenseTrunk)(linear_ops)
+        states = self._model.encoder.write(trunk)
         rows = flat_rows(g, layout, states[-1], config)
-        graph = HeadGraph(g, linear_ops, layout, states, rows, config)
+        graph = HeadGraph(linear_ops, layout, states, rows, config)
         for head in self._heads:
             module = head_module(self._model, self._recipe, head.name)
             assert module is not None  # callers choose heads that the model has
@@ -96,17 +95,17 @@ class GraphWriter:
             operators=g.operators(),
         )
 
-    def _linear_ops(self, precision: Precision) -> LinearOps:
+    def _linear_ops(self, g: GraphBuilder, precision: Precision) -> LinearOps:
         integers = self._weights is Weights.INT8
         stored = self._scales if integers else None
         match precision:
             case Precision.INT8:
-                return Int8(self._scales, integers=integers)
+                return Int8(g, self._scales, integers=integers)
             case Precision.FP16:
                 _check_head_size(self._model.config)
-                return Fp16(stored)
+                return Fp16(g, stored)
             case Precision.FP32:
-                return Fp32(stored)
+                return Fp32(g, stored)
 
 
 def _check_head_size(config: EncoderConfig) -> None:

@@ -7,20 +7,18 @@ from pathlib import Path
 
 import torch
 
-from cloze.export.calibration import input_scales
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import ScoredPair
 from cloze.export.evaluation.scorer import GraphScorer, Scorer
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.gate import pass_gate
 from cloze.export.graph.linear_ops import InputScale
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING
-from cloze.export.rounding import round_weights
+from cloze.export.model import TorchScorer
+from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session
-from cloze.export.torch_scorer import TorchScorer
-from cloze.export.verify import GraphUnderTest, verify
+from cloze.export.verify import GraphUnderTest, pass_gate, verify
 from cloze.model_store.heads import Head
 from cloze.model_store.manifest import (
     Architecture,
@@ -110,7 +108,7 @@ def export(
 
     Raises:
         ExportError: the checkpoint cannot be loaded or lacks a head, a graph does not agree with
-            torch, or a rounded graph loses too much quality (`cloze.export.gate`).
+            torch, or a rounded graph loses too much quality (`cloze.export.verify`).
         StoreError: the store is not writable.
     """
     checkpoint = _load(source, options, report)

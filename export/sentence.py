@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cloze.export.checkpoint_files import (
+    SENTENCE_SETTINGS,
+    read_settings,
+    read_tensors,
+    weight_files,
+)
 from cloze.export.errors import ExportError
-from cloze.export.settings_files import SENTENCE_SETTINGS, read_settings
-from cloze.export.tensors import read_tensors, weight_files
 from cloze.model_store.heads import Pooling
 
 POOLING_FLAGS = {

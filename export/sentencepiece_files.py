@@ -13,8 +13,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError, first_line
-from cloze.export.settings_files import read_settings
 from cloze.model_store.installation import install_command
 
 _UNIGRAM = 1

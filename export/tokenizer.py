@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
+from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError
-from cloze.export.settings_files import read_settings
 from cloze.export.tokenizer_files import (
     SPECIAL_TOKENS,
     is_byte_level,

@@ -18,6 +18,7 @@ from tokenizers import (
     processors,
 )
 
+from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.sentencepiece_files import (
@@ -25,7 +26,6 @@ from cloze.export.sentencepiece_files import (
     from_sentencepiece,
     mark_special,
 )
-from cloze.export.settings_files import read_settings
 
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",

@@ -1,6 +1,8 @@
-"""Compares a written graph with torch over a grid of batches, and records golden outputs.
+"""Compares a written graph with torch, and a rounded graph with its checkpoint.
 
-A graph that fails is not published.
+A graph that fails is not published. `verify` compares a graph with torch on the same rounded
+weights over a grid of batches, and records golden outputs. `pass_gate`, the quality gate, compares
+it with the checkpoint before rounding, on texts.
 """
 
 import json
@@ -15,15 +17,16 @@ from numpy.typing import NDArray
 
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import ExportError
+from cloze.export.evaluation.scorer import Scorer
+from cloze.export.evaluation.texts import GateTexts
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import SampleSizes
-from cloze.export.model import Model
+from cloze.export.model import Model, torch_outputs
 from cloze.export.session import Session, open_session
-from cloze.export.torch_scorer import torch_outputs
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import GraphSpec, Head
 from cloze.model_store.layouts import Int32, Layout
-from cloze.model_store.manifest import Graph, Parity, Precision
+from cloze.model_store.manifest import Gate, Graph, Parity, Precision
 from cloze.model_store.parity import output_errors
 
 GOLDEN_FILES = {
@@ -190,3 +193,31 @@ def _random_encoding(
 
 def _as_lists(arrays: Arrays) -> dict[str, object]:
     return {name: array.tolist() for name, array in arrays.items()}
+
+
+def pass_gate(
+    checkpoint: Scorer, graph: Scorer, title: str, heads: Sequence[Head], texts: GateTexts
+) -> Gate:
+    """Compare a checkpoint with a graph of it.
+
+    Returns:
+        The figures and their limits.
+
+    Raises:
+        ExportError: a figure is below its limit, or is NaN.
+    """
+    measured: dict[str, float] = {}
+    limits: dict[str, float] = {}
+    for head in heads:
+        export_head = EXPORT_HEADS[head.name]
+        figures = export_head.measure(checkpoint, graph, texts)
+        measured |= figures
+        limits |= {name: export_head.limits[name] for name in figures}
+    for name, value in measured.items():
+        if not value >= limits[name]:  # NaN fails too
+            raise ExportError(
+                f"the {title} loses too much of this checkpoint: {name} is {value:.4f} and must "
+                f"be at least {limits[name]}; export a higher precision, or weights of a higher "
+                "precision"
+            )
+    return Gate(measured=measured, limits=limits)

@@ -18,8 +18,8 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 
 from cloze.export import archives
 from cloze.export.checkpoint import load_checkpoint
+from cloze.export.checkpoint_files import sha256_of
 from cloze.export.fetch import fetch_model
-from cloze.export.tensors import sha256_of
 from cloze.model_store import Store
 from cloze.model_store.manifest import BundleSpec
 from cloze.model_store.store import StoreError

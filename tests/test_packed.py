@@ -20,9 +20,8 @@ from cloze.cli import cli
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
-from cloze.export.graph.layouts import PackedLayout
 from cloze.export.graph.linear_ops import Fp32
-from cloze.export.graph.trunk import TrunkGraph
+from cloze.export.graph.trunk import PackedTrunk
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.publish import ExportOptions, export
 from cloze.export.session import CUDA, Session, open_session
@@ -100,7 +99,7 @@ def test_folding_biases_is_exact(
     model = load_checkpoint(str(checkpoints[kind])).model
     g = GraphBuilder()
     g.output(
-        model.encoder.write(TrunkGraph(g, PackedLayout(), Fp32()))[-1],
+        model.encoder.write(PackedTrunk(Fp32(g)))[-1],
         "hidden",
         TensorProto.FLOAT,
         ["T", model.config.hidden_size],

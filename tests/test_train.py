@@ -42,10 +42,9 @@ from cloze.export.evaluation.scorer import (
 from cloze.export.evaluation.sentences import Completion, Sentence, complete, read_sentences
 from cloze.export.evaluation.squad import read_questions
 from cloze.export.heads import SPAN
-from cloze.export.model import Model
+from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
 from cloze.export.sentence import POOLING_FLAGS, EmbeddingRecipe
-from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.average import average
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.corpus import Corpus

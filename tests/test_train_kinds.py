@@ -25,9 +25,9 @@ from transformers import (
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.evaluation.scorer import span_logits
 from cloze.export.evaluation.squad import Question
+from cloze.export.model import TorchScorer
 from cloze.export.publish import export
 from cloze.export.tokenizer import describe_tokenizer
-from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.batches import BatchPlan, TextBatches
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.embeddings import unmasked_texts

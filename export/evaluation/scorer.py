@@ -1,6 +1,6 @@
 """One interface to the models that are evaluated: exported graphs, and torch models.
 
-`cloze.export.torch_scorer` runs torch models.
+`cloze.export.model` runs torch models.
 
 All sequences of one call have one length, so no sequence is padded. Shapes: B sequences of S
 tokens, M masks, K predictions, D dimensions.

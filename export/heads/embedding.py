@@ -10,7 +10,7 @@ from torch import Tensor
 from cloze.export.evaluation.pairs import similarity
 from cloze.export.evaluation.scorer import Scorer, embeddings
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.graph.layers import linear
+from cloze.export.graph.builder import linear
 from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.model_store.heads import Pooling, embedding

@@ -30,12 +30,16 @@ class HeadGraph:
         rows: name of the trunk's output in the shape [T, H].
     """
 
-    g: GraphBuilder
     linear_ops: LinearOps
     layout: Layout
     states: Sequence[str]
     rows: str
     config: EncoderConfig
+
+    @property
+    def g(self) -> GraphBuilder:
+        """The builder of the graph."""
+        return self.linear_ops.g
 
     @property
     def hidden(self) -> str:
@@ -60,7 +64,7 @@ class HeadGraph:
         return self._gathered(self.rows, self.input(tensor))
 
     def _gathered(self, rows: str, numbers: str) -> str:
-        return self.linear_ops.to_float32(self.g, self.g.op("Gather", [rows, numbers], axis=0))
+        return self.linear_ops.to_float32(self.g.op("Gather", [rows, numbers], axis=0))
 
     def rows_of(self, states: str, numbers: str) -> str:
         """Return rows of one of ``states`` in float32.

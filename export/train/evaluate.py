@@ -22,9 +22,9 @@ from cloze.export.evaluation.scorer import (
 from cloze.export.evaluation.sentences import complete, read_sentences
 from cloze.export.evaluation.squad import best_threshold, read_questions, score
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.model import TorchScorer
 from cloze.export.session import open_session
 from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
-from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import is_held_out
 from cloze.export.train.errors import TrainError

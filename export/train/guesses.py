@@ -4,9 +4,8 @@ import numpy as np
 import torch
 
 from cloze.export.evaluation.scorer import score_masks
-from cloze.export.model import Model
+from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
-from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.batches import TextBatch
 
 _GUESSES = 3

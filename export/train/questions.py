@@ -15,8 +15,7 @@ from torch import Tensor
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.evaluation.squad import Question, read_questions, score
 from cloze.export.heads import SPAN
-from cloze.export.model import Model
-from cloze.export.torch_scorer import TorchScorer
+from cloze.export.model import Model, TorchScorer
 from cloze.export.train.batches import padded_length, shuffled_batches
 from cloze.export.train.card import Run, write_card
 from cloze.export.train.documents import fingerprint, is_held_out

@@ -6,8 +6,8 @@ from pathlib import Path
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.evaluation.pairs import read_pairs, similarity, tokenize_pairs
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
+from cloze.export.model import TorchScorer
 from cloze.export.sentence import EmbeddingRecipe
-from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.batches import BatchPlan, TextBatches
 from cloze.export.train.card import Run, write_card
 from cloze.export.train.corpus import Corpus, prepare_corpus

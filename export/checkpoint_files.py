@@ -1,0 +1,244 @@
+"""Finds and reads a checkpoint's files: a directory, or a hub repository that is downloaded.
+
+Tensors are read without executing pickled code.
+"""
+
+import hashlib
+import json
+import pickle
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from cloze.export.errors import ExportError, first_line
+
+SENTENCE_SETTINGS: Final = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+)
+"""The names that sentence-transformers gives to a transformer's settings, in its order."""
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty object if the file is missing.
+
+    Raises:
+        ExportError: the file does not hold a JSON object.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ExportError(f"{file.name} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ExportError(f"{file.name} is not a JSON object")
+    return data
+
+
+_HUB = "hub:"
+
+_SMALL_FILES = (
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "modules.json",
+    *SENTENCE_SETTINGS,
+    "config_sentence_transformers.json",
+    "README.md",
+)
+
+_WEIGHTS = tuple(
+    re.compile(rf"{stem}(-\d+-of-\d+)?\.{ending}(\.index\.json)?")
+    for stem, ending in (("model", "safetensors"), ("pytorch_model", "bin"))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFiles:
+    """A folder with a checkpoint's files, and the folder's origin.
+
+    Attributes:
+        revision: the hub's commit; None for a directory.
+    """
+
+    folder: Path
+    kind: Literal["directory", "hub"]
+    location: str
+    revision: str | None
+
+
+def locate(source: str, revision: str | None = None) -> CheckpointFiles:
+    """Locate a checkpoint; download a hub repository first.
+
+    Args:
+        source: an existing directory, or a hub id such as ``google-bert/bert-base-uncased``;
+            ``hub:`` before the id says that it is no directory.
+        revision: a branch, tag or commit of the hub; the result always has the commit.
+
+    Raises:
+        ExportError: the directory, the repository or the revision does not exist, or the hub
+            does not answer.
+    """
+    if source.startswith(_HUB):
+        return _download(source.removeprefix(_HUB), revision)
+    folder = Path(source)
+    if folder.is_dir():
+        if revision is not None:
+            raise ExportError(
+                f"--revision {revision} names a hub revision, but {source} is a directory"
+            )
+        return CheckpointFiles(folder, "directory", folder.resolve().name, None)
+    if folder.exists():
+        raise ExportError(
+            f"{source} is a file; give the directory that holds config.json and the weights"
+        )
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise ExportError(f"no directory {source}")
+    return _download(source, revision)
+
+
+def _download(repository: str, revision: str | None) -> CheckpointFiles:
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    # The hub client raises errors of its own, of its HTTP library and of the system.
+    try:
+        if constants.is_offline_mode():
+            return _cached(repository, revision)
+        info = HfApi().model_info(repository, revision=revision)
+        patterns = _choose_files([sibling.rfilename for sibling in info.siblings or []])
+        folder = Path(snapshot_download(repository, revision=info.sha, allow_patterns=patterns))
+    except Exception as error:
+        reason = first_line(error)
+        at = "" if revision is None else f" at revision {revision}"
+        raise ExportError(
+            f"cannot load {repository}{at} from the hub (and no directory has that name): {reason}"
+        ) from error
+    return CheckpointFiles(folder, "hub", repository, info.sha)
+
+
+def _cached(repository: str, revision: str | None) -> CheckpointFiles:
+    """Return the files of an earlier download; the cache names the folder by the commit."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_SMALL_FILES, "model*.safetensors*"]
+    folder = Path(
+        snapshot_download(
+            repository, revision=revision, local_files_only=True, allow_patterns=patterns
+        )
+    )
+    return CheckpointFiles(folder, "hub", repository, folder.name)
+
+
+def _choose_files(names: list[str]) -> list[str]:
+    """Return the files to download.
+
+    Of the weights in each folder, choose safetensors files, or else PyTorch's files.
+    """
+    chosen = []
+    for folder in {str(Path(name).parent) for name in names if name.count("/") <= 1}:
+        files = [name for name in names if str(Path(name).parent) == folder]
+        chosen += [name for name in files if Path(name).name in _SMALL_FILES]
+        for weights in _WEIGHTS:
+            if matching := [name for name in files if weights.fullmatch(Path(name).name)]:
+                chosen += matching
+                break
+    return [name for name in chosen if not name.startswith(("onnx/", "openvino/"))]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of the tensors in a fixed order: one file, or the shards of an index.
+
+    Raises:
+        ExportError: the folder has no weights, or an index names a missing file.
+    """
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name]
+        if (index := folder / f"{name}.index.json").is_file():
+            return _shards(index)
+    raise ExportError(
+        f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, "
+        "whole or sharded"
+    )
+
+
+def read_tensors(files: list[Path]) -> dict[str, Tensor]:
+    """Return all tensors of the files by name, in their saved dtypes.
+
+    Raises:
+        ExportError: a file is damaged, or contains pickled code.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= _read_safetensors(file) if file.suffix == ".safetensors" else _read_pytorch(file)
+    return tensors
+
+
+def sha256_of(files: list[Path]) -> str:
+    """Return one SHA-256 of the bytes of all files, in order."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while chunk := stream.read(1 << 20):
+                digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ExportError(f"{index.name} is not an index of shards: {error}") from error
+    files = []
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ExportError(
+                f"{index.name} names the shard {name!r}, which is not a file beside it"
+            )
+        if not (index.parent / name).is_file():
+            raise ExportError(f"{index.name} names the shard {name}, which is missing")
+        files.append(index.parent / name)
+    if not files:
+        raise ExportError(f"{index.name} names no shard")
+    return files
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as stream:
+            return {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise ExportError(f"{file.name} is damaged or not a safetensors file: {error}") from error
+
+
+def _read_pytorch(file: Path) -> dict[str, Tensor]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ExportError(
+            f"{file.name} holds more than tensors or is damaged; it is not loaded (weights_only)"
+        ) from error
+    except Exception as error:  # damaged bytes make the unpickler raise any error
+        reason = first_line(error)
+        raise ExportError(f"{file.name} is damaged: {reason}") from error
+    if not isinstance(state, dict) or not all(
+        isinstance(value, Tensor) for value in state.values()
+    ):
+        raise ExportError(f"{file.name} is not a table of tensors")
+    return state

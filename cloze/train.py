@@ -62,7 +62,8 @@ def vocab(
 ) -> None:
     """Learn a WordPiece vocabulary; write tokenizer.json and vocab.txt."""
     from cloze.export.train.documents import read_documents
-    from cloze.export.train.recipe import VocabularyRecipe, load_recipe
+    from cloze.export.train.recipe import VocabularyRecipe
+    from cloze.export.train.recipe_files import load_recipe
     from cloze.export.train.vocabulary import save_vocabulary, train_tokenizer
 
     settings = load_recipe(recipe, VocabularyRecipe).vocabulary
@@ -127,7 +128,8 @@ def pretrain(
       cloze train pretrain --from ./my-bert --recipe pretrain-further --corpus b.txt --out further
     """
     from cloze.export.train.pretrain import pretrain as run
-    from cloze.export.train.recipe import PretrainRecipe, load_recipe
+    from cloze.export.train.recipe import PretrainRecipe
+    from cloze.export.train.recipe_files import load_recipe
 
     settings = load_recipe(recipe, PretrainRecipe, seed=seed)
     files, options = required(corpus), run_options(out, device, threads, license_name)
@@ -163,7 +165,8 @@ def finetune_qa(
 ) -> None:
     """Fine-tune the checkpoint SOURCE for question answering."""
     from cloze.export.train.questions import finetune_questions
-    from cloze.export.train.recipe import QuestionsRecipe, load_recipe
+    from cloze.export.train.recipe import QuestionsRecipe
+    from cloze.export.train.recipe_files import load_recipe
 
     settings = load_recipe(recipe, QuestionsRecipe, seed=seed)
     options = run_options(out, device, threads, license_name)
@@ -253,7 +256,8 @@ def finetune_embed(
 
     The other heads of SOURCE are kept. With --corpus, training also keeps them accurate.
     """
-    from cloze.export.train.recipe import EmbedRecipe, load_recipe
+    from cloze.export.train.recipe import EmbedRecipe
+    from cloze.export.train.recipe_files import load_recipe
     from cloze.export.train.sentences import EmbeddingFiles, finetune_sentences
 
     settings = load_recipe(recipe, EmbedRecipe, seed=seed)
@@ -291,7 +295,8 @@ def distill(
 ) -> None:
     """Distil the BERT checkpoint TEACHER into a DistilBERT of half its layers."""
     from cloze.export.train.distill import distill as run
-    from cloze.export.train.recipe import DistillRecipe, load_recipe
+    from cloze.export.train.recipe import DistillRecipe
+    from cloze.export.train.recipe_files import load_recipe
 
     settings = load_recipe(recipe, DistillRecipe, seed=seed)
     files, options = required(corpus), run_options(out, device, threads, license_name)

@@ -78,7 +78,7 @@ def held_out_option(
 
 def required(corpus: tuple[Path, ...]) -> list[Path]:
     """Return the files of text; raise if there is none."""
-    from cloze.export.train.errors import TrainError
+    from cloze.export.errors import TrainError
 
     if not corpus:
         raise TrainError("there is no text: name a file with --corpus")

@@ -1,6 +1,5 @@
 """Exports a checkpoint in steps: load, choose heads, round weights, write and verify, publish."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import torch
 
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.errors import ExportError
+from cloze.export.errors import ExportError, Report
 from cloze.export.evaluation.pairs import ScoredPair
 from cloze.export.evaluation.scorer import GraphScorer, Scorer
 from cloze.export.evaluation.texts import GateTexts
@@ -37,9 +36,6 @@ from cloze.model_store.store import Bundle, Store
 
 TOKENIZER_FILE = "tokenizer.json"
 CARD_FILE = "README.md"
-
-Report = Callable[[str], None]
-"""Receives progress messages, one line each."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from cloze.export.checkpoint import load_checkpoint
-from cloze.export.errors import DataError
+from cloze.export.errors import DataError, TrainError
 from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
 from cloze.export.evaluation.pairs import ScoredPair, similarity
 from cloze.export.evaluation.scorer import (
@@ -50,18 +50,16 @@ from cloze.export.train.batches import TextBatch
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.distill import distill, kept_layers, make_student
 from cloze.export.train.embedding_objective import EmbeddingData, EmbeddingObjective
-from cloze.export.train.errors import TrainError
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
+from cloze.export.train.examples import UNPAIRED, SentenceObjective
 from cloze.export.train.loop import train
 from cloze.export.train.no_answer import calibrate
 from cloze.export.train.objectives import MaskedText, SpanBoundary, masked_loss
 from cloze.export.train.optimisation import learning_rate, make_optimizer
-from cloze.export.train.pairs import UNPAIRED, SentenceObjective
 from cloze.export.train.pretrain import fill_positions, pretrain
 from cloze.export.train.progress import Progress, read_log
 from cloze.export.train.questions import finetune_questions
 from cloze.export.train.recipe import (
-    RECIPES,
     DistillRecipe,
     EmbedRecipe,
     Optimisation,
@@ -72,8 +70,8 @@ from cloze.export.train.recipe import (
     Sizes,
     Vocabulary,
     VocabularyRecipe,
-    load_recipe,
 )
+from cloze.export.train.recipe_files import RECIPES, load_recipe
 from cloze.export.train.run_options import Report, RunOptions, Schedule
 from cloze.export.train.save import save_checkpoint
 from cloze.export.train.sentences import EmbeddingFiles, finetune_sentences
@@ -546,12 +544,16 @@ def test_a_head_that_tells_order_is_not_kept_as_one_of_next_sentences(tmp_path: 
     assert tasks_of(checkpoint) == ["fill-mask", "embed", "embed-all"]
 
 
-@pytest.mark.parametrize("file", sorted(RECIPES.glob("*.toml")), ids=lambda file: file.stem)
-def test_the_recipes_that_come_with_the_package_are_recipes(file: Path) -> None:
+DEFAULT_MODELS = Path(__file__).parents[1] / "scripts/recipes"
+FILES = [*sorted(RECIPES.glob("*.toml")), *sorted(DEFAULT_MODELS.glob("*.toml"))]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_recipes_of_the_package_and_of_the_default_models_are_recipes(file: Path) -> None:
     kinds = {"pretrain": PretrainRecipe, "vocabulary": VocabularyRecipe, "distill": DistillRecipe}
     special = {"finetune-qa": QuestionsRecipe, "finetune-embed": EmbedRecipe}
     kind = special.get("-".join(file.stem.split("-")[:2])) or kinds[file.stem.split("-")[0]]
-    assert load_recipe(file.stem, kind, seed=7).seed == 7
+    assert load_recipe(str(file), kind, seed=7).seed == 7
 
 
 def test_accumulated_batches_are_one_large_batch() -> None:

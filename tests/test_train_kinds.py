@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from cloze.export.checkpoint import load_checkpoint
+from cloze.export.errors import TrainError
 from cloze.export.evaluation.scorer import span_logits
 from cloze.export.evaluation.squad import Question
 from cloze.export.model import TorchScorer
@@ -31,10 +32,9 @@ from cloze.export.tokenizer import describe_tokenizer
 from cloze.export.train.batches import BatchPlan, TextBatches
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.embeddings import unmasked_texts
-from cloze.export.train.errors import TrainError
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
+from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.masking import Unit
-from cloze.export.train.pairs import SentenceObjective
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.progress import read_log
 from cloze.export.train.questions import finetune_questions

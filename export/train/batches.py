@@ -11,11 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cloze.export.errors import TrainError
 from cloze.export.train.corpus import Corpus
-from cloze.export.train.errors import TrainError
+from cloze.export.train.examples import EpochExamples, ExampleOptions, TrainingExample
 from cloze.export.train.masking import MaskedSequence, Masking
-from cloze.export.train.pairs import EpochExamples, ExampleOptions, TrainingExample
-from cloze.export.train.recipe import Phase, Pretraining
+from cloze.export.train.recipe import DistilledText, Phase, Pretraining
 from cloze.model_store.sequences import SpecialTokens
 
 _POOL_BATCHES = 16
@@ -153,7 +153,7 @@ class BatchPlan:
         weights: sampling weights by source, see `sampling_shares`; empty: equal sampling.
     """
 
-    pretraining: Pretraining
+    pretraining: Pretraining | DistilledText
     phases: Sequence[Phase]
     seed: int
     accumulation: int = 1

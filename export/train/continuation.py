@@ -4,14 +4,14 @@ from copy import deepcopy
 from pathlib import Path
 
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.errors import TrainError
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
 from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.embeddings import KeptEmbeddings
-from cloze.export.train.errors import TrainError
+from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.objectives import MaskedText
-from cloze.export.train.pairs import SentenceObjective
-from cloze.export.train.recipe import Pretraining, PretrainRecipe
+from cloze.export.train.recipe import MaskedTokens, PretrainRecipe
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.start import start_from
 from cloze.export.train.vocabulary import open_tokenizer
@@ -110,7 +110,7 @@ def open_original(name: str, recipe: PretrainRecipe, checkpoint: Checkpoint) -> 
     return original
 
 
-def check_kept_embeddings(recipe: Pretraining, checkpoint: Checkpoint) -> None:
+def check_kept_embeddings(recipe: MaskedTokens, checkpoint: Checkpoint) -> None:
     """Check that `KeptEmbeddings` can keep the embeddings of the checkpoint if the recipe asks.
 
     Raises:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from cloze.export.errors import Report, TrainError
 from cloze.export.tokenizer_files import is_byte_level
 from cloze.export.train.documents import (
     Document,
@@ -24,8 +25,6 @@ from cloze.export.train.documents import (
     read_documents,
     split_sentences,
 )
-from cloze.export.train.errors import TrainError
-from cloze.export.train.run_options import Report
 
 _SENTENCES_PER_CALL = 2048
 """Enough sentences per call of the tokenizer to keep every core busy."""

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.errors import TrainError
 from cloze.export.families import STUDENT
 from cloze.export.heads import MASKED_LM
 from cloze.export.model import Model
@@ -24,7 +25,6 @@ from cloze.export.train.continuation import check_kept_embeddings, check_vocabul
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embeddings import KeptEmbeddings
-from cloze.export.train.errors import TrainError
 from cloze.export.train.loop import train
 from cloze.export.train.objectives import masked_loss
 from cloze.export.train.recipe import DistillRecipe

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cloze.export.errors import TrainError
 from cloze.export.train.batches import TextBatch, TextBatches, padded_length, shuffled_batches
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.embeddings import mean_pool
-from cloze.export.train.errors import TrainError
 from cloze.export.train.objectives import MaskedText
 from cloze.export.train.recipe import EmbedRecipe
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from cloze.export.checkpoint import load_checkpoint
+from cloze.export.errors import Report, TrainError
 from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
 from cloze.export.evaluation.pairs import read_pairs, similarity
 from cloze.export.evaluation.scorer import (
@@ -27,9 +28,7 @@ from cloze.export.session import open_session
 from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import is_held_out
-from cloze.export.train.errors import TrainError
-from cloze.export.train.masking import MaskedSequence, Unit
-from cloze.export.train.pairs import (
+from cloze.export.train.examples import (
     IS_NEXT,
     NOT_NEXT,
     EpochExamples,
@@ -38,8 +37,8 @@ from cloze.export.train.pairs import (
     TrainingExample,
     join_texts,
 )
+from cloze.export.train.masking import MaskedSequence, Unit
 from cloze.export.train.recipe import Pretraining
-from cloze.export.train.run_options import Report
 from cloze.export.train.text_objective import make_masking
 from cloze.export.train.windows import answers_of, guess, make_windows
 from cloze.model_store.manifest import Precision

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from cloze.export.errors import TrainError
 from cloze.export.train.device import autocast, return_freed_memory
-from cloze.export.train.errors import TrainError
 from cloze.export.train.optimisation import (
     WeightAverage,
     learning_rate,

@@ -20,7 +20,7 @@ from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
 from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.embeddings import KeptEmbeddings
-from cloze.export.train.pairs import UNPAIRED, SentenceObjective
+from cloze.export.train.examples import UNPAIRED, SentenceObjective
 from cloze.export.train.recipe import Pretraining, Sizes
 
 _MAX_CHANCE = 0.999

@@ -8,6 +8,7 @@ from torch import nn
 
 from cloze.export.blocks.encoder import Encoder
 from cloze.export.checkpoint import Checkpoint
+from cloze.export.errors import TrainError
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import Run, write_card
@@ -19,11 +20,10 @@ from cloze.export.train.continuation import (
 )
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.documents import fingerprint, is_held_out, read_documents
-from cloze.export.train.errors import TrainError
+from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.guesses import guesses
 from cloze.export.train.loop import train
 from cloze.export.train.objectives import MaskedText, ReplacedTokens, make_pretraining
-from cloze.export.train.pairs import SentenceObjective
 from cloze.export.train.recipe import PretrainRecipe
 from cloze.export.train.run_dir import CHECKPOINT, CORPUS, VOCABULARY, acquire_run_dir
 from cloze.export.train.run_options import RunOptions

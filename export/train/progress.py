@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cloze.export.train.errors import TrainError
+from cloze.export.errors import TrainError
 from cloze.model_store.installation import install_command
 
 LOG = "log.jsonl"

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cloze.export.checkpoint import load_checkpoint
+from cloze.export.errors import TrainError
 from cloze.export.evaluation.squad import Question, read_questions, score
 from cloze.export.heads import SPAN
 from cloze.export.model import Model, TorchScorer
 from cloze.export.train.batches import padded_length, shuffled_batches
 from cloze.export.train.card import Run, write_card
 from cloze.export.train.documents import fingerprint, is_held_out
-from cloze.export.train.errors import TrainError
 from cloze.export.train.loop import train
 from cloze.export.train.recipe import QuestionsRecipe
 from cloze.export.train.run_dir import CHECKPOINT, acquire_run_dir

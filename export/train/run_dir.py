@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cloze.export.train.errors import TrainError
+from cloze.export.errors import TrainError
 from cloze.export.train.recipe import Recipe
 
 IDENTITY = "run.json"

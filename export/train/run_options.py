@@ -1,15 +1,13 @@
 """Options of every training run beside its recipe. Does not import torch at run time."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cloze.export.errors import Report
+
 if TYPE_CHECKING:
     import torch
-
-Report = Callable[[str], None]
-"""Receives one line per event of a run."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cloze.export.train.errors import TrainError
+from cloze.export.errors import TrainError
 from cloze.export.train.optimisation import Optimizers, WeightAverage
 from cloze.export.train.run_dir import STATE
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from cloze.export.errors import TrainError
 from cloze.export.train.corpus import Corpus, Origin
-from cloze.export.train.errors import TrainError
 
 _NAMES_SHOWN = 6
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.errors import TrainError
 from cloze.export.evaluation.pairs import read_pairs, similarity, tokenize_pairs
 from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
 from cloze.export.model import TorchScorer
@@ -13,10 +14,9 @@ from cloze.export.train.card import Run, write_card
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embedding_objective import EmbeddingData, EmbeddingObjective
-from cloze.export.train.errors import TrainError
+from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.loop import train
 from cloze.export.train.objectives import MaskedText
-from cloze.export.train.pairs import SentenceObjective
 from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining
 from cloze.export.train.run_dir import CHECKPOINT, CORPUS, acquire_run_dir
 from cloze.export.train.run_options import RunOptions

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from cloze.export.checkpoint import Checkpoint
+from cloze.export.errors import TrainError
 from cloze.export.families import FAMILIES
 from cloze.export.model import Model
 from cloze.export.tokenizer import CheckpointTokenizer
-from cloze.export.train.errors import TrainError
 from cloze.export.train.objectives import initialise
 from cloze.model_store.heads import HEADS
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, models, normalizers, trainers
 
+from cloze.export.errors import TrainError
 from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
 from cloze.export.tokenizer_files import CONTINUATION, wordpiece
 from cloze.export.tokenizer_files import SPECIAL_TOKENS as NAMES
 from cloze.export.train.documents import Document
-from cloze.export.train.errors import TrainError
 
 SPECIAL_TOKENS = tuple(NAMES.values())
 """Special tokens of a new vocabulary in the order of their ids, as in BERT but without BERT's

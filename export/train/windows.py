@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cloze.export.errors import TrainError
 from cloze.export.evaluation.scorer import Scorer, equal_lengths, span_logits
 from cloze.export.evaluation.squad import Question
 from cloze.export.tokenizer import CheckpointTokenizer
-from cloze.export.train.errors import TrainError
 from cloze.model_store.sequences import without_space
 
 MAX_ANSWER_TOKENS = 30

@@ -12,8 +12,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from cloze.export.errors import TrainError
 from cloze.export.train.corpus import Corpus
-from cloze.export.train.errors import TrainError
 from cloze.export.train.sampling import sampled_order, sampling_shares
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
 

@@ -19,12 +19,12 @@ from cloze.export.checkpoint_files import (
     sha256_of,
     weight_files,
 )
+from cloze.export.embedding_recipe import EmbeddingRecipe, encoder_folder, read_recipe
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, Family
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model import Model, head_module
 from cloze.export.model_loading import load_model, read_head_options
-from cloze.export.sentence import EmbeddingRecipe, encoder_folder, read_recipe
 from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
 from cloze.model_store.heads import Head
 from cloze.model_store.heads.head import Frozen

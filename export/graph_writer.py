@@ -1,11 +1,12 @@
 """Writes the graphs of a model: the trunk in the precision's layout, and the chosen heads."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from cloze.export.blocks.config import EncoderConfig
+from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import OPSET, GraphBuilder, StoredWeight
 from cloze.export.graph.linear_ops import Fp16, Fp32, InputScale, Int8, LinearOps
@@ -13,7 +14,6 @@ from cloze.export.graph.trunk import DenseTrunk, PackedTrunk
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import HeadGraph, flat_rows
 from cloze.export.model import Model, head_module
-from cloze.export.sentence import EmbeddingRecipe
 from cloze.model_store.heads import Head
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Precision, Weights
@@ -115,19 +115,4 @@ def _check_head_size(config: EncoderConfig) -> None:
         raise ExportError(
             f"heads of {size} numbers have no fast attention in fp16, only multiples of "
             f"{_HEAD_SIZE_STEP} up to {_LARGEST_HEAD_SIZE}; leave out --precision fp16"
-        )
-
-
-def check_layout(precisions: Collection[Precision], layout: Layout | None) -> None:
-    """Check that a requested layout is the layout of every requested graph.
-
-    Raises:
-        ExportError: a graph has the other layout.
-    """
-    layouts = {LAYOUTS[precision] for precision in precisions or (Precision.FP32,)}
-    if layout is not None and layouts != {layout}:
-        matching = ", ".join(precision for precision in LAYOUTS if LAYOUTS[precision] is layout)
-        raise ExportError(
-            f"the layout {layout} is that of {matching}; leave out --layout, "
-            f"or ask for --precision {matching}"
         )

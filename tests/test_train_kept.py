@@ -24,6 +24,7 @@ from cloze.export.tokenizer_files import SPECIAL_TOKENS
 from cloze.export.train.average import average
 from cloze.export.train.distill import distill
 from cloze.export.train.documents import is_held_out
+from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
 from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.pretrain import pretrain
@@ -41,7 +42,6 @@ from cloze.export.train.recipe import (
     Sizes,
 )
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.sentences import EmbeddingFiles, finetune_sentences
 from cloze.model_store import Store
 from tests import tiny
 from tests.training import write_stories
@@ -124,7 +124,7 @@ def _distill(source: str, stories: Path, options: RunOptions) -> Path:
 
 def _finetune_embed(source: str, stories: Path, options: RunOptions) -> Path:
     recipe = EmbedRecipe(contrastive_steps=1, contrastive_sequences=4, tokens=32, text_sequences=4)
-    return finetune_sentences(source, EmbeddingFiles(text=[stories]), recipe, options)
+    return finetune_embedding(source, EmbeddingFiles(text=[stories]), recipe, options)
 
 
 def _finetune_qa(source: str, stories: Path, options: RunOptions) -> Path:

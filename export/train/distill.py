@@ -14,14 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import TrainError
 from cloze.export.families import STUDENT
 from cloze.export.heads import MASKED_LM
 from cloze.export.model import Model
-from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.card import Run, write_card
-from cloze.export.train.continuation import check_kept_embeddings, check_vocabulary
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embeddings import KeptEmbeddings
@@ -31,6 +30,7 @@ from cloze.export.train.recipe import DistillRecipe
 from cloze.export.train.run_dir import CHECKPOINT, CORPUS, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.save import save_checkpoint
+from cloze.export.train.start import check_kept_embeddings, check_vocabulary
 from cloze.export.train.text_objective import TextObjective, held_out_batches, text_batches
 
 

@@ -11,7 +11,12 @@ from tokenizers import Tokenizer
 
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import Report, TrainError
-from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
+from cloze.export.evaluation.masked_words import (
+    complete,
+    read_sentences,
+    read_stereotypes,
+    stereotype_preference,
+)
 from cloze.export.evaluation.pairs import read_pairs, similarity
 from cloze.export.evaluation.scorer import (
     GraphScorer,
@@ -20,7 +25,6 @@ from cloze.export.evaluation.scorer import (
     next_sentence_logits,
     score_masks,
 )
-from cloze.export.evaluation.sentences import complete, read_sentences
 from cloze.export.evaluation.squad import best_threshold, read_questions, score
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
 from cloze.export.model import TorchScorer

@@ -27,8 +27,8 @@ from cloze.export.train.optimisation import (
 )
 from cloze.export.train.progress import LOG, Progress, draw_curves, read_log
 from cloze.export.train.recipe import Optimisation
+from cloze.export.train.run_dir import RunState, describe_state, load_state, save_state
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.run_state import RunState, describe_state, load_state, save_state
 
 
 class Batch(Protocol):

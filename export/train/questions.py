@@ -17,6 +17,7 @@ from cloze.export.errors import TrainError
 from cloze.export.evaluation.squad import Question, read_questions, score
 from cloze.export.heads import SPAN
 from cloze.export.model import Model, TorchScorer
+from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import padded_length, shuffled_batches
 from cloze.export.train.card import Run, write_card
 from cloze.export.train.documents import fingerprint, is_held_out
@@ -25,7 +26,7 @@ from cloze.export.train.recipe import QuestionsRecipe
 from cloze.export.train.run_dir import CHECKPOINT, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
 from cloze.export.train.save import save_checkpoint
-from cloze.export.train.start import Start, start_from
+from cloze.export.train.start import start_from
 from cloze.export.train.windows import Window, answers_of, guess, make_windows
 
 
@@ -132,23 +133,27 @@ def finetune_questions(
         "file of questions": fingerprint(files),
     }
     acquire_run_dir(options.run_dir, recipe, inputs)
-    start = start_from(checkpoint, [SPAN], dropout=recipe.dropout, seed=recipe.seed)
-    max_positions = start.model.config.max_positions
+    model = start_from(checkpoint, [SPAN], dropout=recipe.dropout, seed=recipe.seed)
+    max_positions = model.config.max_positions
     if recipe.tokens > max_positions:
         raise TrainError(
             f"windows of {recipe.tokens} tokens exceed the checkpoint's {max_positions} positions"
         )
-    objective = _make_objective(start, files, recipe, options)
+    objective = _make_objective(model, checkpoint.tokenizer, files, recipe, options)
     train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
     folder = options.run_dir / CHECKPOINT
-    save_checkpoint(start.model, start.tokenizer, folder)
+    save_checkpoint(model, checkpoint.tokenizer, folder)
     title = "An encoder fine-tuned for question answering"
     write_card(folder, Run(title, source, [checkpoint], files, recipe, options))
     return folder
 
 
 def _make_objective(
-    start: Start, files: list[Path], recipe: QuestionsRecipe, options: RunOptions
+    model: Model,
+    tokenizer: CheckpointTokenizer,
+    files: list[Path],
+    recipe: QuestionsRecipe,
+    options: RunOptions,
 ) -> QuestionObjective:
     """Read the questions, split them by article, and cut them into windows."""
     learnt, held_out = _split_questions(files, recipe)
@@ -156,7 +161,7 @@ def _make_objective(
     def cut(questions: list[Question]) -> list[Window]:
         return make_windows(
             questions,
-            start.tokenizer,
+            tokenizer,
             tokens=recipe.tokens,
             stride=recipe.stride,
             question_tokens=recipe.question_tokens,
@@ -171,7 +176,7 @@ def _make_objective(
         raise TrainError(
             "every question is of a held-out article; lower held_out or give more articles"
         )
-    scorer = TorchScorer(start.model, options.device)
+    scorer = TorchScorer(model, options.device)
 
     def held_out_figures() -> dict[str, float]:
         if not held_out:
@@ -181,7 +186,7 @@ def _make_objective(
         )
         return {name: value / 100 for name, value in percentages.items()}
 
-    return QuestionObjective(start.model, windows, recipe, held_out_figures)
+    return QuestionObjective(model, windows, recipe, held_out_figures)
 
 
 def _split_questions(

@@ -11,10 +11,10 @@ from safetensors.torch import save
 from tokenizers import models, normalizers
 
 from cloze.export.blocks.config import EncoderConfig
+from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.families import FAMILIES
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
-from cloze.export.sentence import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.vocabulary import save_vocabulary
 
@@ -116,7 +116,7 @@ def _normaliser_settings(normaliser: normalizers.Normalizer | None) -> dict[str,
 def _write_sentence_transformer(
     folder: Path, config: EncoderConfig, embedding: EmbeddingRecipe
 ) -> None:
-    """Write the files that `cloze.export.sentence.read_recipe` and sentence-transformers read."""
+    """Write the files that `embedding_recipe.read_recipe` and sentence-transformers read."""
     assert not embedding.projections, "a model does not hold the weights of dense layers"
     modules = {"": "Transformer", "1_Pooling": "Pooling"}
     if embedding.normalize:

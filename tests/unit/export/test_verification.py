@@ -12,12 +12,12 @@ from torch import nn
 
 from cloze.export import rounding
 from cloze.export import verify as verification
+from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
 from cloze.export.rounding import input_scales
-from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.session import open_session
 from cloze.export.verify import GraphUnderTest, pass_gate, verify
 from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm, span

@@ -10,13 +10,13 @@ import pytest
 import torch
 from onnx import TensorProto
 
+from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import Int8
-from cloze.export.graph_writer import GraphWriter, check_layout
+from cloze.export.graph_writer import GraphWriter
 from cloze.export.model import Model
 from cloze.export.rounding import input_scales, round_weights
-from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.session import open_session
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store.batch import BatchCodec, Encoding
@@ -154,18 +154,6 @@ def test_heads_without_a_fast_kernel_are_refused(
         with pytest.raises(ExportError, match=f"heads of {hidden // heads} numbers have no fast"):
             writer.write(Precision.FP16)
         writer.write(Precision.FP32)
-
-
-def test_a_layout_is_that_of_its_precisions() -> None:
-    check_layout([], None)
-    check_layout([], Layout.DENSE)
-    check_layout([Precision.FP32, Precision.INT8], Layout.DENSE)
-    check_layout([Precision.FP16], Layout.PACKED)
-    check_layout(list(Precision), None)
-    with pytest.raises(ExportError, match="the layout packed is that of fp16; leave out --layout"):
-        check_layout([], Layout.PACKED)
-    with pytest.raises(ExportError, match="the layout dense is that of fp32, int8"):
-        check_layout(list(Precision), Layout.DENSE)
 
 
 def test_no_token_depends_on_the_batch_in_int8(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The objective of fine-tuning for embeddings: contrastive steps, then scored pairs.
+"""Fine-tuning for embeddings: contrastive on unlabelled sentences, then on scored pairs.
 
 Sources: Gao et al. 2021, "SimCSE", section 3 (the positive of a sentence is the same sentence with
 another dropout mask; the other sentences of the batch are negatives); Su 2022, "CoSENT" (pairs are
@@ -7,7 +7,8 @@ Shapes: P pairs of sentences of S tokens, H hidden size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 import numpy as np
@@ -16,12 +17,33 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import TrainError
-from cloze.export.train.batches import TextBatch, TextBatches, padded_length, shuffled_batches
-from cloze.export.train.corpus import Corpus
+from cloze.export.evaluation.pairs import read_pairs, similarity, tokenize_pairs
+from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
+from cloze.export.model import Model, TorchScorer
+from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.train.batches import (
+    BatchPlan,
+    TextBatch,
+    TextBatches,
+    padded_length,
+    shuffled_batches,
+)
+from cloze.export.train.card import Run, write_card
+from cloze.export.train.corpus import Corpus, prepare_corpus
+from cloze.export.train.documents import fingerprint
 from cloze.export.train.embeddings import mean_pool
+from cloze.export.train.examples import SentenceObjective
+from cloze.export.train.loop import train
 from cloze.export.train.objectives import MaskedText
-from cloze.export.train.recipe import EmbedRecipe
+from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining
+from cloze.export.train.run_dir import CHECKPOINT, CORPUS, acquire_run_dir
+from cloze.export.train.run_options import RunOptions
+from cloze.export.train.save import save_checkpoint
+from cloze.export.train.start import start_from
+from cloze.export.train.text_objective import make_masking
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
 
 _MIN_TOKENS = 3
@@ -213,3 +235,133 @@ class EmbeddingObjective:
     def evaluate(self, _: int) -> Mapping[str, float]:
         """Return Spearman's correlation on held-out pairs."""
         return self._held_out_figures()
+
+
+_UNLIMITED_STEPS = 1_000_000_000
+"""Steps of masked text: more than any run has."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingFiles:
+    """The input files of fine-tuning for embeddings.
+
+    Attributes:
+        text: unlabelled text for the contrastive steps and the checkpoint's heads; may be empty.
+    """
+
+    pairs: list[Path] = field(default_factory=list)
+    held_out_pairs: list[Path] = field(default_factory=list)
+    text: list[Path] = field(default_factory=list)
+
+
+def finetune_embedding(
+    source: str, files: EmbeddingFiles, recipe: EmbedRecipe, options: RunOptions
+) -> Path:
+    """Fine-tune a checkpoint's mean-pooled embeddings.
+
+    Returns:
+        The folder of the new checkpoint, a sentence-transformer.
+
+    Raises:
+        TrainError: there is nothing to learn from, the recipe does not suit the inputs, or the
+            run fails, see `train`.
+        ExportError: the checkpoint cannot be loaded.
+    """
+    checkpoint = load_checkpoint(source)
+    inputs = {
+        "checkpoint": checkpoint.source.weights_sha256,
+        "file of pairs": fingerprint(files.pairs),
+        "text": fingerprint(files.text),
+    }
+    acquire_run_dir(options.run_dir, recipe, inputs)
+    heads = [
+        head for head in (MASKED_LM, NEXT_SENTENCE) if getattr(checkpoint.model, head) is not None
+    ]
+    model = start_from(checkpoint, heads, dropout=recipe.dropout, seed=recipe.seed)
+    _check_recipe(recipe, checkpoint, files)
+    objective = _make_objective(model, checkpoint.tokenizer, files, recipe, options)
+    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
+    folder = options.run_dir / CHECKPOINT
+    embedding = EmbeddingRecipe(max_tokens=recipe.tokens)
+    save_checkpoint(model, checkpoint.tokenizer, folder, embedding=embedding)
+    title, data = "An encoder fine-tuned for embeddings", [*files.pairs, *files.text]
+    write_card(folder, Run(title, source, [checkpoint], data, recipe, options))
+    return folder
+
+
+def _check_recipe(recipe: EmbedRecipe, checkpoint: Checkpoint, files: EmbeddingFiles) -> None:
+    longest = max(recipe.tokens, recipe.contrastive_tokens if recipe.contrastive_steps else 0)
+    max_positions = checkpoint.model.config.max_positions
+    if longest > max_positions:
+        raise TrainError(
+            f"sentences of {longest} tokens exceed the checkpoint's {max_positions} positions"
+        )
+    if recipe.contrastive_steps and not recipe.dropout:
+        raise TrainError(
+            "contrastive_steps compare two dropout masks of one sentence, "
+            "so dropout = 0 leaves nothing to learn: raise dropout, or set contrastive_steps to 0"
+        )
+    if recipe.contrastive_steps and not files.text:
+        raise TrainError(
+            "the recipe has contrastive_steps, which need text (--corpus); or set them to 0"
+        )
+
+
+def _make_objective(
+    model: Model,
+    tokenizer: CheckpointTokenizer,
+    files: EmbeddingFiles,
+    recipe: EmbedRecipe,
+    options: RunOptions,
+) -> EmbeddingObjective:
+    """Read and tokenize the pairs and the text."""
+    pairs = []
+    if files.pairs and recipe.epochs:
+        pairs = tokenize_pairs(read_pairs(files.pairs), tokenizer.tokenizer, recipe.tokens)
+    if not pairs and not recipe.contrastive_steps:
+        raise TrainError(
+            "there is nothing to learn from: give scored pairs (--pairs), "
+            "or contrastive_steps and text (--corpus)"
+        )
+    sentences, text = None, None
+    if files.text:
+        sentences = prepare_corpus(
+            files.text,
+            tokenizer.tokenizer,
+            options.run_dir / CORPUS,
+            held_out=recipe.held_out,
+            report=options.report,
+        ).train
+        if recipe.text_weight and model.masked_lm is not None:
+            text = _text_batches(sentences, model, tokenizer, recipe)
+    held_out_pairs = read_pairs(files.held_out_pairs) if files.held_out_pairs else []
+    scorer = TorchScorer(model, options.device)
+
+    def held_out_figures() -> dict[str, float]:
+        if not held_out_pairs:
+            return {}
+        return {"spearman": similarity(held_out_pairs, tokenizer.tokenizer, scorer, recipe.tokens)}
+
+    objective = EmbeddingObjective(
+        MaskedText(model, Pretraining(sentence_weight=recipe.text_sentence_weight)),
+        recipe,
+        EmbeddingData(sentences, pairs, text, tokenizer.special),
+        held_out_figures,
+    )
+    options.report(
+        f"{recipe.contrastive_steps:,} contrastive steps; {len(pairs):,} scored pairs; "
+        f"{objective.steps:,} steps in all"
+    )
+    return objective
+
+
+def _text_batches(
+    corpus: Corpus, model: Model, tokenizer: CheckpointTokenizer, recipe: EmbedRecipe
+) -> TextBatches:
+    """Return batches of masked text that keep the checkpoint's heads accurate."""
+    sentence = SentenceObjective.NSP if model.next_sentence else SentenceObjective.NONE
+    pretraining = Pretraining(unit=recipe.text_unit, sentence=sentence)
+    phase = Phase(tokens=recipe.tokens, sequences=recipe.text_sequences, steps=_UNLIMITED_STEPS)
+    plan = BatchPlan(pretraining, [phase], recipe.seed, recipe.optimisation.accumulation)
+    masking = make_masking(tokenizer, pretraining)
+    return TextBatches(corpus, plan, masking, tokenizer.special)

@@ -16,7 +16,6 @@ from cloze.export.checkpoint_files import (
     locate,
     read_settings,
     read_tensors,
-    sha256_of,
     weight_files,
 )
 from cloze.export.embedding_recipe import EmbeddingRecipe, encoder_folder, read_recipe
@@ -29,6 +28,7 @@ from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
 from cloze.model_store.heads import Head
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
+from cloze.model_store.plain_files import sha256_of
 
 _MAX_PADDING_ROWS = 127
 """The most rows of an embedding beyond the vocabulary; many are padded to a multiple of 128."""
@@ -197,7 +197,7 @@ def _source(files: CheckpointFiles, weights: list[Path]) -> Source:
         kind=files.kind,
         location=files.location,
         revision=files.revision,
-        weights_sha256=sha256_of(weights),
+        weights_sha256=sha256_of(*weights),
     )
 
 

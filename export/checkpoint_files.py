@@ -3,7 +3,6 @@
 Tensors are read without executing pickled code.
 """
 
-import hashlib
 import json
 import pickle
 import re
@@ -188,16 +187,6 @@ def read_tensors(files: list[Path]) -> dict[str, Tensor]:
     for file in files:
         tensors |= _read_safetensors(file) if file.suffix == ".safetensors" else _read_pytorch(file)
     return tensors
-
-
-def sha256_of(files: list[Path]) -> str:
-    """Return one SHA-256 of the bytes of all files, in order."""
-    digest = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            while chunk := stream.read(1 << 20):
-                digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _shards(index: Path) -> list[Path]:

@@ -8,10 +8,10 @@ from cloze.export.archives import ENDINGS, unpack
 from cloze.export.download import (
     download_file,
     download_folder,
-    sha256_of_file,
     sha256_of_folder,
 )
 from cloze.export.errors import ExportError
+from cloze.model_store.plain_files import sha256_of
 
 _BUNDLE = "manifest.json"
 _CHECKPOINTS = ("config.json", "modules.json")
@@ -50,7 +50,7 @@ def fetch_model(url: str, sha256: str | None, folder: Path) -> FetchedModel:
     if ending is not None:
         archive = folder / "archive"
         download_file(url, archive)
-        actual = sha256_of_file(archive)
+        actual = sha256_of(archive)
         _check_hash(actual, sha256)
         unpack(archive, ending, files)
         archive.unlink()

@@ -34,7 +34,7 @@ from cloze.model_store.manifest import (
     StoredFile,
     parse_reference,
 )
-from cloze.model_store.plain_files import open_plain, read_plain
+from cloze.model_store.plain_files import open_plain, read_plain, sha256_of
 
 _MANIFEST = "manifest.json"
 _STAGING_PREFIX = ".staging-"
@@ -331,11 +331,6 @@ def _check_file(file: Path, expected: StoredFile) -> str | None:
     return None
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _sync(file: Path) -> None:
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
@@ -343,7 +338,7 @@ def _sync(file: Path) -> None:
 
 def _sync_and_hash(file: Path) -> StoredFile:
     _sync(file)
-    return StoredFile(sha256=_sha256(file), size=file.stat().st_size)
+    return StoredFile(sha256=sha256_of(file), size=file.stat().st_size)
 
 
 def _write_synced(file: Path, data: bytes) -> None:

@@ -25,6 +25,7 @@ from cloze.export.train.documents import (
     read_documents,
     split_sentences,
 )
+from cloze.model_store.plain_files import replacing
 
 _SENTENCES_PER_CALL = 2048
 """Enough sentences per call of the tokenizer to keep every core busy."""
@@ -277,10 +278,8 @@ def _recorded_identity(folder: Path) -> str | None:
 
 def _write_summary(folder: Path, identity: str, counts: _PartCounts) -> None:
     """Mark the text in ``folder`` as complete."""
-    summary = folder / _SUMMARY
-    new_file = summary.with_suffix(".new")
-    new_file.write_text(json.dumps({"identity": identity, **counts}, indent=2) + "\n")
-    new_file.replace(summary)
+    with replacing(folder / _SUMMARY) as new_file:
+        new_file.write_text(json.dumps({"identity": identity, **counts}, indent=2) + "\n")
 
 
 def _describe_part(part: str, counts: dict[str, int]) -> str:

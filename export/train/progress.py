@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from cloze.export.errors import TrainError
 from cloze.model_store.installation import install_command
+from cloze.model_store.plain_files import replacing
 
 LOG = "log.jsonl"
 CURVES = "curves.png"
@@ -33,9 +34,8 @@ class Progress:
     def __init__(self, run_dir: Path, step: int, steps: int, *, threads: int | None = None) -> None:
         self._file = run_dir / LOG
         kept = [entry for entry in read_log(run_dir) if entry["step"] <= step]
-        new_file = run_dir / f"{LOG}.new"
-        new_file.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-        new_file.replace(self._file)
+        with replacing(self._file) as new_file:
+            new_file.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
         self._started_at = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
         self._tokens_seen = kept[-1]["tokens_seen"] if kept else 0
         self._last_entry = (time.monotonic(), self._tokens_seen)

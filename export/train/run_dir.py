@@ -18,6 +18,7 @@ from torch import nn
 from cloze.export.errors import TrainError
 from cloze.export.train.optimisation import Optimizers, WeightAverage
 from cloze.export.train.recipe import Recipe
+from cloze.model_store.plain_files import replacing
 
 IDENTITY = "run.json"
 STATE = "state.pt"
@@ -55,9 +56,8 @@ def acquire_run_dir(run_dir: Path, recipe: Recipe, inputs: Mapping[str, str | No
     if not identity_file.is_file() or identity_file.read_bytes() != content.encode():
         # The vocabulary of an earlier attempt may come from another text.
         shutil.rmtree(run_dir / VOCABULARY, ignore_errors=True)
-        new_file = run_dir / f"{IDENTITY}.new"
-        new_file.write_text(content)
-        new_file.replace(identity_file)
+        with replacing(identity_file) as new_file:
+            new_file.write_text(content)
 
 
 def _check_identity(identity_file: Path, identity: Mapping[str, Mapping[str, Any]]) -> None:
@@ -126,23 +126,17 @@ def save_state(run_dir: Path, state: RunState, step: int) -> None:
         TrainError: torch cannot write the file.
         OSError: the file cannot be opened, synchronised or renamed.
     """
-    new_file = run_dir / f"{STATE}.new"
     try:
-        with new_file.open("wb") as stream:
+        with replacing(run_dir / STATE) as new_file, new_file.open("wb") as stream:
             torch.save({"step": step} | state.parts(), stream)
             stream.flush()
             os.fsync(stream.fileno())
-        new_file.replace(run_dir / STATE)
     except RuntimeError as error:  # raised by torch's writer on a full disk
-        new_file.unlink(missing_ok=True)
         cause = error.__context__
         reason = cause.strerror if isinstance(cause, OSError) else str(error).splitlines()[0]
         raise TrainError(
             f"the checkpoint of step {step} cannot be written: {reason}; {describe_state(run_dir)}"
         ) from error
-    except OSError:
-        new_file.unlink(missing_ok=True)
-        raise
 
 
 def load_state(run_dir: Path, state: RunState, device: torch.device) -> int:

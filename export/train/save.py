@@ -17,6 +17,7 @@ from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.vocabulary import save_vocabulary
+from cloze.model_store.plain_files import replacing
 
 _AS_SAVED = "PreTrainedTokenizerFast"
 """The class of transformers that reads ``tokenizer.json`` as it is.
@@ -93,13 +94,9 @@ def _write_weights(model: Model, folder: Path) -> None:
     }
     written = FAMILIES[model.config.family].write(parameters)
     tensors = {name: tensor.contiguous() for name, tensor in written.items()}
-    new_file = folder / "model.safetensors.new"
-    try:
+    with replacing(folder / "model.safetensors") as new_file:
         # safetensors' `save_file` would create a file that only its owner can read.
         new_file.write_bytes(save(tensors, metadata={"format": "pt"}))
-        new_file.replace(folder / "model.safetensors")
-    finally:
-        new_file.unlink(missing_ok=True)
 
 
 def _normaliser_settings(normaliser: normalizers.Normalizer | None) -> dict[str, Any]:

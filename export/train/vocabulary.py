@@ -12,6 +12,7 @@ from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
 from cloze.export.tokenizer_files import CONTINUATION, wordpiece
 from cloze.export.tokenizer_files import SPECIAL_TOKENS as NAMES
 from cloze.export.train.documents import Document
+from cloze.model_store.plain_files import replacing
 
 SPECIAL_TOKENS = tuple(NAMES.values())
 """Special tokens of a new vocabulary in the order of their ids, as in BERT but without BERT's
@@ -112,9 +113,8 @@ def save_vocabulary(tokenizer: Tokenizer, folder: Path) -> None:
         tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
         contents["vocab.txt"] = "".join(f"{token}\n" for token in tokens)
     for name, text in contents.items():
-        new_file = folder / f"{name}.new"
-        new_file.write_text(text, encoding="utf-8")
-        new_file.replace(folder / name)
+        with replacing(folder / name) as new_file:
+            new_file.write_text(text, encoding="utf-8")
 
 
 def open_tokenizer(folder: Path) -> CheckpointTokenizer:

@@ -184,9 +184,7 @@ def test_a_sentence_transformer_without_a_root_config_is_what_its_modules_say(
     checkpoint = load_checkpoint(str(fetched.folder))
     assert not fetched.is_bundle
     assert checkpoint.recipe.pooling == "cls"
-    assert checkpoint.source.weights_sha256 == sha256_of(
-        saved / "0_Transformer/model.safetensors"
-    )
+    assert checkpoint.source.weights_sha256 == sha256_of(saved / "0_Transformer/model.safetensors")
 
 
 def test_a_folder_by_another_file_system_of_fsspec(bundle: Path, tmp_path: Path) -> None:

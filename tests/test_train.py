@@ -376,7 +376,6 @@ def test_a_pair_weighs_the_same_beside_single_sentences(trained: Path) -> None:
             repeats=torch.zeros((0, 2), dtype=torch.int64),
             next_labels=torch.tensor(labels),
             first_positions=None,
-            tokens=ids.numel(),
         )
         with torch.inference_mode():
             return module(batch)[1]["sentence_loss"]

@@ -9,7 +9,6 @@ Shapes: P pairs of sentences of S tokens, H hidden size.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
 import numpy as np
 import torch
@@ -26,8 +25,10 @@ from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import (
     BatchPlan,
+    PaddedBatch,
     TextBatch,
     TextBatches,
+    padded,
     padded_length,
     shuffled_batches,
 )
@@ -57,46 +58,29 @@ TokenizedPair = tuple[list[int], list[int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class SentenceBatch:
-    """Sentences in pairs: rows ``2 i`` and ``2 i + 1`` form a pair.
+class SentenceBatch(PaddedBatch):
+    """Sentences in pairs: of the 2 P rows, ``2 i`` and ``2 i + 1`` form a pair.
 
     Attributes:
-        input_ids: int64 [2 P, S].
-        attention_mask: bool [2 P, S], True for real tokens.
         scores: float32 [P]; empty in contrastive steps.
         text: masked text for the pre-training objective; None: no such objective.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
     scores: Tensor
     text: TextBatch | None
 
     @property
     def tokens(self) -> int:
-        """Return the number of real tokens."""
+        """The number of real tokens."""
         return int(self.attention_mask.sum()) + (self.text.tokens if self.text else 0)
-
-    def to(self, device: torch.device) -> Self:
-        """Return a copy of the batch on a device."""
-        return type(self)(
-            self.input_ids.to(device),
-            self.attention_mask.to(device),
-            self.scores.to(device),
-            self.text.to(device) if self.text else None,
-        )
 
 
 def collate_sentences(
     ids: Sequence[Sequence[int]], scores: Sequence[float], text: TextBatch | None, max_tokens: int
 ) -> SentenceBatch:
-    """Pad sentences with zeros to the `padded_length` of the longest, at most ``max_tokens``."""
-    shape = (len(ids), padded_length(max(map(len, ids)), max_tokens))
-    input_ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-    for row, tokens in enumerate(ids):
-        input_ids[row, : len(tokens)] = torch.as_tensor(tokens)
-        mask[row, : len(tokens)] = True
-    return SentenceBatch(input_ids, mask, torch.tensor(scores), text)
+    """Pad sentences to the `padded_length` of the longest, at most ``max_tokens``."""
+    length = padded_length(max(map(len, ids)), max_tokens)
+    return SentenceBatch(*padded(ids, [0] * len(ids), length), torch.tensor(scores), text)
 
 
 def contrastive_loss(embeddings: Tensor, temperature: float) -> tuple[Tensor, Tensor]:

@@ -4,9 +4,8 @@ Source: Devlin et al. 2019, sections 4.2 and 4.3.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,7 @@ from cloze.export.evaluation.squad import Question, read_questions, score
 from cloze.export.heads import SPAN
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
-from cloze.export.train.batches import padded_length, shuffled_batches
+from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
 from cloze.export.train.card import Run, write_card
 from cloze.export.train.documents import fingerprint, is_held_out
 from cloze.export.train.loop import train
@@ -31,47 +30,19 @@ from cloze.export.train.windows import Window, answers_of, guess, make_windows
 
 
 @dataclass(frozen=True, slots=True)
-class WindowBatch:
-    """Windows padded to one length.
+class WindowBatch(PaddedBatch):
+    """Windows, with the first and last token of each one's answer, int64 [B]."""
 
-    Attributes:
-        input_ids: int64 [B, S].
-        token_type_ids: int64 [B, S].
-        attention_mask: bool [B, S], True for real tokens.
-        start: int64 [B], first token of the answer.
-        end: int64 [B], last token of the answer.
-    """
-
-    input_ids: Tensor
-    token_type_ids: Tensor
-    attention_mask: Tensor
     start: Tensor
     end: Tensor
 
-    @property
-    def tokens(self) -> int:
-        """Return the number of real tokens."""
-        return int(self.attention_mask.sum())
-
-    def to(self, device: torch.device) -> Self:
-        """Return a copy of the batch on a device."""
-        return type(self)(*(getattr(self, field.name).to(device) for field in fields(self)))
-
 
 def collate_windows(windows: Sequence[Window], max_tokens: int) -> WindowBatch:
-    """Pad windows with zeros to the `padded_length` of the longest, at most ``max_tokens``."""
-    longest = max(len(window.input_ids) for window in windows)
-    shape = (len(windows), padded_length(longest, max_tokens))
-    ids = torch.zeros(shape, dtype=torch.int64)
-    types, mask = torch.zeros_like(ids), torch.zeros(shape, dtype=torch.bool)
-    for row, window in enumerate(windows):
-        size = len(window.input_ids)
-        ids[row, :size] = torch.from_numpy(window.input_ids)
-        types[row, :size] = torch.from_numpy(window.token_type_ids)
-        mask[row, :size] = True
-    starts = torch.tensor([window.start for window in windows])
-    ends = torch.tensor([window.end for window in windows])
-    return WindowBatch(ids, types, mask, starts, ends)
+    """Pad windows to the `padded_length` of the longest, at most ``max_tokens``."""
+    ids, types = zip(*((each.input_ids, each.token_type_ids) for each in windows), strict=True)
+    length = padded_length(max(map(len, ids)), max_tokens)
+    starts, ends = torch.tensor([(window.start, window.end) for window in windows]).unbind(1)
+    return WindowBatch(*padded(ids, types, length), starts, ends)
 
 
 class QuestionObjective:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from cloze.export.blocks.activations import ACTIVATIONS
 from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.layer import ACTIVATIONS
 from cloze.export.checkpoint_files import (
     CheckpointFiles,
     locate,

@@ -181,7 +181,7 @@ class HeadSpec:
         tensors: the head's tensor names in a checkpoint -> our names without the head's name. See
             `Rename` for the patterns. Reading uses any match, writing the last one.
         activation: the activation of the layer before the last one, as a key of
-            `activations.ACTIVATIONS`; None: the head's usual one, the encoder's for masked language
+            `layer.ACTIVATIONS`; None: the head's usual one, the encoder's for masked language
             modelling and tanh for a classifier.
     """
 

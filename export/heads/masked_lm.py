@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cloze.export.blocks.activations import ACTIVATIONS
+from cloze.export.blocks.layer import ACTIVATIONS
 from cloze.export.evaluation.scorer import Scorer, score_masks
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.builder import GraphBuilder, layer_norm

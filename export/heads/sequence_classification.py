@@ -6,7 +6,7 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor, nn
 
-from cloze.export.blocks.activations import ACTIVATIONS
+from cloze.export.blocks.layer import ACTIVATIONS
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import Floats, Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts

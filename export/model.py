@@ -98,13 +98,20 @@ class TorchScorer:
     def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
         """Return the results of encodings of one length, in order."""
         self._model.eval()
-        ids, types = (
-            torch.from_numpy(np.stack(rows).astype(np.int64)).to(self._device)
-            for rows in ([e.input_ids for e in batch], [e.token_type_ids for e in batch])
-        )
-        states = self._model.encoder.states(ids, types).flatten(1, 2)
+        states = hidden_states(self._model, batch, self._device)
         outputs = torch_outputs(self._model, self._recipe, states, batch, self._codec)
         return self._codec.unpack(batch, outputs)
+
+
+def hidden_states(
+    model: Model, batch: Sequence[Encoding], device: torch.device | None = None
+) -> Tensor:
+    """Return the states [N, T, H] of encodings of one length: the embeddings, then each layer."""
+    ids, types = (
+        torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
+        for rows in ([e.input_ids for e in batch], [e.token_type_ids for e in batch])
+    )
+    return model.encoder.states(ids, types).flatten(1, 2)
 
 
 def torch_outputs(

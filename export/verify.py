@@ -21,7 +21,7 @@ from cloze.export.evaluation.scorer import Scorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import SampleSizes
-from cloze.export.model import Model, torch_outputs
+from cloze.export.model import hidden_states, torch_outputs
 from cloze.export.session import Session, open_session
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import GraphSpec, Head
@@ -156,26 +156,11 @@ def _make_case(
     """Return a batch of random tokens between ``[CLS]`` and ``[SEP]``, and torch's outputs."""
     checkpoint, codec = subject.checkpoint, BatchCodec(subject.spec)
     batch = [_random_encoding(rng, checkpoint, int(size), asked) for size in sizes]
-    states = _states(checkpoint.model, batch, subject.graph.layout)
+    # In the packed layout each sequence runs alone, so the reference does not depend on the others.
+    calls = [batch] if subject.graph.layout is Layout.DENSE else [[one] for one in batch]
+    states = torch.cat([hidden_states(checkpoint.model, call) for call in calls], dim=1)
     expected = torch_outputs(checkpoint.model, checkpoint.recipe, states, batch, codec)
     return _Case(codec.pack(batch), expected)
-
-
-def _states(model: Model, batch: Sequence[Encoding], layout: Layout) -> torch.Tensor:
-    """Return torch's hidden states [N, T, H] of a batch: the embeddings, then each layer.
-
-    In the dense layout all sequences have one length and run as one batch. In the packed layout
-    each sequence runs alone, so the reference does not depend on the layout or on other sequences.
-    """
-    calls = [batch] if layout is Layout.DENSE else [[encoding] for encoding in batch]
-    states = []
-    for call in calls:
-        ids, types = (
-            torch.from_numpy(np.stack(arrays).astype(np.int64))
-            for arrays in ([e.input_ids for e in call], [e.token_type_ids for e in call])
-        )
-        states.append(model.encoder.states(ids, types).flatten(1, 2))
-    return torch.cat(states, dim=1)
 
 
 def _random_encoding(

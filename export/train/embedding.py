@@ -32,7 +32,6 @@ from cloze.export.train.batches import (
     padded_length,
     shuffled_batches,
 )
-from cloze.export.train.card import Run, write_card
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embeddings import mean_pool
@@ -40,9 +39,9 @@ from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.loop import train
 from cloze.export.train.objectives import MaskedText
 from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining
-from cloze.export.train.run_dir import CHECKPOINT, CORPUS, acquire_run_dir
+from cloze.export.train.run_dir import CORPUS, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import save_checkpoint
+from cloze.export.train.save import Run, finish_run
 from cloze.export.train.start import start_from
 from cloze.export.train.text_objective import make_masking
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
@@ -265,12 +264,9 @@ def finetune_embedding(
     _check_recipe(recipe, checkpoint, files)
     objective = _make_objective(model, checkpoint.tokenizer, files, recipe, options)
     train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
-    folder = options.run_dir / CHECKPOINT
-    embedding = EmbeddingRecipe(max_tokens=recipe.tokens)
-    save_checkpoint(model, checkpoint.tokenizer, folder, embedding=embedding)
     title, data = "An encoder fine-tuned for embeddings", [*files.pairs, *files.text]
-    write_card(folder, Run(title, source, [checkpoint], data, recipe, options))
-    return folder
+    run = Run(title, source, [checkpoint], data, recipe, options)
+    return finish_run(model, checkpoint.tokenizer, run, EmbeddingRecipe(max_tokens=recipe.tokens))
 
 
 def _check_recipe(recipe: EmbedRecipe, checkpoint: Checkpoint, files: EmbeddingFiles) -> None:

@@ -44,14 +44,13 @@ from cloze.export.train.examples import (
 from cloze.export.train.masking import MaskedSequence, Unit
 from cloze.export.train.recipe import Pretraining
 from cloze.export.train.text_objective import make_masking
-from cloze.export.train.windows import answers_of, guess, make_windows
+from cloze.export.train.windows import answers_of, guess, usual_windows
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Bundle, Store
 
 _TOP = 5
 _BATCH = 32
 _PAIR_TOKENS = 128
-_QUESTION_TOKENS = 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,10 +339,7 @@ def _measure_questions(subject: Subject, data: EvaluationData) -> dict[str, floa
         raise TrainError(
             "every question is of an article that training uses; raise the held-out share"
         )
-    tokens = min(_QUESTION_TOKENS, subject.max_tokens)
-    windows = make_windows(
-        questions, subject.tokenizer, tokens=tokens, stride=tokens // 3, question_tokens=tokens // 6
-    )
+    windows = usual_windows(questions, subject.tokenizer, subject.max_tokens)
     guesses = guess(questions, windows, subject.scorer)
     figures = score(answers_of(questions, guesses), questions)
     if any(question.impossible for question in questions):

@@ -14,16 +14,15 @@ from cloze.export.evaluation.scorer import score_masks
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import TextBatch
-from cloze.export.train.card import Run, write_card
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.documents import fingerprint, is_held_out, read_documents
 from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.loop import train
 from cloze.export.train.objectives import MaskedText, ReplacedTokens, make_pretraining
 from cloze.export.train.recipe import PretrainRecipe
-from cloze.export.train.run_dir import CHECKPOINT, CORPUS, VOCABULARY, acquire_run_dir
+from cloze.export.train.run_dir import CORPUS, VOCABULARY, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import save_checkpoint
+from cloze.export.train.save import Run, finish_run
 from cloze.export.train.start import (
     continue_from,
     kept_recipe,
@@ -81,15 +80,14 @@ def pretrain(
         module = make_pretraining(recipe.model, vocab_size, recipe.pretraining, recipe.seed)
     known = checkpoint.model.config.max_positions if checkpoint else 0
     sample = _train(module, tokenizer, files, recipe, options, known_positions=known)
-    folder = options.run_dir / CHECKPOINT
     if recipe.pretraining.sentence is SentenceObjective.SOP:
         # A next-sentence head answers another question than sentence order.
         module.model.next_sentence = None
     embedding = kept_recipe(checkpoint) if checkpoint else None
-    save_checkpoint(module.model, tokenizer, folder, embedding=embedding)
     origins = [checkpoint] if checkpoint else []
     title = "An encoder pre-trained on text"
-    write_card(folder, Run(title, source, origins, files, recipe, options))
+    run = Run(title, source, origins, files, recipe, options)
+    folder = finish_run(module.model, tokenizer, run, embedding)
     for line in guesses(module.model.cpu(), tokenizer, sample):
         options.report(line)
     return folder

@@ -18,13 +18,12 @@ from cloze.export.heads import SPAN
 from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
-from cloze.export.train.card import Run, write_card
 from cloze.export.train.documents import fingerprint, is_held_out
 from cloze.export.train.loop import train
 from cloze.export.train.recipe import QuestionsRecipe
-from cloze.export.train.run_dir import CHECKPOINT, acquire_run_dir
+from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import save_checkpoint
+from cloze.export.train.save import Run, finish_run
 from cloze.export.train.start import start_from
 from cloze.export.train.windows import Window, answers_of, guess, make_windows
 
@@ -112,11 +111,9 @@ def finetune_questions(
         )
     objective = _make_objective(model, checkpoint.tokenizer, files, recipe, options)
     train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
-    folder = options.run_dir / CHECKPOINT
-    save_checkpoint(model, checkpoint.tokenizer, folder)
     title = "An encoder fine-tuned for question answering"
-    write_card(folder, Run(title, source, [checkpoint], files, recipe, options))
-    return folder
+    run = Run(title, source, [checkpoint], files, recipe, options)
+    return finish_run(model, checkpoint.tokenizer, run)
 
 
 def _make_objective(

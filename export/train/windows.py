@@ -17,6 +17,9 @@ from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.model_store.sequences import without_space
 
 MAX_ANSWER_TOKENS = 30
+_TOKENS = 384
+"""Tokens of a window, where no recipe says another number."""
+
 _START_CANDIDATES = 20
 
 
@@ -95,6 +98,16 @@ def make_windows(
                 )
             )
     return windows
+
+
+def usual_windows(
+    questions: Sequence[Question], tokenizer: CheckpointTokenizer, max_tokens: int
+) -> list[Window]:
+    """Cut paragraphs into windows for evaluation, of at most ``max_tokens`` tokens."""
+    tokens = min(_TOKENS, max_tokens)
+    return make_windows(
+        questions, tokenizer, tokens=tokens, stride=tokens // 3, question_tokens=tokens // 6
+    )
 
 
 def _answer_span(question: Question, offsets: NDArray[np.int64]) -> tuple[int, int] | None:

@@ -1,6 +1,7 @@
 """What training keeps of the checkpoint that it starts from: labels, licence, tokens, positions."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -174,6 +175,18 @@ def test_a_bundle_of_a_run_has_the_licence_that_the_command_names(
     assert export(str(tmp_path / "out"), "mine", Store(tmp_path / "store")).manifest.license == (
         "apache-2.0"
     )
+
+
+def test_embeddings_are_tuned_in_little_memory(
+    checkpoints: dict[str, Path], stories: Path, tmp_path: Path
+) -> None:
+    """Batches of text are planned for the steps of the run, not for any number of steps."""
+    tracemalloc.start()
+    try:
+        _finetune_embed(str(checkpoints["bert"]), stories, run_options(tmp_path / "run"))
+        assert tracemalloc.get_traced_memory()[1] < 500 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 # ---- fields of recipes

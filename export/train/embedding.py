@@ -140,6 +140,12 @@ def _long_enough(corpus: Corpus | None) -> NDArray[np.int64]:
     return long_enough
 
 
+def _steps(recipe: EmbedRecipe, pairs: int) -> int:
+    """Return the steps of a run that learns from so many scored pairs."""
+    batches = recipe.epochs * -(-pairs // recipe.sequences)
+    return recipe.contrastive_steps + -(-batches // recipe.optimisation.accumulation)
+
+
 class EmbeddingObjective:
     """Implements `loop.Objective`: the contrastive steps, then the scored pairs.
 
@@ -160,9 +166,7 @@ class EmbeddingObjective:
         self.module = module
         self._recipe, self._data, self._held_out_figures = recipe, data, held_out_figures
         self._accumulation = recipe.optimisation.accumulation
-        batches_per_epoch = -(-len(data.pairs) // recipe.sequences)
-        pair_steps = -(-recipe.epochs * batches_per_epoch // self._accumulation)
-        self.steps = recipe.contrastive_steps + pair_steps
+        self.steps = _steps(recipe, len(data.pairs))
         self._long_enough = _long_enough(data.sentences) if recipe.contrastive_steps else None
         self._pair_batches = None
         if data.pairs:
@@ -218,10 +222,6 @@ class EmbeddingObjective:
     def evaluate(self, _: int) -> Mapping[str, float]:
         """Return Spearman's correlation on held-out pairs."""
         return self._held_out_figures()
-
-
-_UNLIMITED_STEPS = 1_000_000_000
-"""Steps of masked text: more than any run has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +313,8 @@ def _make_objective(
             report=options.report,
         ).train
         if recipe.text_weight and model.masked_lm is not None:
-            text = _text_batches(sentences, model, tokenizer, recipe)
+            steps = _steps(recipe, len(pairs))
+            text = _text_batches(sentences, model, tokenizer, recipe, steps)
     held_out_pairs = read_pairs(files.held_out_pairs) if files.held_out_pairs else []
     scorer = TorchScorer(model, options.device)
 
@@ -336,12 +337,12 @@ def _make_objective(
 
 
 def _text_batches(
-    corpus: Corpus, model: Model, tokenizer: CheckpointTokenizer, recipe: EmbedRecipe
+    corpus: Corpus, model: Model, tokenizer: CheckpointTokenizer, recipe: EmbedRecipe, steps: int
 ) -> TextBatches:
     """Return batches of masked text that keep the checkpoint's heads accurate."""
     sentence = SentenceObjective.NSP if model.next_sentence else SentenceObjective.NONE
     pretraining = Pretraining(unit=recipe.text_unit, sentence=sentence)
-    phase = Phase(tokens=recipe.tokens, sequences=recipe.text_sequences, steps=_UNLIMITED_STEPS)
+    phase = Phase(tokens=recipe.tokens, sequences=recipe.text_sequences, steps=steps)
     plan = BatchPlan(pretraining, [phase], recipe.seed, recipe.optimisation.accumulation)
     masking = make_masking(tokenizer, pretraining)
     return TextBatches(corpus, plan, masking, tokenizer.special)

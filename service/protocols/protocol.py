@@ -200,7 +200,7 @@ async def answer_task(
         del data  # a large body would otherwise stay in memory until the answer
         if pipeline is None:
             pipeline = context.models.choose(route.task, body.model, route.models)
-        reference = watched.record.model = pipeline.manifest.reference
+        watched.record.model = pipeline.manifest.reference
         if route.check is not None:
             route.check(request)
         call = await run_anywhere(size, route.to_call, body)
@@ -214,9 +214,9 @@ async def answer_task(
             )
         except RequestError as error:
             raise error.moved(in_body(error.at, route.names)) from None
-        if result.tokens:  # else the engine's histograms would count requests without it
-            context.metrics.observe_parts(reference, result.timings, result.truncated)
-        watched.record.cost = RequestCost(result.texts, result.tokens, result.timings)
+        watched.record.cost = RequestCost(
+            result.texts, result.tokens, result.timings, result.truncated
+        )
         if result.is_large:
             response = await run_on_thread(route.respond, request, body, result)
         else:

@@ -6,6 +6,7 @@ that arrive meanwhile (coordinated omission; Tene 2013, "How NOT to measure late
 """
 
 import asyncio
+import resource
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -29,9 +30,17 @@ _DRAIN_TIMEOUT_S = 120.0
 MAX_CONNECTIONS = 512
 """Default of the open loop. Further arrivals wait for a connection, which counts as latency."""
 
+MANY_CONNECTIONS = 4096
+"""For an overload: with fewer, requests would wait in the generator instead of at the server."""
 
 _IDLE_S = 10.0
 """Time after which the open loop closes a connection that it does not need any more."""
+
+
+def allow_many_connections() -> None:
+    """Let this process, and the servers that it starts, open `MANY_CONNECTIONS` connections."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 3 * MANY_CONNECTIONS), hard))
 
 
 def histogram() -> HdrHistogram:

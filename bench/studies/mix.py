@@ -21,10 +21,18 @@ import orjson
 import uvloop
 
 from cloze.bench.http_client import Request, post
-from cloze.bench.load import Answer, LoadResult, closed_loop, open_loop, poisson
+from cloze.bench.load import (
+    MANY_CONNECTIONS,
+    Answer,
+    LoadResult,
+    allow_many_connections,
+    closed_loop,
+    open_loop,
+    poisson,
+)
 from cloze.bench.processes import RunningServer
 from cloze.bench.servers import MeasuredServer
-from cloze.bench.studies.overload import CONNECTIONS, allow_connections, watching
+from cloze.bench.studies.overload import watching
 from cloze.bench.texts import make_texts, words_of
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
@@ -160,7 +168,7 @@ async def measure(
             arrivals = poisson(times * capacity, options.seconds)
             with watching(server, subject.server.ready_path) as watch:
                 load = await open_loop(
-                    server.url, requests, arrivals, connections=CONNECTIONS, on_answer=note
+                    server.url, requests, arrivals, connections=MANY_CONNECTIONS, on_answer=note
                 )
             print("\n".join(lines(times, load, answers, work)))
             p50, p99 = (watch.probes.get_value_at_percentile(p) / 1e3 for p in (50, 99))
@@ -175,7 +183,7 @@ TABLE = """\
 
 def main() -> None:
     """Measure, and print the tables."""
-    allow_connections()
+    allow_many_connections()
     parser = argparse.ArgumentParser()
     parser.add_argument("bundle", nargs="?")
     parser.add_argument("--store", type=Path, default=DEFAULT_ROOT)

@@ -16,7 +16,6 @@ almost every request, shows how long the event loop takes for a refusal.
 import argparse
 import multiprocessing
 import os
-import resource
 import sys
 import threading
 import time
@@ -32,7 +31,15 @@ import uvloop
 from hdrh.histogram import HdrHistogram
 
 from cloze.bench.http_client import Request
-from cloze.bench.load import LoadResult, closed_loop, histogram, open_loop, poisson
+from cloze.bench.load import (
+    MANY_CONNECTIONS,
+    LoadResult,
+    allow_many_connections,
+    closed_loop,
+    histogram,
+    open_loop,
+    poisson,
+)
 from cloze.bench.processes import RunningServer
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.soak.traffic import BAD, make_requests
@@ -49,9 +56,6 @@ GOOD_S = 5.0
 
 CLIENTS = 32
 PROBE_EVERY_S = 0.1
-
-CONNECTIONS = 4096
-"""With fewer, requests would wait in the generator, and the server would meet no overload."""
 
 
 @dataclass(slots=True)
@@ -145,7 +149,7 @@ async def measure(
         cpu_s = server.cpu_s()
         before = server.rss_mb()
         with watching(server, subject.ready_path) as watch:
-            load = await open_loop(server.url, requests, arrivals, connections=CONNECTIONS)
+            load = await open_loop(server.url, requests, arrivals, connections=MANY_CONNECTIONS)
         cpu_s = server.cpu_s() - cpu_s
         after = await closed_loop(server.url, requests, clients=CLIENTS, seconds=3)
     good = _good(load, good_s) / load.seconds
@@ -188,15 +192,9 @@ statuses | probe p50 / p99 ms | memory MB before / most | cores of server / gene
 |---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
-def allow_connections() -> None:
-    """Let this process, and the servers that it starts, open `CONNECTIONS` connections."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 3 * CONNECTIONS), hard))
-
-
 def main() -> None:
     """Measure, and print the table."""
-    allow_connections()
+    allow_many_connections()
     parser = argparse.ArgumentParser()
     parser.add_argument("bundle", nargs="?")
     parser.add_argument("--store", type=Path, default=DEFAULT_ROOT)

@@ -31,7 +31,6 @@ DATA_FOLDER = os.environ.get(DATA_VARIABLE)
 COMPUTING = {
     f"test_{name}.py"
     for name in (
-        "admission_study",
         "answers",
         "audit",
         "balancer",
@@ -75,7 +74,6 @@ COMPUTING = {
         "released_clients",
         "reload",
         "repository",
-        "scaling_study",
         "schedules",
         "score",
         "security",

@@ -43,7 +43,6 @@ class DevicePlan:
         device: on a CPU, the fp32 graph runs in batches of one length.
         sizes: of `cloze.bench.sizes.SIZES`.
         lengths: of all sequences of a batch, in tokens.
-        batch_tokens: tokens per batch.
         frontends: front end processes, one server each; 0 is a single process.
         sequences: of the mix of lengths, and texts for the servers.
         texts_per_request: of the servers' full load.
@@ -89,9 +88,7 @@ def measure_device(
     A part that fails is reported, and the other parts run.
 
     Args:
-        plan: what to measure.
         folder: empty; receives checkpoints and bundles with random weights, some GB.
-        report: receives the figures, one line each.
         save: receives all figures after each part, so that a later failure does not lose them.
 
     Raises:
@@ -124,14 +121,7 @@ class _ServerLoad:
 
 
 class _DeviceRun:
-    """The parts of a run, and the figures measured so far.
-
-    Args:
-        plan: what to measure.
-        folder: receives checkpoints and bundles.
-        report: receives the figures, one line each.
-        save: receives all figures after each part.
-    """
+    """The parts of a run, and the figures measured so far."""
 
     def __init__(
         self,

@@ -45,9 +45,7 @@ class SizeOptions:
     """How to measure an architecture.
 
     Attributes:
-        device: where the engine and torch run.
         sequences: number of sequences with SQuAD's lengths.
-        seconds: of each measurement.
         peak_flops: operations per second of the device.
     """
 
@@ -62,11 +60,9 @@ class _Workload:
     """Batches to time, and their description in the result.
 
     Attributes:
-        subject: what runs the batches.
         group: `ONE_LENGTH` or `COMPARED`.
         lengths: tokens per sequence, or `SQUAD`.
         batch_tokens: largest number of tokens per batch.
-        batches: what runs.
         counted: the encodings without padding, if `batches` are padded; None: all of `batches`.
     """
 
@@ -98,16 +94,9 @@ class SizeBenchmark:
     """An engine with random weights, exported, compared with torch, and opened as any engine is.
 
     Attributes:
-        bundle: what was exported.
         longest: tokens of the longest sequence.
         cost: the cost model that a server fits at start-up; None without variable-length batches.
         batch_tokens: largest number of tokens per batch, as in a server.
-
-    Args:
-        name: of one of `SIZES`.
-        folder: receives the checkpoint, and a store with the bundle.
-        options: see `SizeOptions`.
-        record: receives each figure.
 
     Raises:
         ExportError: the graph does not agree with torch.
@@ -157,10 +146,6 @@ class SizeBenchmark:
 
     def measure_torch(self, variant: str, options: Mapping[str, bool]) -> float:
         """Measure torch on the same batches with the same weights.
-
-        Args:
-            variant: its name in the result.
-            options: of `TorchEncoder`.
 
         Returns:
             The difference between the embeddings of torch and of the engine on two batches:

@@ -36,18 +36,11 @@ class Turn:
     """One measurement of one subject under one load.
 
     Attributes:
-        subject: what was measured.
-        load: under which load: ``closed 32``, ``poisson 0.7``.
-        turn: number of the turn, from 0.
         texts_per_s: texts of requests answered with status 200, per second.
         requests_per_s: requests answered with status 200, per second.
         answered: requests answered with status 200.
         latency_ms: percentiles of the answered requests, by name.
         failed: number of other answers by status; "0" is a connection that closed.
-        cpu_s: see `ResourceUsage`.
-        rss_mb: see `ResourceUsage`.
-        parts_ms: see `ResourceUsage`.
-        stolen: see `ResourceUsage`.
         seconds: duration of the load.
         client_cpu_s: processor time of the load generator, in seconds.
         by_length: percentiles of the answered requests, by class of length.
@@ -142,12 +135,10 @@ class Cell:
     """The speed of one engine on batches of one kind.
 
     Attributes:
-        subject: what ran the batches.
         group: `ONE_LENGTH`, or `COMPARED` with other subjects on the same batches.
         lengths: tokens per sequence, or the name of a mix of lengths.
         batch_tokens: largest number of tokens per batch.
         tokens_per_s: tokens per second, without padding.
-        sequences_per_s: sequences per second.
         of_peak: operations per second without padding, over the device's measured peak.
     """
 
@@ -165,14 +156,8 @@ class Result:
     """One run of the benchmark.
 
     Attributes:
-        command: repeats the run.
-        date: in UTC.
         machine: processor, cores, memory and system.
-        versions: of installed packages, by environment.
-        model: name and size of the served model.
         texts: of each set: source, number, and mean length in tokens.
-        turns: measurements under load.
-        starts: of servers.
         cells: of engines alone, by sequence length and batch size.
         notes: what a reader must consider.
     """
@@ -201,13 +186,7 @@ class Result:
         return [turn for turn in self.turns if (turn.subject, turn.load) == (subject, load)]
 
     def median(self, subject: str, load: str, figure: str) -> float | None:
-        """Return the median of a figure over the turns; None if no turn has the figure.
-
-        Args:
-            subject: what was measured.
-            load: under which load.
-            figure: see `Turn.figure`.
-        """
+        """Return the median of a figure over the turns; None if no turn has the figure."""
         values = [turn.figure(figure) for turn in self.of(subject, load)]
         measured = [value for value in values if value is not None]
         return statistics.median(measured) if measured else None

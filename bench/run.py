@@ -50,8 +50,6 @@ class Plan:
         texts_per_request: of all loads.
         bulk: whether to measure single requests beside one client whose bulk requests of 2,048
             texts never stop.
-        seconds: of every load.
-        turns: number of repetitions.
         label: ends the names of all loads, where a result has several plans.
         max_stolen: share of the processor time that other guests of the host may take. A load in
             which they take more runs again, at most three times; the quietest run counts.
@@ -91,9 +89,6 @@ def measure(
     Args:
         engines: by name; each opens one engine.
         servers: measured over HTTP.
-        texts: sent to every subject.
-        plan: the loads.
-        report: receives the figures, one line each.
         lengths: tokens of each text; with them, latencies are also counted per class of length.
     """
     groups = [length_class(length) for length in lengths] if lengths else [""] * len(texts)
@@ -168,16 +163,7 @@ def _quietest(measure_once: Callable[[], T], plan: Plan) -> tuple[T, float]:
 
 
 class _ServerLoads:
-    """All loads of a plan on one running server, in one turn.
-
-    Args:
-        server: what is measured.
-        process: the server's process.
-        texts: what is sent.
-        groups: group of each text.
-        plan: the loads.
-        number: of the turn.
-    """
+    """All loads of a plan on one running server, in one turn."""
 
     def __init__(
         self,

@@ -30,25 +30,7 @@ class RunOptions:
     """What ``cloze bench run`` was asked to measure, as on the command line.
 
     Attributes:
-        models: bundles to compare.
-        model_store: folder of the bundles.
-        task: name of the task.
         texts: sets of texts, measured one after the other: files, or names of `MADE_TEXTS`.
-        count: largest number of texts.
-        clients: see `Plan`.
-        shares: see `Plan`.
-        arrivals: CSV file of recorded arrival times.
-        bulk: see `Plan`.
-        each: texts per request.
-        seconds: of each load.
-        turns: number of repetitions.
-        precisions: of engines and servers, to compare.
-        device: of engines and servers.
-        frontends: of the servers, to compare.
-        checkpoint: the weights for the peers.
-        backends: of sentence-transformers.
-        max_stolen: see `Plan`.
-        peers: the program of each peer to measure, by the peer's option.
     """
 
     models: tuple[str, ...]
@@ -74,9 +56,6 @@ class RunOptions:
     def plan(self, label: str = "") -> Plan:
         """Return the loads.
 
-        Args:
-            label: see `Plan`.
-
         Raises:
             ValueError: the file of arrival times is unusable.
             OSError: the file cannot be read.
@@ -101,8 +80,6 @@ class Selection:
     Attributes:
         texts: sets of texts by label; all subjects get each of them.
         engines: by name; each opens one engine for texts.
-        servers: ours, then the peers.
-        versions: of packages, by environment.
     """
 
     texts: dict[str, Texts]

@@ -25,15 +25,7 @@ _WARM_UP_RUNS = 20
 
 @dataclass(frozen=True, slots=True)
 class MeasuredModel:
-    """A bundle, what is requested of it, and how it runs.
-
-    Attributes:
-        bundle: the bundle's name.
-        store: folder of the model store.
-        task: of every request.
-        precision: of the graph.
-        device: where the graph runs.
-    """
+    """A bundle, what is requested of it, and how it runs."""
 
     bundle: str
     store: Path
@@ -47,7 +39,6 @@ def cloze_server(title: str, model: MeasuredModel, frontends: int = 0) -> Measur
 
     Args:
         title: begins the server's name; the number of front ends and "server" follow.
-        model: what to serve.
         frontends: number of front end processes; 0: one process does everything.
     """
     options = {
@@ -80,12 +71,7 @@ def _task_limits(manifest: Manifest, settings: Settings) -> TaskLimits:
 
 
 class EngineAlone:
-    """A bundle's engine without a server: the upper bound for a server on the same texts.
-
-    Args:
-        model: what to measure.
-        texts: inputs of the task.
-    """
+    """A bundle's engine without a server: the upper bound for a server on the same texts."""
 
     def __init__(self, model: MeasuredModel, texts: Sequence[str]) -> None:
         bundle = Store(model.store).open(model.bundle)

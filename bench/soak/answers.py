@@ -51,14 +51,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An answer that is not right, for the report.
-
-    Attributes:
-        at_s: when it came, in seconds from the start.
-        outcome: what it was.
-        group: the task.
-        text: what was expected and received, shortened.
-    """
+    """An answer that is not right, for the report."""
 
     at_s: float
     outcome: Outcome
@@ -69,16 +62,10 @@ class Example:
 class Answers:
     """All answers of a soak.
 
-    Args:
-        requests: of the load.
-        statuses: that each request must get.
-
     Attributes:
         outcomes: number of answers by outcome.
-        buckets: by number of the bucket.
         lost_at: seconds from the start at which connections ended before an answer.
         refused_at: seconds from the start at which requests were refused.
-        examples: the first unexpected and wrong answers.
     """
 
     def __init__(self, requests: Sequence[Request], statuses: Sequence[int]) -> None:

@@ -39,13 +39,9 @@ class SoakPlan:
     """What a soak does.
 
     Attributes:
-        seconds: duration of the load.
         frontends: number of front ends; 0: one process.
         share: of the capacity, which the load offers.
         rate: requests per second instead; 0: `share` decides.
-        faults: in turn.
-        fault_every_s: time between faults.
-        sample_every_s: time between samples of the processes.
         requests: number of distinct requests, which the load repeats.
     """
 

@@ -30,7 +30,6 @@ class _Server:
 
     Attributes:
         url: its address; None: the default one, or this process if nothing listens there.
-        key: an API key; None: none.
     """
 
     url: str | None
@@ -45,7 +44,6 @@ class _Asking:
         arguments: names of the first arguments; the last of them may be repeated if ``repeats``.
         ask: (client, arguments, options that the user gave) -> the rows of the answer.
         repeats: whether the last argument may be repeated.
-        options: names of the options that the task has.
     """
 
     arguments: tuple[str, ...]

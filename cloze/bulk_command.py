@@ -198,14 +198,7 @@ def qa(**options: Any) -> None:
 def _run(
     command: str, texts: tuple[str, ...], parameters: tuple[str, ...], values: dict[str, Any]
 ) -> None:
-    """Run a task, and print the summary.
-
-    Args:
-        command: the command.
-        texts: the parts of an input.
-        parameters: names of the task's parameters among the values.
-        values: the values of all options.
-    """
+    """Run a task, and print the summary."""
     try:
         from cloze.bulk.errors import BulkError
         from cloze.bulk.job import JobOptions

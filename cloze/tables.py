@@ -21,9 +21,7 @@ def print_rows(
     """Print rows.
 
     Args:
-        rows: the rows, in order.
         as_json: print one JSON object per row instead of a table.
-        right: columns to align to the right.
         headings: begin plain columns with their names, too.
     """
     if as_json:

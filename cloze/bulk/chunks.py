@@ -52,13 +52,7 @@ ReadRow = tuple[dict[str, Any] | None, str | None]
 
 
 def chunk_of_rows(rows: Sequence[ReadRow], texts: Sequence[str], schema: pa.Schema) -> Chunk:
-    """Return a chunk of rows of a text file.
-
-    Args:
-        rows: the rows.
-        texts: names of the text columns.
-        schema: the columns to keep.
-    """
+    """Return a chunk of rows of a text file."""
     values = [row or {} for row, _ in rows]
     arrays = [_array([row.get(field.name) for row in values], field) for field in schema]
     kept = pa.RecordBatch.from_arrays(arrays, schema=schema)

@@ -18,10 +18,7 @@ class BulkTask:
     """A task of bulk runs.
 
     Attributes:
-        task: the task of the service.
         inputs: names of the parts of an input.
-        result: name of the result column.
-        type: type of the result column.
         to_input: texts of a row -> an input of the task.
         to_values: result of a list of inputs -> one value per input, for the result column.
         probe: context -> an input that every model answers, to check the parameters.

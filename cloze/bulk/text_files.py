@@ -109,9 +109,6 @@ def scan(
     """Return the bytes of each shard of a file.
 
     Args:
-        path: the file.
-        file_format: JSONL or CSV.
-        shard_rows: most rows per shard.
         types: receives the columns of a JSONL file.
 
     Returns:
@@ -147,10 +144,7 @@ def read(path: Path, file_format: FileFormat, place: Range, header: list[str]) -
     """Yield the rows of a shard.
 
     Args:
-        path: the file.
-        file_format: JSONL or CSV.
         place: the bytes of the shard.
-        header: the columns of a CSV file.
     """
     with path.open("rb") as stream:
         lines = _Lines(stream, path, place.start, place.end)

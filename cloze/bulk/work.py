@@ -52,10 +52,6 @@ Progress = Callable[[int], None]
 class BulkWorker:
     """Turns shards into files of results with one engine.
 
-    Args:
-        job: the job.
-        on_rows: called after rows have been written.
-
     Raises:
         BulkError: the model cannot be opened, or is not the one of the job.
     """

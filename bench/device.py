@@ -195,7 +195,7 @@ class _DeviceRun:
             engine = partial(EngineAlone, model, load.texts)
             self._measure({f"{name} engine": engine}, [], load)
             for server in servers[: load.max_servers]:
-                title = f"{server.name}, {load.plan.closed(max(load.plan.clients))}"
+                title = f"{server.name}, {load.plan.closed(max(load.plan.clients)).name}"
                 if self._has_time(title, _SLOW_PART_S):
                     self._measure({}, [server], load)
 
@@ -228,16 +228,10 @@ class _DeviceRun:
             dataclasses.replace(server, ready_timeout_s=min(server.ready_timeout_s, left_s))
             for server in servers
         ]
-        turns, starts = measure(engines, servers, load.texts, load.plan, self._report_or_note)
-        self.figures.turns += turns
-        self.figures.starts += starts
-
-    def _report_or_note(self, line: str) -> None:
-        """Report a line; keep the line if a server was left out."""
-        if "left out" in line:
-            self._note(line)
-        else:
-            self._report(line)
+        measured = measure(engines, servers, load.texts, load.plan, self._report)
+        self.figures.turns += measured.turns
+        self.figures.starts += measured.starts
+        self.figures.notes += measured.left_out
 
     def _record(self, cell: Cell) -> None:
         self.figures.cells.append(cell)

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -72,22 +73,6 @@ class _Workload:
     batch_tokens: int
     batches: list[list[Encoding]]
     counted: Sequence[Encoding] | None = None
-
-    def cell(self, rounds: float, config_flops: Callable[[list[int]], float], peak: float) -> Cell:
-        """Return the figures of `rounds` rounds per second."""
-        counted = self.counted
-        if counted is None:
-            counted = [encoding for batch in self.batches for encoding in batch]
-        sizes = [len(encoding) for encoding in counted]
-        return Cell(
-            self.subject,
-            self.group,
-            self.lengths,
-            self.batch_tokens,
-            tokens_per_s=rounds * sum(sizes),
-            sequences_per_s=rounds * len(sizes),
-            of_peak=rounds * config_flops(sizes) / peak,
-        )
 
 
 class SizeBenchmark:
@@ -218,8 +203,20 @@ class SizeBenchmark:
         self._note(workload, rounds * repeats)
 
     def _note(self, workload: _Workload, rounds: float) -> None:
-        config_flops = partial(flops, SIZES[self._name])
-        self._record(workload.cell(rounds, config_flops, self._options.peak_flops))
+        """Record the figures of `rounds` rounds per second."""
+        counted = workload.counted or list(chain.from_iterable(workload.batches))
+        sizes = [len(encoding) for encoding in counted]
+        cell = Cell(
+            workload.subject,
+            workload.group,
+            workload.lengths,
+            workload.batch_tokens,
+            tokens_per_s=rounds * sum(sizes),
+            sequences_per_s=rounds * len(sizes),
+            of_peak=rounds * flops(SIZES[self._name], sizes) / self._options.peak_flops,
+            engine=f"{self._name} engine",
+        )
+        self._record(cell)
 
 
 def torch_device(device: Device) -> torch.device:

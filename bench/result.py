@@ -4,6 +4,7 @@ import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +13,35 @@ from hdrh.histogram import HdrHistogram
 from cloze.bench.load import LoadResult
 
 _PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+
+
+class LoadKind(StrEnum):
+    """How requests arrive; begins the name of a load."""
+
+    CLOSED = "closed"
+    POISSON = "poisson"
+    RECORDED = "recorded"
+    BESIDE_BULK = "single beside bulk"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load.
+
+    Attributes:
+        number: clients of a closed loop; share of the capacity of an open loop.
+        label: ends the name, where a result has several plans.
+    """
+
+    kind: LoadKind
+    number: float | None = None
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name in tables: ``closed 32``, ``poisson 0.7 questions``."""
+        number = "" if self.number is None else f"{self.number:g}"
+        return " ".join(filter(None, (self.kind, number, self.label)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +66,7 @@ class Turn:
     """One measurement of one subject under one load.
 
     Attributes:
+        load: name of the load, see `Load`.
         texts_per_s: texts of requests answered with status 200, per second.
         requests_per_s: requests answered with status 200, per second.
         answered: requests answered with status 200.
@@ -44,6 +75,8 @@ class Turn:
         seconds: duration of the load.
         client_cpu_s: processor time of the load generator, in seconds.
         by_length: percentiles of the answered requests, by class of length.
+        engine: the engine alone on the same model; "" for a peer.
+        arrivals: the load; None in files of earlier versions.
     """
 
     subject: str
@@ -61,6 +94,8 @@ class Turn:
     seconds: float = 0.0
     client_cpu_s: float = 0.0
     by_length: dict[str, dict[str, float]] = field(default_factory=dict)
+    engine: str = ""
+    arrivals: Load | None = None
 
     @property
     def cpu_ms(self) -> float:
@@ -78,11 +113,13 @@ class Turn:
         return value
 
 
-_NO_USAGE = ResourceUsage()
-
-
 def make_turn(
-    subject: str, load: str, turn: int, measured: LoadResult, usage: ResourceUsage = _NO_USAGE
+    subject: str,
+    engine: str,
+    load: Load,
+    turn: int,
+    measured: LoadResult,
+    usage: ResourceUsage,
 ) -> Turn:
     """Return the turn that summarizes the requests of one load."""
     failed = {
@@ -90,20 +127,19 @@ def make_turn(
     }
     return Turn(
         subject,
-        load,
+        load.name,
         turn,
         texts_per_s=measured.texts / measured.seconds,
         requests_per_s=measured.requests / measured.seconds,
         answered=measured.requests,
         latency_ms=_latency_ms(measured.latencies),
         failed=failed,
-        cpu_s=usage.cpu_s,
-        rss_mb=usage.rss_mb,
-        parts_ms=usage.parts_ms,
-        stolen=usage.stolen,
+        **asdict(usage),
         seconds=measured.seconds,
         client_cpu_s=measured.client_cpu_s,
         by_length={name: _latency_ms(group) for name, group in measured.by_group.items()},
+        engine=engine,
+        arrivals=load,
     )
 
 
@@ -140,6 +176,7 @@ class Cell:
         batch_tokens: largest number of tokens per batch.
         tokens_per_s: tokens per second, without padding.
         of_peak: operations per second without padding, over the device's measured peak.
+        engine: the engine of the same size, to compare with.
     """
 
     subject: str
@@ -149,6 +186,7 @@ class Cell:
     tokens_per_s: float
     sequences_per_s: float
     of_peak: float
+    engine: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +214,14 @@ class Result:
     def subjects(self) -> list[str]:
         """Return the subjects in the order of their measurement."""
         return list(dict.fromkeys(turn.subject for turn in self.turns))
+
+    def engines(self) -> dict[str, str]:
+        """Return the engine alone of each subject; "" for a peer."""
+        return {turn.subject: turn.engine for turn in self.turns}
+
+    def arrivals(self) -> list[Load]:
+        """Return the loads that have a kind, in the order of their measurement."""
+        return list(dict.fromkeys(turn.arrivals for turn in self.turns if turn.arrivals))
 
     def loads(self) -> list[str]:
         """Return the loads in the order of their measurement."""
@@ -224,9 +270,15 @@ class Result:
         """
         try:
             body = json.loads(file.read_text())
-            turns = [Turn(**turn) for turn in body.pop("turns")]
+            turns = [_turn(turn) for turn in body.pop("turns")]
             starts = [Start(**start) for start in body.pop("starts")]
             cells = [Cell(**cell) for cell in body.pop("cells", ())]
             return cls(**body, turns=turns, starts=starts, cells=cells)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{file} is no result of cloze bench ({error})") from error
+
+
+def _turn(values: dict[str, Any]) -> Turn:
+    load = values.pop("arrivals", None)
+    arrivals = load and Load(LoadKind(load.pop("kind")), **load)
+    return Turn(**values, arrivals=arrivals)

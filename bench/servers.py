@@ -21,6 +21,7 @@ class MeasuredServer:
         ready_path: answers 200 when the server is ready.
         field: of the body, holds the texts.
         environment: further variables beside this process's variables without ``CLOZE_*``.
+        engine: name of the engine alone on the same model; "" for a peer.
         parts: whether the server's ``/metrics`` has the duration of each part of a request.
     """
 
@@ -34,6 +35,7 @@ class MeasuredServer:
     parts: bool = False
     max_texts: int = 2048
     ready_timeout_s: float = 180.0
+    engine: str = ""
 
     def start(self) -> AbstractContextManager[RunningServer]:
         """Run the server until the context ends.

@@ -54,7 +54,8 @@ def cloze_server(title: str, model: MeasuredModel, frontends: int = 0) -> Measur
         name = f"{title} {frontends} front end{'s' * (frontends > 1)} server"
     arguments = [part for option in options.items() for part in option]
     command = (sys.executable, "-m", "cloze", "serve", *arguments)
-    return MeasuredServer(name, command, model.task.route, "/readyz", parts=True)
+    engine = f"{title} engine"
+    return MeasuredServer(name, command, model.task.route, "/readyz", parts=True, engine=engine)
 
 
 def _task_limits(manifest: Manifest, settings: Settings) -> TaskLimits:

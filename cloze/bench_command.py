@@ -365,8 +365,8 @@ def _measure_run(options: "RunOptions") -> "Result":
         engines = {title: partial(open_, texts.texts) for title, open_ in selection.engines.items()}
         plan = options.plan(name if len(selection.texts) > 1 else "")
         measured = measure(engines, selection.servers, texts.texts, plan, report, lengths)
-        turns += measured[0]
-        starts += measured[1]
+        turns += measured.turns
+        starts += measured.starts
     store = Store(options.model_store)
     references = [store.manifest(name).reference for name in options.models]
     return Result(

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from cloze.client.call import Call, Float32, body_at_root, chain, given, many, result, stack
+from cloze.client.call import Call, Float32, body_with, chain, given, many, results
 from cloze.client.results import Word
 
 Direction = Literal["left", "right"]
@@ -62,11 +62,8 @@ def embed(
         model=model,
     )
 
-    def read(response: httpx.Response, _: int) -> NDArray[Any]:
-        return _vectors(response)
-
-    body, accept = partial(body_at_root, options), f"{_VECTORS}; dtype={dtype}"
-    return Call("/embed", many(texts), body, read, stack, accept)
+    body, accept = partial(body_with, options), f"{_VECTORS}; dtype={dtype}"
+    return Call("/embed", many(texts), body, _vectors, np.concatenate, accept)
 
 
 def embed_all(
@@ -95,10 +92,10 @@ def embed_all(
 
     def read(response: httpx.Response, _: int) -> list[Float32]:
         lengths = list(map(int, response.headers["x-lengths"].split(",")))
-        parts = np.split(_vectors(response), np.cumsum(lengths)[:-1])
+        parts = np.split(_vectors(response, 0), np.cumsum(lengths)[:-1])
         return [part.copy() for part in parts]
 
-    body = partial(body_at_root, options)
+    body = partial(body_with, options)
     return Call("/embed_all", many(texts), body, read, chain, _VECTORS)
 
 
@@ -131,9 +128,9 @@ def embed_sparse(
     )
 
     def read(response: httpx.Response, _: int) -> list[list[Word]]:
-        return [[result(Word, word) for word in words] for words in response.json()]
+        return [results(Word, words) for words in response.json()]
 
-    return Call("/embed_sparse", many(texts), partial(body_at_root, options), read, chain)
+    return Call("/embed_sparse", many(texts), partial(body_with, options), read, chain)
 
 
 def similarity(
@@ -153,10 +150,10 @@ def similarity(
     def read(response: httpx.Response, _: int) -> Float32:
         return np.array(response.json(), np.float32)
 
-    return Call("/similarity", many(texts), body, read, stack)
+    return Call("/similarity", many(texts), body, read, np.concatenate)
 
 
-def _vectors(response: httpx.Response) -> NDArray[Any]:
+def _vectors(response: httpx.Response, _: int) -> NDArray[Any]:
     """Return the rows of a response: float32, or uint8 for signs."""
     rows, columns = map(int, response.headers["x-shape"].split(","))
     dtype = response.headers["x-dtype"]

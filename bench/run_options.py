@@ -38,39 +38,13 @@ class RunOptions:
     task: str
     texts: tuple[str, ...]
     count: int
-    clients: tuple[int, ...]
-    shares: tuple[float, ...]
-    arrivals: Path | None
-    bulk: bool
-    each: int
-    seconds: float
-    turns: int
     precisions: tuple[str, ...]
     device: str
     frontends: tuple[int, ...]
     checkpoint: Path | None
     backends: tuple[str, ...]
-    max_stolen: float
     peers: Mapping[str, str]
-
-    def plan(self, label: str = "") -> Plan:
-        """Return the loads.
-
-        Raises:
-            ValueError: the file of arrival times is unusable.
-            OSError: the file cannot be read.
-        """
-        return Plan(
-            clients=self.clients,
-            shares=self.shares,
-            arrivals=read_arrivals(self.arrivals) if self.arrivals else None,
-            texts_per_request=self.each,
-            bulk=self.bulk,
-            seconds=self.seconds,
-            turns=self.turns,
-            label=label,
-            max_stolen=self.max_stolen,
-        )
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +144,10 @@ def read_arrivals(file: Path) -> NDArray[np.float64]:
 
     Returns:
         float64 [n] seconds since the first arrival, ascending.
+
+    Raises:
+        ValueError: the file has no such column, or fewer than two times.
+        OSError: the file cannot be read.
     """
     with file.open(newline="") as stream:
         reader = csv.DictReader(stream)

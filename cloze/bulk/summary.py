@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cloze.bulk.job import BulkJob
 from cloze.bulk.run_folder import ShardReport
@@ -75,8 +74,3 @@ def summarize(
 def _located(job: BulkJob, report: ShardReport) -> str:
     file = job.plan.files[job.plan.shards[report.shard].file].path
     return f"{file}, {report.first_error}"
-
-
-def as_values(summary: Summary) -> dict[str, Any]:
-    """Return a summary as JSON values."""
-    return {name: getattr(summary, name) for name in Summary.__dataclass_fields__}

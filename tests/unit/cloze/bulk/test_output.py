@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from cloze.bulk.errors import BulkError
 from cloze.bulk.job import BulkJob, JobOptions
 from cloze.bulk.plan import FileFormat, InputFile, Plan, Shard
 from cloze.bulk.run_folder import RunFolder, ShardReport
-from cloze.bulk.summary import as_values, summarize
+from cloze.bulk.summary import summarize
 from cloze.bulk.tasks import BULK_TASKS
 from cloze.bulk.work import _problem, _requests, _Totals, _with_columns
 from cloze.bulk.writers import RowResult, open_writer
@@ -240,7 +241,7 @@ def test_a_summary_counts_both_runs_and_measures_this_one() -> None:
     earlier = [report(0, errors=1, truncated=1, precision="int8", first_error="row 2: no")]
     now = [report(1, rows=3, errors=1, tokens=50, first_error="row 1: bad")]
     summary = summarize(job(), earlier, now, 0.5)
-    assert as_values(summary) == {
+    assert asdict(summary) == {
         "output": "/out", "model": "tiny@1", "precisions": ["fp32", "int8"], "rows": 5, "errors": 2,
         "truncated": 1, "files": 2, "resumed_files": 1, "seconds": 0.5, "texts_per_s": 4.0,
         "tokens_per_s": 100.0, "first_error": "/in/a.csv, row 2: no",

@@ -145,7 +145,10 @@ def bench(context: click.Context, /, out: Path | None, as_json: bool, **argument
       cloze bench --device cuda --out results/my-card
       cloze bench run --model cloze-bert
     """
-    _clear_settings()
+    # Measured servers start without CLOZE_* variables, so the engine alone has none either.
+    for name in [name for name in os.environ if name.startswith("CLOZE_")]:
+        if name != "CLOZE_MODEL_STORE":
+            del os.environ[name]
     given = [
         f"--{name.replace('_', '-')}"
         for name in context.params
@@ -163,16 +166,6 @@ def bench(context: click.Context, /, out: Path | None, as_json: bool, **argument
         raise click.UsageError(f"{given[0]} says how to measure a device; give --device as well")
     else:
         click.echo(context.get_help())
-
-
-def _clear_settings() -> None:
-    """Remove ``CLOZE_*`` variables, so that the engine alone has the settings of the servers.
-
-    Measured servers start without these variables.
-    """
-    for name in list(os.environ):
-        if name.startswith("CLOZE_") and name != "CLOZE_MODEL_STORE":
-            del os.environ[name]
 
 
 def _measure_device(arguments: dict[str, Any], out: Path | None, *, as_json: bool) -> None:

@@ -192,42 +192,40 @@ statuses | probe p50 / p99 ms | memory MB before / most | cores of server / gene
 |---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
+def subjects_parser(precision: str = "auto") -> argparse.ArgumentParser:
+    """Return a parser of the options that say which servers are measured."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("bundle", nargs="?", help="all bundled models without it")
+    parser.add_argument("--store", type=Path, default=DEFAULT_ROOT)
+    parser.add_argument("--precision", default=precision)
+    parser.add_argument("--tei", nargs=2, metavar=("BINARY", "CHECKPOINT"))
+    return parser
+
+
+def servers(options: argparse.Namespace) -> list[MeasuredServer]:
+    """Return ours, and text-embeddings-inference if asked for, both with their default settings."""
+    command = (sys.executable, "-m", "cloze", "serve", "--port", "{port}")
+    store = ("--model-store", str(options.store), "--precision", options.precision)
+    model = ("--model", options.bundle) if options.bundle else ()
+    found = [MeasuredServer("Cloze", (*command, *model, *store), "/embed", "/healthz")]
+    if options.tei:
+        binary, checkpoint = options.tei
+        peer = (binary, "--model-id", checkpoint, "--port", "{port}", "--hostname", "127.0.0.1")
+        found.append(MeasuredServer("text-embeddings-inference", peer, "/embed", "/health"))
+    return found
+
+
 def main() -> None:
     """Measure, and print the table."""
     allow_many_connections()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("bundle", nargs="?")
-    parser.add_argument("--store", type=Path, default=DEFAULT_ROOT)
+    parser = subjects_parser()
     parser.add_argument("--texts", default="questions")
     parser.add_argument("--times", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--stated-ms", type=int, help="time limit that each request states")
-    parser.add_argument("--precision", default="auto")
-    parser.add_argument("--tei", nargs=2, metavar=("BINARY", "CHECKPOINT"))
     options = parser.parse_args()
     bundle = Store(options.store).open(options.bundle or "cloze-bert")
-    command = (sys.executable, "-m", "cloze", "serve", "--port", "{port}")
-    store = ("--model-store", str(options.store), "--precision", options.precision)
-    model = ("--model", options.bundle) if options.bundle else ()
-    subjects = [MeasuredServer("Cloze", (*command, *model, *store), "/embed", "/healthz")]
-    if options.tei:
-        binary, checkpoint = options.tei
-        subjects.append(
-            MeasuredServer(
-                "text-embeddings-inference",
-                (
-                    binary,
-                    "--model-id",
-                    checkpoint,
-                    "--port",
-                    "{port}",
-                    "--max-concurrent-requests",
-                    "512",
-                ),
-                "/embed",
-                "/health",
-            )
-        )
+    subjects = servers(options)
     if options.bundle:
         texts = make_texts(words_of(bundle), 2000, options.texts).texts
         requests = subjects[0].single_requests(texts, ["" for _ in texts])

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -102,11 +103,5 @@ def _decoded(value: bytes | None) -> object:
 
 def grouped(rows: Iterator[ReadRow]) -> Iterator[list[ReadRow]]:
     """Yield the rows in groups of `CHUNK_ROWS`."""
-    group: list[ReadRow] = []
-    for row in rows:
-        group.append(row)
-        if len(group) == CHUNK_ROWS:
-            yield group
-            group = []
-    if group:
+    while group := list(islice(rows, CHUNK_ROWS)):
         yield group

@@ -27,9 +27,9 @@ _REPORTS = "_reports"
 _UNFINISHED = "_part-"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShardReport:
-    """What became of the rows of a shard.
+    """What became of the rows of a shard so far.
 
     Attributes:
         errors: number of rows that have an error instead of a result.

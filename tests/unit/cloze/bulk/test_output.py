@@ -19,7 +19,7 @@ from cloze.bulk.plan import FileFormat, InputFile, Plan, Shard
 from cloze.bulk.run_folder import RunFolder, ShardReport
 from cloze.bulk.summary import summarize
 from cloze.bulk.tasks import BULK_TASKS
-from cloze.bulk.work import _problem, _requests, _Totals, _with_columns
+from cloze.bulk.work import _count, _problem, _requests, _with_columns
 from cloze.bulk.writers import RowResult, open_writer
 from cloze.service.core import EngineFailed, InvalidRequest, Location, RequestError
 from cloze.service.settings import Settings
@@ -388,11 +388,10 @@ def test_errors_name_the_columns(
 
 
 def test_totals_of_a_shard() -> None:
-    totals = _Totals(Shard(4, 0, 100, 3))
-    totals.add([GOOD, BAD])
-    totals.add([RowResult(1, 2, True, None), RowResult(None, None, None, "later")])
-    totals.tokens += 7
-    assert totals.report("fp32") == ShardReport(4, 4, 2, 1, 7, "fp32", "row 102: no")
+    counted = ShardReport(4, 0, 0, 0, 0, "fp32")
+    _count(counted, 100, [GOOD, BAD])
+    _count(counted, 100, [RowResult(1, 2, True, None), RowResult(None, None, None, "later")])
+    assert counted == ShardReport(4, 4, 2, 1, 0, "fp32", "row 102: no")
 
 
 # ---- tasks -------------------------------------------------------------------------------------

@@ -3,9 +3,9 @@
 One pass over a file finds the bytes of each shard and the types of the columns. The parser of the
 pass is the parser that reads a shard, so both see the same rows.
 
-A copy of the rows as Parquet would need no bytes, but took 2.9 s of processor time and 76 MB of disk
-for 200 MB of JSONL, where the pass takes 0.9 s; reading the shards took 1.2 s, and 0.9 s from the
-copy. The types of the columns are known only at the end, so a copy needs this pass as well.
+A copy of the rows as Parquet would need no bytes, but took 2.9 s of processor time and 76 MB of
+disk for 200 MB of JSONL, where the pass takes 0.9 s. Reading the shards takes 1.2 s, and took 0.9 s
+from the copy. The types of the columns are known only at the end, so a copy needs this pass, too.
 """
 
 import csv

@@ -12,7 +12,7 @@ import torch
 
 from cloze.bench.errors import BenchError
 from cloze.bench.one_size import SQUAD, SizeBenchmark, SizeOptions, peak_flops
-from cloze.bench.result import Cell, Start, Turn
+from cloze.bench.result import Cell, ServerStart, Turn
 from cloze.bench.run import Plan, Report, measure
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.sizes import squad_lengths
@@ -67,7 +67,7 @@ class DeviceFigures:
 
     cells: list[Cell] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    starts: list[Start] = field(default_factory=list)
+    starts: list[ServerStart] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 

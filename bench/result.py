@@ -155,7 +155,7 @@ def _latency_ms(latencies: HdrHistogram) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ServerStart:
     """The start of a subject: seconds until it is ready, and its memory at that time, in MB."""
 
     subject: str
@@ -207,7 +207,7 @@ class Result:
     model: str
     texts: dict[str, Any]
     turns: list[Turn]
-    starts: list[Start]
+    starts: list[ServerStart]
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -271,7 +271,7 @@ class Result:
         try:
             body = json.loads(file.read_text())
             turns = [_turn(turn) for turn in body.pop("turns")]
-            starts = [Start(**start) for start in body.pop("starts")]
+            starts = [ServerStart(**start) for start in body.pop("starts")]
             cells = [Cell(**cell) for cell in body.pop("cells", ())]
             return cls(**body, turns=turns, starts=starts, cells=cells)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:

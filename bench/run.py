@@ -16,7 +16,7 @@ from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson, rescal
 from cloze.bench.machine import processor_time, stolen_share
 from cloze.bench.parts import parts_ms, scrape
 from cloze.bench.processes import RunningServer
-from cloze.bench.result import Load, LoadKind, ResourceUsage, Start, Turn, make_turn
+from cloze.bench.result import Load, LoadKind, ResourceUsage, ServerStart, Turn, make_turn
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.subjects import EngineAlone
 
@@ -79,7 +79,7 @@ class Measured:
     """What was measured, and a line per server and turn that was left out."""
 
     turns: list[Turn] = field(default_factory=list)
-    starts: list[Start] = field(default_factory=list)
+    starts: list[ServerStart] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
 
@@ -119,7 +119,9 @@ def measure(
                 continue
             try:
                 with server.start() as process:
-                    result.starts.append(Start(server.name, process.ready_s, process.rss_mb()))
+                    result.starts.append(
+                        ServerStart(server.name, process.ready_s, process.rss_mb())
+                    )
                     loads = _ServerLoads(server, process, texts, groups, plan, number)
                     measured = uvloop.run(loads.measure())
             except BenchError as error:

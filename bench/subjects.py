@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hdrh.histogram import HdrHistogram
@@ -11,16 +11,19 @@ from hdrh.histogram import HdrHistogram
 from cloze.bench.load import histogram
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.throughput import batches_for, rounds_per_s, run_all
-from cloze.model_store import Manifest, Store
+from cloze.model_store import Store
 from cloze.model_store.batch import Encoding
 from cloze.service.core import Device, RequestedPrecision
+from cloze.service.pipeline import task_limits
 from cloze.service.served_models import batch_tokens, onnx_engine
 from cloze.service.settings import Settings
-from cloze.service.tasks import Task, TaskCall, TaskContext, TaskLimits
+from cloze.service.tasks import Task, TaskCall, TaskContext
 from cloze.service.tokenizer import Tokenizer
 
 _WARM_UP_RUNS = 20
 """Runs of the engine before its latencies count."""
+
+_UNLIMITED = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +61,6 @@ def cloze_server(title: str, model: MeasuredModel, frontends: int = 0) -> Measur
     return MeasuredServer(name, command, model.task.route, "/readyz", parts=True, engine=engine)
 
 
-def _task_limits(manifest: Manifest, settings: Settings) -> TaskLimits:
-    unlimited = 2**31
-    return TaskLimits(
-        max_tokens=manifest.limits.max_tokens,
-        max_masks=settings.max_masks,
-        max_top_k=settings.max_top_k,
-        max_results=unlimited,
-        max_request_tokens=unlimited,
-        max_text_characters=settings.max_text_characters,
-        max_request_texts=unlimited,
-    )
-
-
 class EngineAlone:
     """A bundle's engine without a server: the upper bound for a server on the same texts."""
 
@@ -79,7 +69,12 @@ class EngineAlone:
         settings = Settings()
         self._engine = onnx_engine(settings)(bundle, model.device, model.precision)
         self._workers = settings.worker_count(self._engine.device)
-        limits = _task_limits(bundle.manifest, settings)
+        limits = replace(
+            task_limits(settings, bundle.manifest),
+            max_results=_UNLIMITED,
+            max_request_tokens=_UNLIMITED,
+            max_request_texts=_UNLIMITED,
+        )
         context = TaskContext(bundle.manifest, Tokenizer(bundle), limits)
         call = TaskCall(list(texts), model.task.parameters())
         self._encodings: list[Encoding] = model.task.prepare(call, context).encodings

@@ -22,8 +22,6 @@ _SUFFIXES = {
 
 _KNOWN = "Parquet (.parquet), JSON lines (.jsonl, .ndjson) and CSV (.csv) are read"
 
-Report = Callable[[str], None]
-
 
 def input_files(paths: Sequence[Path]) -> tuple[FileFormat, list[InputFile]]:
     """Return the files of a run, in order, and their format.
@@ -68,7 +66,10 @@ def _described(file: Path) -> InputFile:
 
 
 def make_plan(
-    file_format: FileFormat, files: Sequence[InputFile], shard_rows: int, report: Report
+    file_format: FileFormat,
+    files: Sequence[InputFile],
+    shard_rows: int,
+    report: Callable[[str], None],
 ) -> Plan:
     """Divide the rows of the files into shards. A text file is read once for this.
 

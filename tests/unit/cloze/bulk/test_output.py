@@ -21,6 +21,7 @@ from cloze.bulk.summary import summarize
 from cloze.bulk.tasks import BULK_TASKS
 from cloze.bulk.work import _count, _problem, _requests, _with_columns
 from cloze.bulk.writers import RowResult, open_writer
+from cloze.bulk_command import bulk
 from cloze.service.core import EngineFailed, InvalidRequest, Location, RequestError
 from cloze.service.settings import Settings
 from cloze.service.tasks.answer_spans import QaAnswer
@@ -423,3 +424,16 @@ def test_inputs_of_the_tasks() -> None:
         "classify": (("text",), "labels"),
         "qa": (("question", "context"), "answers"),
     }
+
+
+def test_every_option_of_a_task_is_one_of_its_parameters() -> None:
+    """The command passes what the task's parameters name, so another option would have no effect."""
+    assert bulk.commands.keys() == BULK_TASKS.keys()
+    options = {
+        name: {option.name for option in command.params} for name, command in bulk.commands.items()
+    }
+    shared = set.intersection(*options.values()) - {"long_text"}
+    for name, task in BULK_TASKS.items():
+        columns = {f"{part}_column" for part in task.inputs}
+        assert options[name] - shared - columns <= task.task.parameters.model_fields.keys()
+        assert columns <= options[name]

@@ -14,13 +14,13 @@ from click.core import ParameterSource
 
 from cloze.bench.peers import PEERS
 from cloze.bench.peers.sentence_transformers_peer import BACKENDS
-from cloze.bench_output import create_out, now, present, repeating_command, report, write
+from cloze.bench_output import create_out, now, present, repeating_command, write
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Store, StoreError
 from cloze.options import json_option, store_option
-from cloze.tables import print_rows
+from cloze.tables import print_rows, report
 
 if TYPE_CHECKING:
     from cloze.bench.device import DeviceFigures, DevicePlan

@@ -12,6 +12,7 @@ import click
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
 from cloze.options import json_option, store_option
+from cloze.tables import report
 
 if TYPE_CHECKING:
     from cloze.bulk.run import RunShards, Watcher
@@ -279,7 +280,7 @@ def _watcher(*, shown: bool) -> Iterator["Watcher"]:
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
         rows = bar.add_task("rows", total=None)
         yield Watcher(
-            report=lambda line: click.echo(line, err=True),
+            report=report,
             on_plan=lambda total, done: bar.update(rows, total=total, completed=done),
             on_rows=lambda count: bar.advance(rows, count),
         )

@@ -1,4 +1,4 @@
-"""Prints results: a table with lines on a terminal, plain columns to a pipe, or JSON."""
+"""Prints progress, and results: a table on a terminal, plain columns to a pipe, or JSON."""
 
 import json
 import sys
@@ -9,6 +9,11 @@ import click
 
 Row = Mapping[str, Any]
 """The values of a row by column; every row of a table has the same columns."""
+
+
+def report(line: str) -> None:
+    """Print a line of progress to standard error."""
+    click.echo(line, err=True)
 
 
 def print_rows(

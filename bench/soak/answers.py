@@ -55,7 +55,6 @@ class Example:
 
     at_s: float
     outcome: Outcome
-    group: str
     text: str
 
 
@@ -105,7 +104,7 @@ class Answers:
             expected = self._references.get(answer.number, b"").decode()[:200]
             text = f"expected {self._statuses[answer.number]} {expected}, received "
             text += f"{answer.response.status} {answer.response.body.decode()[:200]}"
-            self.examples.append(Example(ended_s, outcome, group, text))
+            self.examples.append(Example(ended_s, outcome, text))
 
     def _outcome(self, answer: Answer) -> Outcome:
         response = answer.response

@@ -55,7 +55,6 @@ def fill_mask(
         top_k: number of predictions per mask; None selects the server's default, 5.
         targets: tokens to choose among; None selects the whole vocabulary.
         long_text: whether to refuse, cut or divide a long text; None selects "truncate".
-        model: a served model; None selects the task's default.
     """
     read, chosen = partial(_per_mask, Prediction), None if targets is None else list(targets)
     options = {"top_k": top_k, "targets": chosen, "long_text": long_text}
@@ -77,7 +76,6 @@ def fill_mask_words(
         targets: the words, of one or more sub-tokens.
         top_k: number of words per mask; None selects the server's default, 5.
         long_text: whether to refuse, cut or divide a long text; None selects "error".
-        model: a served model; None selects the task's default.
     """
     read, options = partial(_per_mask, WordPrediction), {"top_k": top_k, "long_text": long_text}
     words = {"targets": list(targets), "targets_as": "words"}
@@ -99,7 +97,6 @@ def fill_mask_jointly(
         decode: how the masks are filled together.
         top_k: number of fillings per text; None selects the server's default, 5.
         long_text: whether to refuse, cut or divide a long text; None selects "error".
-        model: a served model; None selects the task's default.
     """
     read, options = partial(results, Filling), {"top_k": top_k, "long_text": long_text}
     return json_call("/fill-mask", many(texts), read, model, decode=decode, **options)
@@ -111,9 +108,7 @@ def score(
     """Return the pseudo-log-likelihood of each text, with that of each token.
 
     Args:
-        texts: a text or many.
         long_text: whether to refuse, cut or divide a long text; None selects "error".
-        model: a served model; None selects the task's default.
     """
 
     def read(item: Mapping[str, Any]) -> Score:
@@ -131,9 +126,7 @@ def nsp(
     """Return the probability that the second text of a pair follows the first, [n] float32.
 
     Args:
-        pairs: a pair of texts or many.
         long_text: whether to refuse or cut a long pair; None selects "truncate".
-        model: a served model; None selects the task's default.
     """
 
     def read(response: httpx.Response, _: int) -> Float32:
@@ -163,7 +156,6 @@ def qa(
         max_answer_len: most tokens per answer.
         handle_impossible_answer: whether the empty text, "no answer", is a candidate.
         long_text: whether to refuse, cut or divide a long text; None selects "window".
-        model: a served model; None selects the task's default.
     """
 
     def read(item: Any) -> list[Answer]:
@@ -197,7 +189,6 @@ def classify(
         top_k: number of labels per text; None selects all.
         function_to_apply: function from logits to scores; None selects the model's.
         long_text: whether to refuse, cut or divide a long text; None selects "truncate".
-        model: a served model; None selects the task's default.
     """
     listed = [texts] if isinstance(texts, str | tuple) else texts
     inputs = [t if isinstance(t, str) else {"text": t[0], "text_pair": t[1]} for t in listed]
@@ -218,11 +209,9 @@ def token_classification(
     """Return the entities of each text, in their order.
 
     Args:
-        texts: a text or many.
         aggregation_strategy: how tokens form entities; None selects "simple".
         stride: number of tokens that neighbouring windows of a long text share; None cuts it.
         long_text: whether to refuse, cut or divide a long text; None selects "truncate".
-        model: a served model; None selects the task's default.
     """
 
     def read(entities: Sequence[Mapping[str, Any]]) -> list[Entity]:
@@ -249,8 +238,6 @@ def rerank(
     """Return the texts' ranks by relevance to a query, best first.
 
     Args:
-        query: the query.
-        texts: a text or many.
         raw_scores: whether the scores of a classifier are its logits.
         model: a served model; None selects a classifier with one label, or similarity.
     """

@@ -137,7 +137,8 @@ def _prepared(call: Call[Any], part: Sequence[Any]) -> dict[str, Any]:
 class Client:
     """A client of a Cloze server. Several threads may use one.
 
-    Every task method takes one input or a list, and returns one result per input.
+    Every task method takes one input or a list, and returns one result per input. Its option
+    ``model`` names a served model; without it, the default model of the task answers.
 
     Args:
         url: the server's address.

@@ -37,7 +37,6 @@ def embed(
     """Return one vector per text, [n, D] float32; with dtype ubinary [n, ceil(D / 8)] uint8.
 
     Args:
-        texts: a text or many.
         normalize: whether to scale vectors to length 1; None selects the model's default.
         dimensions: number of leading dimensions to keep.
         truncate: whether to cut a long text; False refuses it.
@@ -48,7 +47,6 @@ def embed(
         layers: the layers to pool; None selects the last.
         dtype: type of the numbers on their way. float16 and int8 are less exact, and take a half
             and a quarter of the bytes; the result is float32 all the same. ubinary has only signs.
-        model: a served model; None selects the task's default.
     """
     options = given(
         normalize=normalize,
@@ -77,11 +75,9 @@ def embed_all(
     """Return one vector per token of each text, [S, H] float32, special tokens included.
 
     Args:
-        texts: a text or many.
         truncate: whether to cut a long text; False refuses it.
         truncation_direction: the end of a long text to cut.
         prompt_name: name of a prompt of the model, which is put before each text.
-        model: a served model; None selects the task's default.
     """
     options = given(
         truncate=truncate,
@@ -111,12 +107,10 @@ def embed_sparse(
     """Return the words of the vocabulary that each text is about, the heaviest first.
 
     Args:
-        texts: a text or many.
         top_k: most words per text; None selects the server's limit.
         truncate: whether to cut a long text; False refuses it.
         truncation_direction: the end of a long text to cut.
         prompt_name: name of a prompt of the model, which is put before each text.
-        model: a served model; None selects the task's default.
     """
     options = given(
         top_k=top_k,
@@ -136,13 +130,7 @@ def embed_sparse(
 def similarity(
     source: str, texts: str | Sequence[str], *, model: str | None = None
 ) -> Call[Float32]:
-    """Return the cosine between a text and each of other texts, [n] float32.
-
-    Args:
-        source: the text to compare with.
-        texts: a text or many.
-        model: a served model; None selects the task's default.
-    """
+    """Return the cosine between a text and each of other texts, [n] float32."""
 
     def body(part: Sequence[str]) -> Mapping[str, Any]:
         return {"inputs": {"source_sentence": source, "sentences": part}, **given(model=model)}

@@ -17,7 +17,7 @@ from cloze.service.core import Device, RequestedPrecision
 from cloze.service.pipeline import task_limits
 from cloze.service.served_models import batch_tokens, onnx_engine
 from cloze.service.settings import Settings
-from cloze.service.tasks import Task, TaskCall, TaskContext
+from cloze.service.tasks import Task, TaskContext
 from cloze.service.tokenizer import Tokenizer
 
 _WARM_UP_RUNS = 20
@@ -76,8 +76,8 @@ class EngineAlone:
             max_request_texts=_UNLIMITED,
         )
         context = TaskContext(bundle.manifest, Tokenizer(bundle), limits)
-        call = TaskCall(list(texts), model.task.parameters())
-        self._encodings: list[Encoding] = model.task.prepare(call, context).encodings
+        prepared = model.task.prepare(list(texts), model.task.parameters(), context)
+        self._encodings: list[Encoding] = prepared.encodings
         budget = batch_tokens(bundle, self._engine, settings)
         self._batches = batches_for(self._engine, self._encodings, budget)
 

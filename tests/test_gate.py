@@ -12,11 +12,10 @@ from cloze.service.batching import admission as module
 from cloze.service.batching.admission import PromiseKey, Promises
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import InvalidRequest, ServiceError
-from cloze.service.http.access import timeout_s
 from cloze.service.http.gate import Gate, GateModel, Starts
 from cloze.service.http.memory_limit import UnreadAnswers
-from cloze.service.http.record import RequestRecord
-from cloze.service.http.recorder import Recorder
+from cloze.service.http.record import RequestRecord, timeout_s
+from cloze.service.http.routes import Recorder
 from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
 from tests.encodings import submit
@@ -162,10 +161,10 @@ def test_promises_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_client_states_its_patience(headers: dict[str, str], expected: float | None) -> None:
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    assert timeout_s(pairs, 300.0) == expected
+    assert timeout_s(dict(pairs), 300.0) == expected
 
 
 def test_a_wrong_time_limit_of_ours_is_an_error() -> None:
     headers = [(b"x-stainless-read-timeout", b"5"), (b"x-request-timeout-ms", b"x")]
     with pytest.raises(InvalidRequest):
-        timeout_s(headers, 300.0)
+        timeout_s(dict(headers), 300.0)

@@ -10,7 +10,6 @@ from starlette.types import Message, Receive
 
 from cloze.service.core import ClientGone, DeadlineExceeded, ServiceError, SlowRequest
 from cloze.service.http import memory_limit
-from cloze.service.http.bodies import read_body
 from cloze.service.http.memory_limit import Hold, MemoryLimit
 from cloze.service.http.record import RECORD
 from cloze.service.http.watch import RequestWatch
@@ -90,7 +89,7 @@ class Sender:
         request = Request(scope, self.receive)
         try:
             with watch.request(request) as watched:
-                assert len(await read_body(request, 400_000, watched)) == 300_000
+                assert len(await watched.read_body(400_000)) == 300_000
         finally:
             self.took_s = asyncio.get_running_loop().time() - started
         return self.took_s

@@ -12,7 +12,7 @@ from random import getrandbits
 from ssl import SSLContext
 from typing import Final, Protocol
 
-from cloze.service.http.access import is_accepted
+from cloze.service.http.record import is_accepted
 
 log = logging.getLogger("cloze")
 

@@ -13,17 +13,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
-
-import httptools
 
 from cloze.service.batching.admission import PromiseKey, Promises, longest_wait_s, too_long
 from cloze.service.batching.lines import LineKey
 from cloze.service.batching.measures import DrainRate
-from cloze.service.core import Overloaded, Queue, Rejection, ServiceError
-from cloze.service.http.access import is_first_try
-from cloze.service.http.record import RequestRecord
-from cloze.service.http.recorder import Recorder
+from cloze.service.core import Overloaded, Rejection, ServiceError
+from cloze.service.http.record import RequestRecord, is_first_try
+from cloze.service.http.routes import GateModel, Recorder
 
 ErrorBytes = Callable[[str, ServiceError], bytes]
 """(path, error) -> the body of the error, in the shape of the path's protocol."""
@@ -38,11 +34,8 @@ _RATE_LASTS_S = 2.0
 """Time after which a measured rate is forgotten: later requests may cost less."""
 
 
-class GateModel(NamedTuple):
-    """A served model of a route: its full name and its queue."""
-
-    reference: str
-    queue: Queue
+_Start = tuple[RequestRecord, Callable[[], None]]
+"""A request that waits, and the function that starts it."""
 
 
 class Starts:
@@ -58,7 +51,7 @@ class Starts:
 
     def __init__(self) -> None:
         self.unsubmitted: Counter[tuple[str, LineKey]] = Counter()
-        self._lines: dict[str, deque[Callable[[], None]]] = {}  # by client, the next one first
+        self._lines: dict[str, deque[_Start]] = {}  # by client, the next one first
         self._waiting = 0
         self._started = 0  # in this turn
         self._rate = DrainRate()
@@ -74,26 +67,17 @@ class Starts:
 
     def begun(self, request: RequestRecord) -> None:
         """Note that the handler of a request begins, or that its client has gone."""
-        if request.unstarted is None:
-            return
-        line, tokens = request.unstarted
-        request.unstarted = None
-        self.unsubmitted[request.client, line] -= tokens
-        if not self.unsubmitted[request.client, line]:
-            del self.unsubmitted[request.client, line]
+        if request.unstarted is not None:
+            line, tokens = request.unstarted
+            request.unstarted = None
+            self.unsubmitted[request.client, line] -= tokens
+            if not self.unsubmitted[request.client, line]:
+                del self.unsubmitted[request.client, line]
 
-    def start(self, client: str, begin: Callable[[], None]) -> bool:
-        """Call a function in this turn or in a later one.
-
-        Args:
-            client: the client of the request.
-            begin: starts the request.
-
-        Returns:
-            Whether the request has started.
-        """
+    def start(self, request: RequestRecord, begin: Callable[[], None]) -> bool:
+        """Start a request in this turn or later; return whether it has started."""
         if self._waiting or self._started >= _PER_TURN:
-            self._lines.setdefault(client, deque()).append(begin)
+            self._lines.setdefault(request.client, deque()).append((request, begin))
             self._waiting += 1
             return False
         if not self._started:
@@ -118,19 +102,19 @@ class Starts:
             return
         while self._waiting and self._started < _PER_TURN:
             client, line = next(iter(self._lines.items()))
-            begin = line.popleft()
+            request, begin = line.popleft()
             del self._lines[client]
             if line:
                 self._lines[client] = line  # behind the other clients
             self._waiting -= 1
             self._started += 1
-            begin()
+            if request.connection is None:  # its client has gone
+                self.begun(request)
+            else:
+                begin()
         self._measured = time.monotonic()
         self._rate.batch_ended(self._measured, self._started, waiting=self._waiting > 0)
         asyncio.get_running_loop().call_soon(self._turn)
-
-
-# ---- the gate ------------------------------------------------------------------------------------
 
 
 class Gate:
@@ -169,15 +153,10 @@ class Gate:
         self._answer = answer
 
     def refusal(self, request: RequestRecord) -> bytes | None:
-        """Return the response that refuses a request; None admits the request.
-
-        Args:
-            request: a POST request whose headers have arrived.
-        """
-        route = request.route
+        """Return the response that refuses a POST request; None admits the request."""
+        route, client, stated_s = request.route, request.client, request.stated_s
         if route is None or not (served := self._routes.get(route)):
             return None
-        client, stated_s = request.client, request.stated_s
         tokens = 1 + (request.length or 0) // _BYTES_PER_TOKEN
         line = LineKey.of(tokens, stated_s)
         if request.limit_problem:  # the handler writes that error
@@ -215,22 +194,6 @@ class Gate:
         return answer.replace(b"\r\n\r\n", filled, 1)
 
 
-# ---- paths ---------------------------------------------------------------------------------------
-
-
-def sent_path(target: bytes) -> str:
-    """Return the path of a request as it was sent.
-
-    Args:
-        target: the target of the request line, for example ``/embed?x`` or ``http://host/embed``.
-
-    Raises:
-        httptools.HttpParserError: the target is no URL.
-    """
-    path: bytes = httptools.parse_url(target).path
-    return path.decode("ascii")
-
-
 class Paths:
     """The paths of a set of routes.
 
@@ -244,15 +207,14 @@ class Paths:
 
     def __init__(self, routes: Iterable[str]) -> None:
         self._routes = frozenset(routes)
-        self._patterns = {route: _pattern(route) for route in self._routes if "{" in route}
+        self._patterns = {
+            route: re.compile("[^/]+".join(map(re.escape, re.split(r"\{.*?\}", route))))
+            for route in self._routes
+            if "{" in route
+        }
 
     def route(self, path: str) -> str | None:
         """Return the route of a path; None if there is none."""
         if path in self._routes:
             return path
         return next((route for route, p in self._patterns.items() if p.fullmatch(path)), None)
-
-
-def _pattern(route: str) -> re.Pattern[str]:
-    parts = re.split(r"\{.*?\}", route)
-    return re.compile("[^/]+".join(map(re.escape, parts)))

@@ -1,4 +1,4 @@
-"""Ends requests that exceed their time limit, and requests whose client disconnects or stalls.
+"""Reads the bodies of requests, and ends those that exceed their time limit or whose client leaves.
 
 One timer serves all requests of the application. It looks at the requests in progress every
 `_TICK_S`, so that a request that is answered sooner needs no timer and no task of its own.
@@ -7,10 +7,12 @@ One timer serves all requests of the application. It looks at the requests in pr
 import asyncio
 import sys
 import time
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from cloze.service.core import (
     ClientGone,
@@ -18,10 +20,13 @@ from cloze.service.core import (
     InvalidRequest,
     Overloaded,
     Rejection,
+    RequestTooLarge,
     ServiceError,
     SlowRequest,
     Submission,
+    UnsupportedEncoding,
 )
+from cloze.service.http.gunzip import Gunzip
 from cloze.service.http.memory_limit import (
     HURRIED_RATE,
     RATE,
@@ -36,74 +41,55 @@ from cloze.service.http.record import RECORD, RequestRecord
 _TICK_S = 0.05
 """Age in seconds from which a request has a timer and a watcher of its own."""
 
+_DISCARD_FACTOR = 8
+"""Multiple of the size limit up to which an oversized body of unknown length is discarded.
 
+Many clients read the error response only after they have sent the whole body.
+"""
+
+
+@dataclass(slots=True, eq=False)
 class WatchedRequest:
-    """A request in progress, as a context manager that raises the reason of an early end.
-
-    Args:
-        watch: the watch of the application.
-        request: the request.
+    """A request in progress, with the time and the memory that it takes.
 
     Attributes:
-        record: what is noted of the request.
         timeout_s: longest time of each phase, in seconds.
         deadline: `time.monotonic` time at which the current phase ends. The first phase reads the
             body. The second phase begins with `body_complete`.
         received_bytes: number of bytes of the body that have arrived.
-
-    Raises:
-        SlowRequest: the body did not arrive in time, or arrives too slowly.
-        InvalidRequest: the time limit that the request states is malformed or too long.
-        DeadlineExceeded: the request has a body, but no answer in time.
-        ClientGone: the client closed its connection after it had sent its body.
+        error: why the request ends early; None if it does not.
     """
 
-    def __init__(self, watch: "RequestWatch", request: Request) -> None:
-        self._watch = watch
-        self._receive = request.receive
-        self.record: RequestRecord = request.scope[RECORD]
-        if self.record.limit_problem:
-            raise InvalidRequest(self.record.limit_problem)
-        stated_s = self.record.stated_s
-        self.timeout_s = watch.timeout_s if stated_s is None else stated_s
-        self.deadline = self.record.arrived + self.timeout_s
-        self.received_bytes = 0
-        self._hold: Hold | None = None  # of the memory of bodies
-        self._turn: Hold | None = None  # to write a large answer
-        self._moved = 0  # the bytes at the last look at the pace
-        self._is_slow = False
-        self._waits = False  # for the memory of the body
-        self._reading = True
-        self._is_old = False
-        self._error: ServiceError | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._watcher: asyncio.Task[None] | None = None
+    watch: "RequestWatch"
+    receive: Receive
+    record: RequestRecord
+    task: asyncio.Task[object]
+    timeout_s: float
+    deadline: float
+    received_bytes: int = 0
+    error: ServiceError | None = None
+    _hold: Hold | None = None  # of the memory of bodies
+    _turn: Hold | None = None  # to write a large answer
+    _moved: int = 0  # the bytes at the last look at the pace
+    _is_slow: bool = False
+    _waits: bool = False  # for the memory of the body
+    _reading: bool = True
+    _is_old: bool = False
+    _timer: asyncio.TimerHandle | None = None
+    _watcher: asyncio.Task[None] | None = None
 
-    def __enter__(self) -> Self:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._watch.add(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
-        self._watch.remove(self)
+    def end(self) -> None:
+        """Release what the request holds, and end its timers."""
         if self._hold is not None:
-            self._watch.bodies.shrink(self._hold)
+            self.watch.bodies.shrink(self._hold)
         if self._turn is not None:
-            self._watch.answers.done(self._turn)
-        if self._is_old:
-            self._watch.arriving.remove(self)
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._watcher is not None:
-                self._watcher.cancel()
-                self._watcher = None  # the task refers to this object, and a cycle would need gc
-            if self._error is not None and kind is asyncio.CancelledError:
-                self._task.uncancel()
-                raise self._error from None
+            self.watch.answers.done(self._turn)
+        if self._timer is not None:
+            self.watch.arriving.remove(self)
+            self._timer.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None  # the task refers to this object, and a cycle would need gc
 
     @property
     def terms(self) -> Submission:
@@ -119,32 +105,95 @@ class WatchedRequest:
 
     async def begin_answer(self) -> None:
         """Wait until a large answer may be decoded; see `UnreadAnswers.begin`."""
-        self._turn = await self._watch.answers.begin(self.record.client)
+        self._turn = await self.watch.answers.begin(self.record.client)
 
     async def hold_answer(self, size: int) -> None:
         """Hold the memory of an answer until its client has read it; see `UnreadAnswers`."""
         waits = self._turn is not None
-        self.record.hold = await self._watch.answers.hold(self.record.client, size, waits=waits)
+        self.record.hold = await self.watch.answers.hold(self.record.client, size, waits=waits)
 
     # ---- the body -------------------------------------------------------------------------------
 
-    async def received(self, count: int, expected: int) -> None:
-        """Note that a part of the body has arrived, and wait until there is memory for the body.
+    async def read_body(self, limit: int) -> bytes:
+        """Return the body, decompressed.
 
         Args:
-            count: bytes of the part.
-            expected: bytes of the whole body; 0: not known. A body that arrives quickly holds them,
-                so that large bodies do not wait for each other half-sent. A slow one holds what
-                has arrived.
+            limit: most bytes of the body, before and after decompression.
+
+        Raises:
+            RequestTooLarge: the body has more than ``limit`` bytes, or its length is announced so.
+                Such a request is refused before its body arrives.
+            UnsupportedEncoding: the body is compressed, but not by gzip.
+            MalformedRequest: the body cannot be decompressed.
+            Overloaded: the bodies of other requests need the memory.
+            ClientGone: the client closed its connection.
+        """
+        announced = self.record.length or 0
+        if announced > limit:
+            raise RequestTooLarge(f"the body has {announced} bytes; the limit is {limit}")
+        encoding = dict(self.record.headers).get(b"content-encoding", b"identity").strip().lower()
+        if encoding not in (b"identity", b"gzip"):
+            shown = ascii(encoding.decode("latin-1"))[:60]
+            raise UnsupportedEncoding(f"the body's Content-Encoding is {shown}; send gzip, or none")
+        chunks: list[bytes] = []
+        more = True
+        while more and self.received_bytes <= limit * _DISCARD_FACTOR:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client closed its connection before its body was whole")
+            chunk, more = message.get("body", b""), message.get("more_body", False)
+            self.received_bytes += len(chunk)
+            if self.received_bytes > limit:
+                chunks.clear()
+                self.release_body(0)
+                continue
+            if self.received_bytes > SMALL_BYTES:
+                await self.hold_arrived(announced)
+            chunks.append(chunk)
+        if self.received_bytes > limit:
+            sent = self.received_bytes
+            raise RequestTooLarge(f"the body has at least {sent} bytes; the limit is {limit}")
+        self.body_complete()
+        data = b"".join(chunks)
+        return await self._decompress(data, limit) if encoding == b"gzip" else data
+
+    async def _decompress(self, data: bytes, limit: int) -> bytes:
+        """Return the content of gzip data.
+
+        A thread decompresses a piece at a time, so that the end of the request ends the work.
+        Memory is held for the data and for the content, and from the end on for the content alone.
+
+        Raises:
+            RequestTooLarge: the content has more than ``limit`` bytes, or too many members.
+            MalformedRequest: the data is not gzip, or is cut.
+            Overloaded: the bodies of other requests need the memory.
+        """
+        gunzip = Gunzip(data)
+        pieces, size = [], 0
+        while not gunzip.is_done:
+            pieces.append(await asyncio.to_thread(gunzip.piece))
+            size += len(pieces[-1])
+            if size > limit:
+                raise RequestTooLarge(f"the decompressed body has over {limit} bytes, the limit")
+            await self.hold_body(len(data) + size)
+        self.release_body(size)
+        return b"".join(pieces)
+
+    async def hold_arrived(self, announced: int) -> None:
+        """Wait until there is memory for what has arrived of the body.
+
+        A body that arrives quickly holds as much as is announced, so that large bodies do not wait
+        for each other half-sent. A slow one holds what has arrived.
+
+        Args:
+            announced: bytes of the whole body; 0: not known.
 
         Raises:
             Overloaded: other bodies need the memory.
         """
-        self.received_bytes += count
-        held = self._hold.size if self._hold is not None else SMALL_BYTES
-        if self.received_bytes > held:
-            size = self.received_bytes
-            await self.hold_body(size if self._is_slow else max(size, expected))
+        if self.received_bytes > (self._hold.size if self._hold is not None else SMALL_BYTES):
+            expected = 0 if self._is_slow else announced
+            await self.hold_body(max(self.received_bytes, expected))
 
     async def hold_body(self, size: int) -> None:
         """Wait until the body may hold ``size`` bytes; a small body holds nothing.
@@ -158,14 +207,14 @@ class WatchedRequest:
             self._hold = Hold(self.record.client)
         self._waits = True
         try:
-            await self._watch.bodies.grow(self._hold, size)
+            await self.watch.bodies.grow(self._hold, size)
         finally:
             self._waits = False
 
     def release_body(self, size: int) -> None:
         """Release what the body holds above ``size`` bytes."""
         if self._hold is not None:
-            self._watch.bodies.shrink(self._hold, size if size > SMALL_BYTES else 0)
+            self.watch.bodies.shrink(self._hold, size if size > SMALL_BYTES else 0)
 
     @property
     def holder(self) -> str | None:
@@ -197,9 +246,10 @@ class WatchedRequest:
     def body_complete(self) -> None:
         """Begin the second phase: the time limit starts anew, and the client may disconnect."""
         self._reading = False
-        self.release_body(self.received_bytes)
+        if self._hold is not None:
+            self.release_body(self.received_bytes)
         if self._is_old:
-            self._watch.arriving.remove(self)
+            self.watch.arriving.remove(self)
             self.deadline = time.monotonic() + self.timeout_s
             self._start_timers()
 
@@ -207,7 +257,7 @@ class WatchedRequest:
         """Start the timer and the watcher of a request that takes longer than a tick."""
         self._is_old = True
         if self._reading:
-            self._watch.arriving.add(self)
+            self.watch.arriving.add(self)
         self._start_timers()
 
     def _start_timers(self) -> None:
@@ -230,14 +280,14 @@ class WatchedRequest:
             self._end(DeadlineExceeded(f"no answer within {limit}"))
 
     async def _watch_client(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             pass
         self._end(ClientGone("the client closed its connection"))
 
     def _end(self, error: ServiceError) -> None:
-        if self._error is None:
-            self._error = error
-            self._task.cancel()
+        if self.error is None:
+            self.error = error
+            self.task.cancel()
 
 
 class RequestWatch:
@@ -262,27 +312,41 @@ class RequestWatch:
         self._young: dict[WatchedRequest, None] = {}  # in the order of their start
         self._ticking = False
 
-    def request(self, request: Request) -> WatchedRequest:
-        """Return the context manager of a request of the current task.
+    @contextmanager
+    def request(self, request: Request) -> Iterator[WatchedRequest]:
+        """Watch a request of the current task, and raise the reason of an early end.
 
         Raises:
+            SlowRequest: the body did not arrive in time, or arrives too slowly.
             InvalidRequest: the time limit that the request states is malformed or too long.
+            DeadlineExceeded: the request has a body, but no answer in time.
+            ClientGone: the client closed its connection after it had sent its body.
         """
-        return WatchedRequest(self, request)
-
-    def add(self, request: WatchedRequest) -> None:
-        """Begin to watch a request."""
-        if request.timeout_s < 2 * _TICK_S:  # the next tick would be too late
-            request.grow_old()
-            return
-        self._young[request] = None
-        if not self._ticking:
-            self._ticking = True
-            asyncio.get_running_loop().call_later(_TICK_S, self._tick)
-
-    def remove(self, request: WatchedRequest) -> None:
-        """End the watch of a request."""
-        self._young.pop(request, None)
+        record: RequestRecord = request.scope[RECORD]
+        if record.limit_problem:
+            raise InvalidRequest(record.limit_problem)
+        task = asyncio.current_task()
+        assert task is not None
+        limit_s = self.timeout_s if record.stated_s is None else record.stated_s
+        deadline = record.arrived + limit_s
+        watched = WatchedRequest(self, request.receive, record, task, limit_s, deadline)
+        if limit_s < 2 * _TICK_S:  # the next tick would be too late
+            watched.grow_old()
+        else:
+            self._young[watched] = None
+            if not self._ticking:
+                self._ticking = True
+                asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        try:
+            yield watched
+        except asyncio.CancelledError:
+            if watched.error is None:
+                raise
+            task.uncancel()
+            raise watched.error from None
+        finally:
+            self._young.pop(watched, None)
+            watched.end()
 
     def _tick(self) -> None:
         """Give the requests that are older than a tick timers of their own."""

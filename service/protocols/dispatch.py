@@ -12,8 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.service.core import InvalidRequest, WrongTask
-from cloze.service.http.bodies import read_body, run_anywhere, validate
-from cloze.service.http.json_bodies import load
+from cloze.service.http.json_bodies import load, run_anywhere, validate
 from cloze.service.http.routes import Route, RouteDoc
 from cloze.service.protocols.protocol import ProtocolContext
 from cloze.service.protocols.task_route import Endpoint, TaskRoute, gate_models
@@ -55,7 +54,7 @@ class Dispatcher:
 
     async def _answer(self, request: Request) -> Response:
         with self._context.watch.request(request) as watched:
-            data = await read_body(request, self._context.limits.body.max_bytes, watched)
+            data = await watched.read_body(self._context.limits.body.max_bytes)
             task, body = await run_anywhere(len(data), self._parse, data)
             endpoint = self._endpoints[task.name]
             return await endpoint.answer_body(request, body, len(data), watched)

@@ -18,8 +18,8 @@ from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask
-from cloze.service.http.bodies import parse, read_body, run_anywhere, validate
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
+from cloze.service.http.json_bodies import parse, run_anywhere, validate
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import RAW, BytesResponse, Handler, Route, RouteDoc
 from cloze.service.pipeline import Pipeline, TaskResult
@@ -243,7 +243,7 @@ class _Server:
         model, pipeline = self._find(request)
         with self._context.watch.request(request) as watched:
             limits = self._context.limits
-            data = await read_body(request, limits.body.max_bytes, watched)
+            data = await watched.read_body(limits.body.max_bytes)
             length = request.headers.get(JSON_LENGTH)
             body = await run_anywhere(len(data), _parse, data, length, limits)
             return await model.endpoint.answer_body(request, body, len(data), watched, pipeline)

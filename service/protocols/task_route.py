@@ -10,10 +10,9 @@ from starlette.responses import Response
 
 from cloze.service.abandonment import run_on_thread
 from cloze.service.core import Location, RequestError
-from cloze.service.http.bodies import receive, run_anywhere
-from cloze.service.http.gate import GateModel
+from cloze.service.http.json_bodies import parse, run_anywhere
 from cloze.service.http.memory_limit import SMALL_BYTES
-from cloze.service.http.routes import BytesResponse, Route, RouteDoc
+from cloze.service.http.routes import BytesResponse, GateModel, Route, RouteDoc
 from cloze.service.http.watch import WatchedRequest
 from cloze.service.logs import RequestCost
 from cloze.service.pipeline import Models, Pipeline, TaskResult
@@ -110,8 +109,9 @@ class Endpoint:
         """
         with self._context.watch.request(request) as watched:
             limits = self._context.limits.body
-            body, size = await receive(request, self._route.body, limits, watched)
-            return await self.answer_body(request, body, size, watched)
+            data = await watched.read_body(limits.max_bytes)
+            body = await run_anywhere(len(data), parse, self._route.body, data, limits)
+            return await self.answer_body(request, body, len(data), watched)
 
     async def answer_body(
         self,

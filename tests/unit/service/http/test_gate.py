@@ -15,14 +15,13 @@ from cloze.service.core import (
     ServiceError,
 )
 from cloze.service.http import gate as gate_module
-from cloze.service.http.access import Callers
 from cloze.service.http.gate import Gate, GateModel, Paths, Starts
 from cloze.service.http.memory_limit import UnreadAnswers
-from cloze.service.http.record import RequestRecord
-from cloze.service.http.recorder import Recorder
+from cloze.service.http.record import Callers, RequestRecord
+from cloze.service.http.routes import Recorder
 from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
-from tests.records import pairs
+from tests.records import connected, pairs
 
 
 class Waiting:
@@ -225,8 +224,8 @@ def test_requests_that_no_model_answers_pass(clock: Clock) -> None:
 
 @pytest.mark.parametrize(
     ("size", "tokens"),
-    [(0, 1), (4, 1), (5, 2), (100, 21), ("x", 1), ("-5", 1), ("1" * 16, 1),
-     ("1" * 15, 1 + int("1" * 15) // 5)],
+    [(0, 1), (4, 1), (5, 2), (100, 21), ("x", 1), ("-5", 1), ("1" * 20, 1),
+     ("1" * 19, 1 + int("1" * 19) // 5)],
 )  # fmt: skip
 def test_the_tokens_of_a_body_are_a_fifth_of_its_bytes(
     clock: Clock, size: int | str, tokens: int
@@ -279,7 +278,7 @@ def test_requests_that_wait_to_start_count(clock: Clock) -> None:
 
     async def run() -> None:
         for _ in range(40):
-            gated.starts.start("b", lambda: None)
+            gated.starts.start(connected("b"), lambda: None)
         for _ in range(3):
             clock.now += 0.5
             gated.starts._turn()

@@ -15,10 +15,9 @@ from uvicorn.server import ServerState
 
 from cloze.service.batching.lines import LineKey
 from cloze.service.http.acceptor import ConnectionLimits, ConnectionTable
-from cloze.service.http.access import Callers
 from cloze.service.http.gate import Starts
 from cloze.service.http.memory_limit import UnreadAnswers
-from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.record import RECORD, Callers, RequestRecord
 from cloze.service.http.server_protocol import MAX_HEADER_BYTES, ServerProtocol
 from tests.leaping_loop import run_leaping
 
@@ -103,11 +102,11 @@ class World:
         self.config.load()
         self.state = ServerState()
 
-    def _record(self, scope: Scope) -> RequestRecord:
+    def _admit(self, scope: Scope) -> bytes | None:
         self.made += 1
-        return Callers().record(scope, scope["path"])
-
-    def _refusal(self, request: RequestRecord) -> bytes | None:
+        request = scope[RECORD] = Callers().record(scope, scope["path"])
+        if request.method != "POST":
+            return None
         self.asked.append(request.path)
         if self.refuses(request):
             return REFUSAL
@@ -131,7 +130,7 @@ class World:
     def connect(self, address: str = "192.0.2.1") -> Transport:
         transport = Transport(address)
         transport.protocol = ServerProtocol(
-            make_record=self._record, refusal=self._refusal, table=self.table, answers=self.answers, starts=self.starts,
+            admit=self._admit, table=self.table, answers=self.answers, starts=self.starts,
             config=self.config, server_state=self.state, app_state={},
         )  # fmt: skip
         transport.protocol.connection_made(transport)
@@ -193,6 +192,23 @@ def test_a_request_is_answered_in_one_write() -> None:
         assert transport.writes[-1].endswith(b"\r\n\r\n")
         assert statuses(transport) == [200, 200, 200]
         assert world.made == 3, "one record per request"
+
+    play(run)
+
+
+@pytest.mark.parametrize(
+    ("target", "path"), [("/embed?x=/y", "/embed"), ("http://host/embed%41#z", "/embed%41")]
+)
+def test_paths_of_targets(target: str, path: str) -> None:
+    async def run() -> None:
+        world = World()
+        transport = world.connect()
+        transport.protocol.data_received(post(target))
+        await settle()
+        assert world.asked == [scope["path"] for scope in world.seen] == [path]
+        transport.protocol.data_received(post("//:"))
+        assert statuses(transport)[1:] == [400]
+        assert transport.is_closing()
 
     play(run)
 

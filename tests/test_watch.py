@@ -25,6 +25,16 @@ def watch_of(limit_s: float) -> RequestWatch:
     return RequestWatch(limit_s)
 
 
+def after_a_body(receive: Receive) -> Receive:
+    """Return a function that receives an empty body, and then what another one receives."""
+    messages: list[Message] = [{"type": "http.request", "body": b""}]
+
+    async def receive_both() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return receive_both
+
+
 def leaves_after(seconds: float) -> Receive:
     async def receive() -> Message:
         await asyncio.sleep(seconds)
@@ -39,10 +49,10 @@ async def ended(
     """Return why a request ended, and after how many seconds."""
     started = time.monotonic()
     try:
-        request = Request(scope_of(recorded()), receive)
+        request = Request(scope_of(recorded()), after_a_body(receive))
         with watch.request(request) as watched:
             await asyncio.sleep(body_s)
-            watched.body_complete()
+            await watched.read_body(0)
             await asyncio.sleep(answer_s)
     except ServiceError as error:
         return type(error), time.monotonic() - started

@@ -57,14 +57,6 @@ class Starts:
         self._rate = DrainRate()
         self._measured = 0.0  # `time.monotonic` time of the last turn with a line
 
-    def admit(self, request: RequestRecord, line: LineKey, tokens: int) -> None:
-        """Count the tokens of a request until its handler begins, and submits them.
-
-        The headers of hundreds of requests may arrive before the handler of the first one runs.
-        """
-        self.unsubmitted[request.client, line] += tokens
-        request.unstarted = line, tokens
-
     def begun(self, request: RequestRecord) -> None:
         """Note that the handler of a request begins, or that its client has gone."""
         if request.unstarted is not None:
@@ -75,7 +67,14 @@ class Starts:
                 del self.unsubmitted[request.client, line]
 
     def start(self, request: RequestRecord, begin: Callable[[], None]) -> bool:
-        """Start a request in this turn or later; return whether it has started."""
+        """Start a request in this turn or later; return whether it has started.
+
+        Its tokens count until its handler begins, and submits them: the headers of hundreds of
+        requests may arrive before the handler of the first one runs.
+        """
+        if request.unstarted is not None:
+            line, tokens = request.unstarted
+            self.unsubmitted[request.client, line] += tokens
         if self._waiting or self._started >= _PER_TURN:
             self._lines.setdefault(request.client, deque()).append((request, begin))
             self._waiting += 1
@@ -142,7 +141,10 @@ class Gate:
         self._starts, self._promises, self._recorder = starts, promises, recorder
 
         @lru_cache(4096)
-        def answer(path: str, message: str, retry_after_s: int) -> bytes:
+        def answer(path: str, wait_s: float, limit_s: float, retry_after_s: int) -> bytes:
+            message = "requests that were refused before go first"
+            if wait_s:
+                message = too_long(wait_s, limit_s)
             body = error_bytes(path, Overloaded(message, retry_after_s))
             head = (
                 "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
@@ -159,8 +161,8 @@ class Gate:
             return None
         tokens = 1 + (request.length or 0) // _BYTES_PER_TOKEN
         line = LineKey.of(tokens, stated_s)
+        request.unstarted = line, tokens
         if request.limit_problem:  # the handler writes that error
-            self._starts.admit(request, line, tokens)
             return None
         unstarted = self._starts.unsubmitted[client, line]
         wait, model = min(
@@ -173,22 +175,17 @@ class Gate:
         now = time.monotonic()
         admitted_s = limit_s / 2 if self._promises.outstanding(key, now) else limit_s
         if wait_s <= admitted_s or served[0].queue.draining:
-            self._starts.admit(request, line, tokens)
             return None
         if not is_first_try(request.headers) and self._promises.redeem(key, now):
             request.is_returning = True
-            self._starts.admit(request, line, tokens)
             return None
+        request.unstarted = None
         after_s = self._promises.promise(key, now, wait_s - admitted_s, wait.per_request_s)
         request.model, request.error = model, Overloaded.__name__
         request.rejection = Rejection.WAIT
         self._recorder.add(request, 429)
-        message = (
-            too_long(round(wait_s, 1), limit_s)
-            if wait_s > limit_s
-            else "requests that were refused before go first"
-        )
-        answer = self._answer(route, message, math.ceil(after_s))
+        told_s = round(wait_s, 1) if wait_s > limit_s else 0.0
+        answer = self._answer(route, told_s, limit_s, math.ceil(after_s))
         headers = b"\r\nretry-after-ms: %d\r\nx-request-id: %s\r\n\r\n"
         filled = headers % (math.ceil(after_s * 1000), request.identity)
         return answer.replace(b"\r\n\r\n", filled, 1)

@@ -57,8 +57,8 @@ class RequestRecord:
         arrived: `time.monotonic` time at which its headers had arrived and its turn had come.
 
         connection: the connection that it came by; None if that is closed.
-        unstarted: its line and its estimated tokens, from `Starts.admit` to the begin of its
-            handler; None otherwise.
+        unstarted: its line and its estimated tokens, from its admission by the gate to the begin of
+            its handler; None otherwise.
         is_returning: whether it comes back when a refusal said so.
         model: full name of the model; "" if none was chosen.
         error: the kind of error; "" for a result.

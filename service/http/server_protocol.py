@@ -302,11 +302,10 @@ class ServerProtocol(HttpToolsProtocol):
         record.connection, self._record = self, record
         if record.method != "HEAD":  # whose answer is a head alone
             cycle.transport = cast(asyncio.Transport, OneWrite(self.transport))
-        begin = partial(super()._start_asgi_task, cycle, app)
         if record.unstarted is None:  # not a request of the gate's
-            begin()
+            super()._start_asgi_task(cycle, app)
         else:
-            self._starts.start(record, begin)
+            self._starts.start(record, partial(super()._start_asgi_task, cycle, app))
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body, or discard it if the request was refused."""

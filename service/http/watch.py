@@ -55,9 +55,12 @@ class WatchedRequest:
     Attributes:
         timeout_s: longest time of each phase, in seconds.
         deadline: `time.monotonic` time at which the current phase ends. The first phase reads the
-            body. The second phase begins with `body_complete`.
+            body. The second phase begins when the body is complete.
         received_bytes: number of bytes of the body that have arrived.
         error: why the request ends early; None if it does not.
+        hold: what its body holds of the memory of bodies.
+        turn: its turn to write a large answer.
+        timer, watcher: end it at its deadline, and when its client leaves.
     """
 
     watch: "RequestWatch"
@@ -68,28 +71,14 @@ class WatchedRequest:
     deadline: float
     received_bytes: int = 0
     error: ServiceError | None = None
-    _hold: Hold | None = None  # of the memory of bodies
-    _turn: Hold | None = None  # to write a large answer
+    hold: Hold | None = None
+    turn: Hold | None = None
     _moved: int = 0  # the bytes at the last look at the pace
     _is_slow: bool = False
     _waits: bool = False  # for the memory of the body
     _reading: bool = True
-    _is_old: bool = False
-    _timer: asyncio.TimerHandle | None = None
-    _watcher: asyncio.Task[None] | None = None
-
-    def end(self) -> None:
-        """Release what the request holds, and end its timers."""
-        if self._hold is not None:
-            self.watch.bodies.shrink(self._hold)
-        if self._turn is not None:
-            self.watch.answers.done(self._turn)
-        if self._timer is not None:
-            self.watch.arriving.remove(self)
-            self._timer.cancel()
-        if self._watcher is not None:
-            self._watcher.cancel()
-            self._watcher = None  # the task refers to this object, and a cycle would need gc
+    timer: asyncio.TimerHandle | None = None
+    watcher: asyncio.Task[None] | None = None
 
     @property
     def terms(self) -> Submission:
@@ -105,11 +94,11 @@ class WatchedRequest:
 
     async def begin_answer(self) -> None:
         """Wait until a large answer may be decoded; see `UnreadAnswers.begin`."""
-        self._turn = await self.watch.answers.begin(self.record.client)
+        self.turn = await self.watch.answers.begin(self.record.client)
 
     async def hold_answer(self, size: int) -> None:
         """Hold the memory of an answer until its client has read it; see `UnreadAnswers`."""
-        waits = self._turn is not None
+        waits = self.turn is not None
         self.record.hold = await self.watch.answers.hold(self.record.client, size, waits=waits)
 
     # ---- the body -------------------------------------------------------------------------------
@@ -153,7 +142,13 @@ class WatchedRequest:
         if self.received_bytes > limit:
             sent = self.received_bytes
             raise RequestTooLarge(f"the body has at least {sent} bytes; the limit is {limit}")
-        self.body_complete()
+        self._reading = False
+        if self.hold is not None:
+            self.release_body(self.received_bytes)
+        if self.timer is not None:  # the time limit starts anew, and the client may disconnect
+            self.watch.arriving.remove(self)
+            self.deadline = time.monotonic() + self.timeout_s
+            self._start_timers()
         data = b"".join(chunks)
         return await self._decompress(data, limit) if encoding == b"gzip" else data
 
@@ -191,7 +186,7 @@ class WatchedRequest:
         Raises:
             Overloaded: other bodies need the memory.
         """
-        if self.received_bytes > (self._hold.size if self._hold is not None else SMALL_BYTES):
+        if self.received_bytes > (self.hold.size if self.hold is not None else SMALL_BYTES):
             expected = 0 if self._is_slow else announced
             await self.hold_body(max(self.received_bytes, expected))
 
@@ -203,23 +198,23 @@ class WatchedRequest:
         """
         if size <= SMALL_BYTES:
             return
-        if self._hold is None:
-            self._hold = Hold(self.record.client)
+        if self.hold is None:
+            self.hold = Hold(self.record.client)
         self._waits = True
         try:
-            await self.watch.bodies.grow(self._hold, size)
+            await self.watch.bodies.grow(self.hold, size)
         finally:
             self._waits = False
 
     def release_body(self, size: int) -> None:
         """Release what the body holds above ``size`` bytes."""
-        if self._hold is not None:
-            self.watch.bodies.shrink(self._hold, size if size > SMALL_BYTES else 0)
+        if self.hold is not None:
+            self.watch.bodies.shrink(self.hold, size if size > SMALL_BYTES else 0)
 
     @property
     def holder(self) -> str | None:
         """The client, if the body holds memory; see `Transfer`."""
-        return self.record.client if self._hold is not None and self._hold.size else None
+        return self.record.client if self.hold is not None and self.hold.size else None
 
     def moved_bytes(self) -> int | None:
         """Return the bytes of the body since the last call; see `Transfer`."""
@@ -243,30 +238,19 @@ class WatchedRequest:
             )
         )
 
-    def body_complete(self) -> None:
-        """Begin the second phase: the time limit starts anew, and the client may disconnect."""
-        self._reading = False
-        if self._hold is not None:
-            self.release_body(self.received_bytes)
-        if self._is_old:
-            self.watch.arriving.remove(self)
-            self.deadline = time.monotonic() + self.timeout_s
-            self._start_timers()
-
     def grow_old(self) -> None:
         """Start the timer and the watcher of a request that takes longer than a tick."""
-        self._is_old = True
         if self._reading:
             self.watch.arriving.add(self)
         self._start_timers()
 
     def _start_timers(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        if self.timer is not None:
+            self.timer.cancel()
         left_s = max(0.0, self.deadline - time.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(left_s, self._time_out)
+        self.timer = asyncio.get_running_loop().call_later(left_s, self._time_out)
         if not self._reading:
-            self._watcher = asyncio.create_task(self._watch_client())
+            self.watcher = asyncio.create_task(self._watch_client())
 
     def _time_out(self) -> None:
         limit = f"the limit of {self.timeout_s * 1000:.0f} ms"
@@ -346,7 +330,16 @@ class RequestWatch:
             raise watched.error from None
         finally:
             self._young.pop(watched, None)
-            watched.end()
+            if watched.hold is not None:
+                self.bodies.shrink(watched.hold)
+            if watched.turn is not None:
+                self.answers.done(watched.turn)
+            if watched.timer is not None:
+                self.arriving.remove(watched)
+                watched.timer.cancel()
+            if watched.watcher is not None:
+                watched.watcher.cancel()
+                watched.watcher = None  # the task refers to the request, and a cycle would need gc
 
     def _tick(self) -> None:
         """Give the requests that are older than a tick timers of their own."""

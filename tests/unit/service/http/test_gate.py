@@ -254,21 +254,27 @@ def test_the_time_limit_of_a_request(clock: Clock) -> None:
 def test_what_has_passed_counts_until_its_handler_begins(clock: Clock) -> None:
     queue = Waiting()
     gated = Gated(queue)
-    passed = []
-    for _ in range(3):
-        gated.ask()
-        passed.append(gated.record)
-    gated.ask(client="b")
-    gated.ask(5)
-    assert [asked[3] for asked in queue.asked] == [0, 21, 42, 0, 63]
-    gated.starts.begun(passed[0])
-    gated.starts.begun(passed[0])
-    gated.ask()
-    assert queue.asked[-1][3] == 63 + 2 - 21
-    for each in (*passed[1:], gated.record):
-        gated.starts.begun(each)
-    gated.ask()
-    assert queue.asked[-1][3] == 2
+
+    def started(size: int = 100, client: str = "a") -> RequestRecord:
+        assert gated.ask(size, client=client) is None
+        gated.starts.start(gated.record, lambda: None)
+        return gated.record
+
+    async def run() -> None:
+        passed = [started() for _ in range(3)]
+        started(client="b")
+        started(5)
+        assert [asked[3] for asked in queue.asked] == [0, 21, 42, 0, 63]
+        gated.starts.begun(passed[0])
+        gated.starts.begun(passed[0])
+        passed.append(started())
+        assert queue.asked[-1][3] == 63 + 2 - 21
+        for each in passed[1:]:
+            gated.starts.begun(each)
+        started()
+        assert queue.asked[-1][3] == 2
+
+    asyncio.run(run())
 
 
 def test_requests_that_wait_to_start_count(clock: Clock) -> None:

@@ -110,7 +110,7 @@ class World:
         self.asked.append(request.path)
         if self.refuses(request):
             return REFUSAL
-        self.starts.admit(request, LineKey(0, 0), 1)
+        request.unstarted = LineKey(0, 0), 1
         return None
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -206,7 +206,7 @@ def test_paths_of_targets(target: str, path: str) -> None:
         transport.protocol.data_received(post(target))
         await settle()
         assert world.asked == [scope["path"] for scope in world.seen] == [path]
-        transport.protocol.data_received(post("//:"))
+        transport.protocol.data_received(post("http://:x"))
         assert statuses(transport)[1:] == [400]
         assert transport.is_closing()
 

@@ -51,16 +51,7 @@ class KeyEntry(BaseModel):
 
 
 class Key:
-    """A key of the file, with the requests that it may still send.
-
-    Args:
-        name: name of the key.
-        entry: its description.
-
-    Attributes:
-        name: name of the key.
-        entry: its description.
-    """
+    """A key of the file, with the requests that it may still send."""
 
     def __init__(self, name: str, entry: KeyEntry) -> None:
         self.name, self.entry = name, entry
@@ -68,10 +59,7 @@ class Key:
         self._counted: float | None = None
 
     def count(self, now: float) -> None:
-        """Count a request (token bucket of a minute's size).
-
-        Args:
-            now: `time.monotonic` time of the request.
+        """Count a request at a `time.monotonic` time (token bucket of a minute's size).
 
         Raises:
             Overloaded: the key has sent too many requests.
@@ -91,9 +79,6 @@ class Key:
 
 class Keys:
     """The keys of a file.
-
-    Args:
-        path: the file.
 
     Raises:
         StartupError: the file cannot be read, or is malformed.
@@ -115,11 +100,8 @@ class Keys:
             return None
         self._look()
         digest = hashlib.sha256(authorization[len(_BEARER) :].strip()).hexdigest()
-        found = None
-        for key in self._keys:
-            if hmac.compare_digest(key.entry.sha256, digest):
-                found = key
-        return found
+        same = [key for key in self._keys if hmac.compare_digest(key.entry.sha256, digest)]
+        return same[-1] if same else None
 
     def reload(self) -> None:
         """Read the file again; a file without keys allows nobody.
@@ -165,11 +147,7 @@ def check_key(key: Key | None, needed: Permission) -> None:
 
 
 def _read(path: Path) -> tuple[int, list[Key]]:
-    """Return the time of a file's last change in ns, and its keys.
-
-    Raises:
-        StartupError: the file cannot be read, or is malformed.
-    """
+    """Return the time of a file's last change in ns, and its keys, or raise `StartupError`."""
     try:
         with path.open() as file:
             described = os.fstat(file.fileno())

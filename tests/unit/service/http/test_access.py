@@ -302,7 +302,7 @@ def test_a_closed_acceptor_accepts_nothing() -> None:
             acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
             acceptor.begin()
             acceptor.close()
-            acceptor._resume()
+            acceptor.begin()
             with socket.create_connection(listener.getsockname()) as client:
                 client.setblocking(False)
                 await asyncio.sleep(0.05)

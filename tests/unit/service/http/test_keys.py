@@ -17,7 +17,6 @@ from cloze.service.http.errors import (
     describe_error,
     describe_service_error,
     rejection,
-    retry_headers,
 )
 from cloze.service.http.gate import Paths
 from cloze.service.http.keys import Key, KeyEntry, Keys, Permission, check_key
@@ -435,7 +434,6 @@ def test_headers_of_errors(error: core.ServiceError, headers: dict[str, str]) ->
 def test_a_refusal_says_when_to_come_back(seconds: float, whole: str, milliseconds: str) -> None:
     headers = {"retry-after": whole, "retry-after-ms": milliseconds}
     assert describe_service_error(Overloaded("x", seconds)).headers == headers
-    assert retry_headers(seconds) == headers
 
 
 def test_why_the_server_s_state_lets_a_request_fail() -> None:

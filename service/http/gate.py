@@ -121,11 +121,7 @@ class Gate:
 
     Args:
         routes: route, as in `Paths` -> the served models, the default first.
-        error_bytes: writes the body of a refusal.
         max_wait_s: longest expected wait of a request that states no time limit; 0: no limit.
-        starts: the requests of the process that have not started.
-        promises: when refused requests of the process may come back.
-        recorder: records refusals.
     """
 
     def __init__(

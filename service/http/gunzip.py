@@ -43,7 +43,11 @@ class Gunzip:
         read_until = self._at + _CONTENT_BYTES
         while not self.is_done and self._at < read_until and len(content) < _CONTENT_BYTES:
             if self._member.eof:
-                self._next_member()
+                if self._members == MAX_MEMBERS:
+                    members = f"over {MAX_MEMBERS} members, the limit"
+                    raise RequestTooLarge(f"the gzip body has {members}")
+                self._members += 1
+                self._member = zlib.decompressobj(wbits=_GZIP)
             taken = self._data[self._at : self._at + _INPUT_BYTES]
             if not taken:
                 raise MalformedRequest("the body is not gzip: it ends too early")
@@ -55,9 +59,3 @@ class Gunzip:
             self._at += len(taken)
             self._at -= len(member.unused_data if member.eof else member.unconsumed_tail)
         return bytes(content)
-
-    def _next_member(self) -> None:
-        if self._members == MAX_MEMBERS:
-            raise RequestTooLarge(f"the gzip body has over {MAX_MEMBERS} members, the limit")
-        self._members += 1
-        self._member = zlib.decompressobj(wbits=_GZIP)

@@ -66,24 +66,13 @@ class BodyLimits:
         """Return limits that admit every request within the limits of texts and tokens.
 
         A text may be one of several in an object, and each token may be a number.
-
-        Args:
-            max_bytes: most bytes per body.
-            max_texts: most texts per request.
-            max_tokens: most tokens per request.
         """
         max_parts = max(16 * max_texts, PIECE_BYTES // 2)
         return cls(max_bytes, max_parts, max_tokens + max_parts)
 
 
 async def run_anywhere(size: int, function: Callable[..., T], *arguments: object) -> T:
-    """Return the result of a function; it runs on a thread if the body has many bytes.
-
-    Args:
-        size: bytes of the body.
-        function: the function.
-        arguments: the arguments of the function.
-    """
+    """Return the result of a function; it runs on a thread if the body has many bytes."""
     if size <= PIECE_BYTES:
         return function(*arguments)
     return await run_on_thread(function, *arguments)
@@ -101,12 +90,7 @@ def parse(model: type[B], data: bytes, limits: BodyLimits) -> B:
 
 
 def validate(model: type[B], value: Any, at: Location = _BODY) -> B:
-    """Return a JSON value as a model.
-
-    Args:
-        model: the type of the value.
-        value: the value.
-        at: the place of the value in the body.
+    """Return a JSON value, which is at a place in the body, as a model.
 
     Raises:
         InvalidRequest: the value does not have the shape of the model.
@@ -123,13 +107,12 @@ def _describe(problems: Sequence[Any], value: Any, at: Location) -> str:
 
     If a field accepts several types, the message lists up to four errors of the first field.
     """
-    first = problems[0]["loc"][:1]
-    lines = dict.fromkeys(
-        f"{_shown(at.below(*_place(problem, value)))}: "
-        f"{_JSON_MESSAGES.get(problem['type'], problem['msg'])}"
-        for problem in problems
-        if problem["loc"][:1] == first
-    )
+    lines: dict[str, None] = {}
+    for problem in problems:
+        if problem["loc"][:1] == problems[0]["loc"][:1]:
+            place = at.below(*_place(problem, value))
+            shown = ".".join(str(part)[:_LONGEST_NAME] for part in place) or "the body"
+            lines[f"{shown}: {_JSON_MESSAGES.get(problem['type'], problem['msg'])}"] = None
     return "; ".join(list(lines)[:4])
 
 
@@ -147,17 +130,13 @@ def _place(problem: Any, value: Any) -> list[str | int]:
     return [*place, problem["loc"][-1]] if problem["type"] == "missing" else place
 
 
-def _shown(at: Location) -> str:
-    return ".".join(str(part)[:_LONGEST_NAME] for part in at) or "the body"
-
-
 def load(data: bytes, limits: BodyLimits, piece_bytes: int = PIECE_BYTES) -> Any:
     """Return the value of a JSON body.
 
     Args:
         data: the body.
         limits: the limits of bodies above ``piece_bytes``.
-        piece_bytes: bytes of a piece, at least 2.
+        piece_bytes: at least 2.
 
     Raises:
         MalformedRequest: the body is not JSON.
@@ -228,13 +207,9 @@ def _masked_pieces(data: bytes, limits: BodyLimits, size: int) -> Iterator[bytes
 
 
 def _mask(chunk: bytes, *, in_string: bool) -> bytes:
-    """Return JSON with ``_`` for each byte inside a string.
+    """Return JSON, which may begin in a string, with ``_`` for each byte inside a string.
 
     The result lacks the last byte if that is a backslash, whose character is in the next chunk.
-
-    Args:
-        chunk: at least one byte.
-        in_string: whether the chunk begins inside a string.
     """
     chunk = chunk.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     if chunk.endswith(b"\\") and len(chunk) > 1:
@@ -246,7 +221,7 @@ def _mask(chunk: bytes, *, in_string: bool) -> bytes:
 
 
 class _Document:
-    """A JSON document that is read in pieces.
+    """A JSON document that is read in pieces. Errors are `MalformedRequest`.
 
     A list or an object that is not within one piece is *open*: its elements are parsed in several
     parts. In each part, a placeholder stands for an open child, and for what the parts before had.
@@ -259,11 +234,7 @@ class _Document:
         self._name = secrets.token_hex(8)  # no client can guess it
 
     def value(self) -> Any:
-        """Return the value of the document, all of which has been read.
-
-        Raises:
-            MalformedRequest: the document is cut, or more than one value.
-        """
+        """Return the value of the document, all of which has been read."""
         if len(self._open) > 1:
             raise MalformedRequest(f"{_NOT_JSON}: unexpected end of data")
         if len(self._root) != 1:
@@ -271,16 +242,7 @@ class _Document:
         return self._root[0]
 
     def read(self, piece: bytes, masked: bytes, start: int) -> None:
-        """Read the next piece.
-
-        Args:
-            piece: the piece.
-            masked: the piece with masked strings.
-            start: first byte of the piece in the document, for errors.
-
-        Raises:
-            MalformedRequest: the piece is no part of a JSON document.
-        """
+        """Read the next piece; it begins at the byte ``start``, and ``masked`` has no strings."""
         first = 0
         for place in _unmatched_brackets(masked):
             text, is_list = piece[first:place], masked[place] in b"[]"

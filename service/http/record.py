@@ -47,23 +47,21 @@ class RequestRecord:
     The headers say the first part, and `Callers.record` fills it. The second part is noted later.
 
     Attributes:
-        method, path: as they were sent; a path is never decoded, see `Paths`.
-        route: the route of the path; None if there is none.
-        length: the bytes of its body that the headers announce; None if they announce none.
-        key: its API key; None if it has none.
+        path: as it was sent; a path is never decoded, see `Paths`.
+        length: the bytes of its body that the headers announce.
         client: the client, which has a fair share and limits: a key or an address; "" if unknown.
-        stated_s: the time limit that it states, in seconds; None if it states none.
+        stated_s: the time limit that it states, in seconds.
         limit_problem: what is wrong with the stated time limit; "" if nothing is.
         arrived: `time.monotonic` time at which its headers had arrived and its turn had come.
 
         connection: the connection that it came by; None if that is closed.
         unstarted: its line and its estimated tokens, from its admission by the gate to the begin of
-            its handler; None otherwise.
+            its handler.
         is_returning: whether it comes back when a refusal said so.
         model: full name of the model; "" if none was chosen.
         error: the kind of error; "" for a result.
-        rejection: why the server's own state let it fail; None if that did not.
-        hold: the memory that its answer holds; None if it holds none.
+        rejection: why the server's own state let it fail.
+        hold: the memory that its answer holds.
     """
 
     method: str
@@ -95,7 +93,7 @@ class Callers:
     Args:
         trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed.
         keys: the API keys; None: there are none.
-        max_timeout_s: largest time limit that a request may state, in seconds.
+        max_timeout_s: largest time limit that a request may state.
 
     Raises:
         ValueError: a string is neither an address nor a network.
@@ -113,12 +111,7 @@ class Callers:
         self._trusts = lru_cache(1024)(self._is_trusted)
 
     def record(self, scope: Scope, route: str | None) -> RequestRecord:
-        """Return the record of a request whose headers have arrived.
-
-        Args:
-            scope: the ASGI scope of the request.
-            route: the route of its path; None if there is none.
-        """
+        """Return the record of a request whose headers have arrived."""
         headers: Headers = scope["headers"]
         first = dict(reversed(headers))  # the first value of each header
         length = first.get(b"content-length", b"")
@@ -247,12 +240,7 @@ def is_loopback(host: str) -> bool:
 
 
 def accepted_hosts(host: str, allowed: Sequence[str]) -> frozenset[bytes]:
-    """Return the names that the Host header may have; empty: any.
-
-    Args:
-        host: the address to listen on.
-        allowed: further names.
-    """
+    """Return the names that the Host header may have, for an address to listen on; empty: any."""
     if not allowed and not is_loopback(host):
         return frozenset()
     own = f"[{host}]" if ":" in host else host

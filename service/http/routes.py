@@ -35,12 +35,8 @@ Respond = Callable[[Request, Exception], Awaitable[Response]]
 class BytesResponse(Response):
     """A response with a body of bytes.
 
-    Starlette encodes each header of each response; here the headers are bytes already.
-
-    Args:
-        body: the body.
-        media_type: the value of ``content-type``.
-        headers: further headers, with names in lower case.
+    Starlette encodes each header of each response. Here the headers are bytes already, with names
+    in lower case.
     """
 
     def __init__(
@@ -57,7 +53,7 @@ class BytesResponse(Response):
 
 
 class GateModel(NamedTuple):
-    """A served model of a route: its full name and its queue."""
+    """A served model of a route, by its full name."""
 
     reference: str
     queue: Queue
@@ -113,7 +109,6 @@ class DirectRoutes:
     Args:
         router: answers all other requests.
         handlers: the handlers of POST routes by path.
-        access: decides who may send a request.
         respond: returns the response to a `ServiceError` of a handler.
     """
 
@@ -142,10 +137,7 @@ class Recorder:
     """Records the requests of one process: their metrics, their spans and their log lines.
 
     Args:
-        metrics: the metrics of every answered request.
-        access_log: the log of answered requests.
         tracing: makes the spans of requests; None: there are none.
-        answers: the unread answers of this process.
         respond: returns the response to an error that nothing else has handled.
     """
 

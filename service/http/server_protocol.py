@@ -121,9 +121,6 @@ class ServerProtocol(HttpToolsProtocol):
     Args:
         admit: makes the record of a request whose turn has come; returns the response that refuses
             the request, or None.
-        table: the open connections of this process.
-        answers: the unread answers of this process.
-        starts: the requests of this process that have not started.
         arguments: those of uvicorn's protocol.
     """
 
@@ -204,17 +201,16 @@ class ServerProtocol(HttpToolsProtocol):
 
     def _enter(self, state: State) -> None:
         """Enter a state, and set the time at which the connection ends if the state lasts."""
-        self._state, table = state, self._table
-        seconds = table.limits.header_timeout_s
-        if state is State.IDLE:
-            table.idle[self] = None
-            seconds = table.limits.idle_timeout_s
-        elif state is not State.HEADERS:
-            table.idle.pop(self, None)
-            if state is State.RUNNING:
-                seconds = math.inf
-            elif state is State.DRAINING:
-                seconds = _DRAIN_BODY_S
+        self._state, limits = state, self._table.limits
+        if state is State.RUNNING:
+            seconds = math.inf
+        elif state is State.IDLE:
+            seconds = limits.idle_timeout_s
+            self._table.idle[self] = None
+        else:
+            seconds = _DRAIN_BODY_S if state is State.DRAINING else limits.header_timeout_s
+        if state is not State.IDLE and state is not State.HEADERS:
+            self._table.idle.pop(self, None)
         self._deadline = self.loop.time() + seconds
 
     def _check_time(self) -> None:

@@ -106,12 +106,9 @@ class WatchedRequest:
     async def read_body(self, limit: int) -> bytes:
         """Return the body, decompressed.
 
-        Args:
-            limit: most bytes of the body, before and after decompression.
-
         Raises:
-            RequestTooLarge: the body has more than ``limit`` bytes, or its length is announced so.
-                Such a request is refused before its body arrives.
+            RequestTooLarge: the body, or what it is decompressed to, has more than ``limit`` bytes.
+                If its announced length is larger, it is refused before it arrives.
             UnsupportedEncoding: the body is compressed, but not by gzip.
             MalformedRequest: the body cannot be decompressed.
             Overloaded: the bodies of other requests need the memory.
@@ -153,15 +150,10 @@ class WatchedRequest:
         return await self._decompress(data, limit) if encoding == b"gzip" else data
 
     async def _decompress(self, data: bytes, limit: int) -> bytes:
-        """Return the content of gzip data.
+        """Return the content of gzip data, of ``limit`` bytes at most.
 
         A thread decompresses a piece at a time, so that the end of the request ends the work.
         Memory is held for the data and for the content, and from the end on for the content alone.
-
-        Raises:
-            RequestTooLarge: the content has more than ``limit`` bytes, or too many members.
-            MalformedRequest: the data is not gzip, or is cut.
-            Overloaded: the bodies of other requests need the memory.
         """
         gunzip = Gunzip(data)
         pieces, size = [], 0
@@ -178,24 +170,14 @@ class WatchedRequest:
         """Wait until there is memory for what has arrived of the body.
 
         A body that arrives quickly holds as much as is announced, so that large bodies do not wait
-        for each other half-sent. A slow one holds what has arrived.
-
-        Args:
-            announced: bytes of the whole body; 0: not known.
-
-        Raises:
-            Overloaded: other bodies need the memory.
+        for each other half-sent. A slow one holds what has arrived, as does one without a length.
         """
         if self.received_bytes > (self.hold.size if self.hold is not None else SMALL_BYTES):
             expected = 0 if self._is_slow else announced
             await self.hold_body(max(self.received_bytes, expected))
 
     async def hold_body(self, size: int) -> None:
-        """Wait until the body may hold ``size`` bytes; a small body holds nothing.
-
-        Raises:
-            Overloaded: other bodies need the memory.
-        """
+        """Wait until the body may hold ``size`` bytes; a small body holds nothing."""
         if size <= SMALL_BYTES:
             return
         if self.hold is None:
@@ -230,13 +212,11 @@ class WatchedRequest:
 
     def end_slow(self) -> None:
         """End the request, whose body arrives too slowly; see `Transfer`."""
-        size = self.received_bytes
-        self._end(
-            SlowRequest(
-                f"the body arrives too slowly: {size} bytes so far; at least {RATE} bytes per "
-                f"second must arrive, and {HURRIED_RATE} while other requests need the memory"
-            )
+        message = (
+            f"the body arrives too slowly: {self.received_bytes} bytes so far; at least {RATE} "
+            f"bytes per second must arrive, and {HURRIED_RATE} while other requests need the memory"
         )
+        self._end(SlowRequest(message))
 
     def grow_old(self) -> None:
         """Start the timer and the watcher of a request that takes longer than a tick."""
@@ -278,7 +258,7 @@ class RequestWatch:
     """The requests in progress of one application, on one event loop.
 
     Args:
-        timeout_s: longest time of each phase of a request that states none, in seconds.
+        timeout_s: longest time of each phase of a request that states none.
         bodies: bounds the memory of bodies; None: nothing does.
         answers: bounds the memory of answers; None: nothing does.
     """

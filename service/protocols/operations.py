@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service import core
-from cloze.service.http.page import PAGE_HEADERS, page_handler
+from cloze.service.http.pages import PAGE_HEADERS, page_handler
 from cloze.service.http.record import OF_ADMIN_SOCKET
 from cloze.service.http.routes import HTML, TEXT, BytesResponse, Route, RouteDoc
 from cloze.service.protocols.protocol import ProtocolContext, ServerState, check, json_response

@@ -10,7 +10,7 @@ from starlette.types import Message, Receive
 
 from cloze.service.core import ClientGone, DeadlineExceeded, ServiceError, SlowRequest
 from cloze.service.http import memory_limit
-from cloze.service.http.memory_limit import Hold, MemoryLimit
+from cloze.service.http.memory_limit import Hold, MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD
 from cloze.service.http.watch import RequestWatch
 from tests.leaping_loop import run_leaping
@@ -22,7 +22,7 @@ async def never() -> Message:
 
 
 def watch_of(limit_s: float) -> RequestWatch:
-    return RequestWatch(limit_s)
+    return RequestWatch(limit_s, MemoryLimit("bodies", 10**9), UnreadAnswers(1))
 
 
 def after_a_body(receive: Receive) -> Receive:
@@ -121,7 +121,7 @@ def test_a_slow_body_arrives_whole_while_nobody_needs_its_memory() -> None:
 def test_a_slow_body_ends_soon_if_others_need_its_memory() -> None:
     async def play() -> None:
         bodies = MemoryLimit("bodies", 1_400_000)
-        watch = RequestWatch(3000.0, bodies)
+        watch = RequestWatch(3000.0, bodies, UnreadAnswers(1))
         slow, quick = Sender(2 * memory_limit.RATE, 150_000), Sender(2 * memory_limit.HURRIED_RATE)
         slow_sends = asyncio.create_task(slow.send(watch))
         await asyncio.sleep(60)

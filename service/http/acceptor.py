@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from random import getrandbits
 from ssl import SSLContext
-from typing import Final, Protocol
+from typing import Final
 
+from cloze.service.http.memory_limit import Reader
 from cloze.service.http.record import is_accepted
 
 log = logging.getLogger("cloze")
@@ -37,15 +38,6 @@ _PROBE_HEADERS: Final = frozenset(
 """Headers that leave the answer to a probe as it is."""
 
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-class Accepted(Protocol):
-    """An accepted connection."""
-
-    address: str
-
-    def end(self, reason: str) -> None:
-        """Close the connection."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +72,9 @@ class ConnectionTable:
         self.closed_count = 0
         self._open = 0
         self._by_address: Counter[str] = Counter()
-        self.idle: dict[Accepted, None] = {}
+        self.idle: dict[Reader, None] = {}
 
-    def opened(self, connection: Accepted) -> str | None:
+    def opened(self, connection: Reader) -> str | None:
         """Count a new connection, which may end an idle one; return why it is refused, or None."""
         self._open += 1
         address = connection.address
@@ -99,7 +91,7 @@ class ConnectionTable:
             oldest.end("it made room for a new one")
         return None
 
-    def closed(self, connection: Accepted) -> None:
+    def closed(self, connection: Reader) -> None:
         """Forget a connection."""
         self._open -= 1
         self.closed_count += 1

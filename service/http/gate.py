@@ -21,9 +21,6 @@ from cloze.service.core import Overloaded, Rejection, ServiceError
 from cloze.service.http.record import RequestRecord, is_first_try
 from cloze.service.http.routes import GateModel, Recorder
 
-ErrorBytes = Callable[[str, ServiceError], bytes]
-"""(path, error) -> the body of the error, in the shape of the path's protocol."""
-
 _BYTES_PER_TOKEN = 5
 """Bytes of a body per token of its texts: English words, and numbers of tokens."""
 
@@ -66,8 +63,8 @@ class Starts:
             if not self.unsubmitted[request.client, line]:
                 del self.unsubmitted[request.client, line]
 
-    def start(self, request: RequestRecord, begin: Callable[[], None]) -> bool:
-        """Start a request in this turn or later; return whether it has started.
+    def start(self, request: RequestRecord, begin: Callable[[], None]) -> None:
+        """Start a request in this turn or later.
 
         Its tokens count until its handler begins, and submits them: the headers of hundreds of
         requests may arrive before the handler of the first one runs.
@@ -78,12 +75,11 @@ class Starts:
         if self._waiting or self._started >= _PER_TURN:
             self._lines.setdefault(request.client, deque()).append((request, begin))
             self._waiting += 1
-            return False
+            return
         if not self._started:
             asyncio.get_running_loop().call_soon(self._turn)
         self._started += 1
         begin()
-        return True
 
     def expected_wait_s(self, client: str) -> float:
         """Return the seconds until a request of a client that arrives now starts."""
@@ -121,13 +117,14 @@ class Gate:
 
     Args:
         routes: route, as in `Paths` -> the served models, the default first.
+        error_bytes: (path, error) -> the body of the error, in the shape of the path's protocol.
         max_wait_s: longest expected wait of a request that states no time limit; 0: no limit.
     """
 
     def __init__(
         self,
         routes: Mapping[str, Sequence[GateModel]],
-        error_bytes: ErrorBytes,
+        error_bytes: Callable[[str, ServiceError], bytes],
         max_wait_s: float,
         starts: Starts,
         promises: Promises,

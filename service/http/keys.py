@@ -20,7 +20,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cloze.service.core import Forbidden, Overloaded, Rejection, StartupError, Unauthorized
+from cloze.service.core import Overloaded, Rejection, StartupError
 
 log = logging.getLogger("cloze")
 
@@ -129,21 +129,6 @@ class Keys:
                 self.reload()
         except (OSError, StartupError) as error:
             log.error("the old keys stay: %s", error)
-
-
-def check_key(key: Key | None, needed: Permission) -> None:
-    """Raise unless a key allows a request, and count the request.
-
-    Raises:
-        Unauthorized: there is no key.
-        Forbidden: the key lacks the scope.
-        Overloaded: the key has sent too many requests.
-    """
-    if key is None:
-        raise Unauthorized("send a key of this server: Authorization: Bearer KEY")
-    if needed not in key.entry.scopes:
-        raise Forbidden(f"the key {key.name} lacks the scope {needed}")
-    key.count(time.monotonic())
 
 
 def _read(path: Path) -> tuple[int, list[Key]]:

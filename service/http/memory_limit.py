@@ -276,7 +276,9 @@ class Pace:
 
 
 class Reader(Protocol):
-    """A connection whose client reads an answer."""
+    """A connection whose client reads answers."""
+
+    address: str
 
     def unread_bytes(self) -> int:
         """Return the bytes of answers that wait in this process."""

@@ -12,8 +12,8 @@ from typing import Final
 from starlette.types import Scope
 
 from cloze.service.batching.lines import LineKey
-from cloze.service.core import Forbidden, InvalidRequest, Rejection
-from cloze.service.http.keys import Key, Keys, Permission, check_key
+from cloze.service.core import Forbidden, InvalidRequest, Rejection, Unauthorized
+from cloze.service.http.keys import Key, Keys, Permission
 from cloze.service.http.memory_limit import Hold, Reader
 from cloze.service.logs import RequestCost
 from cloze.service.tracing import RequestTrace
@@ -224,11 +224,17 @@ class Access:
                     f"the Host header {ascii(value.decode('latin-1'))[:80]} is not of this "
                     "server; name it in allowed_hosts"
                 )
-        is_open = request.method in ("GET", "HEAD") and request.path in self.open_routes
-        if self.needs_keys and not is_open:
-            path = request.path
-            needed = (one for begin, one in self.permissions if path.startswith(begin))
-            check_key(request.key, next(needed, Permission.INFERENCE))
+        key, path = request.key, request.path
+        is_open = request.method in ("GET", "HEAD") and path in self.open_routes
+        if is_open or not self.needs_keys:
+            return
+        fitting = (needed for begin, needed in self.permissions if path.startswith(begin))
+        needed = next(fitting, Permission.INFERENCE)
+        if key is None:
+            raise Unauthorized("send a key of this server: Authorization: Bearer KEY")
+        if needed not in key.entry.scopes:
+            raise Forbidden(f"the key {key.name} lacks the scope {needed}")
+        key.count(time.monotonic())
 
 
 def is_loopback(host: str) -> bool:

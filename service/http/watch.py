@@ -5,7 +5,6 @@ One timer serves all requests of the application. It looks at the requests in pr
 """
 
 import asyncio
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -259,20 +258,13 @@ class RequestWatch:
 
     Args:
         timeout_s: longest time of each phase of a request that states none.
-        bodies: bounds the memory of bodies; None: nothing does.
-        answers: bounds the memory of answers; None: nothing does.
+        bodies: bounds the memory of bodies.
+        answers: bounds the memory of answers.
     """
 
-    def __init__(
-        self,
-        timeout_s: float,
-        bodies: MemoryLimit | None = None,
-        answers: UnreadAnswers | None = None,
-    ) -> None:
-        self.timeout_s = timeout_s
-        self.bodies = bodies or MemoryLimit("bodies", sys.maxsize)
-        self.answers = answers or UnreadAnswers(sys.maxsize)
-        self.arriving = Pace(self.bodies)
+    def __init__(self, timeout_s: float, bodies: MemoryLimit, answers: UnreadAnswers) -> None:
+        self.timeout_s, self.bodies, self.answers = timeout_s, bodies, answers
+        self.arriving = Pace(bodies)
         self._young: dict[WatchedRequest, None] = {}  # in the order of their start
         self._ticking = False
 

@@ -19,8 +19,9 @@ from cloze.service.http.errors import (
     rejection,
 )
 from cloze.service.http.gate import Paths
-from cloze.service.http.keys import Key, KeyEntry, Keys, Permission, check_key
-from cloze.service.http.record import Callers, is_first_try, timeout_s
+from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
+from cloze.service.http.record import Access, Callers, is_first_try, timeout_s
+from tests.records import recorded
 
 
 def digest(key: str) -> str:
@@ -226,15 +227,22 @@ def test_an_entry_of_a_key_that_changes_is_another_key(tmp_path: Path) -> None:
     assert again.entry.requests_per_minute == 2
 
 
-def test_a_key_needs_the_scope(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = Key("team", entry(1, Permission.METRICS))
+def test_a_key_needs_the_scope() -> None:
+    access = Access(
+        needs_keys=True,
+        open_routes=frozenset(),
+        permissions=[("/metrics", Permission.METRICS)],
+        hosts=frozenset(),
+    )
+    embed, metrics = recorded("/embed"), recorded("/metrics")
     with pytest.raises(Unauthorized, match="Authorization: Bearer KEY"):
-        check_key(None, Permission.INFERENCE)
+        access.check(embed)
+    embed.key = metrics.key = Key("team", entry(1, Permission.METRICS))
     with pytest.raises(Forbidden, match="the key team lacks the scope inference"):
-        check_key(key, Permission.INFERENCE)
-    check_key(key, Permission.METRICS)  # what was forbidden was not counted
+        access.check(embed)
+    access.check(metrics)  # what was forbidden was not counted
     with pytest.raises(Overloaded):
-        check_key(key, Permission.METRICS)
+        access.check(metrics)
 
 
 # ---- clients -----------------------------------------------------------------------------------

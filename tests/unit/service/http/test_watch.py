@@ -79,7 +79,8 @@ def request(*parts: bytes | float | str, **headers: str) -> Request:
 def watch_of(
     timeout_s: float = 30.0, bodies: MemoryLimit | None = None, answers: UnreadAnswers | None = None
 ) -> RequestWatch:
-    return RequestWatch(timeout_s, bodies, answers)
+    bodies = bodies or MemoryLimit("bodies", 10**9)
+    return RequestWatch(timeout_s, bodies, answers or UnreadAnswers(10**9))
 
 
 async def read(

@@ -141,7 +141,7 @@ class ServerProtocol(HttpToolsProtocol):
         self._header_bytes = 0
         self._progress = False  # whether received bytes have caused a parser event
         self._state = State.IDLE
-        self._deadline = math.inf  # `loop.time` at which the connection ends by its state
+        self._since = 0.0  # `loop.time` at which the state began
         self._timer: asyncio.TimerHandle | None = None
         self.address = ""
 
@@ -200,33 +200,31 @@ class ServerProtocol(HttpToolsProtocol):
         self._answers.was_read(self)
 
     def _enter(self, state: State) -> None:
-        """Enter a state, and set the time at which the connection ends if the state lasts."""
-        self._state, limits = state, self._table.limits
-        if state is State.RUNNING:
-            seconds = math.inf
-        elif state is State.IDLE:
-            seconds = limits.idle_timeout_s
+        """Enter a state, from which its time begins."""
+        self._state, self._since = state, self.loop.time()
+        if state is State.IDLE:
             self._table.idle[self] = None
-        else:
-            seconds = _DRAIN_BODY_S if state is State.DRAINING else limits.header_timeout_s
-        if state is not State.IDLE and state is not State.HEADERS:
+        elif state is not State.HEADERS:
             self._table.idle.pop(self, None)
-        self._deadline = self.loop.time() + seconds
 
     def _check_time(self) -> None:
-        """End the connection if its time is over, else look again.
+        """End the connection if its state has lasted for too long, else look again.
 
         A timer per wait would cost more than the other work of a refusal. This one runs at least
         as often as the shortest wait, so that no end is late.
         """
-        left_s = self._deadline - self.loop.time()
-        if left_s <= 0 and self._answers.is_reading(self):
-            left_s = self._table.limits.idle_timeout_s  # it is not idle
-            self._deadline = self.loop.time() + left_s
-        elif left_s <= 0:
-            self.end(self._state.value)
-            return
-        seconds = min(left_s, self._table.limits.header_timeout_s, _DRAIN_BODY_S)
+        limits, now = self._table.limits, self.loop.time()
+        longest_s = {
+            State.IDLE: limits.idle_timeout_s,
+            State.RUNNING: math.inf,
+            State.DRAINING: _DRAIN_BODY_S,
+        }.get(self._state, limits.header_timeout_s)
+        if self._since + longest_s <= now:
+            if not self._answers.is_reading(self):
+                self.end(self._state.value)
+                return
+            self._since = now  # it is not idle
+        seconds = min(self._since + longest_s - now, limits.header_timeout_s, _DRAIN_BODY_S)
         self._timer = self.loop.call_later(seconds, self._check_time)
 
     def _stop_timer(self) -> None:

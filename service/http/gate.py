@@ -43,13 +43,14 @@ class Starts:
     refusals would wait for seconds.
 
     Attributes:
-        unsubmitted: (client, line) -> tokens of requests that are admitted and have not started.
+        unsubmitted: (client, line) -> tokens of requests whose handlers have not begun.
+        waiting: number of requests that wait for a later turn.
     """
 
     def __init__(self) -> None:
         self.unsubmitted: Counter[tuple[str, LineKey]] = Counter()
         self._lines: dict[str, deque[_Start]] = {}  # by client, the next one first
-        self._waiting = 0
+        self.waiting = 0
         self._started = 0  # in this turn
         self._rate = DrainRate()
         self._measured = 0.0  # `time.monotonic` time of the last turn with a line
@@ -72,9 +73,9 @@ class Starts:
         if request.unstarted is not None:
             line, tokens = request.unstarted
             self.unsubmitted[request.client, line] += tokens
-        if self._waiting or self._started >= _PER_TURN:
+        if self.waiting or self._started >= _PER_TURN:
             self._lines.setdefault(request.client, deque()).append((request, begin))
-            self._waiting += 1
+            self.waiting += 1
             return
         if not self._started:
             asyncio.get_running_loop().call_soon(self._turn)
@@ -84,31 +85,31 @@ class Starts:
     def expected_wait_s(self, client: str) -> float:
         """Return the seconds until a request of a client that arrives now starts."""
         rate = self._rate.per_s
-        if not self._waiting or not rate or time.monotonic() - self._measured > _RATE_LASTS_S:
+        if not rate or time.monotonic() - self._measured > _RATE_LASTS_S:
             return 0.0
         own = len(self._lines.get(client, ())) + 1
         clients = len(self._lines) + (own == 1)
-        return min(self._waiting, own * clients) / rate
+        return min(self.waiting, own * clients) / rate
 
     def _turn(self) -> None:
         """Start the requests of the next turn."""
         self._started = 0
-        if not self._waiting:
+        if not self.waiting:
             return
-        while self._waiting and self._started < _PER_TURN:
+        while self.waiting and self._started < _PER_TURN:
             client, line = next(iter(self._lines.items()))
             request, begin = line.popleft()
             del self._lines[client]
             if line:
                 self._lines[client] = line  # behind the other clients
-            self._waiting -= 1
+            self.waiting -= 1
             self._started += 1
             if request.connection is None:  # its client has gone
                 self.begun(request)
             else:
                 begin()
         self._measured = time.monotonic()
-        self._rate.batch_ended(self._measured, self._started, waiting=self._waiting > 0)
+        self._rate.batch_ended(self._measured, self._started, waiting=self.waiting > 0)
         asyncio.get_running_loop().call_soon(self._turn)
 
 
@@ -163,7 +164,9 @@ class Gate:
             for each in served
         )
         key = PromiseKey(model, client, line.patience)
-        wait_s = wait.seconds + self._starts.expected_wait_s(client)
+        wait_s = wait.seconds
+        if self._starts.waiting:
+            wait_s += self._starts.expected_wait_s(client)
         limit_s = longest_wait_s(stated_s, self._max_wait_s)
         now = time.monotonic()
         admitted_s = limit_s / 2 if self._promises.outstanding(key, now) else limit_s

@@ -222,7 +222,7 @@ def test_the_wait_of_a_client_is_its_own_line_and_one_turn_of_each_other(
             starts._turn()
         rate = starts._rate.per_s
         assert rate == pytest.approx(8)
-        waiting = starts._waiting
+        waiting = starts.waiting
         assert starts._lines.keys() == {"a"}
         assert starts.expected_wait_s("new") == pytest.approx(min(waiting, 1 * 2) / rate)
         assert starts.expected_wait_s("a") == pytest.approx(waiting / rate)

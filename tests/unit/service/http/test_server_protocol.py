@@ -305,7 +305,10 @@ def test_four_requests_start_per_turn_and_all_say_when_they_arrived() -> None:
     play(run)
 
 
-def test_a_request_whose_client_has_gone_is_not_started() -> None:
+@pytest.mark.parametrize("behind", [b"", post(), GET[:9]], ids=["alone", "whole", "part"])
+def test_a_request_whose_client_has_gone_is_not_started(behind: bytes) -> None:
+    """Whatever else its client has sent in the meantime."""
+
     async def run() -> None:
         world = World()
         transports = [world.connect() for _ in range(5)]
@@ -313,10 +316,12 @@ def test_a_request_whose_client_has_gone_is_not_started() -> None:
             transport.protocol.data_received(post())
         scope: Any = transports[4].protocol.scope
         assert scope[RECORD].unstarted is not None
+        transports[4].protocol.data_received(behind)
         transports[4].protocol.connection_lost(ConnectionError())
         await settle()
         assert len(world.seen) == 4
         assert scope[RECORD].unstarted is None, "the gate counts it no more"
+        assert scope[RECORD].connection is None
 
     play(run)
 

@@ -51,10 +51,17 @@ _REJECTIONS: dict[type[Exception], core.Rejection] = {
     core.EngineDead: core.Rejection.ENGINE_DEAD,
 }
 
-_UNAVAILABLE_S = "1"
-"""``Retry-After`` of a 503: another replica can answer at once, and an engine restarts in about a
-second.
-"""
+# Another replica can answer at once, and an engine restarts in about a second.
+_UNAVAILABLE: Final = {"retry-after": "1"}
+
+_HEADERS: Final[dict[type[Exception], dict[str, str]]] = {
+    core.ShuttingDown: _UNAVAILABLE,
+    core.EngineDead: _UNAVAILABLE,
+    core.Unauthorized: {"www-authenticate": "Bearer"},
+    core.UnsupportedEncoding: {"accept-encoding": "gzip"},  # RFC 9110, section 12.5.3
+    # Otherwise the server would parse the rest of the body as the next request.
+    core.SlowRequest: {"connection": "close"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +101,8 @@ def rejection(error: Exception) -> core.Rejection | None:
 def describe_service_error(error: core.ServiceError) -> ErrorInfo:
     """Return the response values of an error of the service."""
     status, kind = STATUS[type(error)]
-    headers: dict[str, str] = {}
+    headers = dict(_HEADERS.get(type(error), {}))
     if isinstance(error, core.Overloaded):
-        for name, after in (("retry-after", 1), ("retry-after-ms", 1000)):
-            headers[name] = str(max(1, math.ceil(error.retry_after_s * after)))
-    elif isinstance(error, core.ShuttingDown | core.EngineDead):
-        headers["retry-after"] = _UNAVAILABLE_S
-    elif isinstance(error, core.Unauthorized):
-        headers["www-authenticate"] = "Bearer"
-    elif isinstance(error, core.UnsupportedEncoding):
-        headers["accept-encoding"] = "gzip"  # RFC 9110, section 12.5.3
-    elif isinstance(error, core.SlowRequest):
-        # Otherwise the server would parse the rest of the body as the next request.
-        headers["connection"] = "close"
+        for name, per_s in (("retry-after", 1), ("retry-after-ms", 1000)):
+            headers[name] = str(max(1, math.ceil(error.retry_after_s * per_s)))
     return ErrorInfo(status, kind, str(error), error, headers)

@@ -135,7 +135,7 @@ class Callers:
             path=scope["path"],
             route=route,
             headers=headers,
-            length=int(length) if length.isdigit() and len(length) < 20 else None,
+            length=int(length) if length.isdigit() and len(length) <= 20 else None,
             identity=identity,
             key=key,
             client=f"key {key.name}" if key is not None else client,

@@ -253,7 +253,8 @@ class ServerProtocol(HttpToolsProtocol):
             return
         data, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
         self._progress = False
-        super().data_received(data)
+        if data:  # none is left if reading only goes on after a pause
+            super().data_received(data)
         self._header_bytes = 0 if self._progress else self._header_bytes + len(data)
         if self._header_bytes > MAX_HEADER_BYTES:
             message = f"the request's headers have more than {MAX_HEADER_BYTES} bytes, the limit"

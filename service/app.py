@@ -25,14 +25,13 @@ from cloze.service.core import (
     ShuttingDown,
     StartupError,
 )
-from cloze.service.http.access import Callers
 from cloze.service.http.errors import STATUSES_FROM_ZERO
 from cloze.service.http.gate import Gate, Paths, Starts
 from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.keys import Keys
 from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
-from cloze.service.http.record import RECORD, RequestRecord
-from cloze.service.http.recorder import Recorder
+from cloze.service.http.record import RECORD, Callers
+from cloze.service.http.routes import Recorder
 from cloze.service.http.watch import RequestWatch
 from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
@@ -223,7 +222,7 @@ class Service:
             await self._live(receive, send)
             return
         if RECORD not in scope:  # uvicorn's protocol is not ours
-            scope[RECORD] = self.record(scope)
+            scope[RECORD] = self._callers.record(scope, self.snapshot.paths.route(scope["path"]))
         snapshot = self.snapshot
         self.starts.begun(scope[RECORD])
         snapshot.running += 1
@@ -234,13 +233,12 @@ class Service:
             if snapshot is not self.snapshot and not snapshot.running:
                 self._keep(self._end(snapshot))
 
-    def record(self, scope: Scope) -> RequestRecord:
-        """Return the record of a request whose headers have arrived."""
-        return self._callers.record(scope, self.snapshot.paths.route(scope["path"]))
-
-    def refusal(self, request: RequestRecord) -> bytes | None:
-        """Return the response that refuses a request; see `Gate.refusal`."""
-        return self.snapshot.gate.refusal(request)
+    def admit(self, scope: Scope) -> bytes | None:
+        """Make the record of a request, and return the response if its gate refuses the request."""
+        snapshot = self.snapshot
+        record = self._callers.record(scope, snapshot.paths.route(scope["path"]))
+        scope[RECORD] = record
+        return snapshot.gate.refusal(record) if record.method == "POST" else None
 
     # ---- begin and end --------------------------------------------------------------------------
 

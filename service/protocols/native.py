@@ -19,9 +19,8 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.requests import Request
 
 from cloze.service.core import Float32, InvalidRequest, WrongTask
-from cloze.service.http.bodies import validate
 from cloze.service.http.errors import ERROR_STATUSES
-from cloze.service.http.json_bodies import load
+from cloze.service.http.json_bodies import load, validate
 from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
 from cloze.service.protocols import operations

@@ -20,9 +20,8 @@ from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask
-from cloze.service.http.bodies import validate
 from cloze.service.http.errors import ErrorInfo, without_422
-from cloze.service.http.json_bodies import load
+from cloze.service.http.json_bodies import load, validate
 from cloze.service.http.record import RECORD
 from cloze.service.http.routes import RAW, BytesResponse, Handler, Route, RouteDoc
 from cloze.service.pipeline import Pipeline, TaskResult

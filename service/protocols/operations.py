@@ -14,8 +14,8 @@ from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service import core
-from cloze.service.http.access import OF_ADMIN_SOCKET
-from cloze.service.http.page import PAGE_HEADERS, page_handler
+from cloze.service.http.pages import PAGE_HEADERS, page_handler
+from cloze.service.http.record import OF_ADMIN_SOCKET
 from cloze.service.http.routes import HTML, TEXT, Route, RouteDoc
 from cloze.service.protocols.protocol import (
     ErrorBody,

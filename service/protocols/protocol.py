@@ -16,12 +16,10 @@ from starlette.responses import Response
 
 from cloze.service.abandonment import run_on_thread
 from cloze.service.core import Changes, Location, RequestError, ServiceError
-from cloze.service.http.bodies import read_body, run_anywhere, validate
 from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
-from cloze.service.http.gate import GateModel
-from cloze.service.http.json_bodies import BodyLimits, load
+from cloze.service.http.json_bodies import BodyLimits, load, run_anywhere, validate
 from cloze.service.http.memory_limit import SMALL_BYTES
-from cloze.service.http.routes import BytesResponse, Route, RouteDoc
+from cloze.service.http.routes import BytesResponse, GateModel, Route, RouteDoc
 from cloze.service.http.watch import RequestWatch
 from cloze.service.logs import RequestCost
 from cloze.service.metrics import Metrics
@@ -194,7 +192,7 @@ async def answer_task(
         ServiceError: the request gets no result.
     """
     with context.watch.request(request) as watched:
-        data = await read_body(request, context.body_limits.max_bytes, watched)
+        data = await watched.read_body(context.body_limits.max_bytes)
         size = len(data)
         route, body = await run_anywhere(size, parse, request, data)
         del data  # a large body would otherwise stay in memory until the answer

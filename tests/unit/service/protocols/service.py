@@ -32,10 +32,9 @@ from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
 from cloze.model_store.manifest import Precision
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
-from cloze.service.http.access import Callers
 from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
-from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.record import RECORD, Callers, RequestRecord
 from cloze.service.http.routes import Route
 from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics

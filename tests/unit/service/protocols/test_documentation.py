@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from cloze.model_store.locations import SHIPPED_NAMES
-from cloze.service.http.openapi import document
+from cloze.service.http.pages import document
 from cloze.service.protocols import PROTOCOLS
 from cloze.service.tasks import TASKS
 from tests.unit.service.protocols.service import Service

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cloze.service.core import Forbidden
-from cloze.service.http.access import OF_ADMIN_SOCKET, Callers
 from cloze.service.http.keys import Keys
+from cloze.service.http.record import OF_ADMIN_SOCKET, Callers
 from cloze.service.protocols import operations
 from cloze.service.tasks import TASKS
 from tests.unit.service.protocols.service import Service, State

@@ -3,7 +3,7 @@
 import pytest
 
 from cloze.service.core import InvalidRequest, Location
-from cloze.service.http.bodies import validate
+from cloze.service.http.json_bodies import validate
 from cloze.service.protocols.protocol import in_body
 from cloze.service.protocols.tei import _Rerank
 from cloze.service.tasks.task import INPUTS, Text, Texts, WireModel

@@ -21,8 +21,8 @@ import numpy as np
 from cloze.bench.studies.virtual_time import CORES, BatchQueue
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.manifest import Precision
-from cloze.service.batching import admission, fair_queue, lines, scheduler
-from cloze.service.batching.lines import QueuedEncoding
+from cloze.service.batching import admission, fair_queue, scheduler
+from cloze.service.batching.fair_queue import QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import BatchResult, Device, Overloaded, Submission
 from cloze.service.settings import Settings
@@ -103,7 +103,7 @@ class Clock:
 def virtual_time(clock: Clock) -> Iterator[None]:
     """Give the classes of the scheduler a virtual time until the context ends."""
     with ExitStack() as stack:
-        for module in (admission, fair_queue, lines, scheduler):
+        for module in (admission, fair_queue, scheduler):
             stack.enter_context(patch.object(module, "time", clock))
         yield
 
@@ -176,7 +176,7 @@ class SchedulerQueue:
         return self._scheduler._batch_tokens()
 
     def __bool__(self) -> bool:
-        return bool(self._scheduler._queue)
+        return self._scheduler._queue.tokens > 0
 
     def has_up_to(self, length: int) -> bool:
         """Return whether a text of at most so many tokens waits."""
@@ -200,7 +200,7 @@ class SchedulerQueue:
 
     def take_batch(self, *, takers: int = 1, longest: int | None = None) -> list[SimulatedRequest]:
         """Remove a batch; see `virtual_time.BatchQueue`."""
-        taken = self._scheduler._take_now(takers=takers, longest=longest).batch
+        taken = self._scheduler._take_now(takers=takers, longest=longest).encodings
         batch = [self._requests[queued.request] for queued in taken]
         for request in batch:
             request.started = self._clock.now

@@ -94,7 +94,7 @@ def _round_s(scheduler: Scheduler, message: bytes) -> float:
         scheduler.submit(run.submission).add_done_callback(_encode_answer)
     while scheduler.state.tokens:
         taken = scheduler._take_now()
-        scheduler._run(0, taken.batch, taken.fill)
+        scheduler._run(0, taken.encodings, taken.fill)
     return time.thread_time() - began
 
 

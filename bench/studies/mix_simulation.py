@@ -27,7 +27,7 @@ from cloze.bench.studies.admission_queues import (
 )
 from cloze.bench.studies.virtual_time import ALONE, CORES, COSTS, Run, Workers
 from cloze.service.batching.admission import PromiseKey, Promises, longest_wait_s
-from cloze.service.batching.lines import LineKey, QueuedEncoding
+from cloze.service.batching.fair_queue import LineKey, QueuedEncoding
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import Overloaded, Submission
 
@@ -113,13 +113,13 @@ class _Queue:
         return self._scheduler._batch_tokens()
 
     def __bool__(self) -> bool:
-        return bool(self._scheduler._queue)
+        return self._scheduler._queue.tokens > 0
 
     def has_up_to(self, length: int) -> bool:
         return self._scheduler._queue.has_up_to(length)
 
     def take_batch(self, *, takers: int = 1, longest: int | None = None) -> list[QueuedEncoding]:
-        return self._scheduler._take_now(takers=takers, longest=longest).batch
+        return self._scheduler._take_now(takers=takers, longest=longest).encodings
 
 
 @dataclass

@@ -21,8 +21,7 @@ from cloze.bench.run import length_class
 from cloze.bench.studies.virtual_time import ALONE, COSTS, Workers
 from cloze.bench.texts import make_texts
 from cloze.model_store.batch import Encoding
-from cloze.service.batching.fair_queue import FairQueue
-from cloze.service.batching.lines import LineKey, PendingRequest, QueuedEncoding
+from cloze.service.batching.fair_queue import FairQueue, LineKey, PendingRequest, QueuedEncoding
 from cloze.service.core import Submission
 
 _CLIENTS, _SHARE, _COUNT = 32, 0.7, 20_000
@@ -52,12 +51,15 @@ class _Queue(FairQueue):
     """
 
     def __init__(self, max_batch_tokens: int) -> None:
-        super().__init__(varlen=False, max_dropped_tokens=10**9)
+        super().__init__(varlen=False)
         self.max_batch_tokens = max_batch_tokens
+
+    def __bool__(self) -> bool:
+        return self.tokens > 0
 
     def take_batch(self, *, takers: int = 1, longest: int | None = None) -> list[QueuedEncoding]:
         """Remove a batch; see `virtual_time.BatchQueue`."""
-        return self.take(self.max_batch_tokens, takers=takers, longest=longest).batch
+        return self.take(self.max_batch_tokens, takers=takers, longest=longest).encodings
 
 
 class Simulation:

@@ -17,9 +17,14 @@ from typing import NamedTuple
 
 import httptools
 
-from cloze.service.batching.admission import PromiseKey, Promises, longest_wait_s, too_long
-from cloze.service.batching.lines import LineKey
-from cloze.service.batching.measures import DrainRate
+from cloze.service.batching.admission import (
+    DrainRate,
+    PromiseKey,
+    Promises,
+    longest_wait_s,
+    too_long,
+)
+from cloze.service.batching.fair_queue import LineKey
 from cloze.service.core import Overloaded, Queue, Rejection, ServiceError
 from cloze.service.http.access import is_first_try
 from cloze.service.http.record import RequestRecord

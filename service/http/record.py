@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Final
 
-from cloze.service.batching.lines import LineKey
+from cloze.service.batching.fair_queue import LineKey
 from cloze.service.core import Rejection
 from cloze.service.http.keys import Key
 from cloze.service.http.memory_limit import Hold, Reader

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model, head_module
 from cloze.export.sentence import EmbeddingRecipe
-from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs, requests_of
+from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs, PackedBatch
 from cloze.model_store.heads import HEADS, GraphSpec
 from cloze.model_store.layouts import Layout
 
@@ -41,16 +41,17 @@ class TorchScorer:
             for rows in ([e.input_ids for e in batch], [e.token_type_ids for e in batch])
         )
         states = self._model.encoder.states(ids, types).flatten(1, 2)
-        outputs = torch_outputs(self._model, self._recipe, states, batch, self._codec)
-        return self._codec.unpack(batch, outputs)
+        packed = self._codec.pack(batch)
+        outputs = torch_outputs(self._model, self._recipe, states, packed, tuple(packed.requests))
+        return packed.unpack(outputs)
 
 
 def torch_outputs(
     model: Model,
     recipe: EmbeddingRecipe,
     states: torch.Tensor,
-    batch: Sequence[Encoding],
-    codec: BatchCodec,
+    batch: PackedBatch,
+    heads: Sequence[str],
 ) -> dict[str, NDArray[Any]]:
     """Return the outputs that a graph should compute for a batch, by output name.
 
@@ -58,17 +59,17 @@ def torch_outputs(
         model: the model, with the requested heads.
         recipe: the recipe of embeddings.
         states: the encoder's hidden states [N, T, H] of the batch, see `Encoder.states`.
-        batch: the encodings.
-        codec: the codec of the graph.
+        batch: the batch.
+        heads: names of the heads whose outputs to compute.
     """
-    placement = codec.placement(batch)
+    nothing = [None] * len(batch.placement.lengths)
     outputs: dict[str, NDArray[Any]] = {}
-    for name in codec.head_names:
+    for name in heads:
         export_head = EXPORT_HEADS[name]
         module = head_module(model, recipe, name)
         if module is None:
             continue
-        requests = requests_of(batch, export_head.head)
-        reference = export_head.reference(module, states, requests, placement)
+        requests = batch.requests.get(name, nothing)
+        reference = export_head.reference(module, states, requests, batch.placement)
         outputs |= {output: values.cpu().numpy() for output, values in reference.items()}
     return outputs

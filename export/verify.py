@@ -155,11 +155,12 @@ def _make_case(
     rng: np.random.Generator, subject: GraphUnderTest, sizes: Int32, asked: Collection[str]
 ) -> _Case:
     """Return a batch of random tokens between ``[CLS]`` and ``[SEP]``, and torch's outputs."""
-    checkpoint, codec = subject.checkpoint, BatchCodec(subject.spec)
+    checkpoint, spec = subject.checkpoint, subject.spec
     batch = [_random_encoding(rng, checkpoint, int(size), asked) for size in sizes]
     states = _states(checkpoint.model, batch, subject.graph.layout)
-    expected = torch_outputs(checkpoint.model, checkpoint.recipe, states, batch, codec)
-    return _Case(codec.pack(batch), expected)
+    packed = BatchCodec(spec).pack(batch)
+    expected = torch_outputs(checkpoint.model, checkpoint.recipe, states, packed, spec.heads)
+    return _Case(packed.feeds, expected)
 
 
 def _states(model: Model, batch: Sequence[Encoding], layout: Layout) -> torch.Tensor:

@@ -344,7 +344,7 @@ def check_outcome(request: ExpectedRequest, future: PendingRequest) -> None:
     if request.outcome == CANCELLED:
         assert future.cancelled()
     elif request.outcome == RESULT:
-        outputs = [output["embedding"].embedding[0] for output in future.result(0).outputs]
+        outputs = [output["embedding"].array[0] for output in future.result(0).outputs]
         value = outputs[0] / request.lengths[0]
         assert outputs == [value * length for length in request.lengths], "outputs change places"
     elif request.outcome is not None:

@@ -221,7 +221,7 @@ def test_the_way_to_a_device_gives_what_the_session_gives(model: str, tiny_store
             make_encoding(3 + number % 30, kinds[(number + i) % len(kinds)], number + i)
             for i in range(1 + number % 5)
         ]
-        feeds = pack(batch)
+        feeds = pack(batch).feeds
         for name, one, other in zip(
             wanted, plain.run(wanted, feeds), device.run(wanted, feeds), strict=True
         ):

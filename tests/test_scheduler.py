@@ -66,7 +66,7 @@ def running(
 
 
 def sums(future: "Future[BatchResult]") -> list[float]:
-    return [float(output["embedding"].embedding[0]) for output in future.result(WAIT_S).outputs]
+    return [float(output["embedding"].array[0]) for output in future.result(WAIT_S).outputs]
 
 
 requests = st.lists(

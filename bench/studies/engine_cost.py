@@ -17,7 +17,8 @@ import numpy as np
 
 from cloze.model_store import Store
 from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs
-from cloze.model_store.heads.embedding import EMBEDDINGS, HEAD, EmbeddingRequest
+from cloze.model_store.heads import HeadRequest
+from cloze.model_store.heads.embedding import EMBEDDINGS, HEAD
 from cloze.model_store.layouts import Layout
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
@@ -52,8 +53,7 @@ class Instant:
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:  # noqa: ARG002
         """Return constant vectors; see `Engine`."""
-        self._codec.pack(batch)
-        return self._codec.unpack(batch, {EMBEDDINGS.name: self._rows[: len(batch)]})
+        return self._codec.pack(batch).unpack({EMBEDDINGS.name: self._rows[: len(batch)]})
 
     def probe(self) -> None:
         """Do nothing; see `Engine`."""
@@ -77,7 +77,7 @@ def microseconds(length: int) -> float:
 def _message(length: int) -> bytes:
     """Return the message of one request, as a front end sends them."""
     rng = np.random.default_rng(0)
-    requests = {HEAD.name: EmbeddingRequest()}
+    requests = {HEAD.name: HeadRequest()}
     encodings = [
         Encoding(rng.integers(5, 900, length, dtype=np.int32), np.zeros(length, np.int32), requests)
         for _ in range(TEXTS)

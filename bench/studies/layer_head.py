@@ -17,7 +17,6 @@ from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import HeadRequest, Pooling
-from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Precision
@@ -41,7 +40,7 @@ def _batch(size: int, length: int, request: dict[str, HeadRequest]) -> list[Enco
 def _measure_times(plain: Bundle, layered: Bundle) -> None:
     """Print the lowest time of each kind of run in ms; the kinds take turns."""
     layers = layered.manifest.architecture.layers
-    embedding: dict[str, HeadRequest] = {"embedding": EmbeddingRequest()}
+    embedding: dict[str, HeadRequest] = {"embedding": HeadRequest()}
     asked: dict[str, HeadRequest] = {
         "layer_embedding": LayerEmbeddingRequest([{layers: 1.0}], Pooling.MEAN)
     }
@@ -53,7 +52,8 @@ def _measure_times(plain: Bundle, layered: Bundle) -> None:
             for name, (bundle, request) in kinds.items():
                 codec = BatchCodec(bundle.manifest.graph_spec(Layout.DENSE))
                 batch = _batch(size, length, request)
-                runs[name] = (_session(bundle, file), codec.outputs(batch), codec.pack(batch))
+                packed = codec.pack(batch)
+                runs[name] = (_session(bundle, file), packed.outputs, packed.feeds)
             lowest = dict.fromkeys(runs, float("inf"))
             for _ in range(_RUNS):
                 for name, (session, outputs, feeds) in runs.items():
@@ -68,8 +68,9 @@ def _print_memory(store: str, name: str) -> None:
     """Print the largest memory of this process, in MB, after a large batch of an fp32 graph."""
     bundle = Store(Path(store)).open(name)
     codec = BatchCodec(bundle.manifest.graph_spec(Layout.DENSE))
-    batch = _batch(*_LARGE_BATCH, {"embedding": EmbeddingRequest()})
-    _session(bundle, "dense.onnx").run(codec.outputs(batch), codec.pack(batch))
+    batch = _batch(*_LARGE_BATCH, {"embedding": HeadRequest()})
+    packed = codec.pack(batch)
+    _session(bundle, "dense.onnx").run(packed.outputs, packed.feeds)
     status = Path("/proc/self/status").read_text()
     megabytes = int(status.split("VmHWM:")[1].split()[0]) // 1000
     print(f"{name}: {megabytes} MB after {_LARGE_BATCH[0]} x {_LARGE_BATCH[1]} tokens", flush=True)

@@ -43,7 +43,8 @@ except ModuleNotFoundError:
 from cloze.bench.machine import describe_machine
 from cloze.model_store import Store
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.model_store.heads.embedding import HEAD, EmbeddingRequest, EmbeddingResult
+from cloze.model_store.heads import ArrayResult, HeadRequest
+from cloze.model_store.heads.embedding import HEAD
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.core import (
     NO_WAIT,
@@ -144,7 +145,7 @@ class InstantQueue:
         while True:
             future, texts = self._submitted.get()
             outputs: list[HeadOutputs] = [
-                {HEAD.name: EmbeddingResult(row)} for row in self._rows[:texts]
+                {HEAD.name: ArrayResult(row)} for row in self._rows[:texts]
             ]
             future.set_result(BatchResult(outputs, 0.0, 0.0))
 
@@ -260,7 +261,7 @@ class ZmqLink:
 async def measure(queue: Submits, workload: Workload, engine: int) -> Cost:
     """Return what a workload costs this process and the engine process."""
     rng = np.random.default_rng(0)
-    requests = {HEAD.name: EmbeddingRequest()}
+    requests = {HEAD.name: HeadRequest()}
     types = np.zeros(workload.tokens, np.int32)
     encodings = [
         Encoding(rng.integers(5, 900, workload.tokens, dtype=np.int32), types, requests)
@@ -342,7 +343,7 @@ def run_round(transport: str) -> list[Cost]:
 def codec_us(workload: Workload) -> float:
     """Return the time per text of encoding and decoding alone, in one thread."""
     types = np.zeros(workload.tokens, np.int32)
-    requests = {HEAD.name: EmbeddingRequest()}
+    requests = {HEAD.name: HeadRequest()}
     encodings = [Encoding(types, types, requests) for _ in range(workload.texts)]
     rows = np.ones((workload.texts, DIMENSIONS), np.float32)
     run = frames.Run(1, 0, Submission(1.0, encodings))
@@ -350,7 +351,7 @@ def codec_us(workload: Workload) -> float:
     for _ in range(2000):
         began = time.thread_time()
         frames.decode_request(frames.encode_run(run))
-        result = BatchResult([{HEAD.name: EmbeddingResult(row)} for row in rows], 0.0, 0.0)
+        result = BatchResult([{HEAD.name: ArrayResult(row)} for row in rows], 0.0, 0.0)
         frames.decode_answer(frames.encode_answer(frames.Answer(1, result)))
         times.append(time.thread_time() - began)
     return statistics.median(times) / workload.texts * 1e6

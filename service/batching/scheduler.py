@@ -40,6 +40,7 @@ from cloze.service.core import (
     Engine,
     EngineDead,
     EngineFailed,
+    ExpectedWait,
     QueueState,
     ServiceError,
     ShuttingDown,
@@ -102,7 +103,6 @@ class Scheduler:
     Attributes:
         draining: whether the scheduler refuses new requests.
         dead: why the engine is dead; None while the engine works.
-        expected_wait: see `core.Queue`.
     """
 
     def __init__(
@@ -135,7 +135,6 @@ class Scheduler:
             limits.max_queue_tokens,
             limits.max_wait_s,
         )
-        self.expected_wait = self._admission.expected_wait
         self.draining = False
         self.dead: str | None = None
         self._closing = False
@@ -182,6 +181,12 @@ class Scheduler:
             if self._all_on_long_texts:
                 self._short_texts.notify()
         return request
+
+    def expected_wait(
+        self, client: str, tokens: int, timeout_s: float | None, unsubmitted: int = 0
+    ) -> ExpectedWait:
+        """Return the expected wait of a request that arrives now; see `core.Queue`."""
+        return self._admission.expected_wait(client, tokens, timeout_s, unsubmitted)
 
     def drain(self) -> None:
         """Stop admitting requests; admitted requests still run."""

@@ -103,10 +103,10 @@ class OnnxEngine:
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         """Return the results of each encoding; see `Engine.run`."""
-        names = self._codec.outputs(batch)
+        packed = self._codec.pack(batch)
         session = self._alone if alone else self._session
-        outputs = session.run(names, self._codec.pack(batch))
-        return self._codec.unpack(batch, dict(zip(names, outputs, strict=True)))
+        outputs = session.run(packed.outputs, packed.feeds)
+        return packed.unpack(dict(zip(packed.outputs, outputs, strict=True)))
 
     def probe(self) -> None:
         """Check the first golden batch; see `Engine.probe`."""

@@ -80,7 +80,7 @@ class EmbedParameters(TextParameters):
     )
 
 
-_REQUEST: Final[Mapping[str, HeadRequest]] = {embedding.HEAD.name: embedding.EmbeddingRequest()}
+_REQUEST: Final[Mapping[str, HeadRequest]] = {embedding.HEAD.name: HeadRequest()}
 
 
 class _State(NamedTuple):
@@ -135,12 +135,12 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
 
 
 def _own_vectors(outputs: Sequence[HeadOutputs]) -> Float32:
-    return np.array([output[embedding.HEAD.name].embedding for output in outputs], np.float32)
+    return np.array([output[embedding.HEAD.name].array for output in outputs], np.float32)
 
 
 def _layer_vectors(outputs: Sequence[HeadOutputs]) -> Float32:
     name = layer_embedding.HEAD.name
-    return np.array([output[name].vectors.ravel() for output in outputs], np.float32)
+    return np.array([output[name].array.ravel() for output in outputs], np.float32)
 
 
 def _layer_request(
@@ -221,13 +221,13 @@ def _prepare_spans(
         rows.append((own[first][0], own[last - 1][0] + 1))
 
     def span_vectors(outputs: Sequence[HeadOutputs]) -> Float32:
-        tokens = outputs[0][token_embedding.HEAD.name].embeddings  # [S, H]
+        tokens = outputs[0][token_embedding.HEAD.name].array  # [S, H]
         return np.array([tokens[first:end].mean(0) for first, end in rows], np.float32)
 
     return encoded.prepared(_State(span_vectors, dimensions, normalize), len(places))
 
 
-_TOKENS_REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
+_TOKENS_REQUEST: Final = {token_embedding.HEAD.name: HeadRequest()}
 
 
 def _check_no_projection(manifest: Manifest, asked: str) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 from pydantic import Field
 
 from cloze.model_store.batch import HeadOutputs
-from cloze.model_store.heads import token_embedding
+from cloze.model_store.heads import HeadRequest, token_embedding
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks import embed_inputs
 from cloze.service.tasks.embed_inputs import Offsets, TextParameters
@@ -24,7 +24,7 @@ from cloze.service.tasks.task import (
     listed,
 )
 
-_REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
+_REQUEST: Final = {token_embedding.HEAD.name: HeadRequest()}
 
 
 class TokenParameters(TextParameters):
@@ -78,7 +78,7 @@ def decode(
     _: TaskContext,
 ) -> list[Float32] | list[TokenVectors]:
     """Return the vectors [S, H] float32 of each text, special tokens included."""
-    vectors = [output[token_embedding.HEAD.name].embeddings for output in outputs]
+    vectors = [output[token_embedding.HEAD.name].array for output in outputs]
     if prepared.state is None:
         return vectors
     return [TokenVectors(*pair) for pair in zip(vectors, prepared.state, strict=True)]

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store.batch import HeadOutputs
-from cloze.model_store.heads import next_sentence
+from cloze.model_store.heads import HeadRequest, next_sentence
 from cloze.service.tasks.long_text import LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tasks.task import (
     INPUTS,
@@ -103,14 +103,14 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
     return prepared._replace(texts=len(pairs) + isinstance(inputs, Candidates))
 
 
-_REQUEST: Final = {next_sentence.HEAD.name: next_sentence.NextSentenceRequest()}
+_REQUEST: Final = {next_sentence.HEAD.name: HeadRequest()}
 
 
 def decode(
     prepared: PreparedRequest[Inputs], outputs: Sequence[HeadOutputs], _: TaskContext
 ) -> list[list[NspLabel]] | list[RankedCandidate]:
     """Return the labels of each pair, or the candidates, likeliest first."""
-    logits = np.stack([output[next_sentence.HEAD.name].logits for output in outputs])
+    logits = np.stack([output[next_sentence.HEAD.name].array for output in outputs])
     scores = softmax(logits).tolist()
     inputs = prepared.state
     if isinstance(inputs, Candidates):

@@ -11,7 +11,7 @@ from typing import Annotated, Final
 from pydantic import Field
 
 from cloze.model_store.batch import HeadOutputs
-from cloze.model_store.heads import span
+from cloze.model_store.heads import HeadRequest, span
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.answer_spans import (
     AnswerSpans,
@@ -164,7 +164,7 @@ def _add(
     return Question(pair.value.context, read, tokenizer.special.second_start(len(cut)), bounds)
 
 
-_REQUEST: Final = {span.HEAD.name: span.SpanRequest()}
+_REQUEST: Final = {span.HEAD.name: HeadRequest()}
 
 
 def _options(parameters: QaParameters, limits: TaskLimits) -> QaOptions:
@@ -216,7 +216,7 @@ def decode(
     state = prepared.state
     results: list[_Result] = []
     for question in state.questions:
-        logits = [next(rest)[span.HEAD.name].logits for _ in question.windows]
+        logits = [next(rest)[span.HEAD.name].array for _ in question.windows]
         results.append(best_answers(question, logits, state.options, memory))
     return results
 

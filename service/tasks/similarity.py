@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store.batch import HeadOutputs
-from cloze.model_store.heads import embedding, token_embedding
+from cloze.model_store.heads import HeadRequest, embedding, token_embedding
 from cloze.service.core import Float32
 from cloze.service.tasks import embed, embed_inputs
 from cloze.service.tasks.embed_inputs import Offsets, TextParameters
@@ -72,9 +72,9 @@ class DetailedSimilarity:
 _PAIRS = 10
 """Most pairs of tokens per sentence in the result."""
 
-_VECTORS: Final = {embedding.HEAD.name: embedding.EmbeddingRequest()}
+_VECTORS: Final = {embedding.HEAD.name: HeadRequest()}
 _ALL_VECTORS: Final = _VECTORS | {
-    token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest(),
+    token_embedding.HEAD.name: HeadRequest(),
 }
 
 
@@ -115,12 +115,12 @@ def decode(
     _: TaskContext,
 ) -> list[float] | list[DetailedSimilarity]:
     """Return a cosine per sentence, in their order, with pairs of tokens if asked for."""
-    rows = [output[embedding.HEAD.name].embedding for output in outputs]
+    rows = [output[embedding.HEAD.name].array for output in outputs]
     vectors = embed.normalized(np.array(rows, np.float32))
     cosines: list[float] = (vectors[1:] @ vectors[0]).tolist()
     if prepared.state is None:
         return cosines
-    tokens = [embed.normalized(output[token_embedding.HEAD.name].embeddings) for output in outputs]
+    tokens = [embed.normalized(output[token_embedding.HEAD.name].array) for output in outputs]
     source, *sentences = zip(tokens, prepared.state, strict=True)
     return [
         DetailedSimilarity(cosine, _pairs(source, sentence))

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store.batch import HeadOutputs
-from cloze.model_store.heads import sequence_classification
+from cloze.model_store.heads import HeadRequest, sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.core import Float32
 from cloze.service.tasks.long_text import (
@@ -112,9 +112,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     return encoder.prepared(state, len(encoder.encodings))
 
 
-_REQUEST: Final = {
-    sequence_classification.HEAD.name: sequence_classification.SequenceClassificationRequest()
-}
+_REQUEST: Final = {sequence_classification.HEAD.name: HeadRequest()}
 
 _FUNCTIONS: Final[dict[str, Function]] = {
     "single_label_classification": "softmax",
@@ -135,7 +133,7 @@ def decode(
     """Return the labels of each text, best first."""
     labels = _labels(context).labels
     name = sequence_classification.HEAD.name
-    logits = np.stack([output[name].logits for output in outputs])
+    logits = np.stack([output[name].array for output in outputs])
     scores = _apply(prepared.state.function, logits)
     if (windows := prepared.state.windows) is not None:
         sums = np.add.reduceat(scores, np.cumsum([0, *windows[:-1]]))

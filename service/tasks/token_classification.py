@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import Field
 
 from cloze.model_store.batch import HeadOutputs
-from cloze.model_store.heads import token_classification
+from cloze.model_store.heads import HeadRequest, token_classification
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.service.core import Float32, InvalidRequest
 from cloze.service.tasks.long_text import (
@@ -161,9 +161,7 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
     return encoder.prepared(state, sum(map(len, encoder.encodings)) // _TOKENS_PER_RESULT)
 
 
-_REQUEST: Final = {
-    token_classification.HEAD.name: token_classification.TokenClassificationRequest()
-}
+_REQUEST: Final = {token_classification.HEAD.name: HeadRequest()}
 
 
 def _long_text(
@@ -197,7 +195,7 @@ def decode(
     state = prepared.state
     results: list[Entities] = []
     for text in state.texts:
-        logits = [next(rest)[token_classification.HEAD.name].logits for _ in text.windows]
+        logits = [next(rest)[token_classification.HEAD.name].array for _ in text.windows]
         results.append(_entities(text, logits, state, context))
     return results
 

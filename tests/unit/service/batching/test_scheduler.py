@@ -97,7 +97,7 @@ def test_a_batch_is_reported() -> None:
         begin = time.monotonic()
         wait_until(lambda: time.monotonic() > begin + 0.02)
         engine.gate.set()
-        sums = [output["embedding"].embedding[0] for output in futures[0].result(20).outputs]
+        sums = [output["embedding"].array[0] for output in futures[0].result(20).outputs]
         futures[2].result(20)
         assert sums == [12, 18]
     assert [(report.sequences, report.tokens, report.fill) for report in reports] == [
@@ -146,7 +146,7 @@ def test_a_batch_that_fails_is_halved() -> None:
     error = futures[1].exception(0)
     assert type(error) is EngineFailed
     assert str(error) == "the engine cannot run this input (RuntimeError)"
-    assert [future.result(0).outputs[0]["embedding"].embedding[0] for future in futures[2:]] == [
+    assert [future.result(0).outputs[0]["embedding"].array[0] for future in futures[2:]] == [
         8, 12, 16,
     ]  # fmt: skip
     assert made.dead is None

@@ -216,7 +216,7 @@ def test_each_pooling_of_layers_reads_its_own_output() -> None:
     one, nothing, two = layer_embedding.HEAD.unpack([several, None, largest], PLACEMENT, outputs)
     assert nothing is None
     assert one.array.tolist() == [[1], [2]]
-    assert two.vectors.tolist() == [[30]]
+    assert two.array.tolist() == [[30]]
 
 
 def test_sparse_rows_repeat_the_first_row_of_a_shorter_sequence() -> None:

@@ -21,12 +21,6 @@ _MIN_WINDOW_S = 0.25
 _MAX_WINDOW_S = 10.0
 """Longest time between two batches of a busy queue; a batch of one long text takes seconds."""
 
-_WINDOW_WEIGHT = 0.3
-"""Weight of the newest window in the moving average of a rate of draining."""
-
-_BATCH_WEIGHT = 0.1
-"""Weight of the newest batch in the moving average of the rate of batches."""
-
 _LEAST_RATE_SHARE = 0.2
 """Least rate of draining, as a share of the rate of batches; corrects a figure that is wrong."""
 
@@ -99,20 +93,13 @@ class DrainRate:
         return self.per_s * min(1.0, self._busy / busy) if busy else self.per_s
 
     def batch_ended(self, now: float, tokens: int, *, waiting: bool, busy: int = 1) -> None:
-        """Count a batch.
-
-        Args:
-            now: `time.monotonic` time at which the batch ended.
-            tokens: number of its tokens.
-            waiting: whether further encodings wait now.
-            busy: number of busy workers of the process.
-        """
+        """Count a batch that ends now, while others wait, and with so many busy workers."""
         if self._since is not None:
             self._tokens += tokens
             self._busy_tokens += tokens * busy
             seconds = now - self._since
             if _MIN_WINDOW_S <= seconds <= _MAX_WINDOW_S:
-                weight = _WINDOW_WEIGHT if self.per_s else 1.0
+                weight = 0.3 if self.per_s else 1.0  # a moving average
                 self.per_s += weight * (self._tokens / seconds - self.per_s)
                 self._busy += weight * (self._busy_tokens / self._tokens - self._busy)
             if seconds >= _MIN_WINDOW_S:  # too long: others were cancelled, or nothing ran
@@ -151,7 +138,7 @@ class Admission:
 
     def batch_ended(self, tokens: int, tokens_per_s: float) -> None:
         """Note a batch and its rate."""
-        weight = _BATCH_WEIGHT if self.tokens_per_s else 1.0
+        weight = 0.1 if self.tokens_per_s else 1.0  # a moving average
         self.tokens_per_s += weight * (tokens_per_s - self.tokens_per_s)
         busy, waiting = self._activity.busy, self._queue.tokens > 0
         self._drain_rate.batch_ended(time.monotonic(), tokens, busy=busy, waiting=waiting)

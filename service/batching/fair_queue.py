@@ -1,17 +1,12 @@
 """The queue of a scheduler: which encodings run next, and together.
 
-The requests of a client wait in lines, one line per class of size and of patience. Clients are
-served by turns, and so are the lines of a client. So 200 connections of one client do not delay the
-single text of another, a short request never waits behind long ones, a long one gets its share
-beside any number of short ones, and a request that states a short time limit does not wait behind
-requests that state none. The order within a line is the order of arrival, so that no later request
-delays an earlier one of the same line.
+The requests of a client wait in lines, one line per class of size and of patience, in the order of
+arrival. Clients are served by turns, and so are the lines of a client: short requests do not wait
+behind long ones, and 200 connections of one client do not delay the single text of another.
 
 A batch takes encodings of the same length from other lines as well, in the order of their turns,
-and each line pays for its own, so that fairness costs no throughput.
-
-Only one thing goes before turns: what was accepted ends in time. When no time is left for anything
-else, the request with the earliest deadline is next (`Demand`).
+and each line pays for its own, so that fairness costs no throughput. When no time is left for
+anything else, the request with the earliest deadline goes before turns (`Demand`).
 """
 
 import math
@@ -33,9 +28,6 @@ from cloze.service.core import (
 _SIZES = (128, 1024)
 """Tokens of a request at which the next class of size begins."""
 
-_LATER_ROUND = -1
-"""Class of size of the later rounds of requests: what was admitted before does not wait again."""
-
 _STEP_S = 0.1
 """Due times are rounded down to such steps."""
 
@@ -50,7 +42,7 @@ class LineKey(NamedTuple):
     """Which of a client's lines a request waits in.
 
     Attributes:
-        size: the class of size; see `_SIZES`.
+        size: the class of size; -1: a later round of a request, which goes before the first ones.
         patience: the class of the stated time limit; 0: the request states none. A class ends at
             twice the time of the one before.
     """
@@ -61,7 +53,7 @@ class LineKey(NamedTuple):
     @classmethod
     def of(cls, tokens: int, timeout_s: float | None, *, later_round: bool = False) -> "LineKey":
         """Return the line of a request with so many tokens that states a time limit, or none."""
-        size = _LATER_ROUND if later_round else sum(tokens >= least for least in _SIZES)
+        size = -1 if later_round else sum(tokens >= least for least in _SIZES)
         return cls(size, 0 if timeout_s is None else 1 + int(timeout_s).bit_length())
 
 
@@ -71,12 +63,10 @@ class PendingRequest(Future[BatchResult]):
     Attributes:
         deadline: `time.monotonic` time after which no encoding starts.
         due: `time.monotonic` time by which the request is to end; see `Demand`.
-        submitted: `time.monotonic` time of the admission.
         outputs: one element per encoding; None until the encoding has run.
         missing: number of outputs that are None.
         queued_tokens: number of tokens that wait; 0 when the request has ended.
         started: `time.monotonic` time at which a worker took the first encoding, or None.
-        trace: the W3C ``traceparent`` of the request's span; "" if it is not traced.
     """
 
     def __init__(self, submission: Submission, line: "Line") -> None:
@@ -177,10 +167,9 @@ class Batch:
 
     Attributes:
         max_tokens: most tokens; a longer single encoding fills the batch.
-        encodings: none if all that were looked at belong to requests that have ended or expired.
+        encodings: none if all that were looked at belong to requests that have ended.
         expired: requests that cannot end before their deadline; who takes the batch ends them.
         rows: number of the encodings' rows of the vocabulary.
-        longest: tokens of the longest encoding.
         fill: what keeps further encodings out; `BatchFill.WAITING`: nothing yet.
     """
 
@@ -246,7 +235,7 @@ class Demand:
         Args:
             now: `time.monotonic` time.
             rate: tokens per second.
-            due: when further tokens would be due; dues before it do not depend on them.
+            due: when further tokens would be due; dues before it are not looked at.
             tokens: number of these tokens.
 
         Returns:
@@ -266,16 +255,13 @@ class Demand:
 
 
 class FairQueue:
-    """The encodings that wait, and the requests that have not ended.
+    """The encodings that wait, of one length per batch unless `varlen`, and all pending requests.
 
     Clients share the workers equally, and so do the lines of a client (fair queueing). Virtual time
     advances by the tokens that each would have received if all were served at once, and the one
     with the smallest turn is next. One that begins to wait has saved nothing up, and owes on.
 
     The class is not safe for threads: the lock of the scheduler guards every call.
-
-    Args:
-        varlen: whether a batch may mix lengths.
 
     Attributes:
         tokens: number of tokens that wait.
@@ -329,9 +315,8 @@ class FairQueue:
     def share(self, client_name: str, key: LineKey) -> tuple[int, int, int]:
         """Return what a request that arrives now waits behind.
 
-        Returns:
-            The tokens in its line, the number of lines of its client, and the number of clients;
-            both with its own.
+        These are the tokens in its line, and the numbers of its client's lines and of clients, its
+        own included.
         """
         client = self._clients.get(client_name)
         if client is None:

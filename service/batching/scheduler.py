@@ -2,10 +2,8 @@
 
 The scheduler is work-conserving and late-binding: an idle worker takes a batch at once, and no
 request waits for a batch to fill. All encodings of a batch have the same length, so that a batch
-needs no padding. If the engine supports variable-length batches, the lengths may differ.
-`fair_queue` has the order.
-
-A request is admitted if its first batch is expected to start soon enough (`admission`).
+needs no padding, unless the engine supports variable-length batches. `admission` decides which
+requests wait, and `fair_queue` which encodings run next.
 
 On a CPU, a batch has as many tokens as run within the latency objective, at the measured rate. A
 text that is longer than a batch cannot be interrupted. While all workers run such texts, one more
@@ -57,13 +55,8 @@ With equal priority, an overloaded server answers probes and refuses requests on
 _MIN_BATCH_TOKENS = 128
 """Tokens that a batch may have however slow the processor is; smaller batches cost throughput."""
 
-_HANGS_AFTER = 10.0
-"""How many times its predicted time a run may take, besides the margin."""
-
-_UNMEASURED_S = 60.0
-"""How long a run may take, besides the margin, before any run was measured."""
-
-_CHECKS_PER_MARGIN = 4
+_UNMEASURED_S = 6.0
+"""Predicted time of a run before any run was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +88,6 @@ class Scheduler:
 
     Args:
         engine: runs the batches; all workers call the engine at once.
-        limits: the limits of the queue, the batches and the runs.
         activity: counts the busy workers of all schedulers of the process.
         on_batch: called after each batch, on the worker thread.
         on_dead: called once, on any thread, when the engine is dead.
@@ -120,8 +112,7 @@ class Scheduler:
         self._on_batch = on_batch
         self._on_dead = on_dead
 
-        # The lock guards all attributes up to `_closing`. To enter the lock itself costs less than
-        # to enter the condition.
+        # The lock guards all attributes up to `_closing`. To enter it costs less than a condition.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._short_texts = threading.Condition(self._lock)  # wakes the worker for short texts
@@ -129,11 +120,7 @@ class Scheduler:
         self._on_long_texts: set[int] = set()  # numbers of workers
         self._idle_workers = 0
         self._admission = Admission(
-            self._queue,
-            self._activity,
-            limits.workers,
-            limits.max_queue_tokens,
-            limits.max_wait_s,
+            self._queue, self._activity, limits.workers, limits.max_queue_tokens, limits.max_wait_s
         )
         self.draining = False
         self.dead: str | None = None
@@ -399,8 +386,7 @@ class Watchdog:
 
     def began(self, worker: int, predicted_s: float | None) -> None:
         """Note the start of a worker's run; None: no run was measured yet."""
-        expected_s = _UNMEASURED_S if predicted_s is None else _HANGS_AFTER * predicted_s
-        limit_s = expected_s + self._margin_s
+        limit_s = 10 * (_UNMEASURED_S if predicted_s is None else predicted_s) + self._margin_s
         with self._lock:
             self._runs[worker] = limit_s, limit_s
 
@@ -415,7 +401,7 @@ class Watchdog:
         The time in which this thread did not run is not counted: the process was stopped then, or
         the machine.
         """
-        period_s = self._margin_s / _CHECKS_PER_MARGIN
+        period_s = self._margin_s / 4
         before = time.monotonic()
         while not self.ended.wait(period_s):
             now = time.monotonic()

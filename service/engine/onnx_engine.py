@@ -1,7 +1,4 @@
-"""An engine that runs a bundle with onnxruntime.
-
-The engine checks the golden outputs of the chosen graph, and then runs batches.
-"""
+"""An engine that checks the golden outputs of a bundle's graph, and then runs batches with it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -166,11 +163,7 @@ def _open_session(device: Device, options: SessionOptions, bundle: Bundle, graph
 def _open(
     bundle: Bundle, device: Device, precision: RequestedPrecision, open_session: OpenSession
 ) -> tuple[GraphChoice, Session]:
-    """Choose a graph, check it against the manifest and open its session.
-
-    Raises:
-        StartupError: the bundle lacks the precision, or the graph does not load.
-    """
+    """Choose a graph, check it against the manifest and open its session."""
     choice = choose_graph(bundle.manifest, device, precision)
     try:
         check_graph(bundle, choice.graph)

@@ -15,8 +15,8 @@ from functools import partial
 import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import LineKey, PendingRequest
-from cloze.service.batching.scheduler import SchedulerLimits
 from cloze.service.core import (
     DeadlineExceeded,
     EngineDead,

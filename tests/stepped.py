@@ -9,8 +9,9 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import Batch, QueuedEncoding
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import BatchFill
 from tests.fake_engine import FakeEngine
 

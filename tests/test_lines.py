@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cloze.bench.studies.admission_queues import Clock, virtual_time
+from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import Demand, FairQueue, LineKey
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
     BatchResult,
     DeadlineExceeded,
@@ -66,7 +67,7 @@ class Server:
             if batch:
                 tokens = sum(queued.tokens for queued in batch)
                 self.clock.now += tokens / self.rate
-                self.scheduler._deliver(batch, [{}] * len(batch), self.rate)
+                self.scheduler._deliver(batch, [{}] * len(batch), tokens / self.rate)
         self.clock.now = max(self.clock.now, time if time < math.inf else 0.0)
 
 

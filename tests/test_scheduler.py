@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching import scheduler as scheduler_module
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits, Watchdog
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler, Watchdog
 from cloze.service.core import (
     BatchReport,
     BatchResult,

@@ -22,7 +22,8 @@ from cloze.model_store import Store
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import HeadRequest
 from cloze.model_store.heads.embedding import HEAD
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
     BatchResult,
     EngineDead,

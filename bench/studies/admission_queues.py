@@ -22,8 +22,9 @@ from cloze.bench.studies.virtual_time import CORES, BatchQueue
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.manifest import Precision
 from cloze.service.batching import admission, fair_queue, scheduler
+from cloze.service.batching.admission import SchedulerLimits
 from cloze.service.batching.fair_queue import QueuedEncoding
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import BatchResult, Device, Overloaded, Submission
 from cloze.service.settings import Settings
 
@@ -210,9 +211,8 @@ class SchedulerQueue:
     def end_run(self, batch: list[SimulatedRequest]) -> None:
         """End the requests of a batch that has run."""
         seconds = self._clock.now - batch[0].started
-        tokens = sum(request.tokens for request in batch)
         queued = [self._running.pop(request) for request in batch]
-        self._scheduler._deliver(queued, [{}] * len(batch), tokens / seconds)
+        self._scheduler._deliver(queued, [{}] * len(batch), seconds)
 
 
 class Discipline(Protocol):

@@ -22,7 +22,8 @@ from cloze.model_store.heads.embedding import EMBEDDINGS, HEAD
 from cloze.model_store.layouts import Layout
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
     BatchResult,
     Device,

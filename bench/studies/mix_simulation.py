@@ -26,9 +26,9 @@ from cloze.bench.studies.admission_queues import (
     virtual_time,
 )
 from cloze.bench.studies.virtual_time import ALONE, CORES, COSTS, Run, Workers
-from cloze.service.batching.admission import PromiseKey, Promises, longest_wait_s
+from cloze.service.batching.admission import PromiseKey, Promises, SchedulerLimits, longest_wait_s
 from cloze.service.batching.fair_queue import LineKey, QueuedEncoding
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Overloaded, Submission
 
 COST, ALONE_FACTOR = COSTS["int8"], ALONE["int8"]
@@ -182,7 +182,7 @@ class Simulation:
         seconds = self._clock.now - self._began.pop(id(run))
         tokens = sum(queued.tokens for queued in run.batch)
         self.tokens += tokens
-        self._scheduler._deliver(run.batch, [{}] * len(run.batch), tokens / seconds)
+        self._scheduler._deliver(run.batch, [{}] * len(run.batch), seconds)
 
     def _offer(self, arrival: Arrival) -> None:
         """Decide as the gate and the scheduler do."""

@@ -10,6 +10,7 @@ docs/decisions/0017-admission-by-time.md has the alternatives.
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from cloze.service.batching.fair_queue import FairQueue, LineKey, due_time
@@ -44,6 +45,27 @@ _EARLY_S = 0.05
 
 _LATE_S = 3.0
 """How much later than told a client may come: a whole second of rounding, and its own delay."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """The limits of a scheduler.
+
+    Attributes:
+        max_batch_tokens: most tokens per batch; a longer single encoding runs alone.
+        max_queue_tokens: most tokens that may wait. An empty queue admits a request of any size.
+        max_wait_s: longest expected wait of a request that states no limit; 0: no such limit.
+        stall_timeout_s: seconds that a run may take beyond ten times its predicted time. After
+            that, the engine hangs.
+        batch_latency_s: longest duration of a batch of several encodings; 0: no such limit.
+    """
+
+    workers: int
+    max_batch_tokens: int
+    max_queue_tokens: int
+    stall_timeout_s: float
+    batch_latency_s: float = 0.0
+    max_wait_s: float = 0.0
 
 
 class Activity:
@@ -113,26 +135,12 @@ class DrainRate:
 class Admission:
     """The admission of one scheduler, whose lock guards it.
 
-    Args:
-        workers: number of threads that run batches.
-        max_queue_tokens: most tokens that may wait.
-        max_wait_s: longest expected wait of a request that states no limit; 0: no such limit.
-
     Attributes:
         tokens_per_s: mean rate of one worker while its batches run; 0.0 before the first batch.
     """
 
-    def __init__(
-        self,
-        queue: FairQueue,
-        activity: Activity,
-        workers: int,
-        max_queue_tokens: int,
-        max_wait_s: float,
-    ) -> None:
-        self._queue, self._activity = queue, activity
-        self._workers = workers
-        self._max_queue_tokens, self._max_wait_s = max_queue_tokens, max_wait_s
+    def __init__(self, queue: FairQueue, activity: Activity, limits: SchedulerLimits) -> None:
+        self._queue, self._activity, self._limits = queue, activity, limits
         self._drain_rate = DrainRate()
         self.tokens_per_s = 0.0
 
@@ -146,7 +154,7 @@ class Admission:
     @property
     def rate(self) -> float:
         """The tokens per second of all workers; 0.0 before the first batch."""
-        batches = self.tokens_per_s * self._workers  # while batches run
+        batches = self.tokens_per_s * self._limits.workers  # while batches run
         drained = self._drain_rate.among(self._activity.busy)
         return max(drained, _LEAST_RATE_SHARE * batches) if drained else batches
 
@@ -178,12 +186,12 @@ class Admission:
         now, rate = time.monotonic(), self.rate
         tokens, client, timeout_s = submission.tokens, submission.client, submission.timeout_s
         ahead, _, _ = queue.share(client, LineKey.of(tokens, timeout_s))
-        free = self._max_queue_tokens - queue.tokens
+        most, waiting = self._limits.max_queue_tokens, queue.tokens
+        free = most - waiting
         if ahead + tokens > free:  # so no line ever fills the queue (Choudhury and Hahne 1998)
             raise Overloaded(
-                f"the queue holds {queue.tokens} tokens, {ahead} of them like this request's "
-                f"{tokens}; together they would be more than the {free} that are left of the "
-                f"limit of {self._max_queue_tokens}",
+                f"the queue holds {waiting} tokens, {ahead} of them like this request's {tokens}; "
+                f"together they would be more than the {free} that are left of the limit of {most}",
                 (ahead + tokens - free) / rate if rate else 1.0,
                 Rejection.QUEUE_FULL,
             )
@@ -192,7 +200,7 @@ class Admission:
         wait = self.expected_wait(client, tokens, timeout_s)
         end_s, left_s = wait.seconds + wait.per_request_s, submission.deadline - now
         factor = _RETURNING if submission.returning else 1.0
-        limit_s = factor * longest_wait_s(timeout_s, self._max_wait_s)
+        limit_s = factor * longest_wait_s(timeout_s, self._limits.max_wait_s)
         if wait.seconds > limit_s:
             raise Overloaded(too_long(wait.seconds, limit_s), wait.seconds - limit_s)
         slack_s = queue.demand.slack_s(now, rate, due_time(now, submission.deadline), tokens)

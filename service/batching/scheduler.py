@@ -18,11 +18,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 
 from cloze.model_store.batch import HeadOutputs
-from cloze.service.batching.admission import Activity, Admission
+from cloze.service.batching.admission import Activity, Admission, SchedulerLimits
 from cloze.service.batching.fair_queue import (
     Batch,
     FairQueue,
@@ -57,28 +56,6 @@ _MIN_BATCH_TOKENS = 128
 
 _UNMEASURED_S = 6.0
 """Predicted time of a run before any run was measured."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """The limits of a scheduler.
-
-    Attributes:
-        workers: number of threads that run batches.
-        max_batch_tokens: most tokens per batch; a longer single encoding runs alone.
-        max_queue_tokens: most tokens that may wait. An empty queue admits a request of any size.
-        max_wait_s: longest expected wait of a request that states no limit; 0: no such limit.
-        stall_timeout_s: seconds that a run may take beyond ten times its predicted time. After
-            that, the engine hangs.
-        batch_latency_s: longest duration of a batch of several encodings; 0: no such limit.
-    """
-
-    workers: int
-    max_batch_tokens: int
-    max_queue_tokens: int
-    stall_timeout_s: float
-    batch_latency_s: float = 0.0
-    max_wait_s: float = 0.0
 
 
 class Scheduler:
@@ -119,9 +96,7 @@ class Scheduler:
         self._queue = FairQueue(varlen=engine.supports_varlen)
         self._on_long_texts: set[int] = set()  # numbers of workers
         self._idle_workers = 0
-        self._admission = Admission(
-            self._queue, self._activity, limits.workers, limits.max_queue_tokens, limits.max_wait_s
-        )
+        self._admission = Admission(self._queue, self._activity, limits)
         self.draining = False
         self.dead: str | None = None
         self._closing = False
@@ -208,8 +183,6 @@ class Scheduler:
         within_latency = int(tokens_per_s * limits.batch_latency_s)
         return min(limits.max_batch_tokens, max(_MIN_BATCH_TOKENS, within_latency))
 
-    # ---- worker threads -------------------------------------------------------------------------
-
     def _work(self, number: int, take: Callable[[], Batch | None]) -> None:
         """Run batches until the scheduler closes."""
         if sys.platform == "linux":
@@ -268,13 +241,12 @@ class Scheduler:
             self._batch_tokens(), takers=takers, longest=longest, rate=self._admission.rate
         )
         for request in batch.expired:
-            left_s = request.deadline - time.monotonic()
-            message = (
-                "the request's time was over before it ran"
-                if left_s <= 0
-                else f"the workers have become slower, and the request cannot end in the "
-                f"{left_s:.1f} s that are left of its time"
-            )
+            message = "the request's time was over before it ran"
+            if (left_s := request.deadline - time.monotonic()) > 0:
+                message = (
+                    "the workers have become slower, and the request cannot end in the "
+                    f"{left_s:.1f} s that are left of its time"
+                )
             self._finish(request, DeadlineExceeded(message))
         return batch
 
@@ -292,9 +264,8 @@ class Scheduler:
             outputs = self._engine.run(encodings, alone=alone)
         except Exception as error:  # the runtime's errors have no common type
             if len(batch) == 1:
-                name = type(error).__name__
-                failed = EngineFailed(f"the engine cannot run this input ({name})")
-                self._finish(batch[0].request, failed)
+                message = f"the engine cannot run this input ({type(error).__name__})"
+                self._finish(batch[0].request, EngineFailed(message))
                 self._probe()
                 return
             middle = len(batch) // 2
@@ -307,16 +278,16 @@ class Scheduler:
         traces = {trace for queued in batch if (trace := queued.request.trace)}
         self._on_batch(BatchReport(len(batch), tokens, seconds, fill, tuple(traces)))
         # Last, because the event loop wakes up and then waits for this thread to be idle.
-        self._deliver(batch, outputs, tokens / max(seconds, 1e-9))
+        self._deliver(batch, outputs, seconds)
 
     def _deliver(
-        self, batch: list[QueuedEncoding], outputs: list[HeadOutputs], tokens_per_s: float
+        self, batch: list[QueuedEncoding], outputs: list[HeadOutputs], seconds: float
     ) -> None:
         """Store the outputs of a batch, and finish the requests that have all their outputs."""
         complete = []
         with self._lock:
             tokens = sum(queued.tokens for queued in batch)
-            self._admission.batch_ended(tokens, tokens_per_s)
+            self._admission.batch_ended(tokens, tokens / max(seconds, 1e-9))
             for queued, output in zip(batch, outputs, strict=True):
                 request = queued.request
                 request.outputs[queued.position] = output

@@ -11,6 +11,7 @@ from cloze.service.batching.admission import (
     DrainRate,
     PromiseKey,
     Promises,
+    SchedulerLimits,
     longest_wait_s,
     too_long,
 )
@@ -36,7 +37,8 @@ class Full:
     ) -> None:
         self.queue = FairQueue(varlen=False)
         self.activity = Activity()
-        self.admission = Admission(self.queue, self.activity, workers, max_tokens, max_wait_s)
+        limits = SchedulerLimits(workers, 1000, max_tokens, 8.0, max_wait_s=max_wait_s)
+        self.admission = Admission(self.queue, self.activity, limits)
         self.admission.tokens_per_s = 10.0 / workers
 
     def put(

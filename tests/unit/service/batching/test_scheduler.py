@@ -12,8 +12,8 @@ import pytest
 
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.batching import scheduler as scheduler_module
-from cloze.service.batching.admission import Activity
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits, Watchdog
+from cloze.service.batching.admission import Activity, SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler, Watchdog
 from cloze.service.core import (
     BatchFill,
     BatchReport,

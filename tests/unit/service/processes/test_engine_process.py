@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from cloze.model_store import Bundle
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import (
     BatchFill,
     BatchReport,

@@ -25,7 +25,8 @@ from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from cloze.model_store.manifest import Precision
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
 from cloze.service.http.access import Callers
 from cloze.service.http.json_bodies import BodyLimits

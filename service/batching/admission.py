@@ -215,10 +215,7 @@ class Admission:
 
 
 def longest_wait_s(timeout_s: float | None, max_wait_s: float) -> float:
-    """Return the longest expected wait with which a request is admitted, in seconds.
-
-    It is `max_wait_s` if the request states no time limit; 0 stands for no such limit.
-    """
+    """Return the longest wait with which a request is admitted; without limits, infinity."""
     if timeout_s is not None:
         return _SHARE_OF_TIME * timeout_s
     return max_wait_s or float("inf")

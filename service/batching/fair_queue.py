@@ -83,11 +83,8 @@ class PendingRequest(Future[BatchResult]):
 
 
 def due_time(now: float, deadline: float) -> float:
-    """Return the time by which a request that arrives now is to end, a little before its deadline.
-
-    The rest of the time is for what follows the engine, and for errors of the measured rate.
-    """
-    return now + 0.9 * (deadline - now)
+    """Return the time by which a request that arrives now is to end, before its deadline."""
+    return now + 0.9 * (deadline - now)  # what follows the engine takes time too
 
 
 class QueuedEncoding(NamedTuple):
@@ -150,10 +147,7 @@ class Line:
         return min(fitting, default=None)  # by serial
 
     def sweep(self) -> None:
-        """Drop the encodings of ended requests, which would occupy unbounded memory.
-
-        Called when they have more tokens than those that wait, so that a drop takes constant time.
-        """
+        """Drop the encodings of ended requests, once they have more tokens than those that wait."""
         self.ended_tokens = 0
         for key, group in list(self.groups.items()):
             self.groups[key] = deque(each for each in group if each.request.queued_tokens)
@@ -313,11 +307,7 @@ class FairQueue:
         self.demand.add(request.due, tokens)
 
     def share(self, client_name: str, key: LineKey) -> tuple[int, int, int]:
-        """Return what a request that arrives now waits behind.
-
-        These are the tokens in its line, and the numbers of its client's lines and of clients, its
-        own included.
-        """
+        """Return the tokens in a request's line, and the numbers of its lines and of clients."""
         client = self._clients.get(client_name)
         if client is None:
             return 0, 1, len(self._clients) + 1

@@ -343,9 +343,6 @@ class Watchdog:
     Args:
         margin_s: seconds that a run may take beyond ten times its predicted time.
         on_hang: called once with the reason, on the thread of `watch`.
-
-    Attributes:
-        ended: ends `watch` when it is set.
     """
 
     def __init__(self, margin_s: float, on_hang: Callable[[str], None]) -> None:

@@ -4,10 +4,13 @@ forgotten.
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cloze.model_store.batch import Encoding
 from cloze.service.batching import fair_queue
@@ -492,6 +495,56 @@ def test_a_request_has_a_place_for_each_output(now: list[float]) -> None:
     taken: Sequence[Any] = queue.take(100).encodings
     assert taken[0].request is request
     assert taken[0].vocabulary_rows == 0
+
+
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "end", "forget", "take", "take short"]),
+        st.integers(0, 3),
+        st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(steps=steps, varlen=st.booleans())
+def test_sums_are_those_of_the_encodings_in_memory(
+    steps: list[tuple[str, int, list[int]]], varlen: bool
+) -> None:
+    """Requests end at any time, and are forgotten later."""
+    queue = FairQueue(varlen=varlen)
+    added: list[PendingRequest] = []
+    forgotten: set[PendingRequest] = set()
+    for kind, number, lengths in steps:
+        chosen = added[number % len(added)] if added else None
+        if kind == "add":
+            batch = [sized(length) for length in lengths]
+            key = LineKey(number % 2, 0)
+            added.append(queue.add(Submission(FOREVER, batch, "ab"[number // 2]), key))
+        elif kind == "end" and chosen and not chosen.done():
+            chosen.cancel()
+        elif kind == "forget" and chosen and chosen.done() and chosen not in forgotten:
+            queue.forget(chosen)
+            forgotten.add(chosen)
+        elif kind == "take" and queue.tokens:
+            for queued in queue.take(5).encodings:
+                assert not queued.request.done()
+        elif kind == "take short" and not varlen and queue.has_up_to(2):
+            assert all(queued.tokens <= 2 for queued in queue.take(5, longest=2).encodings)
+        lines = [line for client in queue._clients.values() for line in client.lines.values()]
+        held: Counter[PendingRequest] = Counter()
+        for line in lines:
+            own = [queued for group in line.groups.values() for queued in group]
+            for queued in own:
+                held[queued.request] += queued.tokens
+            assert line.tokens == sum(q.tokens for q in own if q.request not in forgotten)
+            assert line.ended_tokens == sum(q.tokens for q in own if q.request in forgotten)
+            assert line.ended_tokens <= line.tokens, "ended requests would fill the memory"
+            assert all(line.groups.values()), "an empty group stays"
+        assert queue.tokens == sum(line.tokens for line in lines)
+        assert all(each.queued_tokens == held[each] for each in added if each not in forgotten)
+        assert queue.requests == set(added) - forgotten
 
 
 # ---- demand ------------------------------------------------------------------------------------

@@ -462,6 +462,17 @@ def test_ended_requests_do_not_fill_the_memory(rounds: int) -> None:
         assert queue._clients == {}
 
 
+def test_a_sweep_keeps_what_is_not_subtracted_yet() -> None:
+    queue = Queue()
+    ending = queue.add(Submission(FOREVER, [sized(5)], "a"), SHORT)
+    ending.cancel()
+    queue.put("a", 9).cancel()  # a sweep
+    assert (queue.in_memory, queue.tokens) == (1, 5)
+    assert (queue.took(), queue.tokens) == ([], 0)
+    queue.forget(ending)
+    assert queue._clients == {}
+
+
 def test_what_a_batch_leaves_of_ended_requests_is_dropped() -> None:
     queue = Queue()
     queue.put("a", 9, 9)

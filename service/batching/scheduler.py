@@ -59,9 +59,7 @@ _UNMEASURED_S = 6.0
 
 
 class Scheduler:
-    """The queue of one model's requests and the worker threads that run the batches.
-
-    Nothing runs before `start`.
+    """The queue of one model's requests, and the threads that run batches from `start` on.
 
     Args:
         engine: runs the batches; all workers call the engine at once.

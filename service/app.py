@@ -28,6 +28,7 @@ from cloze.service.core import (
 from cloze.service.http.access import Callers
 from cloze.service.http.errors import STATUSES_FROM_ZERO
 from cloze.service.http.gate import Gate, Paths, Starts
+from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.keys import Keys
 from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD, RequestRecord
@@ -38,7 +39,6 @@ from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline, task_limits
 from cloze.service.protocols import (
     PROTOCOLS,
-    ApiLimits,
     ErrorResponder,
     ProtocolContext,
     WireProtocol,
@@ -186,7 +186,12 @@ class Service:
             models,
             self._metrics,
             self,
-            ApiLimits.of(settings),
+            BodyLimits.of_requests(
+                settings.max_request_bytes,
+                settings.max_request_texts,
+                settings.max_request_tokens,
+            ),
+            settings.max_request_texts,
             self._watch,
             has_keys,
         )

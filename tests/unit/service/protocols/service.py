@@ -36,7 +36,7 @@ from cloze.service.http.routes import Route
 from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline
-from cloze.service.protocols import PROTOCOLS, ApiLimits, ErrorResponder, ProtocolContext
+from cloze.service.protocols import PROTOCOLS, ErrorResponder, ProtocolContext
 from cloze.service.served_models import ServedModel
 from cloze.service.tasks import TASKS, Task, TaskLimits
 from tests.unit.service.tasks.model import ID, manifest
@@ -50,7 +50,7 @@ LIMITS = TaskLimits(
     max_text_characters=200,
     max_request_texts=300,
 )
-API_LIMITS = ApiLimits(BodyLimits(200_000, 40_000, 50_000), 3)
+BODY_LIMITS, MAX_TEXTS = BodyLimits(200_000, 40_000, 50_000), 3
 
 VECTOR, OTHER_VECTOR = [3.0, 0.0, 4.0, 0.0], [0.0, 0.0, 2.0, 0.0]
 """The embeddings of a text of one word, and of any other one. Their cosine is 0.8."""
@@ -136,7 +136,6 @@ class Service:
         described: changes of the manifest, per model; the first one is the default.
         tasks: the tasks that the server offers.
         callers: names the clients.
-        api_limits: the limits of the HTTP interface.
 
     Attributes:
         engine: the engine of all models.
@@ -152,7 +151,6 @@ class Service:
         *,
         tasks: dict[str, Task] = TASKS,
         callers: Callers | None = None,
-        api_limits: ApiLimits = API_LIMITS,
     ) -> None:
         save_tokenizer(folder)
         limits = SchedulerLimits(1, 512, 100_000, 30.0)
@@ -175,7 +173,8 @@ class Service:
             Models(pipelines, tasks.values()),
             self.metrics,
             self.state,
-            api_limits,
+            BODY_LIMITS,
+            MAX_TEXTS,
             RequestWatch(30.0, self.bodies, self.answers),
             has_keys=self._callers.keys is not None,
         )

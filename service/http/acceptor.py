@@ -12,7 +12,7 @@ from random import getrandbits
 from ssl import SSLContext
 from typing import Final, Protocol
 
-from cloze.service.http.access import is_accepted
+from cloze.service.http.access import is_accepted, is_address
 
 log = logging.getLogger("cloze")
 
@@ -131,7 +131,7 @@ class Probes:
     Args:
         bodies: path -> a function that returns the body of the answer with status 200; None: the
             usual way answers.
-        hosts: names in the Host header that are accepted; empty: any.
+        hosts: names in the Host header that are accepted besides addresses; empty: any.
     """
 
     def __init__(
@@ -174,7 +174,9 @@ class Probes:
         if values.get(b"connection", b"").lower() != b"close":
             return None
         host = values.get(b"host")
-        if host is None or (self._hosts and not is_accepted(host, self._hosts)):
+        if host is None:
+            return None
+        if self._hosts and not (is_accepted(host, self._hosts) or is_address(host)):
             return None
         if (body := self._bodies[path]()) is None:
             return None

@@ -180,6 +180,8 @@ class Access:
             `Permission.INFERENCE`.
         hosts: names in the Host header that are accepted; empty: any. A page of another site cannot
             send requests to a server on loopback by a name of its own (DNS rebinding).
+        by_address: paths that are also answered to a Host header with any IP address, in which no
+            page has a name of its own: a kubelet and a Prometheus ask a pod by its address.
     """
 
     def __init__(
@@ -189,9 +191,11 @@ class Access:
         open_routes: frozenset[str],
         permissions: Sequence[tuple[str, Permission]],
         hosts: frozenset[bytes],
+        by_address: frozenset[str] = frozenset(),
     ) -> None:
         self._needs_keys, self._open_routes = needs_keys, open_routes
         self._permissions, self._hosts = permissions, hosts
+        self._by_address = by_address
 
     def check(self, request: RequestRecord) -> None:
         """Raise unless a request may go on, and count it for its key.
@@ -199,13 +203,15 @@ class Access:
         Raises:
             ServiceError: the host, the key, its permission or its rate is wrong.
         """
+        path = request.path
         for name, value in request.headers if self._hosts else ():
-            if name == b"host" and not is_accepted(value, self._hosts):
+            if name != b"host" or is_accepted(value, self._hosts):
+                continue
+            if not (path in self._by_address and is_address(value)):
                 raise Forbidden(
                     f"the Host header {ascii(value.decode('latin-1'))[:80]} is not of this "
                     "server; name it in allowed_hosts"
                 )
-        path = request.path
         is_open = request.method in ("GET", "HEAD") and path in self._open_routes
         if is_open or not self._needs_keys:
             return
@@ -246,3 +252,14 @@ def is_accepted(value: bytes, hosts: frozenset[bytes]) -> bool:
     if name.startswith(b"["):
         return name.partition(b"]")[0] + b"]" in hosts
     return name.partition(b":")[0] in hosts
+
+
+def is_address(value: bytes) -> bool:
+    """Return whether the value of a Host header is an IP address, with or without a port."""
+    name = value.strip().decode("latin-1")
+    host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

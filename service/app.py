@@ -346,6 +346,15 @@ class Service:
             for pipeline in models.pipelines
         ]
 
+    def keys_readable(self) -> bool | None:
+        """Return whether the keys file can be read; None if there is none."""
+        keys = self._callers.keys
+        return None if keys is None else keys.is_readable
+
+    def certificate_end(self) -> float | None:
+        """Return the end of the certificate that is served, as Unix time; None without TLS."""
+        return self.certificate.end
+
     # ---- reload ---------------------------------------------------------------------------------
 
     @property
@@ -387,6 +396,7 @@ class Service:
             _return_memory_later()
             if not isinstance(error, StartupError):
                 raise
+            self._metrics.observe_reload(ok=False)
             log.error("nothing was reloaded: %s", error)
             raise ReloadRefused(f"nothing was reloaded: {error}") from error
         self._add_series(new)
@@ -394,6 +404,7 @@ class Service:
         if not old.running:
             self._end(old)
         changes = Changes.between(old.by_name, new.by_name)
+        self._metrics.observe_reload(ok=True)
         log.info("reloaded: %s", changes)
         return changes
 

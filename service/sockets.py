@@ -119,11 +119,13 @@ class Certificate:
 
     Attributes:
         context: for connections that open from now on; None: no TLS, or `use` was not called.
+        end: when the certificate of `context` ends, as Unix time; None: there is none.
     """
 
     def __init__(self, certificate: Path | None, key: Path | None) -> None:
         self._certificate, self._key = certificate, key
         self.context: ssl.SSLContext | None = None
+        self.end: float | None = None
 
     def check(self) -> None:
         """Read the files without a further effect.
@@ -143,7 +145,7 @@ class Certificate:
         if self._certificate is not None:
             context = self.context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             self._load(context)
-            self.context = context
+            self.context, self.end = context, _end_of(self._certificate)
 
     def _load(self, context: ssl.SSLContext) -> None:
         assert self._certificate is not None
@@ -154,3 +156,12 @@ class Certificate:
                 f"the certificate {self._certificate} or its key cannot be used: "
                 f"{error.strerror or error}"
             ) from None
+
+
+def _end_of(certificate: Path) -> float:
+    """Return when the first certificate of a PEM file ends, as Unix time.
+
+    Python has no public function for this; `tests/test_security.py` compares it with openssl.
+    """
+    decoded = ssl._ssl._test_decode_cert(os.fspath(certificate))  # type: ignore[attr-defined]
+    return float(ssl.cert_time_to_seconds(decoded["notAfter"]))

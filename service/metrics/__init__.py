@@ -2,7 +2,7 @@
 
 from cloze.service.metrics.metrics import Metrics, ModelInfo, ScrapeSource
 from cloze.service.metrics.processes import (
-    ProcessRestarts,
+    SupervisorMetrics,
     forget_other_models,
     forget_process,
     share_folder,
@@ -12,8 +12,8 @@ from cloze.service.metrics.processes import (
 __all__ = [
     "Metrics",
     "ModelInfo",
-    "ProcessRestarts",
     "ScrapeSource",
+    "SupervisorMetrics",
     "forget_other_models",
     "forget_process",
     "share_folder",

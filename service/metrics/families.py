@@ -26,6 +26,9 @@ _PARTS = ("tokenize", "queue", "inference")
 MODEL = ("model", "version")
 """Labels of a served model: its name, and its version in the store."""
 
+RELOADS = ("cloze_reloads", "Reloads that were asked for, by result.", ("result",))
+RELOAD_RESULTS = {True: "ok", False: "failed"}
+
 
 _Family = TypeVar("_Family", Counter, Histogram)
 
@@ -85,6 +88,8 @@ class Families:
             ("reason",),
         )
         self.rejected = {reason: rejected.labels(reason.value) for reason in Rejection}
+        reloads = self._counter(*RELOADS)
+        self.reloads = {ok: reloads.labels(name) for ok, name in RELOAD_RESULTS.items()}
         self._parts = self._histogram(
             "cloze_request_part_duration_seconds",
             "Parts of a request's time: tokenize, queue, inference.",

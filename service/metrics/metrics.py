@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import os
 import threading
 import time
 from collections import defaultdict, deque
@@ -17,6 +18,7 @@ from prometheus_client.samples import Exemplar
 
 from cloze.service.core import BatchReport, QueueState, Rejection, Timings
 from cloze.service.metrics.families import MODEL, Families, ModelSeries, model_labels
+from cloze.service.metrics.processes import used_by_all
 
 _WRITE_EVERY_S = 0.1
 """Seconds between writes to a folder that processes share; another process may be scraped."""
@@ -54,6 +56,14 @@ class ScrapeSource(Protocol):
 
     def model_infos(self) -> Sequence[ModelInfo]:
         """Return the labels of each served model; all have labels of the same names."""
+        ...
+
+    def keys_readable(self) -> bool | None:
+        """Return whether the keys file can be read; None if there is none."""
+        ...
+
+    def certificate_end(self) -> float | None:
+        """Return the end of the certificate that is served, as Unix time; None without TLS."""
         ...
 
 
@@ -154,6 +164,10 @@ class Metrics(Collector):
         if status == _OK:
             self._observations.add(self._durations(route, model), seconds, identity)
 
+    def observe_reload(self, *, ok: bool) -> None:
+        """Record a reload of this process, or one that could not be served."""
+        self._families.reloads[ok].inc()
+
     def observe_rejection(self, reason: Rejection) -> None:
         """Record a request that is not answered because of the server's own state."""
         self._families.rejected[reason].inc()
@@ -204,6 +218,14 @@ class Metrics(Collector):
             for reference, labels in infos:
                 info.add_metric((*model_labels(reference), *labels.values()), 1)
             yield info
+        if (readable := source.keys_readable()) is not None:
+            text = "1 if the keys file can be read, 0 while the old keys stay."
+            yield GaugeMetricFamily("cloze_keys_file_readable", text, float(readable))
+        if (end := source.certificate_end()) is not None:
+            text = "End of the certificate that is served, as Unix time."
+            yield GaugeMetricFamily("cloze_certificate_end_timestamp_seconds", text, end)
+        if self.shared:
+            yield from used_by_all(os.getppid())
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics, and their content type.

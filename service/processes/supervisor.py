@@ -29,7 +29,7 @@ from cloze.service.core import (
     ShuttingDown,
     StartupError,
 )
-from cloze.service.metrics import ProcessRestarts, forget_other_models, forget_process
+from cloze.service.metrics import SupervisorMetrics, forget_other_models, forget_process
 from cloze.service.processes.children import (
     ENGINE_COMMAND,
     KINDS,
@@ -112,7 +112,7 @@ class Supervisor:
         self._admin_listeners = admin_listeners
         self._folder = folder
         self._engine_command = engine_command
-        self._restarts = ProcessRestarts(folder, KINDS)
+        self._metrics = SupervisorMetrics(folder, KINDS)
         self._generations: list[Generation] = []
         self._serving = self._make_generation()
         self._generations.append(self._serving)
@@ -183,10 +183,12 @@ class Supervisor:
             report.error, report.busy = f"nothing was reloaded: {reason}", False
             report.write(self._folder)
             log.error("%s", report.error)
+            self._metrics.observe_reload(ok=False)
             return
         report.changes = earlier.changes(self._serving)
         report.write(self._folder)
         log.info("reloaded: %s", report.changes)
+        self._metrics.observe_reload(ok=True)
         earlier.retire()
 
     def _start_next(self) -> Generation:
@@ -267,7 +269,7 @@ class Supervisor:
                     if (code := child.process.poll()) is not None:
                         child.note_end(code, self._folder)
                         if child.is_kept:
-                            self._restarts.add(child.kind)
+                            self._metrics.observe_restart(child.kind)
                 elif child.is_kept and time.monotonic() >= child.started:
                     self._restart(generation, child)
             if generation.ends is not None and generation.end_if_over():

@@ -200,6 +200,37 @@ def test_the_rules_name_labels_that_exist(prometheus: Scraped) -> None:
         assert query(prometheus.url, name), bound
 
 
+def test_the_queries_of_the_documents_find_something(prometheus: Scraped) -> None:
+    texts = [(ROOT / f"docs/{name}.md").read_text() for name in ("runbooks", "scale")]
+    queries = re.findall(
+        r"(?:`|^    )([a-z0-9_ (),.]*\((?:cloze|process)_[^`\n]*)", "\n".join(texts), re.M
+    )
+    assert len(queries) >= 7
+    for each in queries:
+        assert query(prometheus.url, each), each
+
+
+def test_the_example_of_how_many_pods_is_what_was_measured() -> None:
+    text = (ROOT / "docs/scale.md").read_text()
+    rows = re.findall(r"^\| (questions|passages) \| ([\d.]+) \| ([\d.]+) \|", text, re.M)
+    measured = (ROOT / "bench/results/mix-cpu.md").read_text().splitlines()
+    costs_ms = {
+        line.split("|")[1].strip(): float(line.split("|")[8])
+        for line in measured
+        if line.startswith("| closed 32") and "server |" in line and line.count("|") > 10
+    }
+    total_ms = 0.0
+    for kind, share, cost_ms in rows:
+        assert costs_ms[f"closed 32 {kind[0]}"] == float(cost_ms)
+        total_ms += float(share) * float(cost_ms)
+    assert f"| {total_ms:.2f} |" in text
+    assert f"took {costs_ms['closed 32 m']} ms" in text
+    cores = 2000 * total_ms / 1000
+    assert f"= {cores:.1f} cores" in text
+    pods = math.ceil(cores / (2 * 0.7))
+    assert f"so {pods} pods, and one more: {pods + 1}" in text
+
+
 def test_keda_finds_one_number(prometheus: Scraped) -> None:
     scaler = yaml.safe_load((ROOT / "k8s/components/keda/scaledobject.yaml").read_text())
     trigger = scaler["spec"]["triggers"][0]["metadata"]

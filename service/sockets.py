@@ -133,8 +133,7 @@ class Certificate:
         Raises:
             StartupError: a file cannot be read, or the key is not the certificate's.
         """
-        if self._certificate is not None:
-            self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        self._loaded(None)
 
     def use(self) -> None:
         """Use what the files hold now for the connections that open from now on.
@@ -142,13 +141,15 @@ class Certificate:
         Raises:
             StartupError: a file cannot be read, or the key is not the certificate's.
         """
+        self.context = self._loaded(self.context)
         if self._certificate is not None:
-            context = self.context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            self._load(context)
-            self.context, self.end = context, _end_of(self._certificate)
+            self.end = _end_of(self._certificate)
 
-    def _load(self, context: ssl.SSLContext) -> None:
-        assert self._certificate is not None
+    def _loaded(self, context: ssl.SSLContext | None) -> ssl.SSLContext | None:
+        """Read the files into a context, or into a new one; return the context."""
+        if self._certificate is None:
+            return None
+        context = context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self._certificate, self._key)
         except OSError as error:  # an SSLError too
@@ -156,12 +157,13 @@ class Certificate:
                 f"the certificate {self._certificate} or its key cannot be used: "
                 f"{error.strerror or error}"
             ) from None
+        return context
 
 
 def _end_of(certificate: Path) -> float:
     """Return when the first certificate of a PEM file ends, as Unix time.
 
-    Python has no public function for this; `tests/test_security.py` compares it with openssl.
+    Python has no public function for this; `tests/test_metrics.py` compares it with openssl.
     """
     decoded = ssl._ssl._test_decode_cert(os.fspath(certificate))  # type: ignore[attr-defined]
     return float(ssl.cert_time_to_seconds(decoded["notAfter"]))

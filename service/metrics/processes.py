@@ -2,19 +2,16 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-from prometheus_client import Counter, Gauge, Metric, multiprocess, values
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import Counter, Gauge, multiprocess, values
 from prometheus_client.mmap_dict import MmapedDict
 
-from cloze.service.metrics.families import MODEL, RELOAD_RESULTS, RELOADS, model_labels
+from cloze.service.metrics.metrics import MODEL, RELOAD_RESULTS, RELOADS, model_labels
 
-_READ_AT_MOST = 3
-"""Most tries to read what all processes use while none of them ends."""
+_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def share_folder(folder: Path) -> dict[str, str]:
@@ -22,7 +19,7 @@ def share_folder(folder: Path) -> dict[str, str]:
 
     prometheus_client reads the variables when it is imported.
     """
-    return {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
+    return {_FOLDER: str(folder)}
 
 
 def write_as(name: str) -> None:
@@ -46,7 +43,7 @@ def forget_other_models(folder: Path, name: str, models: Iterable[str]) -> None:
 
     Args:
         folder: the metrics of all processes.
-        name: of the process.
+        name: the name of the process.
         models: the full names of the models that are served.
     """
     kept = {model_labels(reference) for reference in ("", *models)}
@@ -61,109 +58,51 @@ def forget_other_models(folder: Path, name: str, models: Iterable[str]) -> None:
         unfinished.replace(file)  # so that a scrape reads the one or the other
 
 
-class SupervisorMetrics:
-    """Counts what only the supervisor sees, and notes when the server started.
-
-    Args:
-        folder: the metrics of all processes.
-        kinds: the kinds of processes, whose restarts are counted from zero.
-    """
-
-    def __init__(self, folder: Path, kinds: tuple[str, ...]) -> None:
-        with _sharing(folder):
-            restarts = Counter(
-                "cloze_process_restarts",
-                "Processes that ended or hung and were started again.",
-                ("kind",),
-                registry=None,
-            )
-            self._restarts = {kind: restarts.labels(kind) for kind in kinds}
-            reloads = Counter(*RELOADS, registry=None)
-            self._reloads = {ok: reloads.labels(name) for ok, name in RELOAD_RESULTS.items()}
-            started = Gauge(
-                "process_start_time_seconds",
-                "Start time of the server since unix epoch in seconds.",
-                registry=None,
-                multiprocess_mode="max",
-            )
-            started.set_to_current_time()
-
-    def observe_restart(self, kind: str) -> None:
-        """Count a restart of a process."""
-        self._restarts[kind].inc()
-
-    def observe_reload(self, *, ok: bool) -> None:
-        """Count a reload, or one that could not be served."""
-        self._reloads[ok].inc()
-
-
-@contextmanager
-def _sharing(folder: Path) -> Iterator[None]:
-    """Let metrics that are created meanwhile be those of all processes.
-
-    The supervisor's own environment must stay: its folder ends with the server.
-    """
-    before, environment = values.ValueClass, os.environ.copy()
-    os.environ.update(share_folder(folder))
-    write_as("supervisor")
-    try:
-        yield
-    finally:
-        values.ValueClass = before
-        for name in share_folder(folder):
-            os.environ.pop(name)
-            if name in environment:
-                os.environ[name] = environment[name]
-
-
-# ---- what all processes use ----------------------------------------------------------------------
-
-
-class _Usage(NamedTuple):
-    """What a process has used.
+class SupervisorMetrics(NamedTuple):
+    """What only the supervisor counts.
 
     Attributes:
-        ticks: processor time of the process, in ticks of the clock.
-        ended_ticks: processor time of its children that have ended.
-        pages: pages of resident memory.
+        restarts: restarts of processes, by their kind.
+        reloads: reloads that were served (True), and that could not be (False).
     """
 
-    ticks: int
-    ended_ticks: int
-    pages: int
-
-    @classmethod
-    def of(cls, pid: int | str) -> Self:
-        """Read the usage; raise `OSError` if there is no such process (proc(5), /proc/pid/stat)."""
-        text = Path(f"/proc/{pid}/stat").read_text()
-        fields = [int(field) for field in text.rpartition(")")[2].split()[1:]]  # after the state
-        return cls(fields[10] + fields[11], fields[12] + fields[13], fields[20])
+    restarts: Mapping[str, Counter]
+    reloads: Mapping[bool, Counter]
 
 
-def used_by_all(supervisor: int) -> Iterator[Metric]:
-    """Yield the memory and the processor time of a supervisor and its children, if /proc has them.
+def supervisor_metrics(folder: Path, kinds: Iterable[str]) -> SupervisorMetrics:
+    """Return the counters of the supervisor, and note that the server has started.
 
-    The processor time does not decrease when a process ends.
+    Args:
+        folder: the metrics of all processes. The environment of the supervisor does not name it
+            afterwards, since the folder ends with the server.
+        kinds: the kinds of processes, whose restarts are counted from zero.
     """
-    for _ in range(_READ_AT_MOST):
-        try:
-            first = _Usage.of(supervisor)
-            children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-            usages = [first, *map(_Usage.of, children)]
-            if _Usage.of(supervisor).ended_ticks == first.ended_ticks:
-                break
-        except OSError:
-            continue  # a child ended meanwhile, or the system has no /proc
-    else:
-        return
-    yield GaugeMetricFamily(
-        "process_resident_memory_bytes",
-        "Resident memory of all processes of the server; what they share counts for each.",
-        sum(usage.pages for usage in usages) * os.sysconf("SC_PAGE_SIZE"),
-    )
-    ticks = sum(usage.ticks + usage.ended_ticks for usage in usages)
-    yield CounterMetricFamily(
-        "process_cpu_seconds",
-        "Processor time of all processes of the server, in seconds.",
-        ticks / os.sysconf("SC_CLK_TCK"),
-    )
+    class_before, folder_before = values.ValueClass, os.environ.get(_FOLDER)
+    os.environ[_FOLDER] = str(folder)
+    write_as("supervisor")
+    try:
+        started = Gauge(
+            "process_start_time_seconds",
+            "Start time of the server since unix epoch in seconds.",
+            registry=None,
+            multiprocess_mode="max",
+        )
+        started.set_to_current_time()
+        restarts = Counter(
+            "cloze_process_restarts",
+            "Processes that ended or hung and were started again.",
+            ("kind",),
+            registry=None,
+        )
+        reloads = Counter(*RELOADS, registry=None)
+        return SupervisorMetrics(
+            {kind: restarts.labels(kind) for kind in kinds},
+            {ok: reloads.labels(name) for ok, name in RELOAD_RESULTS.items()},
+        )
+    finally:
+        values.ValueClass = class_before
+        if folder_before is None:
+            del os.environ[_FOLDER]
+        else:
+            os.environ[_FOLDER] = folder_before

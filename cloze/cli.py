@@ -23,7 +23,6 @@ from cloze.keys_command import keys
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store.heads import HEADS
 from cloze.model_store.installation import DISTRIBUTION, install_command
-from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import (
     NAME_PATTERN,
     Precision,
@@ -32,6 +31,7 @@ from cloze.model_store.manifest import (
 from cloze.model_store.store import Bundle, Store, StoreError
 from cloze.options import json_option, store_option
 from cloze.store_command import gates, measured, store
+from cloze.tables import report
 from cloze.train import train
 
 T = TypeVar("T")
@@ -94,12 +94,6 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     "Every bundle has an fp32 graph.",
 )
 @click.option(
-    "--layout",
-    type=click.Choice([str(layout) for layout in Layout]),
-    help="Layout of a batch. The precision determines the layout: packed for fp16, dense for fp32 "
-    "and int8. The option only checks that the layout is the expected one.",
-)
-@click.option(
     "--weights",
     type=click.Choice([str(w) for w in Weights]),
     default=str(Weights.FP32),
@@ -132,7 +126,6 @@ def export(
     name: str,
     tasks: tuple[str, ...],
     precisions: tuple[str, ...],
-    layout: str | None,
     weights: str,
     gate_pairs: tuple[Path, ...],
     revision: str | None,
@@ -158,7 +151,6 @@ def export(
     try:
         from cloze.export.errors import DataError, ExportError
         from cloze.export.evaluation.pairs import read_pairs
-        from cloze.export.graph_writer import check_layout
         from cloze.export.publish import ExportOptions
         from cloze.export.publish import export as export_checkpoint
     except ModuleNotFoundError as error:
@@ -166,29 +158,22 @@ def export(
             f"export needs {error.name}, which the serving install leaves out; install it with: "
             f"{install_command('export')}"
         )
-    requested = tuple(Precision(precision) for precision in precisions)
     try:
-        check_layout(requested, Layout(layout) if layout else None)
         options = ExportOptions(
             tasks=tasks,
             revision=revision,
-            precisions=requested,
+            precisions=tuple(map(Precision, precisions)),
             weights=Weights(weights),
             pairs=tuple(read_pairs(list(gate_pairs))) if gate_pairs else (),
             cuda=device == "cuda",
         )
-        bundle = export_checkpoint(source, name, Store(model_store), options, report=_report)
+        bundle = export_checkpoint(source, name, Store(model_store), options, report=report)
     except (ExportError, DataError, StoreError) as error:
         fail(str(error))
     if as_json:
         click.echo(json.dumps(bundle.manifest.model_dump(mode="json")))
     else:
         _print_exported(bundle)
-
-
-def _report(line: str) -> None:
-    """Print a line about the progress of a command."""
-    click.echo(line, err=True)
 
 
 def _print_exported(bundle: Bundle) -> None:
@@ -268,7 +253,7 @@ def serve(**flags: Any) -> None:
         fail(f"serve needs {error.name}, which is not installed", code=2)
     try:
         settings = load_settings({**flags, **{name: flags[name] or None for name in _REPEATED}})
-        models = bundles_to_serve(settings, _report)
+        models = bundles_to_serve(settings, report)
         settings = settings.model_copy(update={"model": models})
         if settings.frontends or settings.gpus > 1:
             from cloze.service.processes.supervisor import supervise  # which needs msgspec

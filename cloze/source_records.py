@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cloze.model_store.manifest import Precision
+from cloze.model_store.plain_files import sha256_of
 from cloze.model_store.store import Store, StoreError
 
 _RECORDS = ".sources"
@@ -26,9 +27,7 @@ class SourceRecord:
     """What was exported or fetched from a source, in a file of the store.
 
     Args:
-        root: the folder of the store.
         source: a directory, an address, or ``hub:`` and a repository.
-        revision: the revision of a repository.
         shown: the source without secrets, for the file; None: it has none.
     """
 
@@ -46,7 +45,6 @@ class SourceRecord:
         """Return the recorded bundle; None if there is none, or the source has changed since.
 
         Args:
-            store: the store.
             folder: the source's directory; None for a repository, whose commit was recorded.
             precisions: the precisions that the bundle must have besides fp32.
         """
@@ -59,7 +57,7 @@ class SourceRecord:
             return None
         changed = [name for name, file in found.items() if _stamp(file) != files[name][:2]]
         try:
-            if any(_sha256(found[name]) != files[name][2] for name in changed):
+            if any(sha256_of(found[name]) != files[name][2] for name in changed):
                 return None
             if changed:
                 self.write(reference, snapshot(folder), recorded["precisions"])
@@ -73,7 +71,6 @@ class SourceRecord:
         """Return the bundle that was fetched; None if there is none, or its hash is another one.
 
         Args:
-            store: the store.
             sha256: the expected hash; None accepts any.
             precisions: the precisions that an exported bundle must have besides fp32.
         """
@@ -147,7 +144,7 @@ def snapshot(folder: Path) -> Snapshot:
         OSError: a file cannot be read.
     """
     return {
-        str(file.relative_to(folder)): [*_stamp(file), _sha256(file)]
+        str(file.relative_to(folder)): [*_stamp(file), sha256_of(file)]
         for file in files_to_export(folder)
     }
 
@@ -172,8 +169,3 @@ def _stamp(file: Path) -> list[int]:
     """Return the size and the time of a file."""
     status = file.stat()
     return [status.st_size, status.st_mtime_ns]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -13,8 +13,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError, first_line
-from cloze.export.settings_files import read_settings
 from cloze.model_store.installation import install_command
 
 _UNIGRAM = 1
@@ -33,10 +33,6 @@ def find_sentencepiece(folder: Path) -> Path | None:
 
 def from_sentencepiece(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer, str | None]:
     """Convert a SentencePiece model.
-
-    Args:
-        file: the model.
-        settings: ``tokenizer_config.json`` beside the model.
 
     Returns:
         The tokenizer, and a note for the user.

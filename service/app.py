@@ -25,20 +25,19 @@ from cloze.service.core import (
     ShuttingDown,
     StartupError,
 )
-from cloze.service.http.access import Callers
 from cloze.service.http.errors import STATUSES_FROM_ZERO
 from cloze.service.http.gate import Gate, Paths, Starts
+from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.keys import Keys
 from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
-from cloze.service.http.record import RECORD, RequestRecord
-from cloze.service.http.recorder import Recorder
+from cloze.service.http.record import RECORD, Callers
+from cloze.service.http.routes import Recorder
 from cloze.service.http.watch import RequestWatch
 from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline, task_limits
 from cloze.service.protocols import (
     PROTOCOLS,
-    ApiLimits,
     ErrorResponder,
     ProtocolContext,
     WireProtocol,
@@ -186,7 +185,12 @@ class Service:
             models,
             self._metrics,
             self,
-            ApiLimits.of(settings),
+            BodyLimits.of_requests(
+                settings.max_request_bytes,
+                settings.max_request_texts,
+                settings.max_request_tokens,
+            ),
+            settings.max_request_texts,
             self._watch,
             has_keys,
         )
@@ -218,7 +222,7 @@ class Service:
             await self._live(receive, send)
             return
         if RECORD not in scope:  # uvicorn's protocol is not ours
-            scope[RECORD] = self.record(scope)
+            scope[RECORD] = self._callers.record(scope, self.snapshot.paths.route(scope["path"]))
         snapshot = self.snapshot
         self.starts.begun(scope[RECORD])
         snapshot.running += 1
@@ -229,13 +233,12 @@ class Service:
             if snapshot is not self.snapshot and not snapshot.running:
                 self._keep(self._end(snapshot))
 
-    def record(self, scope: Scope) -> RequestRecord:
-        """Return the record of a request whose headers have arrived."""
-        return self._callers.record(scope, self.snapshot.paths.route(scope["path"]))
-
-    def refusal(self, request: RequestRecord) -> bytes | None:
-        """Return the response that refuses a request; see `Gate.refusal`."""
-        return self.snapshot.gate.refusal(request)
+    def admit(self, scope: Scope) -> bytes | None:
+        """Make the record of a request, and return the response if its gate refuses the request."""
+        snapshot = self.snapshot
+        record = self._callers.record(scope, snapshot.paths.route(scope["path"]))
+        scope[RECORD] = record
+        return snapshot.gate.refusal(record) if record.method == "POST" else None
 
     # ---- begin and end --------------------------------------------------------------------------
 

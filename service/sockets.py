@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cloze.service.core import StartupError
-from cloze.service.http.access import is_loopback
+from cloze.service.http.record import is_loopback
 from cloze.service.logs import announce
 from cloze.service.settings import Settings
 

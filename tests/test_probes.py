@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cloze.service.http.acceptor import Probes
-from cloze.service.http.access import accepted_hosts
+from cloze.service.http.record import accepted_hosts
 from tests.serving import running_server
 
 PROBE = (

@@ -13,7 +13,7 @@ class EncoderConfig:
     """The sizes of an encoder. The constructor validates every size.
 
     ``type_vocab_size`` is 0 for a family without token types. ``activation`` is a key of
-    `activations.ACTIVATIONS`.
+    `layer.ACTIVATIONS`.
 
     Raises:
         pydantic.ValidationError: a size is not a number or exceeds its limits.

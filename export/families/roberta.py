@@ -9,8 +9,7 @@ from typing import Any, Final
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
 from cloze.export.families.bert import LAYER_RULES
-from cloze.export.families.family import Family, HeadSpec
-from cloze.export.families.rules import Fold, Rename, Slice
+from cloze.export.families.family import Family, Fold, HeadSpec, Rename, Slice
 
 _FIRST_POSITION = 2
 """The row of the first token's position. The rows up to the padding's id, 1, are unused."""

@@ -32,15 +32,14 @@ from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
 from cloze.model_store.manifest import Precision
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
 from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
-from cloze.service.http.access import Callers
 from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
-from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.record import RECORD, Callers, RequestRecord
 from cloze.service.http.routes import Route
 from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline
-from cloze.service.protocols import PROTOCOLS, ApiLimits, ErrorResponder, ProtocolContext
+from cloze.service.protocols import PROTOCOLS, ErrorResponder, ProtocolContext
 from cloze.service.served_models import ServedModel
 from cloze.service.tasks import TASKS, Task, TaskLimits
 from tests.unit.service.tasks.model import ID, manifest
@@ -54,7 +53,7 @@ LIMITS = TaskLimits(
     max_text_characters=200,
     max_request_texts=300,
 )
-API_LIMITS = ApiLimits(BodyLimits(200_000, 40_000, 50_000), 3)
+BODY_LIMITS, MAX_TEXTS = BodyLimits(200_000, 40_000, 50_000), 3
 
 VECTOR, OTHER_VECTOR = [3.0, 0.0, 4.0, 0.0], [0.0, 0.0, 2.0, 0.0]
 """The embeddings of a text of one word, and of any other one. Their cosine is 0.8."""
@@ -140,7 +139,6 @@ class Service:
         described: changes of the manifest, per model; the first one is the default.
         tasks: the tasks that the server offers.
         callers: names the clients.
-        api_limits: the limits of the HTTP interface.
 
     Attributes:
         engine: the engine of all models.
@@ -156,7 +154,6 @@ class Service:
         *,
         tasks: dict[str, Task] = TASKS,
         callers: Callers | None = None,
-        api_limits: ApiLimits = API_LIMITS,
     ) -> None:
         save_tokenizer(folder)
         limits = SchedulerLimits(1, 512, 100_000, 30.0)
@@ -179,7 +176,8 @@ class Service:
             Models(pipelines, tasks.values()),
             self.metrics,
             self.state,
-            api_limits,
+            BODY_LIMITS,
+            MAX_TEXTS,
             RequestWatch(30.0, self.bodies, self.answers),
             has_keys=self._callers.keys is not None,
         )

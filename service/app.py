@@ -260,6 +260,9 @@ class Service:
         self._metrics.model_infos = lambda: self.snapshot.model_infos()
         if self.reopens:
             self._metrics.queues = lambda: self.snapshot.queues()
+        if (keys := self._callers.keys) is not None:
+            self._metrics.keys_readable = lambda: keys.is_readable
+        self._metrics.certificate_end = lambda: self.certificate.end
         self._metrics.begin()
         self._add_series(self.snapshot)
 
@@ -331,6 +334,7 @@ class Service:
             return_memory_later()
             if not isinstance(error, StartupError):
                 raise
+            self._metrics.observe_reload(ok=False)
             log.error("nothing was reloaded: %s", error)
             raise ReloadRefused(f"nothing was reloaded: {error}") from error
         self._add_series(new)
@@ -338,6 +342,7 @@ class Service:
         if not old.running:
             self._keep(self._end(old))
         changes = Changes.between(old.by_name, new.by_name)
+        self._metrics.observe_reload(ok=True)
         log.info("reloaded: %s", changes)
         return changes
 

@@ -116,6 +116,7 @@ def create_app(
         open_routes=operations.PROBES | pages,
         permissions=(("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN)),
         hosts=accepted_hosts(settings.host, settings.allowed_hosts),
+        by_address=operations.QUIET_ROUTES,
     )
     app: ASGIApp = DirectRoutes(_router(routes, respond), direct, access, respond)
     if not settings.cors_origins:

@@ -256,6 +256,19 @@ def test_on_loopback_other_hosts_are_refused(every_task: Server, host: str, stat
     assert answer.status_code == status
 
 
+def test_what_a_kubelet_and_a_prometheus_ask_is_answered_under_an_address(
+    every_task: Server,
+) -> None:
+    """They ask a pod by its address. No page of another site has that as its name."""
+    headers = {"host": "10.0.0.7:8000"}
+    for path in ("/healthz", "/readyz", "/health", "/metrics", "/v2/health/live"):
+        assert httpx.get(every_task.url + path, headers=headers).status_code == 200, path
+    for path in ("/", "/info", "/docs"):
+        assert httpx.get(every_task.url + path, headers=headers).status_code == 403, path
+    refused = httpx.post(f"{every_task.url}/embed", json={"inputs": "a"}, headers=headers)
+    assert refused.status_code == 403
+
+
 def test_which_hosts_are_accepted() -> None:
     assert accepted_hosts("0.0.0.0", ()) == frozenset(), "any"
     assert b"embed.example" in accepted_hosts("0.0.0.0", ("Embed.example",))

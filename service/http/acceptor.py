@@ -13,7 +13,7 @@ from ssl import SSLContext
 from typing import Final
 
 from cloze.service.http.memory_limit import Reader
-from cloze.service.http.record import is_accepted
+from cloze.service.http.record import is_accepted, is_address
 
 log = logging.getLogger("cloze")
 
@@ -113,7 +113,7 @@ class Probes:
     Args:
         bodies: path -> a function that returns the body of the answer with status 200; None: the
             usual way answers.
-        hosts: names in the Host header that are accepted; empty: any.
+        hosts: names in the Host header that are accepted besides addresses; empty: any.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Probes:
             and _PROBE_HEADERS.issuperset(values)
             and values.get(b"connection", b"").lower() == b"close"
             and host is not None
-            and (not self._hosts or is_accepted(host, self._hosts))
+            and (not self._hosts or is_accepted(host, self._hosts) or is_address(host))
         )
         if not is_probe or (body := self._bodies[path]()) is None:
             return None

@@ -80,12 +80,17 @@ class Key:
 class Keys:
     """The keys of a file.
 
+    Attributes:
+        is_readable: whether the file could be read when it was last looked at; if not, the old keys
+            stay.
+
     Raises:
         StartupError: the file cannot be read, or is malformed.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.is_readable = True
         self._changed, self._keys = _read(path)
         self._looked = time.monotonic()
         if not self._keys:
@@ -125,9 +130,12 @@ class Keys:
             return
         self._looked = now
         try:
-            if self._path.stat().st_mtime_ns != self._changed:
+            changed = self._path.stat().st_mtime_ns
+            if changed != self._changed or not os.access(self._path, os.R_OK):
                 self.reload()
+            self.is_readable = True
         except (OSError, StartupError) as error:
+            self.is_readable = False
             log.error("the old keys stay: %s", error)
 
 

@@ -205,12 +205,15 @@ class Access:
             `Permission.INFERENCE`.
         hosts: names in the Host header that are accepted; empty: any. A page of another site cannot
             send requests to a server on loopback by a name of its own (DNS rebinding).
+        by_address: paths that are also answered to a Host header with any IP address, which no page
+            has as its name: a kubelet and a Prometheus ask a pod by its address.
     """
 
     needs_keys: bool
     open_routes: frozenset[str]
     permissions: Sequence[tuple[str, Permission]]
     hosts: frozenset[bytes]
+    by_address: frozenset[str] = frozenset()
 
     def check(self, request: RequestRecord) -> None:
         """Raise unless a request may go on, and count it for its key.
@@ -219,7 +222,9 @@ class Access:
             ServiceError: the host, the key, its permission or its rate is wrong.
         """
         for name, value in request.headers if self.hosts else ():
-            if name == b"host" and not is_accepted(value, self.hosts):
+            if name != b"host" or is_accepted(value, self.hosts):
+                continue
+            if not (request.path in self.by_address and is_address(value)):
                 raise Forbidden(
                     f"the Host header {ascii(value.decode('latin-1'))[:80]} is not of this "
                     "server; name it in allowed_hosts"
@@ -259,3 +264,14 @@ def is_accepted(value: bytes, hosts: frozenset[bytes]) -> bool:
     if name.startswith(b"["):
         return name.partition(b"]")[0] + b"]" in hosts
     return name.partition(b":")[0] in hosts
+
+
+def is_address(value: bytes) -> bool:
+    """Return whether the value of a Host header is an IP address, with or without a port."""
+    name = value.strip().decode("latin-1")
+    host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -86,13 +86,14 @@ PERMISSIONS = (("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN))
 
 def controlled(
     hosts: frozenset[bytes] = frozenset(), *, needs_keys: bool = False, respond: Any = named,
-    permissions: Any = PERMISSIONS,
+    permissions: Any = PERMISSIONS, by_address: frozenset[str] = frozenset(),
 ) -> DirectRoutes:  # fmt: skip
     access = Access(
         needs_keys=needs_keys,
         open_routes=frozenset({"/health"}),
         permissions=permissions,
         hosts=hosts,
+        by_address=by_address,
     )
     return DirectRoutes(application, {}, access, respond)
 
@@ -421,6 +422,16 @@ def test_a_wrong_host_is_named_in_part() -> None:
     assert message == (
         f"the Host header '{'x' * 79} is not of this server; name it in allowed_hosts"
     )
+
+
+def test_probes_are_answered_under_any_address_and_nothing_else_is() -> None:
+    control = controlled(frozenset({b"cloze"}), by_address=frozenset({"/health"}))
+    addresses = ["10.0.0.7", "10.0.0.7:8000", "[fd00::7]:8000", "[fd00::7]", " 10.0.0.7 "]
+    for host in addresses:
+        assert asyncio.run(reach(control, "GET", "/health", host=host)) == "passed", host
+        assert asyncio.run(reach(control, "POST", "/embed", host=host)) == "Forbidden", host
+    for host in ("evil.example", "10.0.0.7.evil.example", "10.0.0", "", "[", "fd00::7"):
+        assert asyncio.run(reach(control, "GET", "/health", host=host)) == "Forbidden", host
 
 
 def test_the_first_permission_of_a_path_counts(keys: Keys) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from cloze.model_store.manifest import SCHEMA_VERSION
 from tests.test_released_clients import CLIENTS, environment, printed
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +27,45 @@ def site() -> Path:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "No issues found" in done.stdout + done.stderr
     return SITE
+
+
+# What users type -> the section that answers, which must be among the first three results.
+QUESTIONS = {
+    "serve my own model": "index.html#your-own-model",
+    "several models": "docs/questions.html#how-do-i-serve-several-models",
+    "number of threads": "docs/questions.html#how-do-i-set-the-number-of-threads",
+    "batch size": "docs/questions.html#how-do-i-set-the-batch-size",
+    "environment variables": "docs/questions.html#how-do-i-change-a-setting",
+    "timeout": "docs/questions.html#how-do-i-change-a-timeout",
+    "rate limit": "docs/questions.html#is-there-a-rate-limit",
+    "error 429": "docs/api.html#errors",
+    "memory": "docs/questions.html#how-much-memory-does-a-server-need",
+    "offline": "docs/questions.html#does-the-server-work-offline",
+    "proxy": "docs/questions.html#how-do-i-run-behind-a-proxy",
+    "license": "index.html#license",
+    "upgrade": "docs/upgrading.html",
+    "roll back": "docs/upgrading.html#roll-back",
+    "api key": "docs/security.html#api-keys",
+    "https": "docs/security.html#tls-https",
+    "docker": "docs/deployment.html#docker-images",
+    "kubernetes": "docs/deployment.html#kubernetes",
+    "gpu": "docs/deployment.html#gpus-and-several-processes",
+    "how many pods": "docs/scale.html#how-many-pods-for-n-requests-per-second",
+    "load balancer": "docs/scale.html#a-load-balancer",
+    "metrics": "docs/api.html#metrics",
+    "prometheus": "docs/monitoring.html",
+    "alerts": "docs/monitoring.html#alerts",
+    "logs": "docs/deployment.html#logs",
+    "reload models": "docs/reliability.html#reload",
+    "quantize": "docs/export.html#precision-quantize-to-int8-or-fp16",
+    "fine-tune": "docs/questions.html#how-do-i-fine-tune-a-model",
+    "rerank": "docs/api.html#post-rerank",
+    "truncation": "docs/api.html#long-texts-and-truncation",
+    "python client": "docs/clients.html#python-client-of-cloze",
+    "openai": "docs/clients.html#openai",
+    "langchain": "docs/clients.html#langchain-and-llamaindex",
+    "huggingface": "docs/clients.html#huggingface_hub",
+}
 
 
 def test_every_document_is_a_page(site: Path) -> None:
@@ -62,6 +102,24 @@ def test_every_link_of_a_page_leads_to_a_file_of_the_site(site: Path) -> None:
             ):
                 broken.append(f"{page.relative_to(site)}: {kind} {address}")
     assert broken == []
+
+
+def test_the_search_finds_what_users_ask(site: Path) -> None:
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("node is not installed")
+    found = printed([node, str(CLIENTS / "search.mjs"), str(site), *QUESTIONS])
+    missed = {
+        question: found[question]
+        for question, section in QUESTIONS.items()
+        if not any(f"{place}#".startswith(f"{section}#") for place in found[question])
+    }
+    assert missed == {}
+
+
+def test_the_page_on_upgrading_has_the_schema_of_the_manifests() -> None:
+    text = (ROOT / "docs" / "upgrading.md").read_text()
+    assert f"`schema_version` in the manifest is {SCHEMA_VERSION}." in text
 
 
 def test_the_docstrings_are_on_the_pages(site: Path) -> None:

@@ -3,6 +3,7 @@
 python page.py CHROMIUM SCENARIO ADDRESS
 """
 
+import base64
 import json
 import sys
 from collections.abc import Callable
@@ -194,6 +195,19 @@ def _boxes(page: Page, selector: str) -> list[dict[str, float]]:
     return page.locator(selector).evaluate_all("all => all.map(one => one.getBoundingClientRect())")
 
 
+def pictures(browser: Browser, address: str) -> dict[str, Any]:
+    """Two panels as PNG files in base64, for scripts/draw-page; the first answers only warm up."""
+    page = Watched(browser, viewport={"width": 900, "height": 560}).page
+    seen = {}
+    for _ in range(2):
+        for panel in ("fill-mask", "score"):
+            page.goto("about:blank")
+            page.goto(f"{address}/#{panel}")
+            page.get_by_role("heading", name="Python").wait_for()
+            seen[panel] = base64.b64encode(page.screenshot(full_page=True)).decode()
+    return seen
+
+
 def docs(browser: Browser, address: str) -> dict[str, Any]:
     """What "Try it out" of /docs shows for the first example of /fill-mask."""
     watched = Watched(browser)
@@ -215,7 +229,7 @@ def docs(browser: Browser, address: str) -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[Browser, str], dict[str, Any]]] = {
     function.__name__: function
-    for function in (panels, layout, answers, labels, mistakes, overload, live, docs)
+    for function in (panels, layout, answers, labels, mistakes, overload, live, pictures, docs)
 }
 
 if __name__ == "__main__":

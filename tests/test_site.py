@@ -146,3 +146,5 @@ def test_the_site_is_read_and_searched_from_files(site: Path, tmp_path: Path) ->
     assert seen["messages"] == []
     assert "Order of work" in seen["found"]
     assert seen["opened"].startswith("2. Order of work"), json.dumps(seen)
+    assert seen["names"] > 40
+    assert (seen["broken"], seen["overflow"]) == ([], False), "on a phone"

@@ -11,7 +11,10 @@ from playwright.sync_api import sync_playwright
 
 
 def main(chromium: str, folder: str, words: str, title: str) -> None:
-    """Open the first page, search for `words`, and open the result that names `title`."""
+    """Open the first page, search for `words`, and open the result that names `title`.
+
+    Then look at the table of settings on a phone.
+    """
     messages: list[str] = []
     schemes: set[str] = set()
     with sync_playwright() as playwright:
@@ -30,8 +33,16 @@ def main(chromium: str, folder: str, words: str, title: str) -> None:
         result.click()
         page.wait_for_url("**/decisions/**")
         opened = page.locator("h1").inner_text()
+        page.set_viewport_size({"width": 390, "height": 800})
+        page.goto((Path(folder) / "docs" / "settings.html").as_uri())
+        names = page.locator("td:first-child code")
+        broken = names.evaluate_all(
+            "all => all.filter(one => one.getClientRects().length > 1).map(one => one.innerText)"
+        )
+        overflow = page.evaluate("document.documentElement.scrollWidth > innerWidth")
+        seen = {"names": names.count(), "broken": broken, "overflow": overflow}
         browser.close()
-    seen = {"found": found, "opened": opened, "messages": messages, "schemes": sorted(schemes)}
+    seen |= {"found": found, "opened": opened, "messages": messages, "schemes": sorted(schemes)}
     print(json.dumps(seen))
 
 

@@ -6,12 +6,19 @@ BIN := $(VENV)/bin
 
 .PHONY: help docs site install serve test test-slow test-gpu mutants coverage audit wheel bench lint format clean
 
+# With an older Python, pip finds no version of some dependency, and does not say why.
+define check-python
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo "Cloze needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version 2>&1). Name another: make PYTHON=python3.11 ..." >&2; exit 1; }
+endef
+
 help:  ## Show this list.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 install: $(VENV)/.installed  ## Create .venv with everything for work on the project.
 
 $(VENV)/.installed: pyproject.toml constraints.txt
+	$(check-python)
 	$(PYTHON) -m venv $(VENV)
 	@echo 'Installing the development environment; this usually takes four minutes.'
 	$(BIN)/pip install --constraint constraints.txt --editable '.[cpu,dev]'
@@ -21,6 +28,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 SERVING := .venv-serving
 
 $(SERVING)/.installed: pyproject.toml constraints.txt
+	$(check-python)
 	$(PYTHON) -m venv $(SERVING)
 	@echo 'Installing the serving environment; this usually takes one minute.'
 	$(SERVING)/bin/pip install --constraint constraints.txt --editable '.[cpu,client]'
@@ -50,6 +58,7 @@ test-slow: install  ## Run the tests that take minutes.
 GPU := .venv-gpu
 
 $(GPU)/.installed: pyproject.toml constraints.txt
+	$(check-python)
 	$(PYTHON) -m venv $(GPU)
 	$(GPU)/bin/pip install --constraint constraints.txt --editable '.[gpu,dev]'
 	touch $@

@@ -69,6 +69,7 @@ COMPUTING = {
         "packed",
         "packed_engine",
         "page",
+        "pictures",
         "pieces",
         "probes",
         "processes",

@@ -13,6 +13,7 @@ import yaml
 
 from cloze.model_store.installation import DISTRIBUTION
 from tests.conftest import COMPUTING, named_folder
+from tests.documents import DOCUMENTS
 
 ROOT = Path(__file__).parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -82,6 +83,32 @@ def test_only_the_ci_script_says_where_external_data_lies() -> None:
 # is.
 RECORDS = ("CHANGELOG.md", "constraints.txt", "bench/results/", "model_store/bundles/")
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+
+
+def test_no_document_installs_what_no_index_has() -> None:
+    """Until a release is on an index, each command names a checkout, a wheel or a repository."""
+    commands = [
+        f"{document.name}: {line.strip()}"
+        for document in DOCUMENTS
+        for line in document.read_text().splitlines()
+        if "pip install" in line and "cloze-server" in line
+    ]
+    assert [c for c in commands if " @ " not in c and "finds nothing" not in c] == []
+
+
+@pytest.mark.parametrize("target", ["install", "serve"])
+def test_an_older_python_is_refused_in_one_line(target: str, tmp_path: Path) -> None:
+    """The older Python is a script, which ends as the check of its version would."""
+    older = tmp_path / "python3"
+    older.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.10.13 || exit 1\n')
+    older.chmod(0o755)
+    folders = [f"VENV={tmp_path}/venv", f"SERVING={tmp_path}/serving"]
+    command = ["make", target, f"PYTHON={older}", *folders]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode != 0
+    line, *_ = done.stderr.splitlines()
+    assert line.startswith(f"Cloze needs Python 3.11 or later; {older} is Python 3.10.13.")
+    assert "pip" not in done.stdout + done.stderr
 
 
 def test_the_version_is_written_down_once() -> None:

@@ -63,6 +63,8 @@ QUESTIONS = {
     "truncation": "docs/api.html#long-texts-and-truncation",
     "python client": "docs/clients.html#python-client-of-cloze",
     "openai": "docs/clients.html#openai",
+    "install": "docs/deployment.html#install",
+    "pip install": "docs/deployment.html#install",
     "langchain": "docs/clients.html#langchain-and-llamaindex",
     "huggingface": "docs/clients.html#huggingface_hub",
 }

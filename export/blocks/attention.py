@@ -31,12 +31,15 @@ class SelfAttention(nn.Module):
         self.value = nn.Linear(config.hidden_size, config.hidden_size)
         self.output = nn.Linear(config.hidden_size, config.hidden_size)
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
+    ) -> Tensor:
         """Attend within each sequence.
 
         Args:
             x: [B, S, H].
             attention_mask: bool [B, S], True for real tokens; None: all tokens are real.
+            bias: [1, N, S, S], added to the scores; None: nothing is added.
 
         Returns:
             The attended states [B, S, H].
@@ -48,7 +51,7 @@ class SelfAttention(nn.Module):
             query,
             key,
             value,
-            None if attention_mask is None else attention_mask[:, None, None, :],
+            _mask(attention_mask, bias),
             self.dropout if self.training else 0.0,
         )
         return self.output(context.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -63,13 +66,14 @@ class SelfAttention(nn.Module):
             "output": ProductGroup((self.output,), InputKind.ATTENTION),
         }
 
-    def write(self, trunk: TrunkGraph, name: str, x: str) -> tuple[str, Tensor]:
+    def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> tuple[str, Tensor]:
         """Write the attention of each sequence to itself.
 
         Args:
             trunk: the graph.
             name: name of the layer.
             x: name of the hidden states.
+            bias: name of the bias of the scores [1, N, S, S]; "": nothing is added.
 
         Returns:
             The name of the attended states without their bias, and the bias [H].
@@ -79,11 +83,19 @@ class SelfAttention(nn.Module):
         query = trunk.g.op("Add", [query, trunk.vector(f"{name}.query.bias", self.query.bias)])
         key = trunk.matmul(entering, f"{name}.key", self.key)
         value = trunk.matmul(entering, f"{name}.value", self.value)
-        context = trunk.layout.attend(trunk.g, query, key, value, self.heads)
+        context = trunk.layout.attend(trunk.g, (query, key, value), self.heads, bias)
         output = trunk.matmul(
             trunk.prepare(context, f"{name}.output"), f"{name}.output", self.output
         )
         return output, self.output.bias + self.output.weight @ self.value.bias
+
+
+def _mask(attention_mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """Return what `F.scaled_dot_product_attention` adds to the scores or masks."""
+    keys = None if attention_mask is None else attention_mask[:, None, None, :]
+    if bias is None or keys is None:
+        return keys if bias is None else bias
+    return bias.masked_fill(~keys, -torch.inf)
 
 
 def _attend(

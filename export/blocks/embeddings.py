@@ -1,30 +1,35 @@
 """The embeddings of tokens: words, positions and token types (Devlin et al. 2019, section 3).
 
-Shapes: B sequences, S tokens each, H hidden size.
+Shapes: B sequences, S tokens each, H hidden size, E embedding size.
 """
 
 import torch
 from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.products import InputKind, ProductGroup
 from cloze.export.graph.linear_ops import WORD_EMBEDDINGS
 from cloze.export.graph.trunk import TrunkGraph
 from cloze.model_store import tensors
 
 
 class Embeddings(nn.Module):
-    """The normalised sum of word, position and token type embeddings."""
+    """The normalised sum of word, position and token type embeddings.
+
+    Embeddings of another width than the hidden size are projected to it, so that the word table
+    stays small (Lan et al. 2020, section 3.1).
+    """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.word = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.position = nn.Embedding(config.max_positions, config.hidden_size)
+        width = config.embedding_width
+        self.word = nn.Embedding(config.vocab_size, width)
+        self.position = nn.Embedding(config.max_positions, width)
         self.token_type = (
-            nn.Embedding(config.type_vocab_size, config.hidden_size)
-            if config.type_vocab_size
-            else None
+            nn.Embedding(config.type_vocab_size, width) if config.type_vocab_size else None
         )
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.projection = nn.Linear(width, config.hidden_size) if config.embedding_size else None
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
@@ -51,12 +56,19 @@ class Embeddings(nn.Module):
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(input_ids)
             x = x + self.token_type(token_type_ids)
-        return self.dropout(self.norm(x))  # type: ignore[no-any-return]
+        x = self.dropout(self.norm(x))
+        return x if self.projection is None else self.projection(x)
 
     def tables(self) -> dict[str, nn.Embedding]:
         """Return the tables that the graph looks up, by the names of their weights."""
         tables = {WORD_EMBEDDINGS: self.word, tensors.POSITION_TABLE: self.position}
         return tables | ({tensors.TOKEN_TYPE_TABLE: self.token_type} if self.token_type else {})
+
+    def products(self) -> dict[str, ProductGroup]:
+        """Return the matrix products, by the name of each group's first layer."""
+        if self.projection is None:
+            return {}
+        return {"projection": ProductGroup((self.projection,), InputKind.NORM)}
 
     def write(self, trunk: TrunkGraph) -> str:
         """Declare the trunk's inputs and write the embeddings.
@@ -72,4 +84,9 @@ class Embeddings(nn.Module):
             type_ids = trunk.declare(tensors.TOKEN_TYPE_IDS)
             terms.append(trunk.look_up(tensors.TOKEN_TYPE_TABLE, self.token_type.weight, type_ids))
         terms.append(trunk.positions(self.position.weight))
-        return trunk.norm_of_sum(terms, "embeddings.norm", self.norm)
+        x = trunk.norm_of_sum(terms, "embeddings.norm", self.norm)
+        if self.projection is None:
+            return x
+        name = "embeddings.projection"
+        product = trunk.matmul(trunk.prepare(x, name), name, self.projection)
+        return trunk.g.op("Add", [product, trunk.vector(f"{name}.bias", self.projection.bias)])

@@ -13,6 +13,7 @@ from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.embeddings import Embeddings
 from cloze.export.blocks.layer import Layer
 from cloze.export.blocks.products import ProductGroup
+from cloze.export.blocks.relative_bias import RelativeBias
 from cloze.export.graph.trunk import TrunkGraph
 
 
@@ -22,12 +23,21 @@ class Encoder(nn.Module):
     Args:
         embeddings: the first block.
         layers: the layers in order; a layer that stands twice has its weights once.
+        relative_bias: the bias that all layers add to their scores; None: they add none.
     """
 
-    def __init__(self, embeddings: Embeddings, layers: Iterable[Layer]) -> None:
+    relative_bias: RelativeBias | None
+
+    def __init__(
+        self,
+        embeddings: Embeddings,
+        layers: Iterable[Layer],
+        relative_bias: RelativeBias | None = None,
+    ) -> None:
         super().__init__()
         self.embeddings = embeddings
         self.layers = nn.ModuleList(layers)
+        self.relative_bias = relative_bias
 
     def forward(
         self,
@@ -49,16 +59,21 @@ class Encoder(nn.Module):
             The hidden states [B, S, H].
         """
         x: Tensor = self.embeddings(input_ids, token_type_ids, first_positions)
+        bias = self._bias(input_ids)
         for layer in self.layers:
-            x = layer(x, attention_mask)
+            x = layer(x, attention_mask, bias)
         return x
 
     def states(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """Return the embeddings and the output of each layer, [N, B, S, H]; see `forward`."""
         states = [self.embeddings(input_ids, token_type_ids)]
+        bias = self._bias(input_ids)
         for layer in self.layers:
-            states.append(layer(states[-1], None))
+            states.append(layer(states[-1], None, bias))
         return torch.stack(states)
+
+    def _bias(self, input_ids: Tensor) -> Tensor | None:
+        return None if self.relative_bias is None else self.relative_bias(input_ids.shape[1])
 
     def named_layers(self) -> list[tuple[str, Layer]]:
         """Return each layer in order with its name, which is that of its first place."""
@@ -69,11 +84,15 @@ class Encoder(nn.Module):
         ]
 
     def products(self) -> dict[str, ProductGroup]:
-        """Return the matrix products of all layers, each once, by their names in the graph."""
+        """Return all matrix products, each once, by their names in the graph."""
+        blocks: list[tuple[str, Embeddings | Layer]] = [
+            ("embeddings", self.embeddings),
+            *self.named_layers(),
+        ]
         return {
             f"{name}.{part}": group
-            for name, layer in self.named_layers()
-            for part, group in layer.products().items()
+            for name, block in blocks
+            for part, group in block.products().items()
         }
 
     def write(self, trunk: TrunkGraph) -> list[str]:
@@ -83,8 +102,9 @@ class Encoder(nn.Module):
             The names of the embeddings and of each layer's output, in the layout's shape.
         """
         states = [self.embeddings.write(trunk)]
+        bias = "" if self.relative_bias is None else self.relative_bias.write(trunk)
         for name, layer in self.named_layers():
-            states.append(layer.write(trunk, name, states[-1]))
+            states.append(layer.write(trunk, name, states[-1], bias))
         return states
 
 

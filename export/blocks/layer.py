@@ -34,15 +34,17 @@ class Layer(nn.Module):
             "down": ProductGroup((self.down,), InputKind.ACTIVATION),
         }
 
-    def forward(self, x: Tensor, attention_mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, attention_mask: Tensor | None, bias: Tensor | None = None
+    ) -> Tensor:
         """Transform the hidden states [B, S, H]."""
-        x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask)))
+        x = self.attention_norm(x + self.dropout(self.attention(x, attention_mask, bias)))
         return self.output_norm(x + self.dropout(self.down(self.activation.forward(self.up(x)))))  # type: ignore[no-any-return]
 
-    def write(self, trunk: TrunkGraph, name: str, x: str) -> str:
-        """Write the layer: hidden states -> hidden states."""
-        attended, bias = self.attention.write(trunk, name, x)
-        norm = ResidualNorm(f"{name}.attention_norm", bias, self.attention_norm)
+    def write(self, trunk: TrunkGraph, name: str, x: str, bias: str = "") -> str:
+        """Write the layer: hidden states -> hidden states; see `SelfAttention.write`."""
+        attended, output_bias = self.attention.write(trunk, name, x, bias)
+        norm = ResidualNorm(f"{name}.attention_norm", output_bias, self.attention_norm)
         x = trunk.residual_norm(attended, x, norm)
         up = trunk.matmul(trunk.prepare(x, f"{name}.up"), f"{name}.up", self.up)
         up = self.activation.write(trunk.g, up, trunk.vector(f"{name}.up.bias", self.up.bias))

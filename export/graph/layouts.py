@@ -51,8 +51,17 @@ class BatchLayout(Protocol):
     ) -> str:
         """Write ``LayerNorm`` of the sum of two or more terms."""
 
-    def attend(self, g: GraphBuilder, query: str, key: str, value: str, heads: int) -> str:
-        """Write the attention of each sequence to itself."""
+    def attend(
+        self, g: GraphBuilder, operands: tuple[str, str, str], heads: int, bias: str = ""
+    ) -> str:
+        """Write the attention of each sequence to itself.
+
+        Args:
+            g: the graph.
+            operands: names of queries, keys and values.
+            heads: number of attention heads.
+            bias: name of the bias of the scores [1, N, S, S]; "": nothing is added.
+        """
 
     def residual_norm(
         self, g: GraphBuilder, linear_ops: LinearOps, x: str, skip: str, layer: ResidualNorm
@@ -93,9 +102,12 @@ class DenseLayout:
         """See `BatchLayout`."""
         return layer_norm(g, g.op("Sum", terms), name, norm)
 
-    def attend(self, g: GraphBuilder, query: str, key: str, value: str, heads: int) -> str:
+    def attend(
+        self, g: GraphBuilder, operands: tuple[str, str, str], heads: int, bias: str = ""
+    ) -> str:
         """See `BatchLayout`."""
-        return g.op("MultiHeadAttention", [query, key, value], domain=FUSED, num_heads=heads)
+        inputs = [*operands, *(["", "", bias] if bias else [])]
+        return g.op("MultiHeadAttention", inputs, domain=FUSED, num_heads=heads)
 
     def residual_norm(
         self, g: GraphBuilder, linear_ops: LinearOps, x: str, skip: str, layer: ResidualNorm
@@ -142,10 +154,13 @@ class PackedLayout:
         rest = reduce(lambda one, other: g.op("Add", [one, other]), others)
         return self._skip_norm(g, linear_ops, [first, rest], name, norm)
 
-    def attend(self, g: GraphBuilder, query: str, key: str, value: str, heads: int) -> str:
-        """See `BatchLayout`."""
+    def attend(
+        self, g: GraphBuilder, operands: tuple[str, str, str], heads: int, bias: str = ""
+    ) -> str:
+        """See `BatchLayout`. A family whose scores have a bias has no packed graph."""
+        assert not bias, "the variable-length kernel adds no bias to the scores"
         places = [tensors.TOKEN_OFFSET.name, tensors.CU_SEQLENS.name]
-        inputs = [query, key, value, "", *places]
+        inputs = [*operands, "", *places]
         return g.op("PackedMultiHeadAttention", inputs, domain=FUSED, num_heads=heads)
 
     def residual_norm(

@@ -53,7 +53,9 @@ def save_checkpoint(
     save_vocabulary(tokenizer.tokenizer, folder)
     is_wordpiece = isinstance(tokenizer.tokenizer.model, models.WordPiece)
     tokenizer_config = {
-        "tokenizer_class": (family.wordpiece_class if is_wordpiece else None) or _AS_SAVED,
+        "tokenizer_class": family.wordpiece.name
+        if is_wordpiece and family.wordpiece
+        else _AS_SAVED,
         "model_max_length": config.max_positions,
     }
     _write_json(
@@ -93,7 +95,7 @@ def _write_weights(model: Model, folder: Path) -> None:
     parameters = {
         name: parameter.detach().float().cpu() for name, parameter in model.named_parameters()
     }
-    written = FAMILIES[model.config.family].write(parameters)
+    written = FAMILIES[model.config.family].write(parameters, model.config)
     tensors = {name: tensor.contiguous() for name, tensor in written.items()}
     new_file = folder / "model.safetensors.new"
     try:

@@ -125,4 +125,5 @@ FAMILY: Final = Family(
     },
     classes=head_classes("Albert", "ForMaskedLM", "ForQuestionAnswering"),
     class_prefix="Albert",
+    sentencepiece_class="AlbertTokenizer",
 )

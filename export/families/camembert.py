@@ -7,4 +7,4 @@ from typing import Final
 
 from cloze.export.families.roberta import roberta_family
 
-FAMILY: Final = roberta_family("camembert", "Camembert")
+FAMILY: Final = roberta_family("camembert", "Camembert", "CamembertTokenizer")

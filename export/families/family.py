@@ -68,6 +68,8 @@ class Family:
         classes: names of heads -> the class of ``config.json`` that has exactly these heads.
         class_prefix: the first part of the names of transformers' classes.
         wordpiece: the family's WordPiece tokenizer; None: the family has another kind.
+        sentencepiece_class: transformers' class of the family's SentencePiece tokenizer; None: the
+            family has another kind.
         layouts: the layouts that the family's attention allows.
     """
 
@@ -80,6 +82,7 @@ class Family:
     heads: Mapping[str, HeadSpec]
     class_prefix: str
     wordpiece: WordPieceKind | None = None
+    sentencepiece_class: str | None = None
     classes: Mapping[frozenset[str], str] = field(default_factory=dict)
     layouts: frozenset[Layout] = frozenset(Layout)
 

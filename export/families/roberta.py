@@ -65,13 +65,8 @@ def write_config(class_prefix: str, config: EncoderConfig) -> dict[str, Any]:
     )
 
 
-def roberta_family(name: str, class_prefix: str) -> Family:
-    """Return a family that computes what RoBERTa does.
-
-    Args:
-        name: its ``model_type`` in ``config.json``.
-        class_prefix: the first part of the names of transformers' classes.
-    """
+def roberta_family(name: str, class_prefix: str, sentencepiece_class: str | None = None) -> Family:
+    """Return a family that computes what RoBERTa does; see the attributes of `Family`."""
     return Family(
         name=name,
         read_config=partial(read_config, name),
@@ -89,6 +84,7 @@ def roberta_family(name: str, class_prefix: str) -> Family:
         heads=ROBERTA_HEADS,
         classes=head_classes(class_prefix, "ForMaskedLM", "ForQuestionAnswering"),
         class_prefix=class_prefix,
+        sentencepiece_class=sentencepiece_class,
     )
 
 

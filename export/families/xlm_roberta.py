@@ -7,4 +7,4 @@ from typing import Final
 
 from cloze.export.families.roberta import roberta_family
 
-FAMILY: Final = roberta_family("xlm-roberta", "XLMRoberta")
+FAMILY: Final = roberta_family("xlm-roberta", "XLMRoberta", "XLMRobertaTokenizer")

@@ -23,6 +23,7 @@ from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.model_loading import load_model
 from cloze.export.tensors import read_tensors
+from cloze.export.tokenizer import load_tokenizer
 from cloze.export.train.save import save_checkpoint
 from tests.tokenizer_kinds import byte_level, unigram, wordpiece
 
@@ -339,3 +340,51 @@ def test_task_types_must_be_there_if_the_settings_use_them(tmp_path: Path) -> No
         load_model(tensors, FAMILIES["ernie"], checkpoint.model.config, {})
     without = replace(checkpoint.model.config, task_types=False)
     load_model(tensors, FAMILIES["ernie"], without, {})
+
+
+def test_a_vocabulary_file_of_mpnet_has_four_special_tokens_in_a_pair(tmp_path: Path) -> None:
+    """The oracle is transformers' own conversion of the same file."""
+    names = ["<s>", "<pad>", "</s>", "<unk>", "[UNK]", "<mask>"]
+    words = [word for word in wordpiece().get_vocab() if not word.startswith("[")]
+    (tmp_path / "vocab.txt").write_text("\n".join([*names, *sorted(words)]))
+    (tmp_path / "config.json").write_text('{"model_type": "mpnet"}')
+    ours = load_tokenizer(tmp_path)
+    theirs = transformers.MPNetTokenizer.from_pretrained(tmp_path)
+    for texts in (
+        ("The harbour was quiet.",),
+        ("Where is the BANK?", "Caf\u00e9 zzz"),
+        ("a <mask>.",),
+    ):
+        assert ours.tokenizer.encode(*texts).ids == theirs(*texts).input_ids, texts
+    special = ours.special
+    assert (special.cls, special.sep, special.mask, special.separators) == (0, 2, 5, 2)
+    assert special.second_type == 0
+
+
+def test_tokens_of_two_hundred_lines_are_those_of_the_file(tmp_path: Path) -> None:
+    """What is loaded is the file, without its truncation and padding."""
+    tokenizer = unigram()
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded, plain = load_tokenizer(tmp_path), unigram()
+    for text in awkward_lines():
+        assert loaded.tokenizer.encode(text).ids == plain.encode(text).ids, text
+
+
+def awkward_lines() -> list[str]:
+    marks = [
+        "",
+        " ",
+        "\u00a0",
+        "\u200b",
+        "\t",
+        "  ",
+        "\u3000",
+        "e\u0301",
+        "\ufb01",
+        "\uff21",
+        "\u0130",
+    ]
+    words = ["harbour", "<mask>", "<pad>", "</s>", "[SEP]", "a" * 100, "\U0001f469\u200d\U0001f4bb"]
+    return [f"{one}{word}{two}quiet{one}" for word in words for one in marks for two in marks][:200]

@@ -25,8 +25,11 @@ from cloze.model_store.heads import Head
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
 
-_MAX_PADDING_ROWS = 127
-"""The most rows of an embedding beyond the vocabulary; many are padded to a multiple of 128."""
+_PADDING_MULTIPLE, _PADDING_SHARE = 128, 1 / 256
+"""An embedding may have spare rows beyond the vocabulary, fewer than the larger of these two.
+
+Many are padded to a multiple of 128; mDeBERTa has 900 spare rows for 250,100 tokens.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +103,22 @@ def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
         license=_license(card),
         card=card,
         notes=tuple(notes),
-        broken_promise="" if recipe is not None else _broken_promise(heads, settings),
+        broken_promise="" if recipe is not None else _broken_promise(heads, family, settings),
     )
 
 
-def _broken_promise(heads: Collection[ExportHead], settings: Mapping[str, Any]) -> str:
+def _broken_promise(
+    heads: Collection[ExportHead], family: Family, settings: Mapping[str, Any]
+) -> str:
     """Return the class of ``config.json`` and the head that it promises but the checkpoint lacks.
 
     A sentence-transformer's class promises nothing: its users want its embeddings.
     """
     for architecture in settings.get("architectures") or []:
         for head in EXPORT_HEADS.values():
-            promised = str(architecture).endswith(head.promised_by)
+            promised = head.head.name in family.heads and str(architecture).endswith(
+                head.promised_by
+            )
             if promised and head not in heads:
                 return (
                     f"config.json names {architecture}, but the checkpoint has no {head.head.task}"
@@ -159,7 +166,7 @@ def _parse_config(family: Family, settings: Mapping[str, Any]) -> EncoderConfig:
 
 def _check_vocabulary(tokenizer: CheckpointTokenizer, config: EncoderConfig) -> None:
     rows, size = config.vocab_size, tokenizer.size
-    if size > rows or rows - size > _MAX_PADDING_ROWS:
+    if size > rows or rows - size >= max(_PADDING_MULTIPLE, rows * _PADDING_SHARE):
         raise ExportError(
             f"the tokenizer has {size} tokens, but the embedding has {rows} rows: "
             "they do not belong together"

@@ -307,6 +307,17 @@ def test_a_discriminator_does_not_fill_masks(tmp_path: Path) -> None:
     assert "fill-mask" in checkpoint.broken_promise
 
 
+def test_the_order_of_sentences_is_no_promise_of_the_next_sentence(tmp_path: Path) -> None:
+    tokenizer = unigram()
+    network = transformers.AlbertForPreTraining(settings_of("albert", tokenizer))
+    network.save_pretrained(tmp_path)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    checkpoint = load_checkpoint(str(tmp_path))
+    assert checkpoint.broken_promise == ""
+    assert checkpoint.model.masked_lm is not None
+    assert any("sop_classifier" in note for note in checkpoint.notes)
+
+
 @pytest.mark.parametrize(
     ("family", "settings", "message"),
     [

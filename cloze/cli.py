@@ -23,7 +23,6 @@ from cloze.keys_command import keys
 from cloze.model_sources import SourceError, bundles_to_serve
 from cloze.model_store.heads import HEADS
 from cloze.model_store.installation import DISTRIBUTION, install_command
-from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import (
     NAME_PATTERN,
     Precision,
@@ -94,12 +93,6 @@ def _check_name(_: click.Context, __: click.Parameter, value: str) -> str:
     "Every bundle has an fp32 graph.",
 )
 @click.option(
-    "--layout",
-    type=click.Choice([str(layout) for layout in Layout]),
-    help="Layout of a batch. The precision determines the layout: packed for fp16, dense for fp32 "
-    "and int8. The option only checks that the layout is the expected one.",
-)
-@click.option(
     "--weights",
     type=click.Choice([str(w) for w in Weights]),
     default=str(Weights.FP32),
@@ -132,7 +125,6 @@ def export(
     name: str,
     tasks: tuple[str, ...],
     precisions: tuple[str, ...],
-    layout: str | None,
     weights: str,
     gate_pairs: tuple[Path, ...],
     revision: str | None,
@@ -158,7 +150,6 @@ def export(
     try:
         from cloze.export.errors import DataError, ExportError
         from cloze.export.evaluation.pairs import read_pairs
-        from cloze.export.graph_writer import check_layout
         from cloze.export.publish import ExportOptions
         from cloze.export.publish import export as export_checkpoint
     except ModuleNotFoundError as error:
@@ -166,13 +157,11 @@ def export(
             f"export needs {error.name}, which the serving install leaves out; install it with: "
             f"{install_command('export')}"
         )
-    requested = tuple(Precision(precision) for precision in precisions)
     try:
-        check_layout(requested, Layout(layout) if layout else None)
         options = ExportOptions(
             tasks=tasks,
             revision=revision,
-            precisions=requested,
+            precisions=tuple(map(Precision, precisions)),
             weights=Weights(weights),
             pairs=tuple(read_pairs(list(gate_pairs))) if gate_pairs else (),
             cuda=device == "cuda",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cloze.model_store.manifest import Precision
+from cloze.model_store.plain_files import sha256_of
 from cloze.model_store.store import Store, StoreError
 
 _RECORDS = ".sources"
@@ -59,7 +60,7 @@ class SourceRecord:
             return None
         changed = [name for name, file in found.items() if _stamp(file) != files[name][:2]]
         try:
-            if any(_sha256(found[name]) != files[name][2] for name in changed):
+            if any(sha256_of(found[name]) != files[name][2] for name in changed):
                 return None
             if changed:
                 self.write(reference, snapshot(folder), recorded["precisions"])
@@ -147,7 +148,7 @@ def snapshot(folder: Path) -> Snapshot:
         OSError: a file cannot be read.
     """
     return {
-        str(file.relative_to(folder)): [*_stamp(file), _sha256(file)]
+        str(file.relative_to(folder)): [*_stamp(file), sha256_of(file)]
         for file in files_to_export(folder)
     }
 
@@ -172,8 +173,3 @@ def _stamp(file: Path) -> list[int]:
     """Return the size and the time of a file."""
     status = file.stat()
     return [status.st_size, status.st_mtime_ns]
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

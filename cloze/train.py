@@ -4,35 +4,34 @@ Training packages are imported inside the commands, because a serving installati
 """
 
 import os
-from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from cloze.train_errors import one_line_errors
 from cloze.train_evaluate import evaluate
 from cloze.train_options import (
     FILE,
     FOLDER,
     corpus_option,
-    device_option,
+    device_options,
     held_out_option,
     license_option,
+    one_line_errors,
     open_device,
-    out_option,
+    recipe_option,
     required,
-    run_options,
-    seed_option,
-    threads_option,
+    run_command,
 )
 
-
-def _recipe(default: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    return click.option(
-        "--recipe",
-        default=default,
-        help="A TOML file, or the name of a recipe of the package.",
+if TYPE_CHECKING:
+    from cloze.export.train.recipe import (
+        DistillRecipe,
+        EmbedRecipe,
+        PretrainRecipe,
+        QuestionsRecipe,
     )
+    from cloze.export.train.run_options import RunOptions
 
 
 @click.group()
@@ -50,19 +49,20 @@ def train() -> None:
 
 @train.command()
 @corpus_option
-@_recipe("vocabulary")
+@recipe_option("vocabulary")
 @click.option(
     "--size", type=click.IntRange(32, 1_000_000), help="Tokens instead of the recipe's size."
 )
 @click.option("--cased/--uncased", default=None, help="Instead of the recipe's case.")
-@out_option
+@click.option("--out", type=FOLDER, required=True, help="Folder of the vocabulary.")
 @one_line_errors
 def vocab(
     corpus: tuple[Path, ...], recipe: str, size: int | None, cased: bool | None, out: Path
 ) -> None:
     """Learn a WordPiece vocabulary; write tokenizer.json and vocab.txt."""
     from cloze.export.train.documents import read_documents
-    from cloze.export.train.recipe import VocabularyRecipe, load_recipe
+    from cloze.export.train.recipe import VocabularyRecipe
+    from cloze.export.train.recipe_files import load_recipe
     from cloze.export.train.vocabulary import save_vocabulary, train_tokenizer
 
     settings = load_recipe(recipe, VocabularyRecipe).vocabulary
@@ -80,7 +80,6 @@ def vocab(
 
 @train.command()
 @corpus_option
-@_recipe("pretrain-5-minutes")
 @click.option(
     "--vocab",
     "vocabulary",
@@ -100,24 +99,15 @@ def vocab(
     help="Whose embeddings keep_embeddings keeps. [default: those of --from]",
     show_default=False,
 )
-@out_option
-@seed_option
-@device_option
-@threads_option
-@license_option
-@one_line_errors
+@run_command("PretrainRecipe", "pretrain-5-minutes")
 def pretrain(
+    recipe: "PretrainRecipe",
+    options: "RunOptions",
     corpus: tuple[Path, ...],
-    recipe: str,
-    vocabulary: Path | None,
     source: str | None,
     embeddings_from: str | None,
-    out: Path,
-    seed: int | None,
-    device: str,
-    threads: int | None,
-    license_name: str | None,
-) -> None:
+    vocabulary: Path | None,
+) -> Path:
     """Train a BERT on text, by default with masked tokens and next sentences.
 
     \b
@@ -127,12 +117,9 @@ def pretrain(
       cloze train pretrain --from ./my-bert --recipe pretrain-further --corpus b.txt --out further
     """
     from cloze.export.train.pretrain import pretrain as run
-    from cloze.export.train.recipe import PretrainRecipe, load_recipe
 
-    settings = load_recipe(recipe, PretrainRecipe, seed=seed)
-    files, options = required(corpus), run_options(out, device, threads, license_name)
-    starts = {"source": source, "embeddings_from": embeddings_from}
-    _report_done(run(files, settings, options, vocabulary=vocabulary, **starts))
+    files, starts = required(corpus), {"source": source, "embeddings_from": embeddings_from}
+    return run(files, recipe, options, vocabulary=vocabulary, **starts)
 
 
 @train.command("finetune-qa")
@@ -144,30 +131,14 @@ def pretrain(
     type=FILE,
     help="SQuAD 1.1 or 2.0 format, also .xz; may be repeated.",
 )
-@_recipe("finetune-qa")
-@out_option
-@seed_option
-@device_option
-@threads_option
-@license_option
-@one_line_errors
+@run_command("QuestionsRecipe", "finetune-qa")
 def finetune_qa(
-    source: str,
-    questions: tuple[Path, ...],
-    recipe: str,
-    out: Path,
-    seed: int | None,
-    device: str,
-    threads: int | None,
-    license_name: str | None,
-) -> None:
+    recipe: "QuestionsRecipe", options: "RunOptions", source: str, questions: tuple[Path, ...]
+) -> Path:
     """Fine-tune the checkpoint SOURCE for question answering."""
     from cloze.export.train.questions import finetune_questions
-    from cloze.export.train.recipe import QuestionsRecipe, load_recipe
 
-    settings = load_recipe(recipe, QuestionsRecipe, seed=seed)
-    options = run_options(out, device, threads, license_name)
-    _report_done(finetune_questions(source, list(questions), settings, options))
+    return finetune_questions(source, list(questions), recipe, options)
 
 
 @train.command("average")
@@ -196,8 +167,7 @@ def average(sources: tuple[str, ...], out: Path, license_name: str | None) -> No
 )
 @held_out_option(0.08, "; only these are used")
 @click.option("--out", type=FOLDER, required=True, help="Folder of the new checkpoint.")
-@device_option
-@threads_option
+@device_options
 @one_line_errors
 def calibrate_qa(
     source: str,
@@ -230,76 +200,46 @@ def calibrate_qa(
 )
 @click.option("--held-out-pairs", multiple=True, type=FILE, help="Scored pairs to evaluate.")
 @corpus_option
-@_recipe("finetune-embed")
-@out_option
-@seed_option
-@device_option
-@threads_option
-@license_option
-@one_line_errors
+@run_command("EmbedRecipe", "finetune-embed")
 def finetune_embed(
+    recipe: "EmbedRecipe",
+    options: "RunOptions",
     source: str,
     pairs: tuple[Path, ...],
     held_out_pairs: tuple[Path, ...],
     corpus: tuple[Path, ...],
-    recipe: str,
-    out: Path,
-    seed: int | None,
-    device: str,
-    threads: int | None,
-    license_name: str | None,
-) -> None:
+) -> Path:
     """Fine-tune the embeddings of the checkpoint SOURCE.
 
     The other heads of SOURCE are kept. With --corpus, training also keeps them accurate.
     """
-    from cloze.export.train.recipe import EmbedRecipe, load_recipe
-    from cloze.export.train.sentences import EmbeddingFiles, finetune_sentences
+    from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
 
-    settings = load_recipe(recipe, EmbedRecipe, seed=seed)
     files = EmbeddingFiles(list(pairs), list(held_out_pairs), list(corpus))
-    options = run_options(out, device, threads, license_name)
-    _report_done(finetune_sentences(source, files, settings, options))
+    return finetune_embedding(source, files, recipe, options)
 
 
 @train.command()
 @click.argument("teacher")
 @corpus_option
-@_recipe("distill")
 @click.option(
     "--from",
     "source",
     metavar="STUDENT",
     help="Continue this student instead of layers of TEACHER.",
 )
-@out_option
-@seed_option
-@device_option
-@threads_option
-@license_option
-@one_line_errors
+@run_command("DistillRecipe", "distill")
 def distill(
+    recipe: "DistillRecipe",
+    options: "RunOptions",
     teacher: str,
     corpus: tuple[Path, ...],
-    recipe: str,
     source: str | None,
-    out: Path,
-    seed: int | None,
-    device: str,
-    threads: int | None,
-    license_name: str | None,
-) -> None:
+) -> Path:
     """Distil the BERT checkpoint TEACHER into a DistilBERT of half its layers."""
     from cloze.export.train.distill import distill as run
-    from cloze.export.train.recipe import DistillRecipe, load_recipe
 
-    settings = load_recipe(recipe, DistillRecipe, seed=seed)
-    files, options = required(corpus), run_options(out, device, threads, license_name)
-    _report_done(run(teacher, files, settings, options, source))
-
-
-def _report_done(checkpoint: Path) -> None:
-    click.echo(f"{checkpoint}; curves in {checkpoint.parent / 'curves.png'}")
+    return run(teacher, required(corpus), recipe, options, source)
 
 
 train.add_command(evaluate)

@@ -5,21 +5,18 @@ from pathlib import Path
 import click
 
 from cloze.failing import fail
-from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Store
-from cloze.options import json_option
+from cloze.options import json_option, store_option
 from cloze.tables import print_rows
-from cloze.train_errors import one_line_errors
 from cloze.train_options import (
     FILE,
-    FOLDER,
     corpus_option,
-    device_option,
+    device_options,
     held_out_option,
+    one_line_errors,
     open_device,
     print_event,
-    threads_option,
 )
 
 
@@ -59,15 +56,8 @@ from cloze.train_options import (
     help="Precision of a bundle's graph.",
 )
 @json_option
-@click.option(
-    "--model-store",
-    type=FOLDER,
-    default=DEFAULT_ROOT,
-    envvar="CLOZE_MODEL_STORE",
-    help="Model store of bundle:NAME.",
-)
-@device_option
-@threads_option
+@store_option
+@device_options
 @one_line_errors
 def evaluate(
     source: str,

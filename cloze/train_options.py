@@ -1,19 +1,26 @@
-"""The options that several commands of ``cloze train`` have, and what they prepare.
+"""What several commands of ``cloze train`` have: options, what they prepare, and one-line errors.
 
 Training packages are imported inside the functions, because a serving installation lacks them.
 """
 
 import re
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+
+from cloze.failing import fail
+from cloze.model_store.installation import install_command
+from cloze.model_store.store import StoreError
 
 if TYPE_CHECKING:
     import torch
 
-    from cloze.export.train.run_options import RunOptions
+Command = Callable[..., Any]
 
 # Without existence checks: the code that opens a path reports errors, in one line.
 FILE = click.Path(path_type=Path)
@@ -25,24 +32,6 @@ corpus_option = click.option(
     multiple=True,
     type=FILE,
     help="Text: plain or .jsonl (text, title), also .xz; may be repeated.",
-)
-out_option = click.option(
-    "--out",
-    type=FOLDER,
-    required=True,
-    help="Folder of the run; after a stop, the same command continues the run.",
-)
-seed_option = click.option(
-    "--seed", type=click.IntRange(0, 2**32 - 1), help="Seed instead of the recipe's seed."
-)
-device_option = click.option(
-    "--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda if available."
-)
-threads_option = click.option(
-    "--threads",
-    type=click.IntRange(1, 1024),
-    help="CPU threads. [default: all cores]",
-    show_default=False,
 )
 
 
@@ -63,9 +52,7 @@ license_option = click.option(
 )
 
 
-def held_out_option(
-    default: float, use: str
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def held_out_option(default: float, use: str) -> Callable[[Command], Command]:
     """Return the option of the share of titles that a run held out."""
     return click.option(
         "--held-out",
@@ -76,22 +63,82 @@ def held_out_option(
     )
 
 
+def recipe_option(default: str) -> Callable[[Command], Command]:
+    """Return the option of a run's recipe."""
+    return click.option(
+        "--recipe", default=default, help="A TOML file, or the name of a recipe of the package."
+    )
+
+
+def device_options(command: Command) -> Command:
+    """Add the options of where a command computes."""
+    threads = click.option(
+        "--threads",
+        type=click.IntRange(1, 1024),
+        help="CPU threads. [default: all cores]",
+        show_default=False,
+    )
+    device = click.option(
+        "--device", default="auto", help="cpu, cuda, cuda:N, or auto: cuda if available."
+    )
+    return device(threads(command))
+
+
+def run_command(kind: str, default: str) -> Callable[[Command], Command]:
+    """Make a function a command that runs a recipe and prints where its checkpoint is.
+
+    The function gets the recipe and the options of the run before the command's own arguments.
+
+    Args:
+        kind: name of the recipe's type in `cloze.export.train.recipe`.
+        default: name of the recipe that runs if the user names none.
+    """
+
+    def make(run: Callable[..., Path]) -> Command:
+        @wraps(run)
+        @one_line_errors
+        def command(
+            recipe: str,
+            out: Path,
+            seed: int | None,
+            device: str,
+            threads: int | None,
+            license_name: str | None,
+            **arguments: Any,
+        ) -> None:
+            from cloze.export.train import recipe as recipes
+            from cloze.export.train.recipe_files import load_recipe
+            from cloze.export.train.run_options import RunOptions
+
+            settings = load_recipe(recipe, getattr(recipes, kind), seed=seed)
+            opened = open_device(device, threads)
+            options = RunOptions(out, opened, print_event, license=license_name)
+            checkpoint = run(settings, options, **arguments)
+            click.echo(f"{checkpoint}; curves in {checkpoint.parent / 'curves.png'}")
+
+        out = click.option(
+            "--out",
+            type=FOLDER,
+            required=True,
+            help="Folder of the run; after a stop, the same command continues the run.",
+        )
+        seed = click.option(
+            "--seed",
+            type=click.IntRange(0, 2**32 - 1),
+            help="Seed instead of the recipe's seed.",
+        )
+        return recipe_option(default)(out(seed(device_options(license_option(command)))))
+
+    return make
+
+
 def required(corpus: tuple[Path, ...]) -> list[Path]:
     """Return the files of text; raise if there is none."""
-    from cloze.export.train.errors import TrainError
+    from cloze.export.errors import TrainError
 
     if not corpus:
         raise TrainError("there is no text: name a file with --corpus")
     return list(corpus)
-
-
-def run_options(
-    run_dir: Path, device: str, threads: int | None, license_name: str | None
-) -> "RunOptions":
-    """Return the options of a run beside its recipe."""
-    from cloze.export.train.run_options import RunOptions
-
-    return RunOptions(run_dir, open_device(device, threads), print_event, license=license_name)
 
 
 def open_device(name: str, threads: int | None) -> "torch.device":
@@ -109,3 +156,55 @@ def open_device(name: str, threads: int | None) -> "torch.device":
 def print_event(line: str) -> None:
     """Print a line of progress."""
     click.echo(line, err=True)
+
+
+def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn each expected error of a command into one line and exit code 1."""
+
+    @wraps(command)
+    def run(**arguments: Any) -> None:
+        try:
+            from cloze.export.errors import DataError, ExportError
+        except ModuleNotFoundError as error:
+            _fail_for_missing_module(error)
+        try:
+            with _sigterm_as_ctrl_c():
+                command(**arguments)
+        except (DataError, ExportError, StoreError) as error:
+            fail(str(error))
+        except ModuleNotFoundError as error:
+            _fail_for_missing_module(error)
+        except KeyboardInterrupt:
+            fail(
+                "interrupted; what is saved is kept, the same command goes on from there", code=130
+            )
+        except OSError as error:
+            file = error.filename or arguments.get("out") or "a file"
+            fail(f"{file}: {error.strerror or error}")
+        except (MemoryError, RuntimeError) as error:
+            # torch has no type for a failed allocation on the CPU.
+            if isinstance(error, RuntimeError) and "allocate" not in str(error):
+                raise
+            fail(
+                "there is not enough memory; "
+                "fewer sequences per batch, fewer tokens or a smaller model need less"
+            )
+
+    return run
+
+
+def _fail_for_missing_module(error: ModuleNotFoundError) -> NoReturn:
+    fail(
+        f"training needs {error.name}, which the serving install leaves out; install it with: "
+        f"{install_command('train')}"
+    )
+
+
+@contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """Raise KeyboardInterrupt on SIGTERM outside the training loop, which has its own handler."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

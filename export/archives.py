@@ -24,9 +24,7 @@ def unpack(archive: Path, ending: str, folder: Path) -> None:
     """Unpack an archive into an empty folder.
 
     Args:
-        archive: the file.
         ending: one of `ENDINGS`, which determines the compression.
-        folder: receives the files.
 
     Raises:
         ExportError: the archive is damaged or too large, or has a member that is neither a regular

@@ -9,21 +9,26 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
-from cloze.export.blocks.activations import ACTIVATIONS
 from cloze.export.blocks.config import EncoderConfig
+from cloze.export.blocks.layer import ACTIVATIONS
+from cloze.export.checkpoint_files import (
+    CheckpointFiles,
+    locate,
+    read_settings,
+    read_tensors,
+    weight_files,
+)
+from cloze.export.embedding_recipe import EmbeddingRecipe, encoder_folder, read_recipe
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, Family
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model import Model, head_module
 from cloze.export.model_loading import load_model, read_head_options
-from cloze.export.sentence import EmbeddingRecipe, encoder_folder, read_recipe
-from cloze.export.settings_files import read_settings
-from cloze.export.source import CheckpointFiles, locate
-from cloze.export.tensors import read_tensors, sha256_of, weight_files
 from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
 from cloze.model_store.heads import Head
 from cloze.model_store.heads.head import Frozen
 from cloze.model_store.manifest import Source
+from cloze.model_store.plain_files import sha256_of
 
 _PADDING_MULTIPLE, _PADDING_SHARE = 128, 1 / 256
 """An embedding may have spare rows beyond the vocabulary, fewer than the larger of these two.
@@ -38,15 +43,9 @@ class Checkpoint:
 
     Attributes:
         model: the model in evaluation mode, float32, with the checkpoint's heads.
-        tokenizer: the tokenizer.
-        recipe: the recipe of embeddings.
-        heads: the heads that can be exported.
         default_heads: the heads that are exported unless the user names others.
-        options: the heads' sections of the manifest, by head name.
-        source: the origin of the weights.
         license: the license in the front matter of the model card; None: the card names none.
         card: the model card; None: the checkpoint has no card.
-        notes: messages for the user, for example on missing heads, one line each.
         broken_promise: what ``config.json`` promises and the checkpoint lacks; "" for nothing.
     """
 
@@ -65,10 +64,6 @@ class Checkpoint:
 
 def load_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     """Load a checkpoint.
-
-    Args:
-        source: a directory, or a hub id.
-        revision: a branch, tag or commit of the hub.
 
     Raises:
         ExportError: the checkpoint cannot be loaded completely.
@@ -209,7 +204,7 @@ def _source(files: CheckpointFiles, weights: list[Path]) -> Source:
         kind=files.kind,
         location=files.location,
         revision=files.revision,
-        weights_sha256=sha256_of(weights),
+        weights_sha256=sha256_of(*weights),
     )
 
 

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from cloze.export.errors import ExportError, first_line
 from cloze.model_store.error_lines import printable
+from cloze.model_store.plain_files import sha256_of
 
 _TIMEOUT_S = 60
 _MAX_FILES = 1000
@@ -63,19 +64,13 @@ def download_folder(url: str, target: Path) -> None:
             system.get_file(path, str(file))
 
 
-def sha256_of_file(file: Path) -> str:
-    """Return the sha256 of a file in hexadecimal digits."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def sha256_of_folder(folder: Path) -> str:
     """Return the sha256 of what `sha256sum` prints of the files, sorted by their paths.
 
     The same hash is that of ``find . -type f -printf '%P\\n' | LC_ALL=C sort | xargs sha256sum``.
     """
     files = sorted((file.relative_to(folder).as_posix(), file) for file in folder.rglob("*"))
-    lines = [f"{sha256_of_file(file)}  {name}\n" for name, file in files if file.is_file()]
+    lines = [f"{sha256_of(file)}  {name}\n" for name, file in files if file.is_file()]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 

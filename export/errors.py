@@ -1,4 +1,9 @@
-"""The errors of export. Each message is one line: what is wrong, and what to do next."""
+"""The errors of export and training: each is one line, what is wrong and what to do next."""
+
+from collections.abc import Callable
+
+Report = Callable[[str], None]
+"""Receives one line per event of an export or a run."""
 
 
 class ExportError(Exception):
@@ -7,6 +12,10 @@ class ExportError(Exception):
 
 class DataError(Exception):
     """A file of text, pairs or questions cannot be used."""
+
+
+class TrainError(DataError):
+    """A run cannot start or continue. The last good checkpoint is kept."""
 
 
 def first_line(error: Exception) -> str:

@@ -8,10 +8,10 @@ from cloze.export.archives import ENDINGS, unpack
 from cloze.export.download import (
     download_file,
     download_folder,
-    sha256_of_file,
     sha256_of_folder,
 )
 from cloze.export.errors import ExportError
+from cloze.model_store.plain_files import sha256_of
 
 _BUNDLE = "manifest.json"
 _CHECKPOINTS = ("config.json", "modules.json")
@@ -23,7 +23,6 @@ class FetchedModel:
     """A model that was fetched.
 
     Attributes:
-        folder: the folder of its files.
         is_bundle: whether the folder is a bundle; otherwise it is a checkpoint.
         sha256: of the archive, or of the list of the folder's files (`sha256_of_folder`).
     """
@@ -39,7 +38,6 @@ def fetch_model(url: str, sha256: str | None, folder: Path) -> FetchedModel:
     Args:
         url: an address of an archive, or of a folder that fsspec can list.
         sha256: the expected hash; None accepts any.
-        folder: receives the files.
 
     Raises:
         ExportError: the address cannot be read, its hash is another one, or it has no model.
@@ -52,7 +50,7 @@ def fetch_model(url: str, sha256: str | None, folder: Path) -> FetchedModel:
     if ending is not None:
         archive = folder / "archive"
         download_file(url, archive)
-        actual = sha256_of_file(archive)
+        actual = sha256_of(archive)
         _check_hash(actual, sha256)
         unpack(archive, ending, files)
         archive.unlink()

@@ -1,21 +1,20 @@
 """Writes the graphs of a model: the trunk in the precision's layout, and the chosen heads."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from cloze.export.blocks.config import EncoderConfig
+from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.graph.builder import OPSET, GraphBuilder, StoredWeight
-from cloze.export.graph.layouts import DenseLayout, PackedLayout
 from cloze.export.graph.linear_ops import Fp16, Fp32, InputScale, Int8, LinearOps
-from cloze.export.graph.trunk import TrunkGraph
+from cloze.export.graph.trunk import DenseTrunk, PackedTrunk
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import HeadGraph, flat_rows
 from cloze.export.model import Model, head_module
-from cloze.export.sentence import EmbeddingRecipe
 from cloze.model_store.heads import Head
 from cloze.model_store.layouts import Layout
 from cloze.model_store.manifest import Graph, Precision, Weights
@@ -46,12 +45,7 @@ class GraphWriter:
     """Writes a model's graphs into one folder; weights that two graphs share are stored once.
 
     Args:
-        model: the model, with the modules of the heads.
-        recipe: the pooling of embeddings.
-        heads: the heads to write.
-        folder: an existing folder.
         weights: the storage of matrices; the model must be rounded already (`round_weights`).
-        scales: the fixed scales of quantised inputs, see `Int8`.
     """
 
     def __init__(
@@ -79,12 +73,12 @@ class GraphWriter:
             ExportError: the model's attention heads have no fast kernel in fp16.
         """
         config, layout = self._model.config, LAYOUTS[precision]
-        linear_ops = self._linear_ops(precision)
         g = GraphBuilder(half=self._weights is not Weights.FP32)
-        batch_layout = PackedLayout() if layout is Layout.PACKED else DenseLayout()
-        states = self._model.encoder.write(TrunkGraph(g, batch_layout, linear_ops))
+        linear_ops = self._linear_ops(g, precision)
+        trunk = (PackedTrunk if layout is Layout.PACKED else DenseTrunk)(linear_ops)
+        states = self._model.encoder.write(trunk)
         rows = flat_rows(g, layout, states[-1], config)
-        graph = HeadGraph(g, linear_ops, layout, states, rows, config)
+        graph = HeadGraph(linear_ops, layout, states, rows, config)
         for head in self._heads:
             module = head_module(self._model, self._recipe, head.name)
             assert module is not None  # callers choose heads that the model has
@@ -102,17 +96,17 @@ class GraphWriter:
             operators=g.operators(),
         )
 
-    def _linear_ops(self, precision: Precision) -> LinearOps:
+    def _linear_ops(self, g: GraphBuilder, precision: Precision) -> LinearOps:
         integers = self._weights is Weights.INT8
         stored = self._scales if integers else None
         match precision:
             case Precision.INT8:
-                return Int8(self._scales, integers=integers)
+                return Int8(g, self._scales, integers=integers)
             case Precision.FP16:
                 _check_head_size(self._model.config)
-                return Fp16(stored)
+                return Fp16(g, stored)
             case Precision.FP32:
-                return Fp32(stored)
+                return Fp32(g, stored)
 
 
 def _check_head_size(config: EncoderConfig) -> None:
@@ -127,19 +121,4 @@ def _check_head_size(config: EncoderConfig) -> None:
         raise ExportError(
             f"heads of {size} numbers have no fast attention in fp16, only multiples of "
             f"{_HEAD_SIZE_STEP} up to {_LARGEST_HEAD_SIZE}; leave out --precision fp16"
-        )
-
-
-def check_layout(precisions: Collection[Precision], layout: Layout | None) -> None:
-    """Check that a requested layout is the layout of every requested graph.
-
-    Raises:
-        ExportError: a graph has the other layout.
-    """
-    layouts = {LAYOUTS[precision] for precision in precisions or (Precision.FP32,)}
-    if layout is not None and layouts != {layout}:
-        matching = ", ".join(precision for precision in LAYOUTS if LAYOUTS[precision] is layout)
-        raise ExportError(
-            f"the layout {layout} is that of {matching}; leave out --layout, "
-            f"or ask for --precision {matching}"
         )

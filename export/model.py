@@ -1,30 +1,31 @@
-"""An encoder with its heads, the torch module between checkpoints and graphs."""
+"""An encoder with its heads, the torch module between checkpoints and graphs, and its outputs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from cloze.export.blocks.config import EncoderConfig
+from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.families import FAMILIES, HeadSpec
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import HeadSetup
 from cloze.export.heads.masked_lm import MaskedLMHead
 from cloze.export.heads.next_sentence import NextSentenceHead
 from cloze.export.heads.span import SpanHead
-from cloze.export.sentence import EmbeddingRecipe
+from cloze.model_store.batch import BatchCodec, Encoding, HeadOutputs, requests_of
+from cloze.model_store.heads import HEADS, GraphSpec
+from cloze.model_store.layouts import Layout
 
 
 class Model(nn.Module):
     """A model of any family. Each head is an attribute with its name; None: the head is absent.
 
     Args:
-        config: the sizes.
-        heads: names of the model's heads.
         options: options of heads, by head name, as in a manifest.
-
-    Attributes:
-        options: the options of the model's heads.
     """
 
     masked_lm: MaskedLMHead | None
@@ -76,3 +77,59 @@ def head_module(model: Model, recipe: EmbeddingRecipe, name: str) -> Any:
     if head.module is None and head.module_of is None:
         return recipe
     return getattr(model, head.module_of or name)
+
+
+class TorchScorer:
+    """Runs a torch model in fp32.
+
+    Args:
+        recipe: the recipe of embeddings; None: mean pooling.
+    """
+
+    def __init__(
+        self, model: Model, device: torch.device, recipe: EmbeddingRecipe | None = None
+    ) -> None:
+        self._model, self._device, self.layers = model, device, model.config.layers
+        self._recipe = recipe or EmbeddingRecipe()
+        graph = GraphSpec(Layout.DENSE, tuple(HEADS), token_types=True, layers=self.layers)
+        self._codec = BatchCodec(graph)
+
+    @torch.inference_mode()
+    def run(self, batch: Sequence[Encoding]) -> list[HeadOutputs]:
+        """Return the results of encodings of one length, in order."""
+        self._model.eval()
+        states = hidden_states(self._model, batch, self._device)
+        outputs = torch_outputs(self._model, self._recipe, states, batch, self._codec)
+        return self._codec.unpack(batch, outputs)
+
+
+def hidden_states(
+    model: Model, batch: Sequence[Encoding], device: torch.device | None = None
+) -> Tensor:
+    """Return the states [N, T, H] of encodings of one length: the embeddings, then each layer."""
+    ids, types = (
+        torch.from_numpy(np.stack(rows).astype(np.int64)).to(device)
+        for rows in ([e.input_ids for e in batch], [e.token_type_ids for e in batch])
+    )
+    return model.encoder.states(ids, types).flatten(1, 2)
+
+
+def torch_outputs(
+    model: Model,
+    recipe: EmbeddingRecipe,
+    states: torch.Tensor,
+    batch: Sequence[Encoding],
+    codec: BatchCodec,
+) -> dict[str, NDArray[Any]]:
+    """Return the outputs that a graph should compute for a batch, by output name."""
+    placement = codec.placement(batch)
+    outputs: dict[str, NDArray[Any]] = {}
+    for name in codec.head_names:
+        export_head = EXPORT_HEADS[name]
+        module = head_module(model, recipe, name)
+        if module is None:
+            continue
+        requests = requests_of(batch, export_head.head)
+        reference = export_head.reference(module, states, requests, placement)
+        outputs |= {output: values.cpu().numpy() for output, values in reference.items()}
+    return outputs

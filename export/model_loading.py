@@ -14,7 +14,7 @@ from torch import Tensor
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError, first_line
 from cloze.export.families import Family, HeadSpec
-from cloze.export.families.rules import Fold, Target
+from cloze.export.families.family import Fold, Target
 from cloze.export.heads import EXPORT_HEADS, ExportHead
 from cloze.export.model import Model
 from cloze.model_store.heads.head import Frozen
@@ -39,12 +39,6 @@ def load_model(
     settings: Mapping[str, Any],
 ) -> tuple[Model, list[str]]:
     """Build and fill the model with the heads whose tensors the checkpoint has.
-
-    Args:
-        tensors: the checkpoint's tensors by name.
-        family: the checkpoint's family.
-        config: the sizes of the encoder.
-        settings: the checkpoint's ``config.json``.
 
     Returns:
         The model, and notes for the user.

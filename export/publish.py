@@ -1,26 +1,23 @@
 """Exports a checkpoint in steps: load, choose heads, round weights, write and verify, publish."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from cloze.export.calibration import input_scales
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
-from cloze.export.errors import ExportError
+from cloze.export.errors import ExportError, Report
 from cloze.export.evaluation.pairs import ScoredPair
 from cloze.export.evaluation.scorer import GraphScorer, Scorer
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.gate import pass_gate
 from cloze.export.graph.linear_ops import InputScale
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING
-from cloze.export.rounding import round_weights
+from cloze.export.model import TorchScorer
+from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session
-from cloze.export.torch_scorer import TorchScorer
-from cloze.export.verify import GraphUnderTest, verify
+from cloze.export.verify import GraphUnderTest, pass_gate, verify
 from cloze.model_store.heads import Head
 from cloze.model_store.manifest import (
     Architecture,
@@ -40,9 +37,6 @@ from cloze.model_store.store import Bundle, Store
 TOKENIZER_FILE = "tokenizer.json"
 CARD_FILE = "README.md"
 
-Report = Callable[[str], None]
-"""Receives progress messages, one line each."""
-
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
@@ -50,8 +44,6 @@ class ExportOptions:
 
     Attributes:
         tasks: the heads to write, by task name; empty: the checkpoint's default heads.
-        revision: a branch, tag or commit of the hub.
-        precisions: precisions of further graphs beside the fp32 graph.
         weights: the storage of matrices. fp16 and int8 round the matrices, and torch is compared
             with the same rounded matrices. int8 stores the integers of the int8 graph, for both
             graphs.
@@ -77,16 +69,7 @@ _DEFAULT_OPTIONS = ExportOptions()
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One export after its heads are chosen and its weights are rounded.
-
-    Attributes:
-        options: the options of the export.
-        checkpoint: the checkpoint, with rounded weights.
-        original: runs the checkpoint before rounding.
-        heads: the heads to write.
-        limits: the limits of the model.
-        scales: the fixed scales of quantised inputs.
-    """
+    """One export after its heads are chosen and its weights are rounded."""
 
     options: ExportOptions
     checkpoint: Checkpoint
@@ -119,16 +102,9 @@ def export(
 ) -> Bundle:
     """Export a checkpoint as a published bundle. An error leaves the store unchanged.
 
-    Args:
-        source: a directory or a hub id.
-        name: the bundle's name.
-        store: the store to publish to.
-        options: the options of the export.
-        report: receives progress messages, one line each.
-
     Raises:
         ExportError: the checkpoint cannot be loaded or lacks a head, a graph does not agree with
-            torch, or a rounded graph loses too much quality (`cloze.export.gate`).
+            torch, or a rounded graph loses too much quality (`cloze.export.verify`).
         StoreError: the store is not writable.
     """
     checkpoint = _load(source, options, report)

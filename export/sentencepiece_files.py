@@ -14,9 +14,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
+from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError, first_line
 from cloze.export.families import FAMILIES
-from cloze.export.settings_files import read_settings
 from cloze.model_store.installation import install_command
 
 _UNIGRAM = 1
@@ -35,10 +35,6 @@ def find_sentencepiece(folder: Path) -> Path | None:
 
 def from_sentencepiece(file: Path, settings: dict[str, Any]) -> tuple[Tokenizer, str | None]:
     """Convert a SentencePiece model.
-
-    Args:
-        file: the model.
-        settings: ``tokenizer_config.json`` beside the model.
 
     Returns:
         The tokenizer, and a note for the user.

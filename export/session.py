@@ -36,11 +36,6 @@ def open_session(file: Path, layout: Layout, *, cuda: bool = False) -> Session:
 
     A dense graph runs on the CPU. A packed graph runs on CUDA if requested, else in the reference.
 
-    Args:
-        file: the graph, with its weights in the same folder.
-        layout: the graph's layout.
-        cuda: run a packed graph on CUDA.
-
     Raises:
         ExportError: CUDA was requested but is not available.
     """

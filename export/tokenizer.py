@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, models
 
+from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError
-from cloze.export.settings_files import read_settings
 from cloze.export.tokenizer_files import (
     SPECIAL_TOKENS,
     is_byte_level,
@@ -35,7 +35,6 @@ class CheckpointTokenizer:
     Attributes:
         tokenizer: the tokenizer, without truncation and padding.
         lowercase: whether the tokenizer converts text to lower case.
-        special: the ids of the special tokens, and their places around texts.
         special_tokens: the special tokens of the vocabulary, by their keys in
             ``tokenizer_config.json``, such as ``mask_token``.
         max_tokens: the longest sequence in the checkpoint's settings; None: no limit is set.
@@ -117,8 +116,6 @@ def describe_tokenizer(
     """Return a tokenizer with its properties, and switch off its truncation and padding.
 
     Args:
-        tokenizer: the tokenizer.
-        given: names of special tokens, by their keys in ``tokenizer_config.json``; the others have
             their usual names.
 
     Raises:

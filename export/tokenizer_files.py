@@ -18,6 +18,7 @@ from tokenizers import (
     processors,
 )
 
+from cloze.export.checkpoint_files import read_settings
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, WordPieceKind
 from cloze.export.sentencepiece_files import (
@@ -25,7 +26,6 @@ from cloze.export.sentencepiece_files import (
     from_sentencepiece,
     mark_special,
 )
-from cloze.export.settings_files import read_settings
 
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",
@@ -65,11 +65,6 @@ def open_files(
     folder: Path, settings: dict[str, Any], given: dict[str, str]
 ) -> tuple[Tokenizer, str | None]:
     """Return the tokenizer of a folder, and a note for the user.
-
-    Args:
-        folder: the checkpoint's folder.
-        settings: its ``tokenizer_config.json``.
-        given: the names of special tokens that the checkpoint sets.
 
     Raises:
         ExportError: the folder has no tokenizer, or the tokenizer is damaged or of no known kind.
@@ -252,14 +247,7 @@ def _read_vocabulary(file: Path, unknown_token: str) -> dict[str, int]:
 def wordpiece(
     vocabulary: dict[str, int], settings: dict[str, Any], names: dict[str, str], *, lowercase: bool
 ) -> Tokenizer:
-    """Build BERT's tokenizer: its normaliser, WordPiece, and the template of its sequences.
-
-    Args:
-        vocabulary: ids by token.
-        settings: settings of the normaliser in ``tokenizer_config.json``.
-        names: the special tokens, by their keys in ``tokenizer_config.json``.
-        lowercase: whether to lower-case text and strip accents.
-    """
+    """Build BERT's tokenizer: its normaliser, WordPiece, and the template of its sequences."""
     tokenizer = Tokenizer(
         models.WordPiece(vocabulary, unk_token=names["unk_token"], max_input_chars_per_word=100)
     )

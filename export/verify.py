@@ -1,6 +1,8 @@
-"""Compares a written graph with torch over a grid of batches, and records golden outputs.
+"""Compares a written graph with torch, and a rounded graph with its checkpoint.
 
-A graph that fails is not published.
+A graph that fails is not published. `verify` compares a graph with torch on the same rounded
+weights over a grid of batches, and records golden outputs. `pass_gate`, the quality gate, compares
+it with the checkpoint before rounding, on texts.
 """
 
 import json
@@ -15,15 +17,16 @@ from numpy.typing import NDArray
 
 from cloze.export.checkpoint import Checkpoint
 from cloze.export.errors import ExportError
+from cloze.export.evaluation.scorer import Scorer
+from cloze.export.evaluation.texts import GateTexts
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import SampleSizes
-from cloze.export.model import Model
+from cloze.export.model import hidden_states, torch_outputs
 from cloze.export.session import Session, open_session
-from cloze.export.torch_scorer import torch_outputs
 from cloze.model_store.batch import BatchCodec, Encoding
 from cloze.model_store.heads import GraphSpec, Head
 from cloze.model_store.layouts import Int32, Layout
-from cloze.model_store.manifest import Graph, Parity, Precision
+from cloze.model_store.manifest import Gate, Graph, Parity, Precision
 from cloze.model_store.parity import output_errors
 
 GOLDEN_FILES = {
@@ -63,9 +66,7 @@ class GraphUnderTest:
     """A graph to verify.
 
     Attributes:
-        graph: the manifest's description of the graph.
         checkpoint: the graph's checkpoint, which torch runs in fp32 for every precision.
-        heads: the graph's heads.
         max_tokens: the longest sequence that the graph must support.
     """
 
@@ -91,8 +92,6 @@ def verify(folder: Path, subject: GraphUnderTest, session: Session | None = None
 
     Args:
         folder: the folder of the graph; the golden file is written to the same folder.
-        subject: the graph to verify.
-        session: runs the graph; None: a session from `open_session`.
 
     Raises:
         ExportError: an output differs from torch's by more than the tolerance.
@@ -157,26 +156,11 @@ def _make_case(
     """Return a batch of random tokens between ``[CLS]`` and ``[SEP]``, and torch's outputs."""
     checkpoint, codec = subject.checkpoint, BatchCodec(subject.spec)
     batch = [_random_encoding(rng, checkpoint, int(size), asked) for size in sizes]
-    states = _states(checkpoint.model, batch, subject.graph.layout)
+    # In the packed layout each sequence runs alone, so the reference does not depend on the others.
+    calls = [batch] if subject.graph.layout is Layout.DENSE else [[one] for one in batch]
+    states = torch.cat([hidden_states(checkpoint.model, call) for call in calls], dim=1)
     expected = torch_outputs(checkpoint.model, checkpoint.recipe, states, batch, codec)
     return _Case(codec.pack(batch), expected)
-
-
-def _states(model: Model, batch: Sequence[Encoding], layout: Layout) -> torch.Tensor:
-    """Return torch's hidden states [N, T, H] of a batch: the embeddings, then each layer.
-
-    In the dense layout all sequences have one length and run as one batch. In the packed layout
-    each sequence runs alone, so the reference does not depend on the layout or on other sequences.
-    """
-    calls = [batch] if layout is Layout.DENSE else [[encoding] for encoding in batch]
-    states = []
-    for call in calls:
-        ids, types = (
-            torch.from_numpy(np.stack(arrays).astype(np.int64))
-            for arrays in ([e.input_ids for e in call], [e.token_type_ids for e in call])
-        )
-        states.append(model.encoder.states(ids, types).flatten(1, 2))
-    return torch.cat(states, dim=1)
 
 
 def _random_encoding(
@@ -194,3 +178,31 @@ def _random_encoding(
 
 def _as_lists(arrays: Arrays) -> dict[str, object]:
     return {name: array.tolist() for name, array in arrays.items()}
+
+
+def pass_gate(
+    checkpoint: Scorer, graph: Scorer, title: str, heads: Sequence[Head], texts: GateTexts
+) -> Gate:
+    """Compare a checkpoint with a graph of it.
+
+    Returns:
+        The figures and their limits.
+
+    Raises:
+        ExportError: a figure is below its limit, or is NaN.
+    """
+    measured: dict[str, float] = {}
+    limits: dict[str, float] = {}
+    for head in heads:
+        export_head = EXPORT_HEADS[head.name]
+        figures = export_head.measure(checkpoint, graph, texts)
+        measured |= figures
+        limits |= {name: export_head.limits[name] for name in figures}
+    for name, value in measured.items():
+        if not value >= limits[name]:  # NaN fails too
+            raise ExportError(
+                f"the {title} loses too much of this checkpoint: {name} is {value:.4f} and must "
+                f"be at least {limits[name]}; export a higher precision, or weights of a higher "
+                "precision"
+            )
+    return Gate(measured=measured, limits=limits)

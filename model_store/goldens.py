@@ -25,7 +25,6 @@ class Golden:
     """One golden case.
 
     Attributes:
-        feeds: the graph's inputs by tensor name.
         outputs: torch's outputs by tensor name; every output has at least one number.
     """
 
@@ -35,11 +34,6 @@ class Golden:
 
 def read_goldens(bundle: Bundle, file: str, layout: Layout) -> tuple[Golden, ...]:
     """Read a golden file of a bundle.
-
-    Args:
-        bundle: the bundle.
-        file: the name of the golden file.
-        layout: the layout of the graph to which the golden file belongs.
 
     Returns:
         At least one golden case.

@@ -38,7 +38,6 @@ class ExpectedTensor:
     """A tensor that a bundle's graph must have.
 
     Attributes:
-        spec: the tensor's description.
         shape: the tensor's sizes; None stands for a size that differs per batch.
     """
 

@@ -14,9 +14,6 @@ def install_command(*extras: str) -> str:
     """Return the command that adds extras to the installed package, from where it came from.
 
     The origin is a checkout, a wheel, or a package index. Source: PEP 610, ``direct_url.json``.
-
-    Args:
-        extras: names of optional dependencies, such as ``export``.
     """
     wanted = f"[{','.join(extras)}]"
     origin = _origin()

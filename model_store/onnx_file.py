@@ -105,7 +105,6 @@ class DeclaredTensor:
     """An input or an output of a graph.
 
     Attributes:
-        dtype: the tensor's numpy dtype.
         shape: the tensor's sizes; None stands for a size that differs per batch.
     """
 
@@ -118,8 +117,6 @@ class DeclaredWeight:
     """A weight, inside or outside the ONNX file.
 
     Attributes:
-        shape: the weight's sizes.
-        size: bytes of the weight.
         file: where the weight is outside the ONNX file; None: the weight is inside.
         offset: the first byte of the weight in `file`.
     """
@@ -136,9 +133,6 @@ class OnnxGraph:
 
     Attributes:
         operators: (domain, operator) of every node.
-        inputs: the inputs by name.
-        outputs: the outputs by name.
-        weights: the weights by name.
     """
 
     operators: frozenset[tuple[str, str]]

@@ -25,11 +25,6 @@ def output_errors(actual: Arrays, expected: Arrays, tolerance: float) -> dict[st
     ids is 0 if the ids agree, else infinity. Ids are compared only where torch's numbers differ by
     more than the tolerance: rounding may swap two closer numbers.
 
-    Args:
-        actual: the graph's outputs; outputs that are not in ``expected`` are ignored.
-        expected: torch's outputs.
-        tolerance: the largest accepted error.
-
     Returns:
         Errors by output name; infinity if the shapes differ or a number is not finite.
     """

@@ -1,8 +1,14 @@
-"""Reads files of a bundle that a stranger may have made: regular files only, limited in bytes."""
+"""Reads, hashes and replaces files.
 
+Files of a bundle may be a stranger's: `open_plain` and `read_plain` read regular files only.
+"""
+
+import hashlib
 import io
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _KINDS = {
@@ -16,11 +22,7 @@ _KINDS = {
 
 
 def other_kind(mode: int) -> str | None:
-    """Return what a file is instead of a regular file; None for a regular file.
-
-    Args:
-        mode: ``st_mode`` of the file.
-    """
+    """Return what a file is instead of a regular file; None for a regular file."""
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "of an unknown kind")
 
 
@@ -53,3 +55,26 @@ def read_plain(file: Path, max_bytes: int) -> bytes:
         if size > max_bytes:
             raise ValueError(f"has {size} bytes; the limit is {max_bytes}")
         return stream.read(max_bytes)
+
+
+def sha256_of(*files: Path) -> str:
+    """Return one SHA-256 of the bytes of all files, in order, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            hashlib.file_digest(stream, lambda: digest)
+    return digest.hexdigest()
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[Path]:
+    """Yield a new file to write, and rename it to ``file`` at the end.
+
+    After an error or a kill, ``file`` is as it was.
+    """
+    new_file = file.with_name(f"{file.name}.new")
+    try:
+        yield new_file
+        new_file.replace(file)
+    finally:
+        new_file.unlink(missing_ok=True)

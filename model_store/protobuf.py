@@ -31,9 +31,7 @@ class Field:
 
     Attributes:
         name: the field's name, or for a refused field, what the field holds.
-        wire: the field's wire type.
         repeated: whether the field may have several values. Repeated numbers may be packed.
-        refused: whether a message with this field is refused.
     """
 
     name: str
@@ -49,8 +47,6 @@ class Message:
     """The fields of one message.
 
     Args:
-        kind: the kind of the message, for errors.
-        data: the bytes of the message.
         fields: the fields to expect, by number.
 
     Raises:

@@ -34,7 +34,7 @@ from cloze.model_store.manifest import (
     StoredFile,
     parse_reference,
 )
-from cloze.model_store.plain_files import open_plain, read_plain
+from cloze.model_store.plain_files import open_plain, read_plain, sha256_of
 
 _MANIFEST = "manifest.json"
 _STAGING_PREFIX = ".staging-"
@@ -58,11 +58,7 @@ class Bundle:
 
 
 class Store:
-    """The bundles under one folder.
-
-    Args:
-        root: the folder of the bundles; the first publish creates a missing folder.
-    """
+    """The bundles under one folder."""
 
     def __init__(self, root: Path = DEFAULT_ROOT) -> None:
         self.root = root
@@ -120,35 +116,26 @@ class Store:
         Raises:
             StoreError: the store's folder is not writable.
         """
-        try:
+        with _one_error(f"cannot write to the model store {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
             self._remove_stale_staging()
             folder = self.root / (_STAGING_PREFIX + secrets.token_hex(8))
             folder.mkdir()
-        except OSError as error:
-            raise StoreError(
-                f"cannot write to the model store {self.root}: {error.strerror}"
-            ) from error
-        try:
-            yield folder
-        except OSError as error:
-            raise StoreError(
-                f"cannot write to the model store {self.root}: {error.strerror}"
-            ) from error
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def publish(self, folder: Path, spec: BundleSpec) -> Bundle:
         """Publish a staged folder atomically as the next version of its name.
 
         Args:
             folder: a folder from `staging`; all of its files become part of the bundle.
-            spec: the manifest without the fields that the store adds.
 
         Raises:
             StoreError: writing to the disk failed.
         """
-        try:
+        with _one_error(f"cannot publish {spec.name!r} to {self.root}"):
             files = {file.name: _sync_and_hash(file) for file in sorted(folder.iterdir())}
             (self.root / spec.name).mkdir(exist_ok=True)
             version = max(self._versions(spec.name), default=0) + 1
@@ -163,10 +150,6 @@ class Store:
                 if _rename(folder, manifest, target):
                     return Bundle(manifest, target)
                 version += 1
-        except OSError as error:
-            raise StoreError(
-                f"cannot publish {spec.name!r} to {self.root}: {error.strerror}"
-            ) from error
 
     def adopt(self, folder: Path) -> Bundle:
         """Publish a bundle of another store atomically, under its own name and version.
@@ -182,7 +165,7 @@ class Store:
         manifest = _parse_manifest(folder, folder.name)
         _check_files(manifest, folder)
         target = self.root / manifest.name / str(manifest.version)
-        try:
+        with _one_error(f"cannot publish {manifest.reference} to {self.root}"):
             for entry in folder.iterdir():
                 if entry.is_dir():
                     shutil.rmtree(entry)
@@ -197,10 +180,6 @@ class Store:
                     f"{self.root} has another {manifest.reference}; remove it first, or publish "
                     "the new one under another version"
                 )
-        except OSError as error:
-            raise StoreError(
-                f"cannot publish {manifest.reference} to {self.root}: {error.strerror}"
-            ) from error
         return self.open(manifest.reference)
 
     def remove(self, reference: str) -> None:
@@ -218,17 +197,13 @@ class Store:
                 f"{reference!r} is not in {self.root}; "
                 "a bundle that comes with the package is not removed"
             )
-        try:
+        with _one_error(f"cannot remove {reference!r} from {self.root}"):
             for target in targets:
                 trash = self.root / (_STAGING_PREFIX + secrets.token_hex(8))
                 target.rename(trash)
                 shutil.rmtree(trash)
             if not any(own.iterdir()):
                 own.rmdir()
-        except OSError as error:
-            raise StoreError(
-                f"cannot remove {reference!r} from {self.root}: {error.strerror}"
-            ) from error
 
     def _names(self) -> list[str]:
         """Return the names that have a version; ignore other folders, such as ``lost+found``."""
@@ -250,6 +225,15 @@ class Store:
             with suppress(FileNotFoundError):  # another publisher has just removed the folder
                 if time.time() - folder.stat().st_mtime > _STALE_STAGING_S:
                     shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _one_error(message: str) -> Iterator[None]:
+    """Turn an error of the disk into one line."""
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{message}: {error.strerror}") from error
 
 
 def _rename(folder: Path, manifest: Manifest, target: Path) -> bool:
@@ -336,11 +320,6 @@ def _check_file(file: Path, expected: StoredFile) -> str | None:
     return None
 
 
-def _sha256(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def _sync(file: Path) -> None:
     with file.open("rb") as stream:
         os.fsync(stream.fileno())
@@ -348,7 +327,7 @@ def _sync(file: Path) -> None:
 
 def _sync_and_hash(file: Path) -> StoredFile:
     _sync(file)
-    return StoredFile(sha256=_sha256(file), size=file.stat().st_size)
+    return StoredFile(sha256=sha256_of(file), size=file.stat().st_size)
 
 
 def _write_synced(file: Path, data: bytes) -> None:

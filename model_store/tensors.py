@@ -17,10 +17,7 @@ class TensorSpec:
     """One input or output of a graph.
 
     Attributes:
-        name: the tensor's name in the graph.
-        dtype: the name of the tensor's numpy dtype.
         shape: the tensor's sizes; a letter stands for a size that differs per batch or per model.
-        meaning: the tensor's meaning, for the documentation.
         layout: the only layout that has the tensor; None: both layouts have the tensor.
         packed_shape: the shape in the packed layout, where that shape differs.
     """

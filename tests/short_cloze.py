@@ -13,7 +13,7 @@ from pathlib import Path
 
 from cloze.cli import main
 from cloze.export.heads import EXPORT_HEADS
-from cloze.export.train.recipe import RECIPES
+from cloze.export.train.recipe_files import RECIPES
 
 SHORTER = {"steps": 2, "sequences": 4, "epochs": 1}
 
@@ -34,7 +34,8 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         if "--recipe" in arguments:
             position = arguments.index("--recipe") + 1
-            recipe = RECIPES / f"{arguments[position]}.toml"
+            recipe = Path(arguments[position])
+            recipe = recipe if recipe.suffix else RECIPES / f"{recipe}.toml"
             short = Path(folder) / recipe.name
             short.write_text(shortened(recipe.read_text()))
             arguments[position] = str(short)

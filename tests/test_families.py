@@ -24,10 +24,10 @@ from transformers import (
 )
 
 from cloze.export.checkpoint import load_checkpoint
+from cloze.export.checkpoint_files import read_tensors
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.publish import ExportOptions, export
-from cloze.export.tensors import read_tensors
 from cloze.export.train.save import save_checkpoint
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision

@@ -19,9 +19,9 @@ from sentence_transformers.sentence_transformer.modules import Pooling
 from cloze.export import archives
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.fetch import fetch_model
-from cloze.export.tensors import sha256_of
 from cloze.model_store import Store
 from cloze.model_store.manifest import BundleSpec
+from cloze.model_store.plain_files import sha256_of
 from cloze.model_store.store import StoreError
 from tests.object_store import ObjectStore, running_object_store
 from tests.serving import bare_environment, failed_start, running_server
@@ -184,9 +184,7 @@ def test_a_sentence_transformer_without_a_root_config_is_what_its_modules_say(
     checkpoint = load_checkpoint(str(fetched.folder))
     assert not fetched.is_bundle
     assert checkpoint.recipe.pooling == "cls"
-    assert checkpoint.source.weights_sha256 == sha256_of(
-        [saved / "0_Transformer/model.safetensors"]
-    )
+    assert checkpoint.source.weights_sha256 == sha256_of(saved / "0_Transformer/model.safetensors")
 
 
 def test_a_folder_by_another_file_system_of_fsspec(bundle: Path, tmp_path: Path) -> None:

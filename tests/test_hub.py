@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cloze.export.source import _choose_files
+from cloze.export.checkpoint_files import _choose_files
 from cloze.model_store import Store
 from tests.serving import bare_environment
 

@@ -17,22 +17,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from cloze.export.blocks.activations import ACTIVATIONS
-from cloze.export.calibration import _random_tokens, input_scales
+from cloze.export.blocks.layer import ACTIVATIONS
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import ScoredPair
 from cloze.export.evaluation.texts import SENTENCES, GateTexts
-from cloze.export.gate import pass_gate
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import InputScale, Int8, quantise
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING, EXPORT_HEADS, MASKED_LM, SPAN
-from cloze.export.model import Model
+from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
-from cloze.export.torch_scorer import TorchScorer
+from cloze.export.rounding import _random_tokens, input_scales
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
-from cloze.export.verify import GraphUnderTest, verify
+from cloze.export.verify import GraphUnderTest, pass_gate, verify
 from cloze.model_store import Store, processor, tensors
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.model_store.heads import HEADS, embedding
@@ -109,12 +107,11 @@ def test_a_product_is_exact_in_its_integers(
         x = torch.nn.functional.gelu(x)
     g = GraphBuilder()
     scale = InputScale(0.02, smooth if smoothed else None)
-    linear_ops = Int8({"w": scale} if fixed else {})
-    entering = linear_ops.prepare_input(
-        g, g.input("x", TensorProto.FLOAT, ["T", inner]), "w", least
-    )
+    linear_ops = Int8(g, {"w": scale} if fixed else {})
+    x_name = g.input("x", TensorProto.FLOAT, ["T", inner])
+    entering = linear_ops.prepare_input(x_name, "w", least)
     with torch.no_grad():
-        g.output(linear_ops.matmul(g, entering, "w", linear), "y", TensorProto.FLOAT, ["T", 7])
+        g.output(linear_ops.matmul(entering, "w", linear), "y", TensorProto.FLOAT, ["T", 7])
     folder = tmp_path_factory.mktemp("product")
     g.save(folder / "g.onnx", folder / "w.bin")
     actual = open_session(folder / "g.onnx").run(None, {"x": x.numpy()})[0]

@@ -20,9 +20,8 @@ from cloze.cli import cli
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.graph.builder import GraphBuilder
-from cloze.export.graph.layouts import PackedLayout
 from cloze.export.graph.linear_ops import Fp32
-from cloze.export.graph.trunk import TrunkGraph
+from cloze.export.graph.trunk import PackedTrunk
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.publish import ExportOptions, export
 from cloze.export.session import CUDA, Session, open_session
@@ -100,7 +99,7 @@ def test_folding_biases_is_exact(
     model = load_checkpoint(str(checkpoints[kind])).model
     g = GraphBuilder()
     g.output(
-        model.encoder.write(TrunkGraph(g, PackedLayout(), Fp32()))[-1],
+        model.encoder.write(PackedTrunk(Fp32(g)))[-1],
         "hidden",
         TensorProto.FLOAT,
         ["T", model.config.hidden_size],
@@ -243,22 +242,11 @@ def test_a_bundle_holds_every_weight_once(
     assert OnnxEngine(bundle, Device.CPU).precision == "fp32"
 
 
-def test_the_layout_that_is_asked_for_must_fit(
-    checkpoints: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_command_shows_a_graph_in_fp16(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     from click.testing import CliRunner
 
     common = ["export", str(checkpoints["bert-qa"]), "--name", "q", "--model-store", str(tmp_path)]
-    for options, message in (
-        (["--layout", "packed"], "the layout packed is that of fp16"),
-        (["--layout", "dense", "--precision", "fp16"], "the layout dense is that of fp32, int8"),
-    ):
-        result = CliRunner().invoke(cli, [*common, *options])
-        assert result.exit_code == 1
-        assert message in result.output
-    result = CliRunner().invoke(
-        cli, [*common, "--layout", "packed", "--precision", "fp16", "--task", "qa"]
-    )
+    result = CliRunner().invoke(cli, [*common, "--precision", "fp16", "--task", "qa"])
     assert result.exit_code == 0, result.output
     assert "fp16 beside the checkpoint: qa_span_agreement" in result.output
     shown = CliRunner().invoke(cli, ["store", "show", "q", "--model-store", str(tmp_path)])

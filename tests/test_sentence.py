@@ -20,9 +20,9 @@ from sentence_transformers.sentence_transformer.modules import (
 )
 from transformers import BertTokenizerFast, DistilBertTokenizerFast
 
+from cloze.export.embedding_recipe import read_recipe
 from cloze.export.errors import ExportError
 from cloze.export.publish import export
-from cloze.export.sentence import read_recipe
 from cloze.model_store import Store
 from cloze.service.core import Device
 from cloze.service.engine import OnnxEngine

@@ -30,8 +30,16 @@ from transformers import (
 )
 
 from cloze.export.checkpoint import load_checkpoint
-from cloze.export.errors import DataError
-from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
+from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
+from cloze.export.errors import DataError, TrainError
+from cloze.export.evaluation.masked_words import (
+    Completion,
+    Sentence,
+    complete,
+    read_sentences,
+    read_stereotypes,
+    stereotype_preference,
+)
 from cloze.export.evaluation.pairs import ScoredPair, similarity
 from cloze.export.evaluation.scorer import (
     embeddings,
@@ -39,30 +47,30 @@ from cloze.export.evaluation.scorer import (
     score_masks,
     span_logits,
 )
-from cloze.export.evaluation.sentences import Completion, Sentence, complete, read_sentences
 from cloze.export.evaluation.squad import read_questions
 from cloze.export.heads import SPAN
-from cloze.export.model import Model
+from cloze.export.model import Model, TorchScorer
 from cloze.export.publish import ExportOptions, export
-from cloze.export.sentence import POOLING_FLAGS, EmbeddingRecipe
-from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.average import average
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.corpus import Corpus
 from cloze.export.train.distill import distill, kept_layers, make_student
-from cloze.export.train.embedding_objective import EmbeddingData, EmbeddingObjective
-from cloze.export.train.errors import TrainError
+from cloze.export.train.embedding import (
+    EmbeddingData,
+    EmbeddingFiles,
+    EmbeddingObjective,
+    finetune_embedding,
+)
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
+from cloze.export.train.examples import UNPAIRED, SentenceObjective
 from cloze.export.train.loop import train
 from cloze.export.train.no_answer import calibrate
 from cloze.export.train.objectives import MaskedText, SpanBoundary, masked_loss
 from cloze.export.train.optimisation import learning_rate, make_optimizer
-from cloze.export.train.pairs import UNPAIRED, SentenceObjective
 from cloze.export.train.pretrain import fill_positions, pretrain
 from cloze.export.train.progress import Progress, read_log
 from cloze.export.train.questions import finetune_questions
 from cloze.export.train.recipe import (
-    RECIPES,
     DistillRecipe,
     EmbedRecipe,
     Optimisation,
@@ -73,11 +81,10 @@ from cloze.export.train.recipe import (
     Sizes,
     Vocabulary,
     VocabularyRecipe,
-    load_recipe,
 )
+from cloze.export.train.recipe_files import RECIPES, load_recipe
 from cloze.export.train.run_options import Report, RunOptions, Schedule
 from cloze.export.train.save import save_checkpoint
-from cloze.export.train.sentences import EmbeddingFiles, finetune_sentences
 from cloze.export.train.start import start_from
 from cloze.export.train.windows import make_windows
 from cloze.model_store import Store
@@ -369,7 +376,6 @@ def test_a_pair_weighs_the_same_beside_single_sentences(trained: Path) -> None:
             repeats=torch.zeros((0, 2), dtype=torch.int64),
             next_labels=torch.tensor(labels),
             first_positions=None,
-            tokens=ids.numel(),
         )
         with torch.inference_mode():
             return module(batch)[1]["sentence_loss"]
@@ -547,12 +553,16 @@ def test_a_head_that_tells_order_is_not_kept_as_one_of_next_sentences(tmp_path: 
     assert tasks_of(checkpoint) == ["fill-mask", "embed", "embed-all"]
 
 
-@pytest.mark.parametrize("file", sorted(RECIPES.glob("*.toml")), ids=lambda file: file.stem)
-def test_the_recipes_that_come_with_the_package_are_recipes(file: Path) -> None:
+DEFAULT_MODELS = Path(__file__).parents[1] / "scripts/recipes"
+FILES = [*sorted(RECIPES.glob("*.toml")), *sorted(DEFAULT_MODELS.glob("*.toml"))]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_recipes_of_the_package_and_of_the_default_models_are_recipes(file: Path) -> None:
     kinds = {"pretrain": PretrainRecipe, "vocabulary": VocabularyRecipe, "distill": DistillRecipe}
     special = {"finetune-qa": QuestionsRecipe, "finetune-embed": EmbedRecipe}
     kind = special.get("-".join(file.stem.split("-")[:2])) or kinds[file.stem.split("-")[0]]
-    assert load_recipe(file.stem, kind, seed=7).seed == 7
+    assert load_recipe(str(file), kind, seed=7).seed == 7
 
 
 def test_accumulated_batches_are_one_large_batch() -> None:
@@ -917,7 +927,7 @@ def embedded(
     )
     files = EmbeddingFiles(pairs=[pairs], held_out_pairs=[pairs], text=[stories])
     folder = tmp_path_factory.mktemp("embedded")
-    return finetune_sentences(str(trained), files, recipe, run_options(folder))
+    return finetune_embedding(str(trained), files, recipe, run_options(folder))
 
 
 def test_scored_pairs_are_learnt_and_the_heads_are_kept(
@@ -1011,14 +1021,19 @@ def test_no_answer_is_calibrated_in_the_weights(trained: Path, tmp_path: Path) -
     file.write_text(json.dumps(data))
     questions = read_questions([file])
     source, out = tmp_path / "source", tmp_path / "calibrated"
-    start = start_from(load_checkpoint(str(trained)), [SPAN], dropout=0.0, seed=1)
-    save_checkpoint(start.model, start.tokenizer, source)
+    checkpoint = load_checkpoint(str(trained))
+    model = start_from(checkpoint, [SPAN], dropout=0.0, seed=1)
+    save_checkpoint(model, checkpoint.tokenizer, source)
 
     done = calibrate(str(source), [file], 1.0, out, CPU)
     assert done.f1_after > done.f1_before
-    tokens = start.model.config.max_positions
+    tokens = model.config.max_positions
     windows = make_windows(
-        questions, start.tokenizer, tokens=tokens, stride=tokens // 3, question_tokens=tokens // 6
+        questions,
+        checkpoint.tokenizer,
+        tokens=tokens,
+        stride=tokens // 3,
+        question_tokens=tokens // 6,
     )
     moved = []  # of [CLS], and of the other tokens in the mean
     before, after = (
@@ -1036,8 +1051,9 @@ def test_calibration_needs_questions_of_both_kinds(trained: Path, tmp_path: Path
     file = write_questions(tmp_path / "questions.json")
     with pytest.raises(TrainError, match="no head for question answering"):
         calibrate(str(trained), [file], 1.0, tmp_path / "out", CPU)
-    start = start_from(load_checkpoint(str(trained)), [SPAN], dropout=0.0, seed=1)
-    save_checkpoint(start.model, start.tokenizer, tmp_path / "source")
+    checkpoint = load_checkpoint(str(trained))
+    model = start_from(checkpoint, [SPAN], dropout=0.0, seed=1)
+    save_checkpoint(model, checkpoint.tokenizer, tmp_path / "source")
     with pytest.raises(TrainError, match="with and without an answer"):
         calibrate(str(tmp_path / "source"), [file], 1.0, tmp_path / "out", CPU)
 
@@ -1045,8 +1061,9 @@ def test_calibration_needs_questions_of_both_kinds(trained: Path, tmp_path: Path
 def test_an_average_is_the_mean_of_the_weights(trained: Path, tmp_path: Path) -> None:
     sources = [tmp_path / "one", tmp_path / "two"]
     for number, source in enumerate(sources):
-        start = start_from(load_checkpoint(str(trained)), [SPAN], dropout=0.0, seed=number)
-        save_checkpoint(start.model, start.tokenizer, source)
+        checkpoint = load_checkpoint(str(trained))
+        model = start_from(checkpoint, [SPAN], dropout=0.0, seed=number)
+        save_checkpoint(model, checkpoint.tokenizer, source)
     folder = average([str(source) for source in sources], tmp_path / "average")
     one, two, mean = (load_file(each / "model.safetensors") for each in (*sources, folder))
     assert any(not torch.equal(one[name], two[name]) for name in one)
@@ -1060,8 +1077,9 @@ def test_an_average_is_the_mean_of_the_weights(trained: Path, tmp_path: Path) ->
 def test_only_checkpoints_of_one_kind_have_an_average(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="at least two"):
         average([str(trained)], tmp_path / "average")
-    start = start_from(load_checkpoint(str(trained)), [SPAN], dropout=0.0, seed=1)
-    save_checkpoint(start.model, start.tokenizer, tmp_path / "qa")
+    checkpoint = load_checkpoint(str(trained))
+    model = start_from(checkpoint, [SPAN], dropout=0.0, seed=1)
+    save_checkpoint(model, checkpoint.tokenizer, tmp_path / "qa")
     with pytest.raises(TrainError, match="other sizes or other heads"):
         average([str(trained), str(tmp_path / "qa")], tmp_path / "average")
 

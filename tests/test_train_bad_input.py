@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
 from cloze.cli import cli
-from cloze.export.train.recipe import RECIPES
+from cloze.export.train.recipe_files import RECIPES
 from tests.training import write_stories
 
 RECIPE = """
@@ -942,12 +942,12 @@ def test_a_source_that_cannot_be_loaded(stories: Path, tmp_path: Path) -> None:
         (
             "masks",
             DISTILL_RECIPE.replace('"none"', '"nsp"'),
-            "recipe.toml: distillation learns from single texts with masked tokens: set ",
+            "recipe.toml: pretraining: distillation learns from single texts with masked tokens: set ",
         ),
         (
             "masks",
             DISTILL_RECIPE.replace('"none"', '"none"\nz_loss = 1e-4\nshifted = 0.5'),
-            "recipe.toml: distillation does not use shifted, z_loss: leave this out",
+            "recipe.toml: unknown key pretraining.z_loss",
         ),
     ],
 )

@@ -19,20 +19,20 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import BertTokenizerFast
 
+from cloze.export.errors import TrainError
 from cloze.export.tokenizer import describe_tokenizer
 from cloze.export.train.batches import BatchPlan, TextBatches, shuffled_batches
 from cloze.export.train.corpus import PreparedCorpus, prepare_corpus
 from cloze.export.train.documents import is_held_out, read_documents, split_sentences
 from cloze.export.train.embeddings import unmasked_texts
-from cloze.export.train.errors import TrainError
-from cloze.export.train.masking import Masking, Unit
-from cloze.export.train.pairs import (
+from cloze.export.train.examples import (
     IS_NEXT,
     UNPAIRED,
     EpochExamples,
     ExampleOptions,
     SentenceObjective,
 )
+from cloze.export.train.masking import Masking, Unit
 from cloze.export.train.recipe import Phase, Pretraining
 from cloze.export.train.sampling import sampled_order
 from cloze.export.train.text_objective import make_masking

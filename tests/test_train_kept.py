@@ -1,6 +1,7 @@
 """What training keeps of the checkpoint that it starts from: labels, licence, tokens, positions."""
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,14 +19,15 @@ from transformers import (
 
 from cloze.cli import cli
 from cloze.export.checkpoint import load_checkpoint
+from cloze.export.errors import TrainError
 from cloze.export.publish import export
 from cloze.export.tokenizer_files import SPECIAL_TOKENS
 from cloze.export.train.average import average
 from cloze.export.train.distill import distill
 from cloze.export.train.documents import is_held_out
-from cloze.export.train.errors import TrainError
+from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
-from cloze.export.train.pairs import SentenceObjective
+from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.progress import read_log
 from cloze.export.train.questions import finetune_questions
@@ -41,7 +43,6 @@ from cloze.export.train.recipe import (
     Sizes,
 )
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.sentences import EmbeddingFiles, finetune_sentences
 from cloze.model_store import Store
 from tests import tiny
 from tests.training import write_stories
@@ -124,7 +125,7 @@ def _distill(source: str, stories: Path, options: RunOptions) -> Path:
 
 def _finetune_embed(source: str, stories: Path, options: RunOptions) -> Path:
     recipe = EmbedRecipe(contrastive_steps=1, contrastive_sequences=4, tokens=32, text_sequences=4)
-    return finetune_sentences(source, EmbeddingFiles(text=[stories]), recipe, options)
+    return finetune_embedding(source, EmbeddingFiles(text=[stories]), recipe, options)
 
 
 def _finetune_qa(source: str, stories: Path, options: RunOptions) -> Path:
@@ -176,6 +177,18 @@ def test_a_bundle_of_a_run_has_the_licence_that_the_command_names(
     )
 
 
+def test_embeddings_are_tuned_in_little_memory(
+    checkpoints: dict[str, Path], stories: Path, tmp_path: Path
+) -> None:
+    """Batches of text are planned for the steps of the run, not for any number of steps."""
+    tracemalloc.start()
+    try:
+        _finetune_embed(str(checkpoints["bert"]), stories, run_options(tmp_path / "run"))
+        assert tracemalloc.get_traced_memory()[1] < 500 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
 # ---- fields of recipes
 
 
@@ -184,14 +197,13 @@ def test_a_field_of_a_recipe_of_distillation_is_used_or_refused() -> None:
         "method", "unit", "rate", "final_rate", "repeats_from", "dynamic", "short", "sentence",
         "keep_embeddings", "embedding_weight", "embedding_tokens", "unlikelihood",
     }  # fmt: skip
-    single = {"sentence": SentenceObjective.NONE}
     for name, field in Pretraining.model_fields.items():
-        given = {name: field.get_default(), **single}
+        given = {name: field.get_default()} | {"sentence": "none"}
         if name in used:
-            DistillRecipe(pretraining=Pretraining(**given), phases=SHORT)
+            DistillRecipe(pretraining=given, phases=SHORT)
         else:
-            with pytest.raises(ValidationError, match=f"distillation does not use {name}:"):
-                DistillRecipe(pretraining=Pretraining(**given), phases=SHORT)
+            with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+                DistillRecipe(pretraining=given, phases=SHORT)
 
 
 @pytest.mark.parametrize("weights", [{"many.jsonl": 0.6, "one.jsonl": 0.4}, {"many.jsonl": 0.6}])

@@ -23,18 +23,19 @@ from transformers import (
 )
 
 from cloze.export.checkpoint import load_checkpoint
+from cloze.export.errors import TrainError
 from cloze.export.evaluation.scorer import span_logits
 from cloze.export.evaluation.squad import Question
+from cloze.export.model import TorchScorer
 from cloze.export.publish import export
 from cloze.export.tokenizer import describe_tokenizer
-from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.batches import BatchPlan, TextBatches
 from cloze.export.train.corpus import prepare_corpus
+from cloze.export.train.embedding import EmbeddingFiles, finetune_embedding
 from cloze.export.train.embeddings import unmasked_texts
-from cloze.export.train.errors import TrainError
 from cloze.export.train.evaluate import EvaluationData, evaluate, open_subject
+from cloze.export.train.examples import SentenceObjective
 from cloze.export.train.masking import Unit
-from cloze.export.train.pairs import SentenceObjective
 from cloze.export.train.pretrain import pretrain
 from cloze.export.train.progress import read_log
 from cloze.export.train.questions import finetune_questions
@@ -47,7 +48,6 @@ from cloze.export.train.recipe import (
     QuestionsRecipe,
 )
 from cloze.export.train.run_options import RunOptions, Schedule
-from cloze.export.train.sentences import EmbeddingFiles, finetune_sentences
 from cloze.export.train.text_objective import make_masking
 from cloze.export.train.windows import make_windows
 from cloze.model_store import Store
@@ -245,7 +245,7 @@ def test_embeddings_are_learnt_beside_the_heads(
         held_out=0.1,
     )
     files = EmbeddingFiles(pairs=[pairs], held_out_pairs=[pairs], text=[stories])
-    checkpoint = finetune_sentences(str(trained), files, recipe, run_options(tmp_path / "run"))
+    checkpoint = finetune_embedding(str(trained), files, recipe, run_options(tmp_path / "run"))
     bundle = export(str(checkpoint), "embedded", Store(tmp_path / "store"))
     measured = []
     for source in (str(checkpoint), f"bundle:{bundle.manifest.reference}"):

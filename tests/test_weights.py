@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloze.export.calibration import input_scales
 from cloze.export.checkpoint import load_checkpoint
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import (
@@ -25,7 +24,7 @@ from cloze.export.graph.linear_ops import quantise
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING, NEXT_SENTENCE, SPAN
 from cloze.export.publish import ExportOptions, export
-from cloze.export.rounding import round_weights
+from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store import Store

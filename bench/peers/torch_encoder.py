@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nested import nested_tensor_from_jagged
 
-from cloze.export.blocks.attention import SelfAttention
 from cloze.export.blocks.encoder import Encoder
-from cloze.export.blocks.layer import Layer
+from cloze.export.blocks.layer import Layer, SelfAttention
 from cloze.export.model import Model
 
 

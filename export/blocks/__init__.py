@@ -1,6 +1,5 @@
-"""The blocks that encoders are built of: each file has a block's torch module and its graph.
+"""The blocks that encoders are built of: each has its torch module and its graph in one file.
 
-- `config` has the sizes of an encoder, `products` the description of a block's matrix products.
-- `activations`, `embeddings`, `attention` and `layer` are the blocks.
-- `encoder` stacks them.
+`config` has the sizes of an encoder, `layer` a transformer layer with its parts, `encoder` the
+embeddings and the stack of layers.
 """

@@ -13,7 +13,7 @@ class EncoderConfig:
     """The sizes of an encoder. The constructor validates every size.
 
     ``type_vocab_size`` is 0 for a family without token types. ``activation`` is a key of
-    `activations.ACTIVATIONS`. ``embedding_size`` is the width of the embeddings if they are
+    `layer.ACTIVATIONS`. ``embedding_size`` is the width of the embeddings if they are
     projected to the hidden size. ``layers`` counts a layer as often as a text passes it;
     ``layer_groups`` is the number of groups that share their weights, of ``group_layers`` layers
     each; None: no layers share weights. ``task_types`` says whether the checkpoint has embeddings

@@ -50,7 +50,11 @@ class RelativeBias(nn.Module):
         places = g.op("Range", [zero, length, one])
         rows = g.op("Unsqueeze", [places, g.weight("axis_1", np.array([1], np.int64))])
         indices = g.op("Add", [g.op("Sub", [places, rows]), middle])  # [S, S]: key minus query
-        bias = g.op("Gather", [trunk.vector("relative_bias", table.contiguous()), indices], axis=1)
+        bias = g.op(
+            "Gather",
+            [trunk.linear_ops.vector("relative_bias", table.contiguous()), indices],
+            axis=1,
+        )
         return g.op("Unsqueeze", [bias, g.weight("axis_0", np.array([0], np.int64))])
 
 

@@ -84,8 +84,6 @@ def tokenize_pairs(
     """Tokenize pairs; longer sentences are truncated.
 
     Args:
-        pairs: the pairs.
-        tokenizer: the tokenizer, which adds the special tokens.
         tokens: the longest sequence.
 
     Returns:
@@ -104,9 +102,6 @@ def similarity(
     """Return Spearman's rank correlation of cosine and score, in [-1, 1].
 
     Args:
-        pairs: the pairs.
-        tokenizer: the tokenizer, which adds the special tokens.
-        scorer: the model that embeds the sentences.
         tokens: the longest sequence; longer sentences are truncated.
     """
     rows = [

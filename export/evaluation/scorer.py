@@ -1,6 +1,6 @@
 """One interface to the models that are evaluated: exported graphs, and torch models.
 
-`cloze.export.torch_scorer` runs torch models.
+`cloze.export.model` runs torch models.
 
 All sequences of one call have one length, so no sequence is padded. Shapes: B sequences of S
 tokens, M masks, K predictions, D dimensions.
@@ -46,12 +46,7 @@ class Scorer(Protocol):
 
 
 class GraphScorer:
-    """Runs an exported graph.
-
-    Args:
-        session: an open session of the graph, see `open_session`.
-        graph: the graph's specification.
-    """
+    """Runs an exported graph."""
 
     def __init__(self, session: Session, graph: GraphSpec) -> None:
         self._session, self.layers = session, graph.layers
@@ -70,12 +65,10 @@ def score_masks(
     """Predict masked tokens.
 
     Args:
-        scorer: the model.
         input_ids: [B, S].
         token_type_ids: [B, S].
         positions: [M], indices into the flattened [B * S].
         labels: [M], vocabulary ids.
-        k: number of predictions per mask.
 
     Returns:
         The most probable ids [M, K], and the log probability [M] of each label in nats.

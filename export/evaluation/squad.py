@@ -24,10 +24,6 @@ class Question:
     """One question on one paragraph.
 
     Attributes:
-        id: the question's id.
-        title: the article's title.
-        question: the question's text.
-        context: the paragraph.
         answers: (first character, text) of each accepted answer; the first character is None if
             the paragraph does not contain the text.
     """
@@ -137,7 +133,6 @@ def score(answers: Mapping[str, str], questions: Iterable[Question]) -> dict[str
 
     Args:
         answers: answers by question id; an empty string means "no answer".
-        questions: all questions.
 
     Returns:
         ``exact_match`` and ``f1``. If the questions are of both kinds, also both figures of the
@@ -175,7 +170,6 @@ def best_threshold(
     good an F1. Source: the official script of SQuAD 2.0, ``find_best_thresh``.
 
     Args:
-        questions: all questions, at least one.
         texts: the best span of each question.
         null_margins: score of "no answer" minus the span's, in logits.
     """

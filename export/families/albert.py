@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.blocks.embeddings import Embeddings
-from cloze.export.blocks.encoder import Encoder
+from cloze.export.blocks.encoder import Embeddings, Encoder
 from cloze.export.blocks.layer import Layer
 from cloze.export.families.bert import (
     EMBEDDING_RULES,
@@ -17,8 +16,7 @@ from cloze.export.families.bert import (
     read_sizes,
     write_sizes,
 )
-from cloze.export.families.family import Family, HeadSpec
-from cloze.export.families.rules import Rename, Rule
+from cloze.export.families.family import Family, HeadSpec, Rename, Rule
 
 _LAYER_NAMES: Final = {
     "attention.query": "attention.query",

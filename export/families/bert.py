@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
-from cloze.export.families.family import Family, HeadSpec, WordPieceKind
-from cloze.export.families.rules import Rename, layer_rules
+from cloze.export.families.family import Family, HeadSpec, Rename, WordPieceKind, layer_rules
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:

@@ -9,8 +9,7 @@ from typing import Any, Final
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import post_norm_encoder
 from cloze.export.families.bert import EMBEDDING_NORM, POSITIONS, TOKEN_HEADS, WORDS, head_classes
-from cloze.export.families.family import Family, HeadSpec, WordPieceKind
-from cloze.export.families.rules import layer_rules
+from cloze.export.families.family import Family, HeadSpec, WordPieceKind, layer_rules
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:

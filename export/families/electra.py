@@ -16,8 +16,7 @@ from cloze.export.families.bert import (
     read_sizes,
     write_sizes,
 )
-from cloze.export.families.family import Family, HeadSpec, WordPieceKind
-from cloze.export.families.rules import Rename
+from cloze.export.families.family import Family, HeadSpec, Rename, WordPieceKind
 
 
 def read_config(config: Mapping[str, Any]) -> EncoderConfig:

@@ -19,8 +19,7 @@ from cloze.export.families.bert import (
     read_sizes,
     write_sizes,
 )
-from cloze.export.families.family import Family, WordPieceKind
-from cloze.export.families.rules import Fold
+from cloze.export.families.family import Family, Fold, WordPieceKind
 
 _TYPES_AND_TASK: Final = Fold("embeddings.task_type_embeddings.weight", TYPES.ours, TYPES)
 

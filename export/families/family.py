@@ -1,18 +1,177 @@
 """The description of a model family: which checkpoints it reads, and what they become.
 
-Does not depend on heads: a family names them.
+Rules map the tensors of checkpoints to ours, and back. A name in a rule may be a pattern: ``*``
+stands for the number of a layer, ``{p}`` for ``weight`` or ``bias``. A family names its heads, but
+does not depend on them.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache, partial
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.blocks.encoder import Encoder
-from cloze.export.families.rules import Rename, Rule, Target
 from cloze.model_store.layouts import Layout
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a tensor of a checkpoint becomes.
+
+    Attributes:
+        convert: the checkpoint's tensor -> ours; raises ``ValueError`` or an error of torch for a
+            tensor of another shape.
+        is_added: whether the result is added to the tensor of another rule with this name.
+    """
+
+    name: str
+    convert: Callable[[Tensor], Tensor] = _unchanged
+    is_added: bool = False
+
+
+class Rule(Protocol):
+    """The mapping of some tensors, or of some per layer."""
+
+    def read(self, name: str) -> list[Target]:
+        """Return what a tensor of a checkpoint becomes; nothing if the rule is not about it."""
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """Return one of our tensors as tensors of a checkpoint.
+
+        Returns:
+            The tensors; empty: the tensor is written together with another one; None: the rule is
+            not about the tensor.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """The tensor is ours, under another name."""
+
+    theirs: str
+    ours: str
+
+    def read(self, name: str) -> list[Target]:
+        """See `Rule`."""
+        new = _translate(name, self.theirs, self.ours)
+        return [Target(new)] if new else []
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """See `Rule`."""
+        new = _translate(name, self.ours, self.theirs)
+        return {new: tensors[name]} if new else None
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Our tensor is the checkpoint's without its first rows.
+
+    Attributes:
+        first: number of rows that are left out. They are written as zeros.
+    """
+
+    theirs: str
+    ours: str
+    first: int
+
+    def read(self, name: str) -> list[Target]:
+        """See `Rule`."""
+        return [Target(self.ours, lambda rows: rows[self.first :])] if name == self.theirs else []
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """See `Rule`."""
+        if name != self.ours:
+            return None
+        rows = tensors[name]
+        return {self.theirs: torch.cat([rows.new_zeros(self.first, *rows.shape[1:]), rows])}
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Several of our tensors are the rows of one of the checkpoint, in equal parts.
+
+    For example, queries, keys and values of attention are often packed.
+
+    Attributes:
+        ours: our names, in the order of their rows.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+
+    def read(self, name: str) -> list[Target]:
+        """See `Rule`."""
+        parts = enumerate(_translate(name, self.theirs, ours) for ours in self.ours)
+        return [Target(ours, partial(self._part, number)) for number, ours in parts if ours]
+
+    def _part(self, number: int, rows: Tensor) -> Tensor:
+        if len(rows) % len(self.ours):
+            raise ValueError(f"its rows are not {len(self.ours)} equal parts")
+        return rows.chunk(len(self.ours))[number]
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """See `Rule`: the first part stands for all parts."""
+        for number, ours in enumerate(self.ours):
+            if new := _translate(name, ours, self.theirs):
+                names = [_translate(new, self.theirs, part) for part in self.ours]
+                return {} if number else {new: torch.cat([tensors[part or ""] for part in names])}
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """The first row of the checkpoint's tensor is part of each row of ours."""
+
+    theirs: str
+    ours: str
+    into: Rule
+
+    def read(self, name: str) -> list[Target]:
+        """See `Rule`."""
+        if name == self.theirs:
+            return [Target(self.ours, lambda rows: rows[:1], is_added=True)]
+        return self.into.read(name)
+
+    def write(self, name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """See `Rule`: the row is written as zeros."""
+        written = self.into.write(name, tensors)
+        row = tensors[name].new_zeros(1, *tensors[name].shape[1:])
+        return None if written is None else written | {self.theirs: row}
+
+
+def layer_rules(prefix: str, names: Mapping[str, str]) -> tuple[Rename, ...]:
+    """Return the rules of the linear layers and norms of every layer of an encoder.
+
+    Args:
+        prefix: the first part of their names in a checkpoint.
+        names: their names in a checkpoint -> our names, both within a layer.
+    """
+    return tuple(
+        Rename(f"{prefix}.{theirs}.{{p}}", f"encoder.layers.*.{ours}.{{p}}")
+        for theirs, ours in names.items()
+    )
+
+
+@cache
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(
+        re.escape(name).replace(r"\*", r"(?P<layer>\d+)").replace(r"\{p\}", "(?P<p>weight|bias)")
+    )
+
+
+def _translate(name: str, old: str, new: str) -> str | None:
+    """Return ``name`` in the form of ``new`` if the name has the form of ``old``, else None."""
+    match = _pattern(old).fullmatch(name)
+    return match and match.expand(new.replace("*", r"\g<layer>").replace("{p}", r"\g<p>"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +182,7 @@ class HeadSpec:
         tensors: the head's tensor names in a checkpoint -> our names without the head's name. See
             `Rename` for the patterns. Reading uses any match, writing the last one.
         activation: the activation of the layer before the last one, as a key of
-            `activations.ACTIVATIONS`; None: the head's usual one, the encoder's for masked language
+            `layer.ACTIVATIONS`; None: the head's usual one, the encoder's for masked language
             modelling and tanh for a classifier.
         without: the first part of the names of other tensors -> why a checkpoint with them lacks
             the head.
@@ -60,7 +219,6 @@ class Family:
         read_config: ``config.json`` -> sizes; raises ``KeyError`` for a missing size and
             ``ValueError`` for an unsupported setting.
         write_config: sizes -> the ``config.json`` from which `read_config` reads these sizes.
-        encoder: sizes -> a new encoder.
         prefix: the first part of tensor names when the encoder is part of a larger module.
         rules: sizes -> how the encoder's tensors in a checkpoint become ours. Reading uses the
             first match, writing the last match.

@@ -7,14 +7,12 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.blocks.embeddings import Embeddings
-from cloze.export.blocks.encoder import Encoder
+from cloze.export.blocks.encoder import Embeddings, Encoder
 from cloze.export.blocks.layer import Layer
 from cloze.export.blocks.relative_bias import BUCKETS, RelativeBias
 from cloze.export.families.bert import EMBEDDING_NORM, WORDS, head_classes, read_sizes, write_sizes
-from cloze.export.families.family import Family, WordPieceKind
+from cloze.export.families.family import Family, Rename, WordPieceKind, layer_rules
 from cloze.export.families.roberta import FIRST_POSITION, POSITIONS_FROM_2, ROBERTA_HEADS
-from cloze.export.families.rules import Rename, layer_rules
 from cloze.model_store.layouts import Layout
 
 

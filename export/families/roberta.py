@@ -19,8 +19,7 @@ from cloze.export.families.bert import (
     read_sizes,
     write_sizes,
 )
-from cloze.export.families.family import Family, HeadSpec
-from cloze.export.families.rules import Fold, Slice
+from cloze.export.families.family import Family, Fold, HeadSpec, Slice
 
 FIRST_POSITION: Final = 2
 """The row of the first token's position. The rows up to the padding's id, 1, are unused."""

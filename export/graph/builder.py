@@ -1,4 +1,7 @@
-"""Collects nodes and weights, and saves them as an ONNX file and a file of weights."""
+"""Collects nodes and weights, and saves them as an ONNX file and a file of weights.
+
+`linear` and `layer_norm` write the layers that the trunk and the heads share, in fp32.
+"""
 
 import zlib
 from collections import Counter
@@ -12,7 +15,7 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
-from torch import Tensor
+from torch import Tensor, nn
 
 from cloze.model_store.graph_checks import FUSED_DOMAIN
 from cloze.model_store.layouts import Layout
@@ -33,11 +36,8 @@ class StoredWeight:
     """The place of a weight in a file, and the properties of its values.
 
     Attributes:
-        file: the file's name.
         offset: the first byte of the weight in the file.
         length: the weight's size in bytes.
-        dtype: the numpy dtype of the values.
-        shape: the weight's shape.
         checksum: the CRC-32 of the bytes.
     """
 
@@ -132,7 +132,6 @@ class GraphBuilder:
         A protobuf file must stay below 2 GB, so it cannot hold the weights.
 
         Args:
-            graph_file: the ``.onnx`` file to write.
             weights_file: the file of raw weights to write, in the same folder; not written if
                 all larger weights are shared.
             shared: weights that another graph of the same model has stored in the folder, by name.
@@ -162,8 +161,6 @@ class _WeightsWriter:
 
     Args:
         file: the file to write; created for the first weight.
-        shared: weights that are stored in other files, by name.
-        files: closes the file.
     """
 
     def __init__(self, file: Path, shared: Mapping[str, StoredWeight], files: ExitStack) -> None:
@@ -207,3 +204,15 @@ def onnx_type(tensor: TensorSpec) -> int:
     """Return the ONNX element type of a tensor."""
     element_type: TensorProto.DataType = helper.np_dtype_to_tensor_dtype(tensor.numpy_dtype)
     return element_type
+
+
+def linear(g: GraphBuilder, x: str, name: str, layer: nn.Linear) -> str:
+    """Write ``x @ W^T + b``: [..., in] -> [..., out]."""
+    product = g.op("MatMul", [x, g.weight(f"{name}.weight", layer.weight.t())])
+    return g.op("Add", [product, g.weight(f"{name}.bias", layer.bias)])
+
+
+def layer_norm(g: GraphBuilder, x: str, name: str, layer: nn.LayerNorm) -> str:
+    """Write LayerNorm over the last axis."""
+    scale, shift = g.weight(f"{name}.weight", layer.weight), g.weight(f"{name}.bias", layer.bias)
+    return g.op("LayerNormalization", [x, scale, shift], axis=-1, epsilon=layer.eps)

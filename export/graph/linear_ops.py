@@ -20,9 +20,9 @@ slightly different numbers than the checkpoint's (`round_to_int8`).
 Source: Dettmers et al. 2022, "LLM.int8()", section 2.1 (vector-wise quantisation).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -44,25 +44,6 @@ _ZERO_POINT = 128
 
 _AXIS_1, _AXIS_LAST = np.array([1], np.int64), np.array([-1], np.int64)
 
-WORD_EMBEDDINGS = WORD_TABLE
-"""The only table that may be stored as integers."""
-
-
-@dataclass(frozen=True, slots=True)
-class LinearInput:
-    """The left operand of one or more matrix products.
-
-    Attributes:
-        value: name of a value [..., in], float32, float16 or, quantised, uint8.
-        step: name of the size of one integer, float32: a value [..., 1] with a step per token, or
-            a constant; empty if not quantised.
-        per_token: whether the step is a value per token.
-    """
-
-    value: str
-    step: str = ""
-    per_token: bool = False
-
 
 @dataclass(frozen=True, slots=True)
 class InputScale:
@@ -78,118 +59,120 @@ class InputScale:
     factors: Tensor | None = None
 
 
-class LinearOps(Protocol):
-    """Writes matrix products and the constants around them in one precision.
+@dataclass(frozen=True, slots=True)
+class LinearInput:
+    """The left operand of one or more matrix products.
 
-    A ``name`` is the name of a weight and of its place in the model.
+    Attributes:
+        value: name of a value [..., in], float32, float16 or, quantised, uint8.
+        name: name of the first weight that the input meets.
+        scale: the input's fixed scale; None: it has none.
+        step: name of the size of one integer, float32: a value [..., 1] with a step per token, or
+            a constant; empty if not quantised.
     """
 
-    def prepare_input(
-        self, g: GraphBuilder, x: str, name: str, least: float | None = None
-    ) -> LinearInput:
+    value: str
+    name: str = ""
+    scale: InputScale | None = None
+    step: str = ""
+
+
+class LinearOps(ABC):
+    """Writes matrix products and the constants around them in one precision.
+
+    A ``name`` is the name of a weight and of its place in the model. The methods here write fp32.
+
+    Args:
+        scales: the fixed scales of inputs, by the name of the first weight that an input meets
+            (`cloze.export.rounding`).
+        integers: store matrices as integers, for every precision.
+    """
+
+    def __init__(
+        self, g: GraphBuilder, scales: Mapping[str, InputScale], *, integers: bool
+    ) -> None:
+        self.g = g
+        self._scales, self._integers = scales, integers
+        self._word_table = ""
+
+    @abstractmethod
+    def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:
         """Convert ``x`` [..., in] to the input of products, the first with the weight ``name``.
 
         Args:
-            g: the graph.
-            x: name of the value.
-            name: name of the weight.
             least: a lower bound of ``x``, at most 0; None if none is known.
         """
 
-    def matmul(self, g: GraphBuilder, x: LinearInput, name: str, linear: nn.Linear) -> str:
+    @abstractmethod
+    def matmul(self, x: LinearInput, name: str, linear: nn.Linear) -> str:
         """Write ``x @ W^T`` without the bias: [..., in] -> [..., out]."""
 
-    def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
-        """Add a bias or the scale of a norm, in the type of the trunk's activations."""
-
-    def look_up(self, g: GraphBuilder, name: str, weight: Tensor, ids: str) -> str:
-        """Write the rows of a table [V, H] with these ids: [...] -> [..., H].
-
-        The rows have the type of the trunk's activations.
-        """
-
-    def to_float32(self, g: GraphBuilder, rows: str) -> str:
-        """Convert rows of the trunk's activations to float32."""
-
-    def tied_logits(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
-        """Write ``x @ table^T + bias``: [..., H] -> [..., V] float32.
+    @abstractmethod
+    def tied_logits(self, x: str, table: str, weight: Tensor, bias: str) -> str:
+        """Write ``x @ table^T + bias``: [..., H] -> [..., V], both float32.
 
         Args:
-            g: the graph.
-            x: name of the rows, float32.
             table: name of the embedding table.
             weight: the table's values [V, H].
             bias: name of a value [V].
         """
 
+    def vector(self, name: str, values: Tensor) -> str:
+        """Add a bias or the scale of a norm, in the type of the trunk's activations."""
+        return self.g.weight(name, values)
 
-def _to_floats(g: GraphBuilder, integers: str, steps: str) -> str:
-    """Write ``integers * steps`` in float32: [..., H] and [...] -> [..., H]."""
-    column = g.op("Unsqueeze", [steps, g.weight("axis_last", _AXIS_LAST)])
-    return g.op("Mul", [g.op("Cast", [integers], to=TensorProto.FLOAT), column])
-
-
-class _StoredMatrices:
-    """Writes matrices in the format in which they are stored.
-
-    Args:
-        scales: the fixed scales of inputs, by the name of the first weight that an input meets
-            (`cloze.export.calibration`).
-        integers: store matrices as integers, for every precision.
-    """
-
-    def __init__(self, scales: Mapping[str, InputScale], *, integers: bool) -> None:
-        self._scales, self._integers = scales, integers
-        self._smoothed: dict[str, str] = {}  # an input's value -> the name of its factors
-        self._tables: dict[str, str] = {}
-
-    def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
-        """See `LinearOps`."""
-        return g.weight(name, values)
-
-    def to_float32(self, g: GraphBuilder, rows: str) -> str:  # noqa: ARG002
-        """See `LinearOps`."""
+    def to_float32(self, rows: str) -> str:
+        """Convert rows of the trunk's activations to float32."""
         return rows
 
-    def look_up(self, g: GraphBuilder, name: str, weight: Tensor, ids: str) -> str:
-        """See `LinearOps`."""
-        return g.op("Gather", [self._table(g, name, weight), ids], axis=0)
+    def look_up(self, name: str, weight: Tensor, ids: str) -> str:
+        """Write the rows of a table [V, H] with these ids: [...] -> [..., H].
 
-    def _stored_table(self, g: GraphBuilder, name: str, weight: Tensor) -> tuple[str, str]:
+        The rows have the type of the trunk's activations.
+        """
+        return self.g.op("Gather", [self._table(name, weight), ids], axis=0)
+
+    def _is_stored(self, table: str) -> bool:
+        """Return whether a table is stored as integers, which only the words are."""
+        return self._integers and table == WORD_TABLE
+
+    def _stored_table(self, name: str, weight: Tensor) -> tuple[str, str]:
         """Add a table as integers [V, H] and steps [V]."""
         integers, steps = quantise(weight)
-        return g.weight(f"{name}.int8", integers), g.weight(f"{name}.steps", steps)
+        return self.g.weight(f"{name}.int8", integers), self.g.weight(f"{name}.steps", steps)
 
-    def _table(self, g: GraphBuilder, name: str, weight: Tensor) -> str:
+    def _table(self, name: str, weight: Tensor) -> str:
         """Add a table [V, H] in float32; the runtime computes stored integers once, on opening."""
-        if not self._integers or name != WORD_EMBEDDINGS:
-            return g.weight(name, weight)
-        if name not in self._tables:
-            self._tables[name] = _to_floats(g, *self._stored_table(g, name, weight))
-        return self._tables[name]
+        if not self._is_stored(name):
+            return self.g.weight(name, weight)
+        if not self._word_table:
+            self._word_table = self._to_floats(*self._stored_table(name, weight))
+        return self._word_table
 
-    def _int8_matrix(
-        self, g: GraphBuilder, x: LinearInput, name: str, weight: Tensor
-    ) -> tuple[str, str]:
+    def _to_floats(self, integers: str, steps: str) -> str:
+        """Write ``integers * steps`` in float32: [..., H] and [...] -> [..., H]."""
+        g = self.g
+        column = g.op("Unsqueeze", [steps, g.weight("axis_last", _AXIS_LAST)])
+        return g.op("Mul", [g.op("Cast", [integers], to=TensorProto.FLOAT), column])
+
+    def _int8_matrix(self, x: LinearInput, name: str, weight: Tensor) -> tuple[str, str]:
         """Add a weight as integers [in, out] and steps [out], smoothed as its input is."""
-        if (factors := self._factors(self._smoothed.get(x.value, ""))) is not None:
-            weight = weight * factors
+        if x.scale is not None and x.scale.factors is not None:
+            weight = weight * x.scale.factors
         integers, steps = quantise(weight)
         return (
-            g.weight(f"{name}.weight.int8", integers.t()),
-            g.weight(f"{name}.weight.steps", steps),
+            self.g.weight(f"{name}.weight.int8", integers.t()),
+            self.g.weight(f"{name}.weight.steps", steps),
         )
 
-    def _reciprocal_factors(self, g: GraphBuilder, name: str) -> str:
+    def _reciprocal_factors(self, x: LinearInput) -> str:
         """Add the numbers [in] that an input is multiplied by; return "" if it is not smoothed."""
-        factors = self._factors(name)
-        return "" if factors is None else g.weight(f"{name}.smoothing", factors.reciprocal())
-
-    def _factors(self, name: str) -> Tensor | None:
-        return self._scales[name].factors if name in self._scales else None
+        if x.scale is None or x.scale.factors is None:
+            return ""
+        return self.g.weight(f"{x.name}.smoothing", x.scale.factors.reciprocal())
 
 
-class Fp32(_StoredMatrices):
+class Fp32(LinearOps):
     """`LinearOps` in fp32.
 
     Args:
@@ -197,78 +180,66 @@ class Fp32(_StoredMatrices):
             `Int8` with these scales.
     """
 
-    def __init__(self, scales: Mapping[str, InputScale] | None = None) -> None:
-        super().__init__(scales or {}, integers=scales is not None)
+    def __init__(self, g: GraphBuilder, scales: Mapping[str, InputScale] | None = None) -> None:
+        super().__init__(g, scales or {}, integers=scales is not None)
 
-    def prepare_input(
-        self,
-        g: GraphBuilder,  # noqa: ARG002
-        x: str,
-        name: str,
-        least: float | None = None,  # noqa: ARG002
-    ) -> LinearInput:
+    def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:  # noqa: ARG002
         """See `LinearOps`."""
-        if name in self._scales:
-            self._smoothed[x] = name
-        return LinearInput(x)
+        return LinearInput(x, name, self._scales.get(name))
 
-    def matmul(self, g: GraphBuilder, x: LinearInput, name: str, linear: nn.Linear) -> str:
+    def matmul(self, x: LinearInput, name: str, linear: nn.Linear) -> str:
         """See `LinearOps`."""
-        return g.op("MatMul", [x.value, self._matrix(g, x, name, linear.weight)])
+        return self.g.op("MatMul", [x.value, self._matrix(x, name, linear.weight)])
 
-    def tied_logits(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
+    def tied_logits(self, x: str, table: str, weight: Tensor, bias: str) -> str:
         """See `LinearOps`. The product transposes the table, so one stored table is enough."""
-        return g.op("Gemm", [x, self._table(g, table, weight), bias], transB=1)
+        return self.g.op("Gemm", [x, self._table(table, weight), bias], transB=1)
 
-    def _matrix(self, g: GraphBuilder, x: LinearInput, name: str, weight: Tensor) -> str:
+    def _matrix(self, x: LinearInput, name: str, weight: Tensor) -> str:
         """Add a matrix [in, out]; the runtime computes stored integers once, on opening."""
+        g = self.g
         if not self._integers:
             return g.weight(f"{name}.weight", weight.t())
-        integers, steps = self._int8_matrix(g, x, name, weight)
+        integers, steps = self._int8_matrix(x, name, weight)
         matrix = g.op("Mul", [g.op("Cast", [integers], to=TensorProto.FLOAT), steps])
-        factors = self._reciprocal_factors(g, self._smoothed.get(x.value, ""))
+        factors = self._reciprocal_factors(x)
         if not factors:
             return matrix
         return g.op("Mul", [matrix, g.op("Unsqueeze", [factors, g.weight("axis_1", _AXIS_1)])])
 
 
 class Fp16(Fp32):
-    """`LinearOps`, and the rest of the trunk, in fp16.
+    """`LinearOps`, and the rest of the trunk, in fp16; ``scales`` as those of `Fp32`."""
 
-    Args:
-        scales: see `Fp32`.
-    """
-
-    def vector(self, g: GraphBuilder, name: str, values: Tensor) -> str:
+    def vector(self, name: str, values: Tensor) -> str:
         """See `LinearOps`."""
-        return g.weight(f"{name}.fp16", _to_fp16(name, values))
+        return self.g.weight(f"{name}.fp16", _to_fp16(name, values))
 
-    def to_float32(self, g: GraphBuilder, rows: str) -> str:
+    def to_float32(self, rows: str) -> str:
         """See `LinearOps`."""
-        return g.op("Cast", [rows], to=TensorProto.FLOAT)
+        return self.g.op("Cast", [rows], to=TensorProto.FLOAT)
 
-    def look_up(self, g: GraphBuilder, name: str, weight: Tensor, ids: str) -> str:
+    def look_up(self, name: str, weight: Tensor, ids: str) -> str:
         """See `LinearOps`."""
-        if self._integers and name == WORD_EMBEDDINGS:
-            table = g.op("Cast", [self._table(g, name, weight)], to=TensorProto.FLOAT16)
+        if self._is_stored(name):
+            table = self.g.op("Cast", [self._table(name, weight)], to=TensorProto.FLOAT16)
         else:
-            table = g.weight(f"{name}.fp16", _to_fp16(name, weight))
-        return g.op("Gather", [table, ids], axis=0)
+            table = self.vector(name, weight)
+        return self.g.op("Gather", [table, ids], axis=0)
 
-    def tied_logits(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
+    def tied_logits(self, x: str, table: str, weight: Tensor, bias: str) -> str:
         """See `LinearOps`. In fp32: fp16 keeps only two decimals of logits near 20."""
         if self._integers:
-            fp32_table = self._table(g, table, weight)
+            fp32_table = self._table(table, weight)
         else:
-            fp32_table = self.to_float32(g, g.weight(f"{table}.fp16", _to_fp16(table, weight)))
-        return g.op("Gemm", [x, fp32_table, bias], transB=1)
+            fp32_table = self.to_float32(self.vector(table, weight))
+        return self.g.op("Gemm", [x, fp32_table, bias], transB=1)
 
-    def _matrix(self, g: GraphBuilder, x: LinearInput, name: str, weight: Tensor) -> str:
+    def _matrix(self, x: LinearInput, name: str, weight: Tensor) -> str:
         """Add a matrix [in, out] in fp16."""
         if self._integers:
-            matrix = super()._matrix(g, x, name, weight)
-            return g.op("Cast", [matrix], to=TensorProto.FLOAT16)
-        return g.weight(f"{name}.weight.fp16", _to_fp16(name, weight).t())
+            return self.g.op("Cast", [super()._matrix(x, name, weight)], to=TensorProto.FLOAT16)
+        return self.g.weight(f"{name}.weight.fp16", _to_fp16(name, weight).t())
 
 
 def _to_fp16(name: str, values: Tensor) -> Tensor:
@@ -285,60 +256,57 @@ def _to_fp16(name: str, values: Tensor) -> Tensor:
     return rounded
 
 
-class Int8(_StoredMatrices):
-    """`LinearOps` in int8.
+class Int8(LinearOps):
+    """`LinearOps` in int8. An input without a scale has a step per token.
 
     Args:
-        scales: the fixed scales of inputs, by the name of the first weight that an input meets
-            (`cloze.export.calibration`). An input without a scale has a step per token.
         integers: store the word embeddings as integers.
     """
 
-    def __init__(self, scales: Mapping[str, InputScale], *, integers: bool = False) -> None:
-        super().__init__(scales, integers=integers)
+    def __init__(
+        self, g: GraphBuilder, scales: Mapping[str, InputScale], *, integers: bool = False
+    ) -> None:
+        super().__init__(g, scales, integers=integers)
 
-    def prepare_input(
-        self, g: GraphBuilder, x: str, name: str, least: float | None = None
-    ) -> LinearInput:
+    def prepare_input(self, x: str, name: str, least: float | None = None) -> LinearInput:
         """See `LinearOps`."""
+        g = self.g
         if (scale := self._scales.get(name)) is None:
-            axis = g.weight("axis_last", _AXIS_LAST)
-            return self._quantise_tokens(g, x, axis, least)
-        if factors := self._reciprocal_factors(g, name):
+            return self._quantise_tokens(x, g.weight("axis_last", _AXIS_LAST), least)
+        if factors := self._reciprocal_factors(LinearInput(x, name, scale)):
             x = g.op("Mul", [x, factors])
         step = g.weight(f"{name}.step", np.array(scale.step, np.float32))
-        value = g.op("QuantizeLinear", [x, step, _zero_point(g)])
-        self._smoothed[value] = name
-        return LinearInput(value, step)
+        value = g.op("QuantizeLinear", [x, step, self._zero_point()])
+        return LinearInput(value, name, scale, step)
 
-    def matmul(self, g: GraphBuilder, x: LinearInput, name: str, linear: nn.Linear) -> str:
+    def matmul(self, x: LinearInput, name: str, linear: nn.Linear) -> str:
         """See `LinearOps`."""
-        return self._multiply(g, x, *self._int8_matrix(g, x, name, linear.weight))
+        return self._multiply(x, *self._int8_matrix(x, name, linear.weight))
 
-    def look_up(self, g: GraphBuilder, name: str, weight: Tensor, ids: str) -> str:
+    def look_up(self, name: str, weight: Tensor, ids: str) -> str:
         """See `LinearOps`. Only the rows become floats, so no table of floats is in memory."""
-        if not self._integers or name != WORD_EMBEDDINGS:
-            return super().look_up(g, name, weight, ids)
-        integers, steps = self._stored_table(g, name, weight)
-        rows = g.op("Gather", [integers, ids], axis=0)
-        return _to_floats(g, rows, g.op("Gather", [steps, ids], axis=0))
+        if not self._is_stored(name):
+            return super().look_up(name, weight, ids)
+        integers, steps = self._stored_table(name, weight)
+        rows = self.g.op("Gather", [integers, ids], axis=0)
+        return self._to_floats(rows, self.g.op("Gather", [steps, ids], axis=0))
 
-    def tied_logits(self, g: GraphBuilder, x: str, table: str, weight: Tensor, bias: str) -> str:
+    def tied_logits(self, x: str, table: str, weight: Tensor, bias: str) -> str:
         """See `LinearOps`."""
+        g = self.g
         # Not axis -1: onnxruntime 1.31 reduces a negative axis of zero rows to a wrong shape.
-        rows = self._quantise_tokens(g, x, g.weight("axis_1", _AXIS_1))
+        rows = self._quantise_tokens(x, g.weight("axis_1", _AXIS_1))
         integers, steps = quantise(weight)
         if self._integers:  # the table's integers, which the runtime transposes once, on opening
             transposed = g.op("Transpose", [g.weight(f"{table}.int8", integers)], perm=[1, 0])
         else:
             transposed = g.weight(f"{table}.turned.int8", integers.t())
-        logits = self._multiply(g, rows, transposed, g.weight(f"{table}.steps", steps))
+        logits = self._multiply(rows, transposed, g.weight(f"{table}.steps", steps))
         return g.op("Add", [logits, bias])
 
-    def _quantise_tokens(
-        self, g: GraphBuilder, x: str, axis: str, least: float | None = None
-    ) -> LinearInput:
+    def _quantise_tokens(self, x: str, axis: str, least: float | None = None) -> LinearInput:
         """Quantise each token with a step of its own."""
+        g = self.g
         if least is None:
             largest = g.op("ReduceMax", [g.op("Abs", [x]), axis], keepdims=1)
             smallest = g.weight("smallest_step", np.array(_SMALLEST_STEP, np.float32))
@@ -348,23 +316,23 @@ class Int8(_StoredMatrices):
             smallest = g.weight("smallest_step_of_bounded", bound)
         most = g.weight("largest_integer", np.array(LARGEST_INT8, np.float32))
         step = g.op("Max", [g.op("Div", [largest, most]), smallest])
-        value = g.op("QuantizeLinear", [g.op("Div", [x, step]), _one(g), _zero_point(g)])
-        return LinearInput(value, step, per_token=True)
-
-    def _multiply(self, g: GraphBuilder, x: LinearInput, integers: str, steps: str) -> str:
-        step = _one(g) if x.per_token else x.step
-        product = g.op(
-            "MatMulIntegerToFloat", [x.value, integers, step, steps, _zero_point(g)], domain=FUSED
+        scaled = g.op("Div", [x, step])
+        return LinearInput(
+            g.op("QuantizeLinear", [scaled, self._one(), self._zero_point()]), step=step
         )
-        return g.op("Mul", [product, x.step]) if x.per_token else product
 
+    def _multiply(self, x: LinearInput, integers: str, steps: str) -> str:
+        fixed = x.scale is not None
+        step = x.step if fixed else self._one()
+        inputs = [x.value, integers, step, steps, self._zero_point()]
+        product = self.g.op("MatMulIntegerToFloat", inputs, domain=FUSED)
+        return product if fixed else self.g.op("Mul", [product, x.step])
 
-def _one(g: GraphBuilder) -> str:
-    return g.weight("one", np.array(1, np.float32))
+    def _one(self) -> str:
+        return self.g.weight("one", np.array(1, np.float32))
 
-
-def _zero_point(g: GraphBuilder) -> str:
-    return g.weight("zero_point", np.array(_ZERO_POINT, np.uint8))
+    def _zero_point(self) -> str:
+        return self.g.weight("zero_point", np.array(_ZERO_POINT, np.uint8))
 
 
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -128,11 +128,7 @@ def _gelu(x: Array, bias: Array, approximate: str) -> Array:
 
 
 class ReferenceSession:
-    """Runs a packed graph with the interface of an onnxruntime session.
-
-    Args:
-        file: the graph, with its weights in the same folder.
-    """
+    """Runs a packed graph with the interface of an onnxruntime session."""
 
     def __init__(self, file: Path) -> None:
         operators = [MatMul, PackedMultiHeadAttention, SkipLayerNormalization, BiasGelu, FastGelu]

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.evaluation.pairs import similarity
 from cloze.export.evaluation.scorer import Scorer, embeddings
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.graph.layers import linear
+from cloze.export.graph.builder import linear
 from cloze.export.heads.head import ExportHead, HeadGraph, SampleSizes
-from cloze.export.sentence import EmbeddingRecipe
 from cloze.model_store.heads import Pooling, embedding
 from cloze.model_store.heads.embedding import EmbeddingRequest
 from cloze.model_store.layouts import Layout, Placement

@@ -26,21 +26,20 @@ class HeadGraph:
     """The graph to which a head is added.
 
     Attributes:
-        g: the graph.
-        linear_ops: the graph's arithmetic.
-        layout: the graph's layout.
-        states: names of the embeddings and of each layer's output, in the layout's shape:
             [B, S, H] or [T, H].
         rows: name of the trunk's output in the shape [T, H].
-        config: sizes of the encoder.
     """
 
-    g: GraphBuilder
     linear_ops: LinearOps
     layout: Layout
     states: Sequence[str]
     rows: str
     config: EncoderConfig
+
+    @property
+    def g(self) -> GraphBuilder:
+        """The builder of the graph."""
+        return self.linear_ops.g
 
     @property
     def hidden(self) -> str:
@@ -55,8 +54,6 @@ class HeadGraph:
         """Declare a value as an output of the head.
 
         Args:
-            value: the value's name in the graph.
-            tensor: the output's specification.
             sizes: numbers that replace letters of the tensor's shape.
         """
         shape = [sizes.get(size, size) if isinstance(size, str) else size for size in tensor.shape]
@@ -67,14 +64,13 @@ class HeadGraph:
         return self._gathered(self.rows, self.input(tensor))
 
     def _gathered(self, rows: str, numbers: str) -> str:
-        return self.linear_ops.to_float32(self.g, self.g.op("Gather", [rows, numbers], axis=0))
+        return self.linear_ops.to_float32(self.g.op("Gather", [rows, numbers], axis=0))
 
     def rows_of(self, states: str, numbers: str) -> str:
         """Return rows of one of ``states`` in float32.
 
         Args:
             states: a name among ``states``.
-            numbers: the name of row numbers, of any shape.
         """
         rows = (
             self.rows
@@ -97,9 +93,6 @@ class HeadSetup:
     """What a new head's module is made for.
 
     Attributes:
-        config: sizes of the encoder.
-        encoder: the encoder, whose weights a head may share.
-        spec: what is particular to the head in the model's family.
         options: the head's section of the manifest; None: it has none.
     """
 
@@ -111,13 +104,7 @@ class HeadSetup:
 
 @dataclass(frozen=True, slots=True)
 class SampleSizes:
-    """The sizes that a sample request must keep to.
-
-    Attributes:
-        tokens: tokens of the sequence.
-        vocabulary: tokens of the vocabulary.
-        layers: layers of the encoder.
-    """
+    """The sizes that a sample request must keep to."""
 
     tokens: int
     vocabulary: int
@@ -129,13 +116,11 @@ class ExportHead:
     """Export's part of one head.
 
     Attributes:
-        head: the contract with the service.
         module: setup -> a new torch module; None: the head has no module of its own.
         module_of: name of the head whose module this head uses; None: it uses none but its own.
         write: (module, graph) -> None; writes the head into the graph.
         reference: (module, hidden states [N, T, H] of the embeddings and of each layer, requests,
             placement) -> the graph's outputs by name, computed with torch.
-        sample: (random generator, sizes) -> a request for verification.
         measure: (checkpoint, graph, texts) -> figures that compare the graph with the checkpoint,
             for the quality gate.
         limits: the lowest accepted value of each figure.

@@ -7,16 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cloze.export.blocks.activations import ACTIVATIONS
+from cloze.export.blocks.layer import ACTIVATIONS
 from cloze.export.evaluation.scorer import Scorer, score_masks
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.graph.builder import GraphBuilder
-from cloze.export.graph.layers import layer_norm
-from cloze.export.graph.linear_ops import WORD_EMBEDDINGS, Fp32, LinearInput
+from cloze.export.graph.builder import GraphBuilder, layer_norm
+from cloze.export.graph.linear_ops import Fp32, LinearInput
 from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
 from cloze.model_store.layouts import Placement
+from cloze.model_store.tensors import WORD_TABLE
 
 _TOP_K = 5
 
@@ -45,12 +45,12 @@ class MaskedLMHead(nn.Module):
 def write_logits(head: MaskedLMHead, graph: HeadGraph, rows: str) -> str:
     """Write the logits [M, V] of ``rows`` [M, H], both float32."""
     g = graph.g
-    transform = Fp32().matmul(g, LinearInput(rows), "masked_lm.transform", head.transform)
+    transform = Fp32(g).matmul(LinearInput(rows), "masked_lm.transform", head.transform)
     transform_bias = g.weight("masked_lm.transform.bias", head.transform.bias)
     rows = head.activation.write(g, transform, transform_bias)
     rows = layer_norm(g, rows, "masked_lm.norm", head.norm)
     bias = g.weight("masked_lm.decoder.bias", head.decoder.bias)
-    return graph.linear_ops.tied_logits(g, rows, WORD_EMBEDDINGS, head.decoder.weight, bias)
+    return graph.linear_ops.tied_logits(rows, WORD_TABLE, head.decoder.weight, bias)
 
 
 def _write(head: MaskedLMHead, graph: HeadGraph) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cloze.export.evaluation.scorer import Scorer, next_sentence_logits
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.graph.layers import linear
+from cloze.export.graph.builder import linear
 from cloze.export.heads.head import (
     ExportHead,
     HeadGraph,

@@ -6,11 +6,11 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor, nn
 
-from cloze.export.blocks.activations import ACTIVATIONS
+from cloze.export.blocks.layer import ACTIVATIONS
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.scorer import Floats, Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.graph.layers import linear
+from cloze.export.graph.builder import linear
 from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, cls_rows
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import (

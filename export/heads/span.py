@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cloze.export.evaluation.scorer import Scorer, span_logits
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.graph.layers import linear
+from cloze.export.graph.builder import linear
 from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, agreement
 from cloze.model_store.heads import span
 from cloze.model_store.heads.span import SpanRequest
@@ -29,7 +29,7 @@ class SpanHead(nn.Module):
 
 
 def _write(head: SpanHead, graph: HeadGraph) -> None:
-    rows = graph.linear_ops.to_float32(graph.g, graph.rows)
+    rows = graph.linear_ops.to_float32(graph.rows)
     graph.output(linear(graph.g, rows, "span.classifier", head.classifier), span.SPAN_LOGITS)
 
 

@@ -28,7 +28,7 @@ def _write(head: MaskedLMHead, graph: HeadGraph) -> None:
     g, vocabulary = graph.g, head.decoder.out_features
     sequences = graph.input(sparse_embedding.SPARSE_ROWS)  # [U, W]
     flat = g.op("Reshape", [sequences, g.weight("shape_flat", np.array([-1], np.int64))])
-    rows = graph.linear_ops.to_float32(g, g.op("Gather", [graph.rows, flat], axis=0))
+    rows = graph.linear_ops.to_float32(g.op("Gather", [graph.rows, flat], axis=0))
     logits = masked_lm.write_logits(head, graph, rows)  # [U * W, V]
     columns = g.weight("vocabulary_size", np.array([vocabulary], np.int64))
     shape = g.op("Concat", [g.op("Shape", [sequences]), columns], axis=0)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cloze.export.evaluation.scorer import Scorer, encodings
 from cloze.export.evaluation.texts import GateTexts
-from cloze.export.graph.layers import linear
+from cloze.export.graph.builder import linear
 from cloze.export.heads.head import ExportHead, HeadGraph, HeadSetup, SampleSizes, token_rows
 from cloze.export.heads.sequence_classification import read_labels, write_labels
 from cloze.model_store.heads import token_classification

@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 
 from cloze.export.checkpoint import load_checkpoint
+from cloze.export.errors import TrainError
 from cloze.export.heads import EMBEDDING
-from cloze.export.train.card import CARD, common_license, front_matter
-from cloze.export.train.errors import TrainError
-from cloze.export.train.save import save_checkpoint
+from cloze.export.train.save import CARD, common_license, front_matter, save_checkpoint
 
 
 @torch.inference_mode()
@@ -21,8 +20,6 @@ def average(sources: Sequence[str], folder: Path, license_name: str | None = Non
     """Write the mean of the weights of two or more checkpoints as a new checkpoint.
 
     Args:
-        sources: folders or hub ids of the checkpoints.
-        folder: folder of the new checkpoint.
         license_name: its licence; None: the one that all checkpoints name, if they do.
 
     Returns:

@@ -1,21 +1,21 @@
 """Turns training examples into the tensors of a batch: masked, padded, and joined."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from cloze.export.errors import TrainError
 from cloze.export.train.corpus import Corpus
-from cloze.export.train.errors import TrainError
+from cloze.export.train.examples import EpochExamples, ExampleOptions, TrainingExample
 from cloze.export.train.masking import MaskedSequence, Masking
-from cloze.export.train.pairs import EpochExamples, ExampleOptions, TrainingExample
-from cloze.export.train.recipe import Phase, Pretraining
+from cloze.export.train.recipe import DistilledText, Phase, Pretraining
 from cloze.model_store.sequences import SpecialTokens
 
 _POOL_BATCHES = 16
@@ -31,13 +31,52 @@ _CACHED_EPOCHS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class TextBatch:
+class PaddedBatch:
+    """Sequences that are padded with zeros to one length.
+
+    Attributes:
+        input_ids: int64 [B, S].
+        token_type_ids: int64 [B, S].
+        attention_mask: bool [B, S], True for real tokens.
+    """
+
+    input_ids: Tensor
+    token_type_ids: Tensor
+    attention_mask: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """The number of real tokens."""
+        return int(self.attention_mask.sum())
+
+    def to(self, device: torch.device) -> Self:
+        """Return a copy of the batch on a device."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        moved: dict[str, Any] = {
+            name: value.to(device)
+            for name, value in values.items()
+            if isinstance(value, Tensor | PaddedBatch)
+        }
+        return replace(self, **moved)
+
+
+def padded(
+    ids: Sequence[ArrayLike], types: Sequence[ArrayLike], length: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the fields of a `PaddedBatch` of sequences, each at most ``length`` tokens long."""
+    input_ids = np.zeros((len(ids), length), np.int64)
+    token_types, mask = np.zeros_like(input_ids), np.zeros(input_ids.shape, bool)
+    for row, (tokens, kinds) in enumerate(zip(ids, types, strict=True)):
+        real = slice(np.size(tokens))
+        input_ids[row, real], token_types[row, real], mask[row, real] = tokens, kinds, True
+    return torch.from_numpy(input_ids), torch.from_numpy(token_types), torch.from_numpy(mask)
+
+
+@dataclass(frozen=True, slots=True)
+class TextBatch(PaddedBatch):
     """A batch of masked sequences. Positions count over the flattened [B * S].
 
     Attributes:
-        input_ids: int64 [B, S], some tokens masked.
-        token_type_ids: int64 [B, S].
-        attention_mask: bool [B, S], True for real tokens.
         first_tokens: int64 [B], number of tokens of the first text with its special tokens.
         positions: int64 [M], positions of the chosen tokens.
         labels: int64 [M], original tokens at these positions.
@@ -47,12 +86,8 @@ class TextBatch:
         next_labels: int64 [B], `UNPAIRED` for a single sentence; empty without a sentence
             objective.
         first_positions: int64 [B], position embedding of each sequence's first token; None: all 0.
-        tokens: number of real tokens.
     """
 
-    input_ids: Tensor
-    token_type_ids: Tensor
-    attention_mask: Tensor
     first_tokens: Tensor
     positions: Tensor
     labels: Tensor
@@ -60,50 +95,34 @@ class TextBatch:
     repeats: Tensor
     next_labels: Tensor
     first_positions: Tensor | None
-    tokens: int
-
-    def to(self, device: torch.device) -> Self:
-        """Return a copy of the batch on a device."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        moved: dict[str, Any] = {
-            name: value.to(device) for name, value in values.items() if isinstance(value, Tensor)
-        }
-        return replace(self, **moved)
 
 
 _Row = tuple[TrainingExample, MaskedSequence]
 
 
 def collate(rows: list[_Row], length: int, first_positions: list[int] | None = None) -> TextBatch:
-    """Pad rows with zeros to ``length`` tokens and join them to a batch."""
-    shape = (len(rows), length)
-    input_ids, types = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-    mask = np.zeros(shape, bool)
-    for row, (example, masked) in enumerate(rows):
-        size = len(masked.input_ids)
-        input_ids[row, :size] = masked.input_ids
-        types[row, :size] = example.token_type_ids
-        mask[row, :size] = True
-    positions = [masked.positions + row * length for row, (_, masked) in enumerate(rows)]
-    spans = [masked.spans + row * length for row, (_, masked) in enumerate(rows)]
-    firsts = np.cumsum([0, *(len(masked.labels) for _, masked in rows)])
-    repeats = [
-        masked.repeats + np.array([first, 0])
-        for first, (_, masked) in zip(firsts[:-1], rows, strict=True)
-    ]
-    next_labels = [example.label for example, _ in rows if example.label is not None]
+    """Join rows to a batch of ``length`` tokens."""
+    examples, masked = zip(*rows, strict=True)
+    starts = np.arange(len(rows)) * length
+    firsts = np.cumsum([0, *(len(one.labels) for one in masked)])[:-1]
+    next_labels = [example.label for example in examples if example.label is not None]
+
+    def joined(parts: Iterable[NDArray[np.int64]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(list(parts)))
+
     return TextBatch(
-        input_ids=torch.from_numpy(input_ids),
-        token_type_ids=torch.from_numpy(types),
-        attention_mask=torch.from_numpy(mask),
-        first_tokens=torch.tensor([example.first_tokens for example, _ in rows]),
-        positions=torch.from_numpy(np.concatenate(positions)),
-        labels=torch.from_numpy(np.concatenate([masked.labels for _, masked in rows])),
-        spans=torch.from_numpy(np.concatenate(spans)),
-        repeats=torch.from_numpy(np.concatenate(repeats)),
+        *padded(
+            [one.input_ids for one in masked], [each.token_type_ids for each in examples], length
+        ),
+        first_tokens=torch.tensor([example.first_tokens for example in examples]),
+        positions=joined(one.positions + at for one, at in zip(masked, starts, strict=True)),
+        labels=joined(one.labels for one in masked),
+        spans=joined(one.spans + at for one, at in zip(masked, starts, strict=True)),
+        repeats=joined(
+            one.repeats + np.array([at, 0]) for one, at in zip(masked, firsts, strict=True)
+        ),
         next_labels=torch.tensor(next_labels, dtype=torch.int64),
         first_positions=None if first_positions is None else torch.tensor(first_positions),
-        tokens=int(mask.sum()),
     )
 
 
@@ -113,7 +132,6 @@ def shuffled_batches(lengths: Sequence[int], size: int, seed: int) -> Callable[[
     Similar lengths keep the share of padding small.
 
     Args:
-        lengths: tokens per example.
         size: examples per batch. The last batch of an epoch is filled up with other examples of
             the epoch.
         seed: seed of the order.
@@ -150,15 +168,11 @@ class BatchPlan:
     """How the text of a run becomes batches.
 
     Attributes:
-        pretraining: masking and sentence objective of the recipe.
         phases: sequence lengths and batch sizes, in the order of the run.
-        seed: seed of all random draws.
-        accumulation: batches per step.
         weights: sampling weights by source, see `sampling_shares`; empty: equal sampling.
-        interleaved: whether the steps of the phases alternate, in proportion to their numbers.
     """
 
-    pretraining: Pretraining
+    pretraining: Pretraining | DistilledText
     phases: Sequence[Phase]
     seed: int
     accumulation: int = 1
@@ -176,12 +190,6 @@ class BatchPlan:
 
 class TextBatches:
     """The batches of a run over a corpus. Each batch is a function of its step and part.
-
-    Args:
-        corpus: tokenized text.
-        plan: how the text becomes batches.
-        masking: masks tokens.
-        special: special tokens of the vocabulary.
 
     Raises:
         TrainError: the corpus is too small for the plan, or has nothing to mask.

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
+from cloze.export.errors import Report, TrainError
 from cloze.export.tokenizer_files import is_byte_level
 from cloze.export.train.documents import (
     Document,
@@ -24,8 +25,7 @@ from cloze.export.train.documents import (
     read_documents,
     split_sentences,
 )
-from cloze.export.train.errors import TrainError
-from cloze.export.train.run_options import Report
+from cloze.model_store.plain_files import replacing
 
 _SENTENCES_PER_CALL = 2048
 """Enough sentences per call of the tokenizer to keep every core busy."""
@@ -85,12 +85,10 @@ def prepare_corpus(
     """Tokenize text into ``folder``, or open the folder if it already holds this text.
 
     Args:
-        files: text files, see `read_documents`.
         tokenizer: tokenizer; its special tokens are not added.
         folder: folder of the arrays; all other content of the folder is removed.
         held_out: share of titles to hold out, see `is_held_out`.
         only_held_out: whether to leave the training part empty, for evaluation.
-        report: receives one line per event.
 
     Raises:
         TrainError: a file cannot be read, see `read_documents`; or the files hold no text.
@@ -280,10 +278,8 @@ def _recorded_identity(folder: Path) -> str | None:
 
 def _write_summary(folder: Path, identity: str, counts: _PartCounts) -> None:
     """Mark the text in ``folder`` as complete."""
-    summary = folder / _SUMMARY
-    new_file = summary.with_suffix(".new")
-    new_file.write_text(json.dumps({"identity": identity, **counts}, indent=2) + "\n")
-    new_file.replace(summary)
+    with replacing(folder / _SUMMARY) as new_file:
+        new_file.write_text(json.dumps({"identity": identity, **counts}, indent=2) + "\n")
 
 
 def _describe_part(part: str, counts: dict[str, int]) -> str:

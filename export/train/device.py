@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from cloze.export.train.errors import TrainError
+from cloze.export.errors import TrainError
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 """Parameters of glibc's ``mallopt``."""

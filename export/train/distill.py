@@ -14,23 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.embedding_recipe import EmbeddingRecipe
+from cloze.export.errors import TrainError
 from cloze.export.families import STUDENT
 from cloze.export.heads import MASKED_LM
 from cloze.export.model import Model
-from cloze.export.sentence import EmbeddingRecipe
 from cloze.export.train.batches import TextBatch
-from cloze.export.train.card import Run, write_card
-from cloze.export.train.continuation import check_kept_embeddings, check_vocabulary
 from cloze.export.train.corpus import prepare_corpus
 from cloze.export.train.documents import fingerprint
 from cloze.export.train.embeddings import KeptEmbeddings
-from cloze.export.train.errors import TrainError
 from cloze.export.train.loop import train
 from cloze.export.train.objectives import masked_loss
 from cloze.export.train.recipe import DistillRecipe
-from cloze.export.train.run_dir import CHECKPOINT, CORPUS, acquire_run_dir
+from cloze.export.train.run_dir import CORPUS, acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import save_checkpoint
+from cloze.export.train.save import Run, finish_run
+from cloze.export.train.start import check_kept_embeddings, check_vocabulary
 from cloze.export.train.text_objective import TextObjective, held_out_batches, text_batches
 
 
@@ -84,12 +83,6 @@ def make_student(teacher: Model, dropout: float) -> Model:
 
 def copy_student(source: Checkpoint, name: str, student: Model, teacher: Checkpoint) -> None:
     """Replace a new student's weights by those of a student that was distilled before.
-
-    Args:
-        source: the checkpoint of the earlier student.
-        name: its folder or hub id.
-        student: the new student, see `make_student`.
-        teacher: the teacher of the run.
 
     Raises:
         TrainError: the vocabularies or the sizes differ, or the earlier student has no masked-LM
@@ -176,10 +169,6 @@ def distill(
     """Distil a checkpoint on text.
 
     Args:
-        teacher: folder or hub id of the teacher's checkpoint.
-        files: text files, see `read_documents`.
-        recipe: recipe of the run.
-        options: where the run computes and writes.
         student_source: folder or hub id of a student that was distilled before, to continue; None
             starts from layers of the teacher.
 
@@ -223,14 +212,12 @@ def distill(
         options.device,
     )
     train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
-    folder = options.run_dir / CHECKPOINT
     embedding = EmbeddingRecipe(max_tokens=max_positions)
     if recipe.pretraining.keep_embeddings:
         embedding = checkpoint.recipe
-    save_checkpoint(student, tokenizer, folder, embedding=embedding)
     title = "An encoder distilled from one of twice its layers"
-    write_card(folder, Run(title, teacher, origins, files, recipe, options))
-    return folder
+    run = Run(title, teacher, origins, files, recipe, options)
+    return finish_run(student, tokenizer, run, embedding)
 
 
 def _check_lengths(recipe: DistillRecipe, max_positions: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO
 
-from cloze.export.train.errors import TrainError
+from cloze.export.errors import TrainError
 
 _QUOTES = "\"'\u201c\u201d\u2018\u2019"
 _SENTENCE_END = re.compile(rf"(?<=[.!?])[{_QUOTES})\]]*\s+(?=[{_QUOTES}(\[]?[A-Z0-9])")
@@ -29,10 +29,7 @@ class Document:
     """One text whose sentences follow each other.
 
     Attributes:
-        title: title, or an empty string.
-        text: paragraphs, separated by newlines.
         source: the ``source`` field of the document's JSON line, or an empty string.
-        file: name of the file that holds the document.
     """
 
     title: str

@@ -38,7 +38,6 @@ def unmasked_texts(batch: TextBatch, tokens: int, length: int) -> tuple[Tensor, 
     """Return the first texts of a batch without masking, cut to ``length`` tokens.
 
     Args:
-        batch: masked sequences, each of one text or of a pair.
         tokens: upper bound on N * L, unless one text exceeds this bound.
         length: L.
 
@@ -61,7 +60,6 @@ class KeptEmbeddings:
     """The embeddings of the frozen original model, as targets for the trained model.
 
     Args:
-        original: model at the start of the run, on the device of the run.
         tokens: upper bound on the tokens per batch to compare, which bounds the cost.
     """
 

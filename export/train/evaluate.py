@@ -10,7 +10,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from cloze.export.checkpoint import load_checkpoint
-from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
+from cloze.export.errors import Report, TrainError
+from cloze.export.evaluation.masked_words import (
+    complete,
+    read_sentences,
+    read_stereotypes,
+    stereotype_preference,
+)
 from cloze.export.evaluation.pairs import read_pairs, similarity
 from cloze.export.evaluation.scorer import (
     GraphScorer,
@@ -19,17 +25,14 @@ from cloze.export.evaluation.scorer import (
     next_sentence_logits,
     score_masks,
 )
-from cloze.export.evaluation.sentences import complete, read_sentences
 from cloze.export.evaluation.squad import best_threshold, read_questions, score
 from cloze.export.heads import EMBEDDING, MASKED_LM, NEXT_SENTENCE, SPAN
+from cloze.export.model import TorchScorer
 from cloze.export.session import open_session
 from cloze.export.tokenizer import CheckpointTokenizer, describe_tokenizer
-from cloze.export.torch_scorer import TorchScorer
 from cloze.export.train.corpus import Corpus, prepare_corpus
 from cloze.export.train.documents import is_held_out
-from cloze.export.train.errors import TrainError
-from cloze.export.train.masking import MaskedSequence, Unit
-from cloze.export.train.pairs import (
+from cloze.export.train.examples import (
     IS_NEXT,
     NOT_NEXT,
     EpochExamples,
@@ -38,17 +41,16 @@ from cloze.export.train.pairs import (
     TrainingExample,
     join_texts,
 )
+from cloze.export.train.masking import MaskedSequence, Unit
 from cloze.export.train.recipe import Pretraining
-from cloze.export.train.run_options import Report
 from cloze.export.train.text_objective import make_masking
-from cloze.export.train.windows import answers_of, guess, make_windows
+from cloze.export.train.windows import answers_of, guess, usual_windows
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Bundle, Store
 
 _TOP = 5
 _BATCH = 32
 _PAIR_TOKENS = 128
-_QUESTION_TOKENS = 384
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +70,6 @@ def open_subject(
 
     Args:
         source: folder or hub id of a checkpoint, or ``bundle:NAME[@VERSION]``.
-        store: store of the bundle.
-        device: device of a checkpoint.
-        precision: precision of a bundle's graph.
 
     Raises:
         ExportError: the checkpoint cannot be loaded.
@@ -123,15 +122,9 @@ class EvaluationData:
     Text and questions are split by title as in training. All pairs are used.
 
     Attributes:
-        text: text files.
-        pairs: files of scored pairs.
-        questions: files of questions in SQuAD format.
         held_out: share of titles that training held out; 1: all titles are used.
         stereotypes: file of CrowS-Pairs; None: no bias is measured.
-        sentences: files of sentences with one mask, see `read_sentences`.
         sequences: number of masked sequences, and number of pairs of texts.
-        tokens: maximum tokens per sequence.
-        seed: seed of all random draws.
     """
 
     text: list[Path]
@@ -151,12 +144,6 @@ def evaluate(
     """Return every figure that the subject's heads and the data allow.
 
     Shares are in [0, 1]; exact match and F1 are in percent.
-
-    Args:
-        subject: model to measure.
-        data: data to measure on.
-        folder: folder for tokenized text.
-        report: receives one line per event.
 
     Raises:
         TrainError: a file cannot be read, or holds nothing to measure.
@@ -352,10 +339,7 @@ def _measure_questions(subject: Subject, data: EvaluationData) -> dict[str, floa
         raise TrainError(
             "every question is of an article that training uses; raise the held-out share"
         )
-    tokens = min(_QUESTION_TOKENS, subject.max_tokens)
-    windows = make_windows(
-        questions, subject.tokenizer, tokens=tokens, stride=tokens // 3, question_tokens=tokens // 6
-    )
+    windows = usual_windows(questions, subject.tokenizer, subject.max_tokens)
     guesses = guess(questions, windows, subject.scorer)
     figures = score(answers_of(questions, guesses), questions)
     if any(question.impossible for question in questions):

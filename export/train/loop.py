@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from cloze.export.errors import TrainError
 from cloze.export.train.device import autocast, return_freed_memory
-from cloze.export.train.errors import TrainError
 from cloze.export.train.optimisation import (
     WeightAverage,
     learning_rate,
@@ -27,8 +27,8 @@ from cloze.export.train.optimisation import (
 )
 from cloze.export.train.progress import LOG, Progress, draw_curves, read_log
 from cloze.export.train.recipe import Optimisation
+from cloze.export.train.run_dir import RunState, describe_state, load_state, save_state
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.run_state import RunState, describe_state, load_state, save_state
 
 
 class Batch(Protocol):
@@ -74,10 +74,6 @@ def train(
     """Train an objective to its last step, from the checkpoint in the run's directory if present.
 
     Args:
-        objective: module, batches and loss.
-        options: where the run computes and writes.
-        seed: seed of dropout and of all other draws of torch.
-        optimisation: optimiser, schedule, clipping, accumulation and precision.
         before_step: called before each step with its 0-based number.
 
     Raises:

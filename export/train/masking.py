@@ -51,7 +51,6 @@ class Masking:
     """Masks a share of a sequence's tokens.
 
     Attributes:
-        unit: unit of text that is masked as a whole.
         rate: share of ordinary tokens to choose. At least one ordinary token is chosen.
         mask_id: id of ``[MASK]``.
         special: bool [V], tokens that are never chosen and never used as a replacement.

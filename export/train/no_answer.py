@@ -20,17 +20,14 @@ import torch
 from torch import Tensor
 
 from cloze.export.checkpoint import load_checkpoint
+from cloze.export.errors import TrainError
 from cloze.export.evaluation.scorer import equal_lengths
 from cloze.export.evaluation.squad import Question, best_threshold, read_questions, score
-from cloze.export.model import Model
-from cloze.export.torch_scorer import TorchScorer
-from cloze.export.train.card import CARD
+from cloze.export.model import Model, TorchScorer
 from cloze.export.train.documents import is_held_out
-from cloze.export.train.errors import TrainError
-from cloze.export.train.save import save_checkpoint
-from cloze.export.train.windows import Guess, Window, guess, make_windows
+from cloze.export.train.save import CARD, save_checkpoint
+from cloze.export.train.windows import Guess, Window, guess, usual_windows
 
-_TOKENS = 384
 _BATCH = 16
 _RIDGE = 1e-4
 _EVERY = 7
@@ -60,11 +57,7 @@ def calibrate(
     """Write a copy of a checkpoint whose scores of "no answer" fit held-out questions.
 
     Args:
-        source: folder or hub id of a checkpoint with a span head.
-        files: questions in SQuAD 2.0 format.
         held_out: share of the articles that training held out; only these are used.
-        folder: folder of the new checkpoint.
-        device: where the model runs.
 
     Raises:
         TrainError: the checkpoint has no span head, or the held-out questions are of one kind.
@@ -81,10 +74,7 @@ def calibrate(
             "the held-out articles need questions with and without an answer; give more articles, "
             "or raise the held-out share"
         )
-    tokens = min(_TOKENS, model.config.max_positions)
-    windows = make_windows(
-        questions, tokenizer, tokens=tokens, stride=tokens // 3, question_tokens=tokens // 6
-    )
+    windows = usual_windows(questions, tokenizer, model.config.max_positions)
 
     def guesses() -> list[Guess]:
         return guess(questions, windows, TorchScorer(model, device))

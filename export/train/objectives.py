@@ -20,7 +20,7 @@ from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
 from cloze.export.model import Model
 from cloze.export.train.batches import TextBatch
 from cloze.export.train.embeddings import KeptEmbeddings
-from cloze.export.train.pairs import UNPAIRED, SentenceObjective
+from cloze.export.train.examples import UNPAIRED, SentenceObjective
 from cloze.export.train.recipe import Pretraining, Sizes
 
 _MAX_CHANCE = 0.999
@@ -34,8 +34,6 @@ class MaskedText(nn.Module):
     """Masked tokens, and the sentence and span-boundary objectives if the recipe has them.
 
     Args:
-        model: trained model, with a masked-LM head.
-        recipe: weights of the losses.
         kept_embeddings: target of the sentence embeddings; None: no such target.
     """
 
@@ -95,7 +93,6 @@ def masked_loss(
     Args:
         logits: [M, V].
         labels: int64 [M].
-        z_loss: weight of the squared logarithm of the softmax normaliser.
         repeats: int64 [R, 2], rows of ``logits`` and tokens that would repeat a word; None: none.
         unlikelihood: weight of the negative logarithm of 1 - p, p the probability of a repeat.
 
@@ -188,11 +185,6 @@ class ReplacedTokens(nn.Module):
     """Replaced-token detection: a small generator fills masked tokens, and the model detects them.
 
     No gradient flows through the sampling. A run keeps ``model``, an encoder without heads.
-
-    Args:
-        model: trained model.
-        generator: smaller model with a masked-LM head.
-        weight: weight of the detection loss.
     """
 
     def __init__(self, model: Model, generator: Model, weight: float) -> None:
@@ -231,7 +223,6 @@ def _sample_tokens(batch: TextBatch, logits: Tensor) -> tuple[TextBatch, Tensor]
     """Replace the chosen tokens of a batch with samples.
 
     Args:
-        batch: masked sequences.
         logits: float32 [M, V], the generator's logits at the chosen tokens.
 
     Returns:

@@ -118,7 +118,6 @@ class WeightAverage:
     Sources: Izmailov et al. 2018, "SWA"; Kaddour 2022, "LAWA".
 
     Args:
-        module: trained module.
         first_step: 0-based step after which the first weights are counted.
     """
 

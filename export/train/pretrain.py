@@ -1,34 +1,35 @@
-"""Pre-training: vocabulary, corpus, model, training loop, checkpoint."""
+"""Pre-training: vocabulary, corpus, model, training loop, checkpoint, and guesses at the end."""
 
 import hashlib
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import nn
 
 from cloze.export.blocks.encoder import Encoder
 from cloze.export.checkpoint import Checkpoint
+from cloze.export.errors import TrainError
+from cloze.export.evaluation.scorer import score_masks
+from cloze.export.model import Model, TorchScorer
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import TextBatch
-from cloze.export.train.card import Run, write_card
-from cloze.export.train.continuation import (
+from cloze.export.train.corpus import prepare_corpus
+from cloze.export.train.documents import fingerprint, is_held_out, read_documents
+from cloze.export.train.examples import SentenceObjective
+from cloze.export.train.loop import train
+from cloze.export.train.objectives import MaskedText, ReplacedTokens, make_pretraining
+from cloze.export.train.recipe import PretrainRecipe
+from cloze.export.train.run_dir import CORPUS, VOCABULARY, acquire_run_dir
+from cloze.export.train.run_options import RunOptions
+from cloze.export.train.save import Run, finish_run
+from cloze.export.train.start import (
     continue_from,
     kept_recipe,
     open_original,
     open_source,
+    repeated_positions,
 )
-from cloze.export.train.corpus import prepare_corpus
-from cloze.export.train.documents import fingerprint, is_held_out, read_documents
-from cloze.export.train.errors import TrainError
-from cloze.export.train.guesses import guesses
-from cloze.export.train.loop import train
-from cloze.export.train.objectives import MaskedText, ReplacedTokens, make_pretraining
-from cloze.export.train.pairs import SentenceObjective
-from cloze.export.train.recipe import PretrainRecipe
-from cloze.export.train.run_dir import CHECKPOINT, CORPUS, VOCABULARY, acquire_run_dir
-from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import save_checkpoint
-from cloze.export.train.start import repeated_positions
 from cloze.export.train.text_objective import TextObjective, held_out_batches, text_batches
 from cloze.export.train.vocabulary import open_tokenizer, save_vocabulary, train_tokenizer
 
@@ -45,9 +46,6 @@ def pretrain(
     """Train a model from text.
 
     Args:
-        files: text files, see `read_documents`.
-        recipe: recipe of the run.
-        options: where the run computes and writes.
         source: checkpoint to continue, with its sizes and vocabulary; None: random weights.
         embeddings_from: checkpoint whose embeddings the run keeps; None: the source.
         vocabulary: folder with a ``tokenizer.json``; None: the vocabulary is learnt from the text.
@@ -82,15 +80,14 @@ def pretrain(
         module = make_pretraining(recipe.model, vocab_size, recipe.pretraining, recipe.seed)
     known = checkpoint.model.config.max_positions if checkpoint else 0
     sample = _train(module, tokenizer, files, recipe, options, known_positions=known)
-    folder = options.run_dir / CHECKPOINT
     if recipe.pretraining.sentence is SentenceObjective.SOP:
         # A next-sentence head answers another question than sentence order.
         module.model.next_sentence = None
     embedding = kept_recipe(checkpoint) if checkpoint else None
-    save_checkpoint(module.model, tokenizer, folder, embedding=embedding)
     origins = [checkpoint] if checkpoint else []
     title = "An encoder pre-trained on text"
-    write_card(folder, Run(title, source, origins, files, recipe, options))
+    run = Run(title, source, origins, files, recipe, options)
+    folder = finish_run(module.model, tokenizer, run, embedding)
     for line in guesses(module.model.cpu(), tokenizer, sample):
         options.report(line)
     return folder
@@ -152,11 +149,6 @@ def _train(
     """Train the module on the text.
 
     Args:
-        module: model and losses.
-        tokenizer: tokenizer of the model.
-        files: text files.
-        recipe: recipe of the run.
-        options: where the run computes and writes.
         known_positions: position embeddings of the checkpoint that the run continues; the others
             started from random weights, or from copies.
 
@@ -199,3 +191,43 @@ def fill_positions(module: nn.Module, trained: int) -> None:
         if isinstance(part, Encoder):
             positions = part.embeddings.position.weight  # [S, H]
             positions.copy_(repeated_positions(positions[:trained], len(positions)))
+
+
+_GUESSES = 3
+_CONTEXT = 7
+"""Tokens shown on each side of a masked token."""
+
+
+def guesses(
+    model: Model, tokenizer: CheckpointTokenizer, batch: TextBatch, count: int = 4
+) -> list[str]:
+    """Describe the model's guesses for one masked token in each of the first sequences.
+
+    Returns:
+        One description per sequence: the text around the token, the token, and three guesses. The
+        list is empty if the model has no masked-LM head.
+    """
+    if model.masked_lm is None:
+        return []
+    scorer = TorchScorer(model, torch.device("cpu"))
+    length = batch.input_ids.shape[1]
+    lines = []
+    for row in range(min(count, len(batch.input_ids))):
+        (masks,) = torch.nonzero(batch.positions // length == row, as_tuple=True)
+        if not len(masks):
+            continue
+        middle = masks[len(masks) // 2]
+        position, label = int(batch.positions[middle]) % length, int(batch.labels[middle])
+        was = tokenizer.readable([label])
+        size = int(batch.attention_mask[row].sum())
+        ids = batch.input_ids[row : row + 1, :size].numpy()
+        types = batch.token_type_ids[row : row + 1, :size].numpy()
+        best, _ = score_masks(
+            scorer, ids, types, np.array([position]), np.array([label]), k=_GUESSES
+        )
+        first = max(1, position - _CONTEXT)
+        before = tokenizer.readable(ids[0, first:position].tolist())
+        after = tokenizer.readable(ids[0, position + 1 : position + _CONTEXT + 1].tolist())
+        guessed = ", ".join(tokenizer.readable([token]) for token in best[0].tolist())
+        lines.append(f"  {before} ____ {after}\n      was {was!r}, guessed {guessed}")
+    return lines

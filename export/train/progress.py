@@ -9,8 +9,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from cloze.export.train.errors import TrainError
+from cloze.export.errors import TrainError
 from cloze.model_store.installation import install_command
+from cloze.model_store.plain_files import replacing
 
 LOG = "log.jsonl"
 CURVES = "curves.png"
@@ -25,19 +26,16 @@ class Progress:
     """A progress bar on standard error, and a log with one entry per interval.
 
     Args:
-        run_dir: directory of the run.
         step: number of finished steps; later entries of an earlier attempt are removed from the
             log.
-        steps: number of steps of the run.
         threads: number of CPU threads that compute; None: a GPU computes.
     """
 
     def __init__(self, run_dir: Path, step: int, steps: int, *, threads: int | None = None) -> None:
         self._file = run_dir / LOG
         kept = [entry for entry in read_log(run_dir) if entry["step"] <= step]
-        new_file = run_dir / f"{LOG}.new"
-        new_file.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
-        new_file.replace(self._file)
+        with replacing(self._file) as new_file:
+            new_file.write_text("".join(json.dumps(entry) + "\n" for entry in kept))
         self._started_at = time.monotonic() - (kept[-1]["seconds"] if kept else 0.0)
         self._tokens_seen = kept[-1]["tokens_seen"] if kept else 0
         self._last_entry = (time.monotonic(), self._tokens_seen)
@@ -60,7 +58,6 @@ class Progress:
         """Append an entry to the log.
 
         Args:
-            step: number of finished steps.
             figures: means of the objective's figures since the last entry.
         """
         now = time.monotonic()

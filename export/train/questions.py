@@ -4,85 +4,48 @@ Source: Devlin et al. 2019, sections 4.2 and 4.3.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from cloze.export.checkpoint import load_checkpoint
+from cloze.export.errors import TrainError
 from cloze.export.evaluation.squad import Question, read_questions, score
 from cloze.export.heads import SPAN
-from cloze.export.model import Model
-from cloze.export.torch_scorer import TorchScorer
-from cloze.export.train.batches import padded_length, shuffled_batches
-from cloze.export.train.card import Run, write_card
+from cloze.export.model import Model, TorchScorer
+from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.train.batches import PaddedBatch, padded, padded_length, shuffled_batches
 from cloze.export.train.documents import fingerprint, is_held_out
-from cloze.export.train.errors import TrainError
 from cloze.export.train.loop import train
 from cloze.export.train.recipe import QuestionsRecipe
-from cloze.export.train.run_dir import CHECKPOINT, acquire_run_dir
+from cloze.export.train.run_dir import acquire_run_dir
 from cloze.export.train.run_options import RunOptions
-from cloze.export.train.save import save_checkpoint
-from cloze.export.train.start import Start, start_from
+from cloze.export.train.save import Run, finish_run
+from cloze.export.train.start import start_from
 from cloze.export.train.windows import Window, answers_of, guess, make_windows
 
 
 @dataclass(frozen=True, slots=True)
-class WindowBatch:
-    """Windows padded to one length.
+class WindowBatch(PaddedBatch):
+    """Windows, with the first and last token of each one's answer, int64 [B]."""
 
-    Attributes:
-        input_ids: int64 [B, S].
-        token_type_ids: int64 [B, S].
-        attention_mask: bool [B, S], True for real tokens.
-        start: int64 [B], first token of the answer.
-        end: int64 [B], last token of the answer.
-    """
-
-    input_ids: Tensor
-    token_type_ids: Tensor
-    attention_mask: Tensor
     start: Tensor
     end: Tensor
 
-    @property
-    def tokens(self) -> int:
-        """Return the number of real tokens."""
-        return int(self.attention_mask.sum())
-
-    def to(self, device: torch.device) -> Self:
-        """Return a copy of the batch on a device."""
-        return type(self)(*(getattr(self, field.name).to(device) for field in fields(self)))
-
 
 def collate_windows(windows: Sequence[Window], max_tokens: int) -> WindowBatch:
-    """Pad windows with zeros to the `padded_length` of the longest, at most ``max_tokens``."""
-    longest = max(len(window.input_ids) for window in windows)
-    shape = (len(windows), padded_length(longest, max_tokens))
-    ids = torch.zeros(shape, dtype=torch.int64)
-    types, mask = torch.zeros_like(ids), torch.zeros(shape, dtype=torch.bool)
-    for row, window in enumerate(windows):
-        size = len(window.input_ids)
-        ids[row, :size] = torch.from_numpy(window.input_ids)
-        types[row, :size] = torch.from_numpy(window.token_type_ids)
-        mask[row, :size] = True
-    starts = torch.tensor([window.start for window in windows])
-    ends = torch.tensor([window.end for window in windows])
-    return WindowBatch(ids, types, mask, starts, ends)
+    """Pad windows to the `padded_length` of the longest, at most ``max_tokens``."""
+    ids, types = zip(*((each.input_ids, each.token_type_ids) for each in windows), strict=True)
+    length = padded_length(max(map(len, ids)), max_tokens)
+    starts, ends = torch.tensor([(window.start, window.end) for window in windows]).unbind(1)
+    return WindowBatch(*padded(ids, types, length), starts, ends)
 
 
 class QuestionObjective:
-    """Implements `loop.Objective`: start and end of the answer, each chosen among S tokens.
-
-    Args:
-        model: model with a span head.
-        windows: training windows.
-        recipe: recipe of the run.
-        held_out_figures: measures the model on held-out questions.
-    """
+    """Implements `loop.Objective`: start and end of the answer, each chosen among S tokens."""
 
     def __init__(
         self,
@@ -126,12 +89,6 @@ def finetune_questions(
 ) -> Path:
     """Fine-tune a checkpoint for question answering.
 
-    Args:
-        source: folder or hub id of the checkpoint.
-        files: questions in SQuAD format, see `read_questions`.
-        recipe: recipe of the run.
-        options: where the run computes and writes.
-
     Returns:
         The folder of the new checkpoint, which has only a span head.
 
@@ -146,23 +103,25 @@ def finetune_questions(
         "file of questions": fingerprint(files),
     }
     acquire_run_dir(options.run_dir, recipe, inputs)
-    start = start_from(checkpoint, [SPAN], dropout=recipe.dropout, seed=recipe.seed)
-    max_positions = start.model.config.max_positions
+    model = start_from(checkpoint, [SPAN], dropout=recipe.dropout, seed=recipe.seed)
+    max_positions = model.config.max_positions
     if recipe.tokens > max_positions:
         raise TrainError(
             f"windows of {recipe.tokens} tokens exceed the checkpoint's {max_positions} positions"
         )
-    objective = _make_objective(start, files, recipe, options)
+    objective = _make_objective(model, checkpoint.tokenizer, files, recipe, options)
     train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
-    folder = options.run_dir / CHECKPOINT
-    save_checkpoint(start.model, start.tokenizer, folder)
     title = "An encoder fine-tuned for question answering"
-    write_card(folder, Run(title, source, [checkpoint], files, recipe, options))
-    return folder
+    run = Run(title, source, [checkpoint], files, recipe, options)
+    return finish_run(model, checkpoint.tokenizer, run)
 
 
 def _make_objective(
-    start: Start, files: list[Path], recipe: QuestionsRecipe, options: RunOptions
+    model: Model,
+    tokenizer: CheckpointTokenizer,
+    files: list[Path],
+    recipe: QuestionsRecipe,
+    options: RunOptions,
 ) -> QuestionObjective:
     """Read the questions, split them by article, and cut them into windows."""
     learnt, held_out = _split_questions(files, recipe)
@@ -170,7 +129,7 @@ def _make_objective(
     def cut(questions: list[Question]) -> list[Window]:
         return make_windows(
             questions,
-            start.tokenizer,
+            tokenizer,
             tokens=recipe.tokens,
             stride=recipe.stride,
             question_tokens=recipe.question_tokens,
@@ -185,7 +144,7 @@ def _make_objective(
         raise TrainError(
             "every question is of a held-out article; lower held_out or give more articles"
         )
-    scorer = TorchScorer(start.model, options.device)
+    scorer = TorchScorer(model, options.device)
 
     def held_out_figures() -> dict[str, float]:
         if not held_out:
@@ -195,7 +154,7 @@ def _make_objective(
         )
         return {name: value / 100 for name, value in percentages.items()}
 
-    return QuestionObjective(start.model, windows, recipe, held_out_figures)
+    return QuestionObjective(model, windows, recipe, held_out_figures)
 
 
 def _split_questions(

@@ -1,16 +1,24 @@
-"""The directory of a run belongs to one recipe on one set of inputs.
+"""The directory of a run: it belongs to one recipe on one set of inputs, and keeps the run's state.
 
 A second recipe in the same directory would give a model that no recipe describes.
 """
 
 import json
+import os
+import pickle
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cloze.export.train.errors import TrainError
+import torch
+from torch import nn
+
+from cloze.export.errors import TrainError
+from cloze.export.train.optimisation import Optimizers, WeightAverage
 from cloze.export.train.recipe import Recipe
+from cloze.model_store.plain_files import replacing
 
 IDENTITY = "run.json"
 STATE = "state.pt"
@@ -26,7 +34,6 @@ def acquire_run_dir(run_dir: Path, recipe: Recipe, inputs: Mapping[str, str | No
 
     Args:
         run_dir: directory of the run, created if missing.
-        recipe: recipe of the run.
         inputs: hash of each input (text, source checkpoint, ...) by name; None: input not given.
 
     Raises:
@@ -49,9 +56,8 @@ def acquire_run_dir(run_dir: Path, recipe: Recipe, inputs: Mapping[str, str | No
     if not identity_file.is_file() or identity_file.read_bytes() != content.encode():
         # The vocabulary of an earlier attempt may come from another text.
         shutil.rmtree(run_dir / VOCABULARY, ignore_errors=True)
-        new_file = run_dir / f"{IDENTITY}.new"
-        new_file.write_text(content)
-        new_file.replace(identity_file)
+        with replacing(identity_file) as new_file:
+            new_file.write_text(content)
 
 
 def _check_identity(identity_file: Path, identity: Mapping[str, Mapping[str, Any]]) -> None:
@@ -81,3 +87,93 @@ def _check_identity(identity_file: Path, identity: Mapping[str, Mapping[str, Any
             f"{run_dir} holds a run with another {' and another '.join(changed_inputs)}; "
             "give another folder, or remove it"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RunState:
+    """The state of a run, apart from its step."""
+
+    module: nn.Module
+    optimizer: Optimizers
+    average: WeightAverage
+
+    def parts(self) -> dict[str, Any]:
+        """Return the state of each part by name."""
+        return {
+            "module": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "average": self.average.state_dict(),
+        }
+
+    def restore(self, parts: Mapping[str, Any]) -> None:
+        """Restore each part from the result of `parts`."""
+        self.module.load_state_dict(parts["module"])
+        self.optimizer.load_state_dict(parts["optimizer"])
+        self.average.load_state_dict(parts["average"])
+
+
+def describe_state(run_dir: Path) -> str:
+    """Say in an error message which checkpoint remains."""
+    if (run_dir / STATE).is_file():
+        return f"the checkpoint in {run_dir} is kept"
+    return "there is no checkpoint yet"
+
+
+def save_state(run_dir: Path, state: RunState, step: int) -> None:
+    """Replace the state file atomically, so that a kill or a full disk leaves the previous file.
+
+    Raises:
+        TrainError: torch cannot write the file.
+        OSError: the file cannot be opened, synchronised or renamed.
+    """
+    try:
+        with replacing(run_dir / STATE) as new_file, new_file.open("wb") as stream:
+            torch.save({"step": step} | state.parts(), stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except RuntimeError as error:  # raised by torch's writer on a full disk
+        cause = error.__context__
+        reason = cause.strerror if isinstance(cause, OSError) else str(error).splitlines()[0]
+        raise TrainError(
+            f"the checkpoint of step {step} cannot be written: {reason}; {describe_state(run_dir)}"
+        ) from error
+
+
+def load_state(run_dir: Path, state: RunState, device: torch.device) -> int:
+    """Restore the state from the state file, if there is one.
+
+    Returns:
+        The number of finished steps; 0 without a state file.
+
+    Raises:
+        TrainError: the file is damaged, or holds the state of another model.
+    """
+    file = run_dir / STATE
+    if not file.is_file():
+        return 0
+    try:
+        loaded = torch.load(file, map_location=device, weights_only=True)
+        step = int(loaded["step"])
+        parts = {name: loaded[name] for name in ("module", "optimizer", "average")}
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        RuntimeError,
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        OSError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise TrainError(
+            f"{file} is damaged ({type(error).__name__}); remove it to begin anew"
+        ) from error
+    try:
+        state.restore(parts)
+    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+        raise TrainError(
+            f"{file} is of another model: was the vocabulary or the source another one? "
+            "Give another folder, or remove it"
+        ) from error
+    return step

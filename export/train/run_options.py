@@ -1,15 +1,13 @@
 """Options of every training run beside its recipe. Does not import torch at run time."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cloze.export.errors import Report
+
 if TYPE_CHECKING:
     import torch
-
-Report = Callable[[str], None]
-"""Receives one line per event of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +32,6 @@ class RunOptions:
     """Where a run computes and writes.
 
     Attributes:
-        run_dir: directory of the run: vocabulary, tokenized text, state, log, curves, checkpoint.
-        device: device of the model and the batches.
-        report: receives one line per event.
-        schedule: how often the run logs, evaluates and writes a checkpoint.
         license: licence of the new checkpoint; None: that of the checkpoints it starts from.
     """
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
+from cloze.export.errors import TrainError
 from cloze.export.train.corpus import Corpus, Origin
-from cloze.export.train.errors import TrainError
 
 _NAMES_SHOWN = 6
 
@@ -20,7 +20,6 @@ def sampling_shares(
     proportion to their size.
 
     Args:
-        corpus: text with recorded origins.
         weights: shares in (0, 1] by the ``source`` of a document or by the name of its file.
 
     Returns:
@@ -95,7 +94,6 @@ def sampled_order(
     Args:
         group_of: int64 [N], the group of each sequence.
         shares: float64 [G], the share of each group.
-        rng: generator of the epoch.
 
     Returns:
         int64 [M], M at most N: indices of sequences.

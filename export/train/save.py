@@ -1,22 +1,33 @@
-"""Writes a trained model as a Hugging Face checkpoint.
+"""Writes a trained model as a Hugging Face checkpoint, and the model card of a run.
 
-Both `cloze.export.checkpoint` and transformers can read the checkpoint.
+Both `cloze.export.checkpoint` and transformers can read the checkpoint. A card has the licence,
+source, data, recipe, hardware and results of a run; a person adds the assessment of the model.
 """
 
 import json
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save
 from tokenizers import models, normalizers
 
 from cloze.export.blocks.config import EncoderConfig
+from cloze.export.checkpoint import Checkpoint
+from cloze.export.embedding_recipe import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.families import FAMILIES
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
-from cloze.export.sentence import POOLING_FLAGS, EmbeddingRecipe
 from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.train.progress import read_log
+from cloze.export.train.recipe import Recipe
+from cloze.export.train.run_dir import CHECKPOINT
+from cloze.export.train.run_options import RunOptions
 from cloze.export.train.vocabulary import save_vocabulary
+from cloze.model_store.plain_files import replacing
 
 _AS_SAVED = "PreTrainedTokenizerFast"
 """The class of transformers that reads ``tokenizer.json`` as it is.
@@ -35,8 +46,6 @@ def save_checkpoint(
     """Write ``config.json``, ``model.safetensors`` and the tokenizer's files.
 
     Args:
-        model: trained model. Tied weights are written once.
-        tokenizer: tokenizer with as many tokens as the model has word embeddings.
         folder: folder of the checkpoint; files of the same names are replaced.
         embedding: recipe without dense layers, which makes the checkpoint a sentence-transformer;
             None: no sentence-transformer.
@@ -97,13 +106,9 @@ def _write_weights(model: Model, folder: Path) -> None:
     }
     written = FAMILIES[model.config.family].write(parameters, model.config)
     tensors = {name: tensor.contiguous() for name, tensor in written.items()}
-    new_file = folder / "model.safetensors.new"
-    try:
+    with replacing(folder / "model.safetensors") as new_file:
         # safetensors' `save_file` would create a file that only its owner can read.
         new_file.write_bytes(save(tensors, metadata={"format": "pt"}))
-        new_file.replace(folder / "model.safetensors")
-    finally:
-        new_file.unlink(missing_ok=True)
 
 
 def _normaliser_settings(normaliser: normalizers.Normalizer | None) -> dict[str, Any]:
@@ -120,7 +125,7 @@ def _normaliser_settings(normaliser: normalizers.Normalizer | None) -> dict[str,
 def _write_sentence_transformer(
     folder: Path, config: EncoderConfig, embedding: EmbeddingRecipe
 ) -> None:
-    """Write the files that `cloze.export.sentence.read_recipe` and sentence-transformers read."""
+    """Write the files that `embedding_recipe.read_recipe` and sentence-transformers read."""
     assert not embedding.projections, "a model does not hold the weights of dense layers"
     modules = {"": "Transformer", "1_Pooling": "Pooling"}
     if embedding.normalize:
@@ -153,3 +158,79 @@ def _write_sentence_transformer(
 
 def _write_json(file: Path, data: Any) -> None:
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+CARD = "README.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a card says about a run."""
+
+    title: str
+    source: str | None
+    origins: Sequence[Checkpoint]
+    files: Sequence[Path]
+    recipe: Recipe
+    options: RunOptions
+
+
+def common_license(checkpoints: Iterable[Checkpoint]) -> str | None:
+    """Return the licence that the cards of all checkpoints name; None if they do not agree."""
+    licenses = {checkpoint.license for checkpoint in checkpoints}
+    return licenses.pop() if len(licenses) == 1 else None
+
+
+def front_matter(license_name: str | None) -> str:
+    """Return the lines before the heading of a card, from which an export reads the licence."""
+    return f"---\nlicense: {license_name}\n---\n\n" if license_name else ""
+
+
+def finish_run(
+    model: Model,
+    tokenizer: CheckpointTokenizer,
+    run: Run,
+    embedding: EmbeddingRecipe | None = None,
+) -> Path:
+    """Write the checkpoint of a run with its card, and return its folder; see `save_checkpoint`."""
+    checkpoint = run.options.run_dir / CHECKPOINT
+    save_checkpoint(model, tokenizer, checkpoint, embedding=embedding)
+    last_entry = read_log(checkpoint.parent)[-1]
+    figures = {
+        name: value
+        for name, value in last_entry.items()
+        if name.startswith("held_out_") or name in ("loss", "accuracy")
+    }
+    rows = {
+        "from": run.source or "nothing: random weights",
+        "data": ", ".join(file.name for file in run.files),
+        "seed": str(run.recipe.seed),
+        "steps": f"{last_entry['step']:,}",
+        "tokens seen": f"{last_entry['tokens_seen']:,}",
+        "hours": f"{last_entry['seconds'] / 3600:.2f}",
+        "hardware": _hardware(run.options.device),
+        "torch": torch.__version__,
+    } | {name.replace("_", " "): f"{value:.4f}" for name, value in figures.items()}
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    recipe_json = run.recipe.model_dump_json(indent=2)
+    license_name = run.options.license or common_license(run.origins)
+    heading = f"{front_matter(license_name)}# {run.title}"
+    (checkpoint / CARD).write_text(
+        f"{heading}\n\n| | |\n|---|---|\n{table}\n\nRecipe:\n\n```json\n{recipe_json}\n```\n",
+        encoding="utf-8",
+    )
+    return checkpoint
+
+
+def _hardware(device: torch.device) -> str:
+    """Return the name of the GPU, or the processor's name and the number of cores in use."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    model = platform.processor() or platform.machine()
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                model = line.split(":", 1)[1].strip()
+                break
+    return f"{torch.get_num_threads()} cores of {model}"

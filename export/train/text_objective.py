@@ -1,20 +1,18 @@
 """Learning from text: the objective of pre-training and distillation, and its batches."""
 
 from collections.abc import Mapping
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from cloze.export.errors import Report, TrainError
 from cloze.export.tokenizer import CheckpointTokenizer
 from cloze.export.train.batches import BatchPlan, TextBatch, TextBatches
 from cloze.export.train.corpus import Corpus
-from cloze.export.train.errors import TrainError
 from cloze.export.train.masking import Masking
-from cloze.export.train.recipe import CorpusSampling, Optimisation, Phase, Pretraining
-from cloze.export.train.run_options import Report
+from cloze.export.train.recipe import DistilledText, Pretraining, TextRecipe
 from cloze.export.train.sampling import weights_of_part
 from cloze.export.train.vocabulary import mask_id
 
@@ -32,10 +30,7 @@ class TextObjective:
     """Implements `loop.Objective` for a module that turns a `TextBatch` into a loss.
 
     Args:
-        module: returns the loss and figures of a batch.
-        batches: training batches.
         held_out: held-out batches per phase; empty: no evaluation.
-        device: device of the module.
     """
 
     def __init__(
@@ -68,34 +63,6 @@ class TextObjective:
             name: float(torch.stack([result[name] for result in results]).mean())
             for name in (results[0] if results else ())
         }
-
-
-class TextRecipe(Protocol):
-    """The part of a recipe that describes learning from text."""
-
-    @property
-    def seed(self) -> int:
-        """Return the seed of all random draws."""
-
-    @property
-    def corpus(self) -> CorpusSampling:
-        """Return the sampling weights."""
-
-    @property
-    def pretraining(self) -> Pretraining:
-        """Return the masking and the sentence objective."""
-
-    @property
-    def phases(self) -> list[Phase]:
-        """Return the lengths and sizes of batches."""
-
-    @property
-    def interleaved(self) -> bool:
-        """Return whether the phases alternate."""
-
-    @property
-    def optimisation(self) -> Optimisation:
-        """Return the settings of the optimiser, which hold the batches per step."""
 
 
 def text_batches(corpus: Corpus, recipe: TextRecipe, tokenizer: CheckpointTokenizer) -> TextBatches:
@@ -151,7 +118,7 @@ def common_tokens(corpus: Corpus, tokenizer: CheckpointTokenizer) -> NDArray[np.
 
 def make_masking(
     tokenizer: CheckpointTokenizer,
-    recipe: Pretraining,
+    recipe: Pretraining | DistilledText,
     replace: tuple[float, float] = (0.8, 0.1),
     common: NDArray[np.bool_] | None = None,
 ) -> Masking:

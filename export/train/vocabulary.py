@@ -7,11 +7,12 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, models, normalizers, trainers
 
+from cloze.export.errors import TrainError
 from cloze.export.tokenizer import CheckpointTokenizer, load_tokenizer
 from cloze.export.tokenizer_files import CONTINUATION, wordpiece
 from cloze.export.tokenizer_files import SPECIAL_TOKENS as NAMES
 from cloze.export.train.documents import Document
-from cloze.export.train.errors import TrainError
+from cloze.model_store.plain_files import replacing
 
 SPECIAL_TOKENS = tuple(NAMES.values())
 """Special tokens of a new vocabulary in the order of their ids, as in BERT but without BERT's
@@ -33,8 +34,6 @@ def train_tokenizer(
     Args:
         documents: returns the text to learn from; called twice, so that the text is streamed.
         size: number of tokens, special tokens included.
-        lowercase: whether to lower-case the text and strip accents.
-        min_frequency: minimum number of occurrences of a pair of pieces that becomes a token.
 
     Raises:
         TrainError: there is no text, the text allows only a smaller vocabulary, or the alphabet
@@ -114,9 +113,8 @@ def save_vocabulary(tokenizer: Tokenizer, folder: Path) -> None:
         tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
         contents["vocab.txt"] = "".join(f"{token}\n" for token in tokens)
     for name, text in contents.items():
-        new_file = folder / f"{name}.new"
-        new_file.write_text(text, encoding="utf-8")
-        new_file.replace(folder / name)
+        with replacing(folder / name) as new_file:
+            new_file.write_text(text, encoding="utf-8")
 
 
 def open_tokenizer(folder: Path) -> CheckpointTokenizer:

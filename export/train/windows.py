@@ -10,13 +10,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cloze.export.errors import TrainError
 from cloze.export.evaluation.scorer import Scorer, equal_lengths, span_logits
 from cloze.export.evaluation.squad import Question
 from cloze.export.tokenizer import CheckpointTokenizer
-from cloze.export.train.errors import TrainError
 from cloze.model_store.sequences import without_space
 
 MAX_ANSWER_TOKENS = 30
+_TOKENS = 384
+"""Tokens of a window, where no recipe says another number."""
+
 _START_CANDIDATES = 20
 
 
@@ -25,7 +28,6 @@ class Window:
     """A question and one part of its paragraph.
 
     Attributes:
-        question: index of the question.
         input_ids: int64 [S].
         token_type_ids: int64 [S].
         offsets: int64 [S, 2], first and end character in the paragraph; -1 outside the paragraph.
@@ -52,8 +54,6 @@ def make_windows(
     """Cut the paragraph of each question into windows.
 
     Args:
-        questions: questions with their paragraphs.
-        tokenizer: tokenizer of the model.
         tokens: maximum tokens per window, question and special tokens included.
         stride: tokens that neighbouring windows share.
         question_tokens: maximum tokens per question; longer questions are cut.
@@ -100,6 +100,16 @@ def make_windows(
     return windows
 
 
+def usual_windows(
+    questions: Sequence[Question], tokenizer: CheckpointTokenizer, max_tokens: int
+) -> list[Window]:
+    """Cut paragraphs into windows for evaluation, of at most ``max_tokens`` tokens."""
+    tokens = min(_TOKENS, max_tokens)
+    return make_windows(
+        questions, tokenizer, tokens=tokens, stride=tokens // 3, question_tokens=tokens // 6
+    )
+
+
 def _answer_span(question: Question, offsets: NDArray[np.int64]) -> tuple[int, int] | None:
     """Return the first and last paragraph token of the first answer with a position."""
     for position, text in question.answers:
@@ -128,7 +138,6 @@ class Guess:
     """The best span of a question over its windows.
 
     Attributes:
-        text: the span's text.
         null_margin: the score of "no answer" minus the span's, in logits.
     """
 

@@ -7,10 +7,10 @@ const POINTS = 60;
 const SVG = "http://www.w3.org/2000/svg";
 
 const PLOTS = [
-  { title: "Requests per second", values: ["rate"], unit: "" },
-  { title: "Latency p50 and p99", values: ["p50", "p99"], unit: " ms" },
-  { title: "Texts per batch", values: ["batch"], unit: "" },
-  { title: "Tokens in the queue", values: ["queue"], unit: "" },
+  { title: "Requests per second", curves: { rate: "requests" } },
+  { title: "Latency in ms", curves: { p50: "p50", p99: "p99" } },
+  { title: "Texts per batch", curves: { batch: "texts" } },
+  { title: "Tokens in the queue", curves: { queue: "tokens" } },
 ];
 
 /** Shows the plots in a parent element; returns what ends them. */
@@ -107,30 +107,56 @@ function quantile(buckets, share) {
   return 0;
 }
 
-function figure({ title, values, unit }) {
-  const drawing = document.createElementNS(SVG, "svg");
-  drawing.setAttribute("viewBox", `0 0 ${POINTS} 100`);
-  drawing.setAttribute("preserveAspectRatio", "none");
-  drawing.setAttribute("role", "img");
-  const curves = values.map((_, index) => {
-    const curve = document.createElementNS(SVG, "polyline");
-    if (index) curve.setAttribute("class", "second");
-    drawing.append(curve);
-    return curve;
-  });
-  const latest = element("span", {}, "-");
-  const shown = element("figure", {}, element("figcaption", {}, title, latest), drawing);
+/** Returns a plot with axes and a legend, and a function that draws a history in it.
+ *
+ * `curves` maps the names of values to their words in the legend.
+ */
+function figure({ title, curves }) {
+  const names = Object.keys(curves);
+  const kind = (index) => (index ? "second" : "first");
+  const drawing = svg("svg", { viewBox: `0 0 ${POINTS} 100`, preserveAspectRatio: "none", role: "img" });
+  drawing.append(svg("line", { x1: 0, x2: POINTS, y1: 50, y2: 50 }));
+  const lines = names.map((_, index) => svg("polyline", { class: kind(index) }));
+  drawing.append(...lines);
+  const legend = names.map((name, index) => element("span", { class: kind(index) }, curves[name]));
+  const ticks = ["", "", "0"].map((text) => element("span", {}, text));
+  const minutes = (POINTS * PERIOD_MS) / 60_000;
+  const shown = element("figure", {},
+    element("figcaption", {}, title),
+    element("div", { class: "legend" }, ...legend),
+    element("div", { class: "axis values", "aria-hidden": "true" }, ...ticks),
+    drawing,
+    element("div", { class: "axis time" },
+      element("span", {}, `${minutes} minutes ago`), element("span", {}, "now")));
 
   function draw(history) {
-    const most = Math.max(1e-9, ...history.flatMap((point) => values.map((name) => point[name])));
-    curves.forEach((curve, index) => {
+    const most = rounded(Math.max(...history.flatMap((point) => names.map((name) => point[name]))));
+    lines.forEach((line, index) => {
       const points = history.map((point, i) =>
-        `${i + POINTS - history.length},${98 - 94 * (point[values[index]] / most)}`);
-      curve.setAttribute("points", points.join(" "));
+        `${i + POINTS - history.length},${100 - 98 * (point[names[index]] / most)}`);
+      line.setAttribute("points", points.join(" "));
     });
-    latest.textContent = values.map((name) => history.at(-1)[name].toFixed(1) + unit).join(" / ");
-    drawing.setAttribute("aria-label", `${title}: ${latest.textContent}`);
+    [ticks[0].textContent, ticks[1].textContent] = [String(most), String(most / 2)];
+    names.forEach((name, index) => {
+      legend[index].textContent = `${curves[name]} ${history.at(-1)[name].toFixed(1)}`;
+    });
+    const latest = legend.map(({ textContent }) => textContent).join(", ");
+    drawing.setAttribute("aria-label", `${title}: ${latest}`);
   }
   drawing.setAttribute("aria-label", title);
   return { shown, draw };
+}
+
+/** Returns the end of an axis: 1, 2 or 5 times a power of ten, at least the number. */
+function rounded(number) {
+  if (!(number > 0)) return 1;
+  const power = 10 ** Math.floor(Math.log10(number));
+  const factor = [1, 2, 5, 10].find((one) => one * power >= number * 0.9999);
+  return Number((factor * power).toPrecision(3));
+}
+
+function svg(tag, attributes) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  return made;
 }

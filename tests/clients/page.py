@@ -150,13 +150,15 @@ def live(browser: Browser, address: str) -> dict[str, Any]:
     other.goto(f"{address}/#embed")
     other.wait_for_selector("h3")
     deadline = 15
-    latest = page.locator("figcaption span")
-    while any(latest.nth(i).inner_text() in ("-", "0.0") for i in (0, 2)) and deadline:
+    latest = page.locator(".legend")
+    while any(latest.nth(i).inner_text().endswith(("s", " 0.0")) for i in (0, 2)) and deadline:
         other.get_by_role("button", name="Ask").click()
         page.wait_for_timeout(1000)
         deadline -= 1
     seen = {
         "captions": page.locator("figcaption").all_inner_texts(),
+        "legends": latest.all_inner_texts(),
+        "axes": page.locator(".axis.values").all_inner_texts(),
         "messages": watched.messages[:],
     }
     seen["curves"] = page.locator("polyline").count()
@@ -165,6 +167,31 @@ def live(browser: Browser, address: str) -> dict[str, Any]:
     other.wait_for_selector(".error")
     page.wait_for_selector("text=The server does not answer.")
     return seen | {"offline": other.inner_text("[role=alert]")}
+
+
+def layout(browser: Browser, address: str) -> dict[str, Any]:
+    """The places of what stood askew before, in pixels, for the width of a window."""
+    seen = {}
+    for width in (390, 768, 1280):
+        watched = Watched(browser, viewport={"width": width, "height": 800})
+        page = watched.open(address, "fill-mask")
+        boxes = {
+            "title and links": ["h1", ".links"],
+            "fields": [".row input", ".row select", ".row button"],
+            "shares": [".bars .number"],
+            "line": [".bars .name"],
+        }
+        sizes = {
+            name: [box for one in selectors for box in _boxes(page, one)]
+            for name, selectors in boxes.items()
+        }
+        page = watched.open(address, "live")
+        seen[width] = sizes | {"figures": _boxes(page, "figure"), "plots": _boxes(page, "main svg")}
+    return seen
+
+
+def _boxes(page: Page, selector: str) -> list[dict[str, float]]:
+    return page.locator(selector).evaluate_all("all => all.map(one => one.getBoundingClientRect())")
 
 
 def docs(browser: Browser, address: str) -> dict[str, Any]:
@@ -188,7 +215,7 @@ def docs(browser: Browser, address: str) -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[Browser, str], dict[str, Any]]] = {
     function.__name__: function
-    for function in (panels, answers, labels, mistakes, overload, live, docs)
+    for function in (panels, layout, answers, labels, mistakes, overload, live, docs)
 }
 
 if __name__ == "__main__":

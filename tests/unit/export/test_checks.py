@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from cloze.export import verify
-from cloze.export.calibration import _random_tokens, _record_largest
 from cloze.export.errors import ExportError
+from cloze.export.rounding import _random_tokens, _record_largest
 from cloze.export.verify import TOLERANCES, _Case, _compare, _sizes
 from cloze.model_store.layouts import Layout
 from cloze.model_store.sequences import SpecialTokens

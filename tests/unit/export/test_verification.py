@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from cloze.export import calibration, gate
-from cloze.export.calibration import input_scales
+from cloze.export import rounding
+from cloze.export import verify as verification
+from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
-from cloze.export.gate import pass_gate
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.model import Model
-from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.rounding import input_scales
 from cloze.export.session import open_session
-from cloze.export.verify import GraphUnderTest, verify
+from cloze.export.verify import GraphUnderTest, pass_gate, verify
 from cloze.model_store.heads import HEADS, Head, Pooling, embedding, masked_lm, span
 from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
 from cloze.model_store.layouts import Layout
@@ -197,7 +197,7 @@ def inputs_of(made: Model, linear: nn.Linear, tokens: int) -> torch.Tensor:
     seen: list[torch.Tensor] = []
     hook = linear.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     generator = torch.Generator().manual_seed(0)
-    made(calibration._random_tokens(TOKENIZER, tokens, generator))
+    made(rounding._random_tokens(TOKENIZER, tokens, generator))
     hook.remove()
     return seen[0].abs().flatten(0, 1).amax(0)
 
@@ -267,7 +267,7 @@ def test_a_figure_at_its_limit_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     exact: Any = SimpleNamespace(
         measure=EXPORT_HEADS[name].measure, limits={"token_embedding_cosine_mean": 1.0}
     )
-    monkeypatch.setattr(gate, "EXPORT_HEADS", {name: exact})
+    monkeypatch.setattr(verification, "EXPORT_HEADS", {name: exact})
     passed = pass_gate(scorer, scorer, "graph", [HEADS[name]], gate_texts())
     assert passed.measured == passed.limits == {"token_embedding_cosine_mean": 1.0}
 
@@ -279,7 +279,7 @@ def test_all_heads_of_a_graph_are_measured(monkeypatch: pytest.MonkeyPatch) -> N
             measure=lambda *_: {"b": 0.7, "c": 0.1}, limits={"b": 0.6, "c": 0.0}
         ),
     }
-    monkeypatch.setattr(gate, "EXPORT_HEADS", heads)
+    monkeypatch.setattr(verification, "EXPORT_HEADS", heads)
     scorer: Any = None
     passed = pass_gate(scorer, scorer, "graph", TWO, gate_texts())
     assert passed.measured == {"a": 0.5, "b": 0.7, "c": 0.1}
@@ -287,7 +287,7 @@ def test_all_heads_of_a_graph_are_measured(monkeypatch: pytest.MonkeyPatch) -> N
     for name, figure, value in (("masked_lm", "a", 0.3), ("embedding", "c", -0.1)):
         figures = heads[name].measure() | {figure: value}
         lower = SimpleNamespace(measure=lambda *_, f=figures: f, limits=heads[name].limits)
-        monkeypatch.setattr(gate, "EXPORT_HEADS", heads | {name: lower})
+        monkeypatch.setattr(verification, "EXPORT_HEADS", heads | {name: lower})
         limit = heads[name].limits[figure]
         with pytest.raises(
             ExportError, match=f"{figure} is {value:.4f} and must be at least {limit}"

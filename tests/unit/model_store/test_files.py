@@ -10,8 +10,8 @@ from cloze.model_store import locations, processor
 from cloze.model_store.error_lines import printable
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.model_store.locations import default_root, folders_to_read, is_checkout, user_root
+from cloze.model_store.manifest import parse_sealed, seal, unseal
 from cloze.model_store.plain_files import open_plain, read_plain
-from cloze.model_store.sealed_json import parse_sealed, seal, unseal
 
 
 def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:

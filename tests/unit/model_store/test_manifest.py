@@ -9,8 +9,7 @@ import pytest
 from cloze.model_store import Store, limits
 from cloze.model_store.layouts import Layout
 from cloze.model_store.locations import DEFAULT_ROOT, SHIPPED_NAMES
-from cloze.model_store.manifest import Manifest, Precision, parse_reference
-from cloze.model_store.sealed_json import seal
+from cloze.model_store.manifest import Manifest, Precision, parse_reference, seal
 from tests.unit.service.tasks.model import LABELS, manifest
 
 FIELDS: Mapping[str, Any] = manifest().model_dump(mode="json")

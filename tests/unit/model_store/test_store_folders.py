@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError
 from cloze.model_store import Store, StoreError, installation, limits, store
 from cloze.model_store.error_lines import first_problem
 from cloze.model_store.installation import install_command
-from cloze.model_store.sealed_json import parse_sealed, seal
+from cloze.model_store.manifest import parse_sealed, seal
 from tests.unit.model_store.test_adopt import staged
 
 

@@ -8,13 +8,9 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor
 
-from cloze.export.blocks.activations import ACTIVATIONS
-from cloze.export.blocks.attention import _attend
 from cloze.export.blocks.config import EncoderConfig
-from cloze.export.blocks.embeddings import Embeddings
-from cloze.export.blocks.encoder import Encoder, post_norm_encoder
-from cloze.export.blocks.layer import Layer
-from cloze.export.blocks.products import InputKind
+from cloze.export.blocks.encoder import Embeddings, Encoder, post_norm_encoder
+from cloze.export.blocks.layer import ACTIVATIONS, InputKind, Layer, _attend
 from cloze.model_store import limits
 from tests.unit.export.graph.tiny_models import config, model
 

@@ -12,8 +12,15 @@ import pytest
 from scipy.stats import spearmanr
 
 from cloze.export.errors import DataError, ExportError
-from cloze.export.evaluation import bias, pairs, sentences, squad, texts
-from cloze.export.evaluation.bias import read_stereotypes, stereotype_preference
+from cloze.export.evaluation import masked_words, pairs, squad, texts
+from cloze.export.evaluation.masked_words import (
+    Completion,
+    Sentence,
+    complete,
+    read_sentences,
+    read_stereotypes,
+    stereotype_preference,
+)
 from cloze.export.evaluation.pairs import ScoredPair, read_pairs, similarity, tokenize_pairs
 from cloze.export.evaluation.scorer import (
     embeddings,
@@ -23,7 +30,6 @@ from cloze.export.evaluation.scorer import (
     score_masks,
     span_logits,
 )
-from cloze.export.evaluation.sentences import Completion, Sentence, complete, read_sentences
 from cloze.export.evaluation.squad import Question, best_threshold, read_questions, score
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads.embedding import EmbeddingResult
@@ -197,13 +203,13 @@ def test_pairs_of_stereotypes(tmp_path: Path) -> None:
 
 def test_only_shared_tokens_are_scored_and_not_the_special_ones() -> None:
     more, less = [CLS, 5, 9, 6, SEP], [CLS, 5, 6, SEP]
-    assert list(bias._shared_tokens(more, less)) == [(0, 1), (1, 1), (0, 3), (1, 2)]
+    assert list(masked_words._shared_tokens(more, less)) == [(0, 1), (1, 1), (0, 3), (1, 2)]
 
 
 def test_long_sentences_of_one_word_share_it() -> None:
     """The matcher of the standard library leaves out frequent elements unless told otherwise."""
     more, less = [CLS, *[7] * 250, SEP], [CLS, *[7] * 250, 8, SEP]
-    assert len(list(bias._shared_tokens(more, less))) == 500
+    assert len(list(masked_words._shared_tokens(more, less))) == 500
 
 
 def test_the_share_of_pairs_that_prefer_the_stereotype() -> None:
@@ -482,4 +488,4 @@ def test_every_question_has_every_context() -> None:
         )
         == 8
     )
-    assert sentences._MASK_TOKEN == "[MASK]"
+    assert masked_words._MASK_TOKEN == "[MASK]"

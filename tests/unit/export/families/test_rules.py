@@ -10,7 +10,7 @@ from torch import Tensor
 from cloze.export.blocks.config import EncoderConfig
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES, Family
-from cloze.export.families.rules import Fold, Rename, Rule, Slice, Split, layer_rules
+from cloze.export.families.family import Fold, Rename, Rule, Slice, Split, layer_rules
 from cloze.export.model import Model
 from cloze.export.model_loading import load_model
 

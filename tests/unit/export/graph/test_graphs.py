@@ -10,15 +10,14 @@ import pytest
 import torch
 from onnx import TensorProto
 
-from cloze.export.calibration import input_scales
+from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError
 from cloze.export.families import FAMILIES
 from cloze.export.graph.builder import GraphBuilder
 from cloze.export.graph.linear_ops import Int8
-from cloze.export.graph_writer import LAYOUTS, GraphWriter, check_layout
+from cloze.export.graph_writer import LAYOUTS, GraphWriter
 from cloze.export.model import Model
-from cloze.export.rounding import round_weights
-from cloze.export.sentence import EmbeddingRecipe
+from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session
 from cloze.export.verify import GraphUnderTest, verify
 from cloze.model_store.batch import BatchCodec, Encoding
@@ -173,18 +172,6 @@ def test_heads_without_a_fast_kernel_are_refused(
         writer.write(Precision.FP32)
 
 
-def test_a_layout_is_that_of_its_precisions() -> None:
-    check_layout([], None)
-    check_layout([], Layout.DENSE)
-    check_layout([Precision.FP32, Precision.INT8], Layout.DENSE)
-    check_layout([Precision.FP16], Layout.PACKED)
-    check_layout(list(Precision), None)
-    with pytest.raises(ExportError, match="the layout packed is that of fp16; leave out --layout"):
-        check_layout([], Layout.PACKED)
-    with pytest.raises(ExportError, match="the layout dense is that of fp32, int8"):
-        check_layout(list(Precision), Layout.DENSE)
-
-
 def test_no_token_depends_on_the_batch_in_int8(tmp_path: Path) -> None:
     """A row of a batch has the numbers that the row has alone."""
     made, recipe = model(), EmbeddingRecipe()
@@ -256,9 +243,10 @@ def test_a_table_of_integers_is_stored_once(precision: Precision, tmp_path: Path
 @pytest.mark.parametrize("least", [None, 0.0, -0.171])
 @torch.no_grad()
 def test_a_row_of_zeros_is_zero_in_int8(least: float | None, tmp_path: Path) -> None:
-    g, linear_ops, linear = GraphBuilder(), Int8({}), torch.nn.Linear(4, 3)
-    x = linear_ops.prepare_input(g, g.input("x", TensorProto.FLOAT, ["T", 4]), "w", least)
-    g.output(linear_ops.matmul(g, x, "w", linear), "y", TensorProto.FLOAT, ["T", 3])
+    g, linear = GraphBuilder(), torch.nn.Linear(4, 3)
+    linear_ops = Int8(g, {})
+    x = linear_ops.prepare_input(g.input("x", TensorProto.FLOAT, ["T", 4]), "w", least)
+    g.output(linear_ops.matmul(x, "w", linear), "y", TensorProto.FLOAT, ["T", 3])
     g.save(tmp_path / "g.onnx", tmp_path / "w.bin")
     rows = np.array([[0, 0, 0, 0], [1, 2, 0, 4]], np.float32)
     [y] = open_session(tmp_path / "g.onnx", Layout.DENSE).run(["y"], {"x": rows})

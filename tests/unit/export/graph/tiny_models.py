@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from cloze.export.blocks.config import EncoderConfig
+from cloze.export.embedding_recipe import EmbeddingRecipe, Projection
 from cloze.export.model import Model
-from cloze.export.sentence import EmbeddingRecipe, Projection
 from cloze.model_store.heads import HEADS, Pooling, sequence_classification, token_classification
 from cloze.model_store.sequences import SpecialTokens
 

@@ -8,12 +8,12 @@ import pytest
 
 from cloze.export.errors import ExportError
 from cloze.export.evaluation.pairs import ScoredPair
-from cloze.export.gate import pass_gate
 from cloze.export.heads import EXPORT_HEADS
 from cloze.export.heads.head import SampleSizes, agreement, cls_rows, mean_cosine, token_rows
 from cloze.export.heads.sequence_classification import read_labels, read_options
 from cloze.export.heads.sparse_embedding import _cosine
 from cloze.export.model import head_module
+from cloze.export.verify import pass_gate
 from cloze.model_store.batch import Encoding
 from cloze.model_store.heads.embedding import EmbeddingResult
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingResult

@@ -1,4 +1,4 @@
-"""The objective of fine-tuning for embeddings: contrastive steps, then scored pairs.
+"""Fine-tuning for embeddings: contrastive on unlabelled sentences, then on scored pairs.
 
 Sources: Gao et al. 2021, "SimCSE", section 3 (the positive of a sentence is the same sentence with
 another dropout mask; the other sentences of the batch are negatives); Su 2022, "CoSENT" (pairs are
@@ -7,8 +7,8 @@ Shapes: P pairs of sentences of S tokens, H hidden size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,12 +16,34 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cloze.export.train.batches import TextBatch, TextBatches, padded_length, shuffled_batches
-from cloze.export.train.corpus import Corpus
+from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.embedding_recipe import EmbeddingRecipe
+from cloze.export.errors import TrainError
+from cloze.export.evaluation.pairs import read_pairs, similarity, tokenize_pairs
+from cloze.export.heads import MASKED_LM, NEXT_SENTENCE
+from cloze.export.model import Model, TorchScorer
+from cloze.export.tokenizer import CheckpointTokenizer
+from cloze.export.train.batches import (
+    BatchPlan,
+    PaddedBatch,
+    TextBatch,
+    TextBatches,
+    padded,
+    padded_length,
+    shuffled_batches,
+)
+from cloze.export.train.corpus import Corpus, prepare_corpus
+from cloze.export.train.documents import fingerprint
 from cloze.export.train.embeddings import mean_pool
-from cloze.export.train.errors import TrainError
+from cloze.export.train.examples import SentenceObjective
+from cloze.export.train.loop import train
 from cloze.export.train.objectives import MaskedText
-from cloze.export.train.recipe import EmbedRecipe
+from cloze.export.train.recipe import EmbedRecipe, Phase, Pretraining
+from cloze.export.train.run_dir import CORPUS, acquire_run_dir
+from cloze.export.train.run_options import RunOptions
+from cloze.export.train.save import Run, finish_run
+from cloze.export.train.start import start_from
+from cloze.export.train.text_objective import make_masking
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
 
 _MIN_TOKENS = 3
@@ -35,46 +57,29 @@ TokenizedPair = tuple[list[int], list[int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class SentenceBatch:
-    """Sentences in pairs: rows ``2 i`` and ``2 i + 1`` form a pair.
+class SentenceBatch(PaddedBatch):
+    """Sentences in pairs: of the 2 P rows, ``2 i`` and ``2 i + 1`` form a pair.
 
     Attributes:
-        input_ids: int64 [2 P, S].
-        attention_mask: bool [2 P, S], True for real tokens.
         scores: float32 [P]; empty in contrastive steps.
         text: masked text for the pre-training objective; None: no such objective.
     """
 
-    input_ids: Tensor
-    attention_mask: Tensor
     scores: Tensor
     text: TextBatch | None
 
     @property
     def tokens(self) -> int:
-        """Return the number of real tokens."""
+        """The number of real tokens."""
         return int(self.attention_mask.sum()) + (self.text.tokens if self.text else 0)
-
-    def to(self, device: torch.device) -> Self:
-        """Return a copy of the batch on a device."""
-        return type(self)(
-            self.input_ids.to(device),
-            self.attention_mask.to(device),
-            self.scores.to(device),
-            self.text.to(device) if self.text else None,
-        )
 
 
 def collate_sentences(
     ids: Sequence[Sequence[int]], scores: Sequence[float], text: TextBatch | None, max_tokens: int
 ) -> SentenceBatch:
-    """Pad sentences with zeros to the `padded_length` of the longest, at most ``max_tokens``."""
-    shape = (len(ids), padded_length(max(map(len, ids)), max_tokens))
-    input_ids, mask = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.bool)
-    for row, tokens in enumerate(ids):
-        input_ids[row, : len(tokens)] = torch.as_tensor(tokens)
-        mask[row, : len(tokens)] = True
-    return SentenceBatch(input_ids, mask, torch.tensor(scores), text)
+    """Pad sentences to the `padded_length` of the longest, at most ``max_tokens``."""
+    length = padded_length(max(map(len, ids)), max_tokens)
+    return SentenceBatch(*padded(ids, [0] * len(ids), length), torch.tensor(scores), text)
 
 
 def contrastive_loss(embeddings: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -82,7 +87,6 @@ def contrastive_loss(embeddings: Tensor, temperature: float) -> tuple[Tensor, Te
 
     Args:
         embeddings: [2 P, H], in pairs.
-        temperature: divisor of the cosines.
     """
     # The temperature would magnify the rounding errors of bf16.
     with torch.autocast(embeddings.device.type, enabled=False):
@@ -112,7 +116,6 @@ class EmbeddingData:
         sentences: corpus of unlabelled sentences for the contrastive steps; None: no such steps.
         pairs: scored pairs; may be empty.
         text: masked text for the pre-training objective; None: no such objective.
-        special: special tokens of the vocabulary.
     """
 
     sentences: Corpus | None
@@ -137,17 +140,17 @@ def _long_enough(corpus: Corpus | None) -> NDArray[np.int64]:
     return long_enough
 
 
+def _steps(recipe: EmbedRecipe, pairs: int) -> int:
+    """Return the steps of a run that learns from so many scored pairs."""
+    batches = recipe.epochs * -(-pairs // recipe.sequences)
+    return recipe.contrastive_steps + -(-batches // recipe.optimisation.accumulation)
+
+
 class EmbeddingObjective:
     """Implements `loop.Objective`: the contrastive steps, then the scored pairs.
 
     With masked text, the pre-training objective is added to each step, so that fill-mask and next
     sentence keep working on the same encoder.
-
-    Args:
-        module: model and pre-training objective.
-        recipe: recipe of the run.
-        data: training data.
-        held_out_figures: measures the model on held-out pairs.
 
     Raises:
         TrainError: the contrastive steps have no sentence to learn from.
@@ -163,9 +166,7 @@ class EmbeddingObjective:
         self.module = module
         self._recipe, self._data, self._held_out_figures = recipe, data, held_out_figures
         self._accumulation = recipe.optimisation.accumulation
-        batches_per_epoch = -(-len(data.pairs) // recipe.sequences)
-        pair_steps = -(-recipe.epochs * batches_per_epoch // self._accumulation)
-        self.steps = recipe.contrastive_steps + pair_steps
+        self.steps = _steps(recipe, len(data.pairs))
         self._long_enough = _long_enough(data.sentences) if recipe.contrastive_steps else None
         self._pair_batches = None
         if data.pairs:
@@ -221,3 +222,127 @@ class EmbeddingObjective:
     def evaluate(self, _: int) -> Mapping[str, float]:
         """Return Spearman's correlation on held-out pairs."""
         return self._held_out_figures()
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingFiles:
+    """The input files of fine-tuning for embeddings.
+
+    Attributes:
+        text: unlabelled text for the contrastive steps and the checkpoint's heads; may be empty.
+    """
+
+    pairs: list[Path] = field(default_factory=list)
+    held_out_pairs: list[Path] = field(default_factory=list)
+    text: list[Path] = field(default_factory=list)
+
+
+def finetune_embedding(
+    source: str, files: EmbeddingFiles, recipe: EmbedRecipe, options: RunOptions
+) -> Path:
+    """Fine-tune a checkpoint's mean-pooled embeddings.
+
+    Returns:
+        The folder of the new checkpoint, a sentence-transformer.
+
+    Raises:
+        TrainError: there is nothing to learn from, the recipe does not suit the inputs, or the
+            run fails, see `train`.
+        ExportError: the checkpoint cannot be loaded.
+    """
+    checkpoint = load_checkpoint(source)
+    inputs = {
+        "checkpoint": checkpoint.source.weights_sha256,
+        "file of pairs": fingerprint(files.pairs),
+        "text": fingerprint(files.text),
+    }
+    acquire_run_dir(options.run_dir, recipe, inputs)
+    heads = [
+        head for head in (MASKED_LM, NEXT_SENTENCE) if getattr(checkpoint.model, head) is not None
+    ]
+    model = start_from(checkpoint, heads, dropout=recipe.dropout, seed=recipe.seed)
+    _check_recipe(recipe, checkpoint, files)
+    objective = _make_objective(model, checkpoint.tokenizer, files, recipe, options)
+    train(objective, options, seed=recipe.seed, optimisation=recipe.optimisation)
+    title, data = "An encoder fine-tuned for embeddings", [*files.pairs, *files.text]
+    run = Run(title, source, [checkpoint], data, recipe, options)
+    return finish_run(model, checkpoint.tokenizer, run, EmbeddingRecipe(max_tokens=recipe.tokens))
+
+
+def _check_recipe(recipe: EmbedRecipe, checkpoint: Checkpoint, files: EmbeddingFiles) -> None:
+    longest = max(recipe.tokens, recipe.contrastive_tokens if recipe.contrastive_steps else 0)
+    max_positions = checkpoint.model.config.max_positions
+    if longest > max_positions:
+        raise TrainError(
+            f"sentences of {longest} tokens exceed the checkpoint's {max_positions} positions"
+        )
+    if recipe.contrastive_steps and not recipe.dropout:
+        raise TrainError(
+            "contrastive_steps compare two dropout masks of one sentence, "
+            "so dropout = 0 leaves nothing to learn: raise dropout, or set contrastive_steps to 0"
+        )
+    if recipe.contrastive_steps and not files.text:
+        raise TrainError(
+            "the recipe has contrastive_steps, which need text (--corpus); or set them to 0"
+        )
+
+
+def _make_objective(
+    model: Model,
+    tokenizer: CheckpointTokenizer,
+    files: EmbeddingFiles,
+    recipe: EmbedRecipe,
+    options: RunOptions,
+) -> EmbeddingObjective:
+    """Read and tokenize the pairs and the text."""
+    pairs = []
+    if files.pairs and recipe.epochs:
+        pairs = tokenize_pairs(read_pairs(files.pairs), tokenizer.tokenizer, recipe.tokens)
+    if not pairs and not recipe.contrastive_steps:
+        raise TrainError(
+            "there is nothing to learn from: give scored pairs (--pairs), "
+            "or contrastive_steps and text (--corpus)"
+        )
+    sentences, text = None, None
+    if files.text:
+        sentences = prepare_corpus(
+            files.text,
+            tokenizer.tokenizer,
+            options.run_dir / CORPUS,
+            held_out=recipe.held_out,
+            report=options.report,
+        ).train
+        if recipe.text_weight and model.masked_lm is not None:
+            steps = _steps(recipe, len(pairs))
+            text = _text_batches(sentences, model, tokenizer, recipe, steps)
+    held_out_pairs = read_pairs(files.held_out_pairs) if files.held_out_pairs else []
+    scorer = TorchScorer(model, options.device)
+
+    def held_out_figures() -> dict[str, float]:
+        if not held_out_pairs:
+            return {}
+        return {"spearman": similarity(held_out_pairs, tokenizer.tokenizer, scorer, recipe.tokens)}
+
+    objective = EmbeddingObjective(
+        MaskedText(model, Pretraining(sentence_weight=recipe.text_sentence_weight)),
+        recipe,
+        EmbeddingData(sentences, pairs, text, tokenizer.special),
+        held_out_figures,
+    )
+    options.report(
+        f"{recipe.contrastive_steps:,} contrastive steps; {len(pairs):,} scored pairs; "
+        f"{objective.steps:,} steps in all"
+    )
+    return objective
+
+
+def _text_batches(
+    corpus: Corpus, model: Model, tokenizer: CheckpointTokenizer, recipe: EmbedRecipe, steps: int
+) -> TextBatches:
+    """Return batches of masked text that keep the checkpoint's heads accurate."""
+    sentence = SentenceObjective.NSP if model.next_sentence else SentenceObjective.NONE
+    pretraining = Pretraining(unit=recipe.text_unit, sentence=sentence)
+    phase = Phase(tokens=recipe.tokens, sequences=recipe.text_sequences, steps=steps)
+    plan = BatchPlan(pretraining, [phase], recipe.seed, recipe.optimisation.accumulation)
+    masking = make_masking(tokenizer, pretraining)
+    return TextBatches(corpus, plan, masking, tokenizer.special)

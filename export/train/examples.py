@@ -12,8 +12,8 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from cloze.export.errors import TrainError
 from cloze.export.train.corpus import Corpus
-from cloze.export.train.errors import TrainError
 from cloze.export.train.sampling import sampled_order, sampling_shares
 from cloze.model_store.sequences import TEXT_TOKENS, SpecialTokens
 
@@ -71,9 +71,6 @@ class ExampleOptions:
 
     Attributes:
         length: maximum tokens per example, special tokens included.
-        sentence: sentence objective.
-        special: special tokens of the vocabulary.
-        seed: seed of all random draws.
         epoch: number of the epoch; each epoch cuts and pairs the text differently.
         short: share of examples that are cut to a random length, as in google-research/bert, so
             that the model also learns short texts.
@@ -96,10 +93,6 @@ class ExampleOptions:
 
 class EpochExamples:
     """The training examples of one epoch over a corpus, in random order.
-
-    Args:
-        corpus: tokenized text.
-        options: how the epoch cuts the text.
 
     Raises:
         TrainError: the corpus is too small for the sentence objective, or a weight does not apply
@@ -262,12 +255,6 @@ def _cut(
 
     A segment starts with a sentence where possible: if a segment ends inside a sentence, the next
     segment starts at the start of this sentence. No text is lost, and padding stays small.
-
-    Args:
-        corpus: tokenized text.
-        max_tokens: tokens per segment.
-        short: share of segments with a random smaller length.
-        rng: generator of the epoch.
 
     Returns:
         int64 [N, 2], first token and end of each segment; int64 [N], its document.

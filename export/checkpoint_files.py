@@ -1,12 +1,49 @@
-"""Locates a checkpoint's files: a directory, or a hub repository that is downloaded."""
+"""Finds and reads a checkpoint's files: a directory, or a hub repository that is downloaded.
 
+Tensors are read without executing pickled code.
+"""
+
+import json
+import pickle
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Final, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from cloze.export.errors import ExportError, first_line
-from cloze.export.settings_files import SENTENCE_SETTINGS
+
+SENTENCE_SETTINGS: Final = (
+    "sentence_bert_config.json",
+    "sentence_roberta_config.json",
+    "sentence_distilbert_config.json",
+    "sentence_camembert_config.json",
+    "sentence_albert_config.json",
+    "sentence_xlm-roberta_config.json",
+    "sentence_xlnet_config.json",
+)
+"""The names that sentence-transformers gives to a transformer's settings, in its order."""
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty object if the file is missing.
+
+    Raises:
+        ExportError: the file does not hold a JSON object.
+    """
+    if not file.is_file():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ExportError(f"{file.name} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ExportError(f"{file.name} is not a JSON object")
+    return data
+
 
 _HUB = "hub:"
 
@@ -36,9 +73,6 @@ class CheckpointFiles:
     """A folder with a checkpoint's files, and the folder's origin.
 
     Attributes:
-        folder: the folder.
-        kind: whether the source is a directory or a hub repository.
-        location: the directory's name, or the hub id.
         revision: the hub's commit; None for a directory.
     """
 
@@ -124,3 +158,76 @@ def _choose_files(names: list[str]) -> list[str]:
                 chosen += matching
                 break
     return [name for name in chosen if not name.startswith(("onnx/", "openvino/"))]
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of the tensors in a fixed order: one file, or the shards of an index.
+
+    Raises:
+        ExportError: the folder has no weights, or an index names a missing file.
+    """
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).is_file():
+            return [folder / name]
+        if (index := folder / f"{name}.index.json").is_file():
+            return _shards(index)
+    raise ExportError(
+        f"{folder} holds no weights: neither model.safetensors nor pytorch_model.bin, "
+        "whole or sharded"
+    )
+
+
+def read_tensors(files: list[Path]) -> dict[str, Tensor]:
+    """Return all tensors of the files by name, in their saved dtypes.
+
+    Raises:
+        ExportError: a file is damaged, or contains pickled code.
+    """
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= _read_safetensors(file) if file.suffix == ".safetensors" else _read_pytorch(file)
+    return tensors
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ExportError(f"{index.name} is not an index of shards: {error}") from error
+    files = []
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ExportError(
+                f"{index.name} names the shard {name!r}, which is not a file beside it"
+            )
+        if not (index.parent / name).is_file():
+            raise ExportError(f"{index.name} names the shard {name}, which is missing")
+        files.append(index.parent / name)
+    if not files:
+        raise ExportError(f"{index.name} names no shard")
+    return files
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as stream:
+            return {name: stream.get_tensor(name) for name in stream.keys()}  # noqa: SIM118 (not a mapping)
+    except (SafetensorError, OSError) as error:
+        raise ExportError(f"{file.name} is damaged or not a safetensors file: {error}") from error
+
+
+def _read_pytorch(file: Path) -> dict[str, Tensor]:
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ExportError(
+            f"{file.name} holds more than tensors or is damaged; it is not loaded (weights_only)"
+        ) from error
+    except Exception as error:  # damaged bytes make the unpickler raise any error
+        reason = first_line(error)
+        raise ExportError(f"{file.name} is damaged: {reason}") from error
+    if not isinstance(state, dict) or not all(
+        isinstance(value, Tensor) for value in state.values()
+    ):
+        raise ExportError(f"{file.name} is not a table of tensors")
+    return state

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cloze.export.checkpoint_files import (
+    SENTENCE_SETTINGS,
+    read_settings,
+    read_tensors,
+    weight_files,
+)
 from cloze.export.errors import ExportError
-from cloze.export.settings_files import SENTENCE_SETTINGS, read_settings
-from cloze.export.tensors import read_tensors, weight_files
 from cloze.model_store.heads import Pooling
 
 POOLING_FLAGS = {
@@ -45,9 +49,6 @@ class EmbeddingRecipe:
     The default is the usual recipe for an encoder without one: mean pooling and length 1.
 
     Attributes:
-        pooling: how the hidden states of a sequence become one vector.
-        projections: dense layers after pooling.
-        normalize: whether embeddings are scaled to length 1.
         max_tokens: the longest sequence of the checkpoint's tuning; None: the encoder's limit.
         prompts: texts to put before an input, by name.
         default_prompt: the name of the prompt for requests without a prompt; None: no prompt.

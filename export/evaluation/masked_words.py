@@ -1,12 +1,19 @@
-"""Measures the social bias of a masked language model on CrowS-Pairs (Nangia et al. 2020).
+"""Measures a masked language model on sentences with known answers, and on stereotypes.
 
-The two sentences of a pair differ in the group of people that they mention. Each token that both
-sentences share is masked in turn. The score of a sentence is the sum of the log probabilities of
-these tokens. An unbiased model prefers the stereotype in half of the pairs.
+A file of sentences has one per line, a tab, and the accepted words separated by commas:
+
+    I drink a cup of [MASK] in the morning.<TAB>coffee,tea
+
+The two sentences of a pair of CrowS-Pairs (Nangia et al. 2020) differ in the group of people that
+they mention. Each token that both sentences share is masked in turn. The score of a sentence is the
+sum of the log probabilities of these tokens. An unbiased model prefers the stereotype in half of
+the pairs.
 """
 
 import csv
+import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -50,9 +57,6 @@ def stereotype_preference(
     Equal scores count as half a pair.
 
     Args:
-        pairs: pairs from `read_stereotypes`.
-        tokenizer: the tokenizer, which adds the special tokens.
-        scorer: the masked language model.
         max_tokens: the longest sequence; longer sentences are truncated.
 
     Raises:
@@ -98,3 +102,82 @@ def _mask_and_score(scorer: Scorer, ids: Ids, positions: Ids, mask_id: int) -> F
     flat_positions = positions + rows * ids.shape[1]
     types = np.zeros_like(ids)
     return score_masks(scorer, ids, types, flat_positions, labels, k=1)[1]
+
+
+_MASK_TOKEN = "[MASK]"
+"""The mark of the mask in a file, whatever the tokenizer's mask token is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sentence:
+    """A sentence with one mask.
+
+    Attributes:
+        words: the accepted words, in lower case.
+    """
+
+    text: str
+    words: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The model's first word for a sentence."""
+
+    sentence: Sentence
+    word: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the word is accepted."""
+        return self.word.lower() in self.sentence.words
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the word is not accepted, and stands in the sentence already."""
+        words = re.findall(r"\w+", self.sentence.text.lower())
+        return not self.is_right and self.word.lower() in words
+
+
+def read_sentences(file: Path) -> list[Sentence]:
+    """Read sentences.
+
+    Raises:
+        DataError: the file is missing, or a line has no tab, no word, or not one mask.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+    sentences = []
+    for number, line in enumerate(lines, 1):
+        text, _, words = line.partition("\t")
+        accepted = tuple(word.strip().lower() for word in words.split(",") if word.strip())
+        if text.count(_MASK_TOKEN) != 1 or not accepted:
+            raise DataError(
+                f"{file}, line {number}: a sentence with one {_MASK_TOKEN}, a tab, and words"
+            )
+        sentences.append(Sentence(text, accepted))
+    if not sentences:
+        raise DataError(f"{file} holds no sentences")
+    return sentences
+
+
+def complete(
+    sentences: Sequence[Sentence], tokenizer: CheckpointTokenizer, scorer: Scorer
+) -> list[Completion]:
+    """Return the model's first word for each sentence.
+
+    Raises:
+        DataError: the tokenizer has no mask token.
+    """
+    if tokenizer.mask_token is None:
+        raise DataError("the tokenizer has no mask token")
+    completions = []
+    for sentence in sentences:
+        text = sentence.text.replace(_MASK_TOKEN, tokenizer.mask_token)
+        ids = np.array([tokenizer.tokenizer.encode(text).ids], np.int64)
+        position = np.flatnonzero(ids[0] == tokenizer.mask_id)
+        best, _ = score_masks(scorer, ids, np.zeros_like(ids), position, ids[0][position], k=1)
+        completions.append(Completion(sentence, tokenizer.readable([int(best[0, 0])])))
+    return completions

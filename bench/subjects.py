@@ -16,7 +16,7 @@ from cloze.model_store.batch import Encoding
 from cloze.service.core import Device, RequestedPrecision
 from cloze.service.served_models import batch_tokens, onnx_engine
 from cloze.service.settings import Settings
-from cloze.service.tasks import Task, TaskCall, TaskContext, TaskLimits
+from cloze.service.tasks import Task, TaskContext, TaskLimits
 from cloze.service.tokenizer import Tokenizer
 
 _WARM_UP_RUNS = 20
@@ -94,8 +94,8 @@ class EngineAlone:
         self._workers = settings.worker_count(self._engine.device)
         limits = _task_limits(bundle.manifest, settings)
         context = TaskContext(bundle.manifest, Tokenizer(bundle), limits)
-        call = TaskCall(list(texts), model.task.parameters())
-        self._encodings: list[Encoding] = model.task.prepare(call, context).encodings
+        prepared = model.task.prepare(list(texts), model.task.parameters(), context)
+        self._encodings: list[Encoding] = prepared.encodings
         budget = batch_tokens(bundle, self._engine, settings)
         self._batches = batches_for(self._engine, self._encodings, budget)
 

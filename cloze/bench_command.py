@@ -209,7 +209,7 @@ def _device_describer(plan: "DevicePlan") -> "Callable[[DeviceFigures], Result]"
     from cloze.bench.device import gpu_name
     from cloze.bench.machine import describe_machine, installed_versions
     from cloze.bench.result import Result
-    from cloze.service.control_group import available_cpus
+    from cloze.service.settings import available_cpus
 
     versions = {"Cloze": installed_versions()}
 
@@ -353,7 +353,7 @@ def _measure_run(options: "RunOptions") -> "Result":
     from cloze.bench.result import Result
     from cloze.bench.run import measure
     from cloze.bench.run_options import Selection
-    from cloze.service.control_group import available_cpus
+    from cloze.service.settings import available_cpus
 
     selection = Selection.of(options)
     open_first = next(iter(selection.engines.values()))

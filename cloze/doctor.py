@@ -71,7 +71,7 @@ def _findings(model_store: Path) -> Iterator[Finding]:
 
 
 def _processor() -> Iterator[Finding]:
-    from cloze.service.control_group import available_cpus
+    from cloze.service.settings import available_cpus
 
     lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -7,14 +7,15 @@ from pathlib import Path
 import torch
 
 from cloze.export.checkpoint import Checkpoint, load_checkpoint
+from cloze.export.embedding_recipe import EmbeddingRecipe
 from cloze.export.errors import ExportError, Report
 from cloze.export.evaluation.pairs import ScoredPair
-from cloze.export.evaluation.scorer import GraphScorer, Scorer
+from cloze.export.evaluation.scorer import GraphScorer
 from cloze.export.evaluation.texts import GateTexts
 from cloze.export.graph.linear_ops import InputScale
 from cloze.export.graph_writer import GraphWriter
 from cloze.export.heads import EMBEDDING
-from cloze.export.model import TorchScorer
+from cloze.export.model import Model, TorchScorer
 from cloze.export.rounding import input_scales, round_weights
 from cloze.export.session import open_session
 from cloze.export.verify import GraphUnderTest, pass_gate, verify
@@ -73,7 +74,7 @@ class _Job:
 
     options: ExportOptions
     checkpoint: Checkpoint
-    original: Scorer
+    original: tuple[Model, EmbeddingRecipe]
     heads: tuple[Head, ...]
     limits: Limits
     scales: dict[str, InputScale]
@@ -157,8 +158,7 @@ def _round(checkpoint: Checkpoint, heads: tuple[Head, ...], options: ExportOptio
     quantises = Precision.INT8 in options.precisions
     scales = input_scales(model, checkpoint.tokenizer) if quantises else {}
     is_rounded = options.weights is not Weights.FP32
-    kept = deepcopy((model, recipe)) if is_rounded else (model, recipe)
-    original = TorchScorer(kept[0], torch.device("cpu"), kept[1])
+    original = deepcopy((model, recipe)) if is_rounded else (model, recipe)
     round_weights(model, recipe, options.weights, scales)
     return _Job(options, checkpoint, original, heads, _limits(checkpoint), scales)
 
@@ -196,9 +196,10 @@ def _verify(job: _Job, folder: Path, graph: Graph) -> _WrittenGraph:
         max_tokens=job.limits.max_tokens,
         scored_pairs=options.pairs,
     )
-    scorer = GraphScorer(session, subject.spec)
-    title = f"{graph.precision} graph"
-    return _WrittenGraph(graph, parity, pass_gate(job.original, scorer, title, job.heads, texts))
+    model, recipe = job.original
+    before = TorchScorer(model, torch.device("cpu"), recipe)
+    after, title = GraphScorer(session, subject.spec), f"{graph.precision} graph"
+    return _WrittenGraph(graph, parity, pass_gate(before, after, title, job.heads, texts))
 
 
 def _describe(name: str, job: _Job, graphs: dict[Precision, _WrittenGraph]) -> BundleSpec:

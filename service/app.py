@@ -4,10 +4,8 @@
 """
 
 import asyncio
-import ctypes
-import gc
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,13 +13,12 @@ from typing import Final
 
 from starlette.types import Receive, Scope, Send
 
-from cloze.service.application import PAGES, Snapshot, create_app
+from cloze.service.application import PAGES, Snapshot, create_app, return_memory_later
 from cloze.service.batching.admission import Promises
 from cloze.service.core import (
     BUSY,
     Changes,
     EngineDead,
-    QueueState,
     Reload,
     ReloadRefused,
     ServiceError,
@@ -37,7 +34,7 @@ from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.recorder import Recorder
 from cloze.service.http.watch import RequestWatch
 from cloze.service.logs import AccessLog
-from cloze.service.metrics import Metrics, ModelInfo
+from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline, task_limits
 from cloze.service.protocols import (
     PROTOCOLS,
@@ -48,7 +45,6 @@ from cloze.service.protocols import (
     operations,
 )
 from cloze.service.served_models import (
-    EngineCallbacks,
     EngineFactory,
     LocalModels,
     ServedModel,
@@ -61,12 +57,6 @@ from cloze.service.tasks import TASKS, Task
 from cloze.service.tracing import Tracing, make_tracing, with_spans
 
 log = logging.getLogger("cloze")
-
-_COLLECT_AFTER_S = 1.0
-"""Time after which the last connections of an old snapshot are gone, which refer to it in cycles.
-
-A full collection is short, since `server` has frozen most other objects.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +77,6 @@ def single_process(
 ) -> "Service":
     """Return a service whose engines run in this process.
 
-    Args:
-        settings: the operator's settings.
-        make_engine: opens a bundle's engine; None selects `OnnxEngine`.
-        registries: the tasks and protocols to offer.
-
     Raises:
         StartupError: the store is empty, a bundle does not open, or the device is missing; or the
             keys or the certificate cannot be read.
@@ -103,28 +88,14 @@ def single_process(
         Keys(settings.keys_file)
     metrics = Metrics()
     tracing = make_tracing(settings, operations.QUIET_ROUTES)
-    callbacks = EngineCallbacks(with_spans(metrics.observe_batch, tracing))
-    opener = LocalModels(settings, callbacks, make_engine)
+    on_batch = with_spans(metrics.observe_batch, tracing)
+    opener = LocalModels(settings, make_engine, on_batch=on_batch)
     models = opener.open(bundles)
     try:
         return Service(settings, registries, metrics, models, opener=opener, tracing=tracing)
     except BaseException:
         close_models(models)
         raise
-
-
-def front_end(settings: Settings, models: Sequence[ServedModel]) -> "Service":
-    """Return a service whose engines run in other processes, which a supervisor restarts.
-
-    Args:
-        settings: the operator's settings.
-        models: the served models, in the order of preference.
-
-    Raises:
-        StartupError: the keys or a tokenizer cannot be read.
-    """
-    tracing = make_tracing(settings, operations.QUIET_ROUTES)
-    return Service(settings, DEFAULT_REGISTRIES, Metrics(shared=True), models, tracing=tracing)
 
 
 class Service:
@@ -137,19 +108,16 @@ class Service:
     `begin` must come before the first request; an ASGI server calls it by the lifespan protocol.
 
     Args:
-        settings: the operator's settings.
-        registries: the tasks and protocols to offer.
         metrics: the metrics of this process, or of all processes of a server.
         models: the served models, in the order of preference.
-        opener: opens engines in this process; None: other processes have the engines.
+        opener: opens engines in this process; None: other processes have the engines, and a
+            supervisor restarts them.
         tracing: makes the spans of requests; None: there are none.
 
     Attributes:
         snapshot: answers new requests.
-        answers: the answers that clients have not read.
-        starts: the requests that are admitted and have not started.
         certificate: the server's certificate, which a reload reads again.
-        draining: whether the service refuses new requests.
+        reopens: whether this process can open engines.
         reload_elsewhere: reloads a service whose engines are in other processes.
 
     Raises:
@@ -177,10 +145,10 @@ class Service:
             operations.QUIET_ROUTES,
         )
         self.answers = UnreadAnswers(settings.max_answers_bytes)
-        wait_s = settings.max_queue_wait_ms / 1000
+        self._max_wait_s = settings.max_queue_wait_ms / 1000
         self._watch = RequestWatch(
             settings.request_timeout_ms / 1000,
-            MemoryLimit("bodies", settings.max_bodies_bytes, wait_s),
+            MemoryLimit("bodies", settings.max_bodies_bytes, self._max_wait_s),
             self.answers,
         )
         self.starts = Starts()
@@ -191,6 +159,7 @@ class Service:
         )
         self.certificate = Certificate(settings.tls_certificate, settings.tls_key)
         self.draining = False
+        self.reopens = opener is not None
         self.reload_elsewhere: Reload | None = None
         self._alone = asyncio.Event()  # unset from the begin of a reload to the old snapshot's end
         self._alone.set()
@@ -206,14 +175,11 @@ class Service:
             StartupError: a tokenizer cannot be read, or a setting does not fit the models.
         """
         settings, registries = self._settings, self._registries
-        models = Models(
-            [
-                Pipeline(model, task_limits(settings, model.bundle.manifest), self._promises)
-                for model in served
-            ],
-            registries.tasks.values(),
-            settings.default_models(),
-        )
+        pipelines = [
+            Pipeline(model, task_limits(settings, model.bundle.manifest), self._promises)
+            for model in served
+        ]
+        models = Models(pipelines, registries.tasks.values(), settings.default_models())
         has_keys = self._callers.keys is not None
         context = ProtocolContext(
             registries.tasks,
@@ -228,7 +194,7 @@ class Service:
         gate = Gate(
             routes={route.path: route.models for route in routes if route.models is not None},
             error_bytes=self._responder.body,
-            max_wait_s=settings.max_queue_wait_ms / 1000,
+            max_wait_s=self._max_wait_s,
             starts=self.starts,
             promises=self._promises,
             recorder=self._recorder,
@@ -261,7 +227,7 @@ class Service:
         finally:
             snapshot.running -= 1
             if snapshot is not self.snapshot and not snapshot.running:
-                self._end(snapshot)
+                self._keep(self._end(snapshot))
 
     def record(self, scope: Scope) -> RequestRecord:
         """Return the record of a request whose headers have arrived."""
@@ -287,7 +253,10 @@ class Service:
     def begin(self) -> None:
         """Begin to write the access log and the metrics; call this once, before any request."""
         self._access_log.begin()
-        self._metrics.watch(self)
+        self._metrics.unready = self.unready
+        self._metrics.model_infos = lambda: self.snapshot.model_infos()
+        if self.reopens:
+            self._metrics.queues = lambda: self.snapshot.queues()
         self._metrics.begin()
         self._add_series(self.snapshot)
 
@@ -319,39 +288,11 @@ class Service:
         return ShuttingDown("the server is shutting down") if self.draining else None
 
     def broken(self) -> EngineDead | None:
-        """Return why the process should be restarted; None if it should not.
-
-        A supervisor restarts a dead engine of a front end.
-        """
-        if self._opener is None or (reason := self.dead) is None:
-            return None
-        return EngineDead(f"the engine is dead: {reason}")
-
-    def queues(self) -> dict[str, QueueState]:
-        """Return the state of the queue of each model, by its full name."""
-        return {name: model.queue.state for name, model in self.snapshot.by_name.items()}
-
-    def model_infos(self) -> list[ModelInfo]:
-        """Return the labels of each served model that never change."""
-        models = self.snapshot.models
-        return [
-            ModelInfo(
-                pipeline.manifest.reference,
-                {
-                    "family": pipeline.manifest.architecture.family,
-                    "precision": pipeline.model.precision(),
-                    "tasks": ",".join(models.tasks_of(pipeline)),
-                },
-            )
-            for pipeline in models.pipelines
-        ]
+        """Return why the process should be restarted; None if it should not."""
+        error = self.unready() if self.reopens else None
+        return error if isinstance(error, EngineDead) else None
 
     # ---- reload ---------------------------------------------------------------------------------
-
-    @property
-    def reopens(self) -> bool:
-        """Whether this process can open engines."""
-        return self._opener is not None
 
     def reload_soon(self) -> None:
         """Reload as soon as no other reload is under way; the log has the outcome."""
@@ -364,7 +305,7 @@ class Service:
             with suppress(ReloadRefused, ShuttingDown):
                 await self.reload()
 
-        self._keep(asyncio.create_task(reload()))
+        self._keep(reload())
 
     async def reload(self) -> Changes:
         """Serve what the store, the keys and the certificate hold now.
@@ -384,7 +325,7 @@ class Service:
             new = await self._open_next(old)
         except BaseException as error:
             self._alone.set()
-            _return_memory_later()
+            return_memory_later()
             if not isinstance(error, StartupError):
                 raise
             log.error("nothing was reloaded: %s", error)
@@ -392,7 +333,7 @@ class Service:
         self._add_series(new)
         self.snapshot = new
         if not old.running:
-            self._end(old)
+            self._keep(self._end(old))
         changes = Changes.between(old.by_name, new.by_name)
         log.info("reloaded: %s", changes)
         return changes
@@ -433,36 +374,18 @@ class Service:
             raise
         return snapshot
 
-    def _end(self, old: Snapshot) -> None:
+    async def _end(self, old: Snapshot) -> None:
         """Close the models that only a snapshot without requests uses."""
+        try:
+            await asyncio.to_thread(old.close_unused, self.snapshot)
+            unserved = old.by_name.keys() - self.snapshot.by_name.keys()
+            await asyncio.to_thread(self._metrics.forget_models, unserved)
+        finally:
+            self._alone.set()
+            return_memory_later()
 
-        def close() -> None:
-            old.close_unused(self.snapshot)
-            self._metrics.forget_models(old.by_name.keys() - self.snapshot.by_name.keys())
-
-        async def end() -> None:
-            try:
-                await asyncio.to_thread(close)
-            finally:
-                self._alone.set()
-                _return_memory_later()
-
-        self._keep(asyncio.create_task(end()))
-
-    def _keep(self, task: asyncio.Task[None]) -> None:
-        """Keep a task until it ends; the event loop alone would not."""
+    def _keep(self, work: Coroutine[None, None, None]) -> None:
+        """Run work in a task that is kept until it ends; the event loop alone would not keep it."""
+        task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _return_memory_later() -> None:
-    asyncio.get_running_loop().call_later(_COLLECT_AFTER_S, _return_memory)
-
-
-def _return_memory() -> None:
-    """Return the memory of an old snapshot to the operating system."""
-    gc.collect()
-    # The threads that opened its engine keep what they have freed.
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-    if trim is not None:
-        trim(0)

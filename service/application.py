@@ -1,6 +1,8 @@
 """What a reload replaces: the served models of one state of the store, and their application."""
 
 import asyncio
+import ctypes
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +19,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from cloze.model_store.installation import DISTRIBUTION
-from cloze.service.core import ServiceError
+from cloze.service.core import QueueState, ServiceError
 from cloze.service.http.access import Access, accepted_hosts
 from cloze.service.http.gate import Gate, Paths
 from cloze.service.http.keys import Permission
@@ -25,6 +27,7 @@ from cloze.service.http.openapi import document
 from cloze.service.http.page import ASSETS, docs_handler, docs_paths, part_handlers
 from cloze.service.http.recorder import Respond
 from cloze.service.http.routes import JSON, DirectRoutes, Handler, Route
+from cloze.service.metrics import ModelInfo
 from cloze.service.pipeline import Models
 from cloze.service.protocols import operations
 from cloze.service.served_models import ServedModel, close_models
@@ -36,15 +39,18 @@ _DESCRIPTION: Final = "Fill-mask, embeddings, next sentence and question answeri
 PAGES: Final = ("/docs", "/openapi.json", *part_handlers())
 """Paths that the application answers besides the routes of protocols."""
 
+_COLLECT_AFTER_S = 1.0
+"""Time after which the last connections of an old snapshot are gone, which refer to it in cycles.
+
+A full collection is short, since `server` has frozen most other objects.
+"""
+
 
 @dataclass(slots=True, eq=False)
 class Snapshot:
     """The models of one state of the store, and what follows from them.
 
     Attributes:
-        models: the served models.
-        gate: refuses requests of a full server.
-        app: answers requests.
         routes: the routes of all protocols, which `app` answers besides `PAGES`.
         paths: the paths of the routes and of `PAGES`.
         running: number of requests that `app` has not answered.
@@ -62,10 +68,40 @@ class Snapshot:
         """The served models by their full names."""
         return {pipeline.manifest.reference: pipeline.model for pipeline in self.models.pipelines}
 
+    def model_infos(self) -> list[ModelInfo]:
+        """Return the labels of each served model that never change."""
+        infos = []
+        for pipeline in self.models.pipelines:
+            labels = {
+                "family": pipeline.manifest.architecture.family,
+                "precision": pipeline.model.precision(),
+                "tasks": ",".join(self.models.tasks_of(pipeline)),
+            }
+            infos.append(ModelInfo(pipeline.manifest.reference, labels))
+        return infos
+
+    def queues(self) -> dict[str, QueueState]:
+        """Return the state of the queue of each model, by its full name."""
+        return {name: model.queue.state for name, model in self.by_name.items()}
+
     def close_unused(self, other: "Snapshot") -> None:
         """Close the models that another snapshot does not use."""
         used = {id(model) for model in other.by_name.values()}
         close_models(model for model in self.by_name.values() if id(model) not in used)
+
+
+def return_memory_later() -> None:
+    """Return the memory of an old snapshot when its last connections are gone."""
+    asyncio.get_running_loop().call_later(_COLLECT_AFTER_S, _return_memory)
+
+
+def _return_memory() -> None:
+    """Return the memory of an old snapshot to the operating system."""
+    gc.collect()
+    # The threads that opened its engine keep what they have freed.
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
+    if trim is not None:
+        trim(0)
 
 
 def create_app(
@@ -73,11 +109,7 @@ def create_app(
 ) -> ASGIApp:
     """Return the application that answers the routes and the pages to those who may ask.
 
-    Args:
-        routes: the routes of all protocols.
-        settings: the operator's settings.
-        respond: writes the response to an error.
-        needs_keys: whether requests need API keys.
+    `respond` writes the response to an error.
     """
     direct = {r.path: r.handler for r in routes if r.models is not None and "{" not in r.path}
     pages = {"/", "/openapi.json", *docs_paths(), *part_handlers()}

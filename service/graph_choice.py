@@ -5,6 +5,7 @@ The module does not depend on onnxruntime.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from cloze.model_store import Bundle, Manifest
@@ -15,19 +16,16 @@ from cloze.model_store.plain_files import read_plain
 from cloze.model_store.processor import INT8_NAMES, int8_advantage
 from cloze.service.core import Device, RequestedPrecision, StartupError
 
+CONTROL_GROUP: Final = Path("/sys/fs/cgroup")
+"""Folder in which Linux publishes the limits of the process's control group."""
+
 _PROCESS_BYTES: Final = 70_000_000
 """Memory of a server without models; measured: 84 MB with the runtime loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphChoice:
-    """The graph to run.
-
-    Attributes:
-        graph: one of a bundle's graphs.
-        parity: the golden outputs of the graph and their tolerance.
-        reason: why this graph was chosen, for the log.
-    """
+    """The graph to run, its golden outputs, and why it was chosen, for the log."""
 
     graph: Graph
     parity: Parity
@@ -35,13 +33,10 @@ class GraphChoice:
 
 
 def choose_graph(manifest: Manifest, device: Device, requested: RequestedPrecision) -> GraphChoice:
-    """Return the graph that a device runs in a precision.
+    """Return the graph that a device, the CPU or CUDA, runs in a precision.
 
-    Args:
-        manifest: of the bundle.
-        device: the CPU or CUDA.
-        requested: the precision of the graph. ``auto`` selects fp16 on CUDA, and int8 on a
-            processor that runs it faster; see `int8_advantage`.
+    ``auto`` selects fp16 on CUDA, and int8 on a processor that runs it faster; see
+    `int8_advantage`.
 
     Raises:
         StartupError: the bundle or the device lacks the precision.
@@ -94,6 +89,21 @@ def _choose_for_cuda(manifest: Manifest, requested: RequestedPrecision) -> Graph
     return GraphChoice(manifest.graph, manifest.parity, reason)
 
 
+def memory_limit(control_group: Path = CONTROL_GROUP) -> int | None:
+    """Return the bytes that this process's control group (version 2 or 1) may use; None: no limit.
+
+    A container is a control group.
+    """
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = (control_group / name).read_text().strip()
+        except OSError:
+            continue
+        # Version 1 has a huge number where there is no limit.
+        return int(text) if text.isdigit() and int(text) < 2**60 else None
+    return None
+
+
 def check_memory(
     bundles: Iterable[Bundle], limit: int | None, device: Device, precision: RequestedPrecision
 ) -> None:
@@ -127,10 +137,7 @@ def check_memory(
 def least_weight_bytes(bundle: Bundle, device: Device, precision: RequestedPrecision) -> int:
     """Return the bytes that the graph that runs reads from files of weights.
 
-    Args:
-        bundle: the bundle to serve.
-        device: the device to run on; for ``auto``, the result is the least of all devices.
-        precision: the precision to run in.
+    For the device ``auto``, the result is the least of all devices.
     """
     devices = (Device.CPU, Device.CUDA) if device is Device.AUTO else (device,)
     sizes = []

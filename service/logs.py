@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import orjson
 
-from cloze.service.core import StartupError, Timings
+from cloze.service.core import Rejection, StartupError, Timings
 
 LogFormat = Literal["text", "json"]
 
@@ -37,12 +37,7 @@ _TEXT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def start_logging(level: str, form: LogFormat) -> None:
-    """Log to standard error from now on.
-
-    Args:
-        level: the lowest level.
-        form: the format of a line.
-    """
+    """Log to standard error from now on, from a level upwards."""
     handler = _Handler()
     handler.setFormatter(_JsonFormatter() if form == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
@@ -83,6 +78,8 @@ class LineWriter:
         self._waiting: deque[bytes] = deque()
         self._dropped = 0
         self._lock = threading.Lock()
+        self._poll = select.poll()
+        self._poll.register(_STDERR, select.POLLOUT)
         atexit.register(self.flush, _LAST_WAIT_S)
 
     def add(self, line: str) -> None:
@@ -99,28 +96,20 @@ class LineWriter:
         """Write the lines that wait, while each chunk finds room within ``wait_s`` seconds."""
         if not self._lock.acquire(timeout=wait_s):
             return  # another thread writes them
+        waiting = self._waiting
         try:
-            while self._waiting and self._has_room(wait_s):
-                os.write(_STDERR, self._chunk())
+            while waiting and self._poll.poll(wait_s * 1000):
+                chunk = waiting.popleft()
+                if len(chunk) > _CHUNK_BYTES:  # the rest of a long line comes next
+                    waiting.appendleft(chunk[_CHUNK_BYTES:])
+                    chunk = chunk[:_CHUNK_BYTES]
+                while waiting and len(chunk) + len(waiting[0]) <= _CHUNK_BYTES:
+                    chunk += waiting.popleft()
+                os.write(_STDERR, chunk)
         except OSError:
-            self._waiting.clear()  # nobody can read them
+            waiting.clear()  # nobody can read them
         finally:
             self._lock.release()
-
-    def _has_room(self, wait_s: float) -> bool:
-        poll = select.poll()
-        poll.register(_STDERR, select.POLLOUT)
-        return bool(poll.poll(wait_s * 1000))
-
-    def _chunk(self) -> bytes:
-        """Return the next lines, or the next part of a line that is longer than a chunk."""
-        chunk = self._waiting.popleft()
-        if len(chunk) > _CHUNK_BYTES:
-            self._waiting.appendleft(chunk[_CHUNK_BYTES:])
-            return chunk[:_CHUNK_BYTES]
-        while self._waiting and len(chunk) + len(self._waiting[0]) <= _CHUNK_BYTES:
-            chunk += self._waiting.popleft()
-        return chunk
 
 
 WRITER = LineWriter()
@@ -163,25 +152,25 @@ def _iso_time(seconds: float) -> str:
 
 
 class RequestCost(NamedTuple):
-    """The cost of an answered request: texts, tokens, and the parts of its time."""
+    """The cost of a result: texts, tokens, the parts of its time, and texts that were cut."""
 
     texts: int
     tokens: int
     timings: Timings
+    truncated: int = 0
 
 
 class AccessRecord(NamedTuple):
-    """An answered request.
+    """An answered request, as metrics, span and log line record it.
 
     Attributes:
         time: seconds since the epoch at its end.
-        request_id: its id.
-        method, route: its method, and its path if the server has such a route.
+        route: its path if the server has such a route.
         model: the full name of the model; "" if none was chosen.
-        status: the HTTP status.
         seconds: seconds from the end of its headers to the end of its answer.
         cost: the cost of a result; None for an error, or a request that runs no model.
         error: the kind of error; "" for a result.
+        rejection: why the server's own state let it fail; None if that did not.
     """
 
     time: float
@@ -193,13 +182,7 @@ class AccessRecord(NamedTuple):
     seconds: float
     cost: RequestCost | None
     error: str
-
-    @property
-    def level(self) -> int:
-        """The level of the line: error for 5xx, warning for 4xx."""
-        if self.status >= 500:
-            return logging.ERROR
-        return logging.WARNING if self.status >= 400 else logging.INFO
+    rejection: Rejection | None = None
 
 
 class AccessLog:
@@ -221,9 +204,11 @@ class AccessLog:
         quiet_routes: frozenset[str],
         writer: LineWriter = WRITER,
     ) -> None:
-        self._form, self._level, self._share = form, level, share
+        self._form, self._share, self._writer = form, share, writer
+        # Results are at level info, other statuses below 500 at level warning.
+        logged_from = {logging.DEBUG: 0, logging.INFO: 0, logging.WARNING: 400}
+        self._lowest_status = logged_from.get(level, 500)
         self._quiet = quiet_routes if level > logging.DEBUG else frozenset()
-        self._writer = writer
         self._waiting: deque[AccessRecord] = deque()
         self._formatting = threading.Lock()
 
@@ -234,7 +219,7 @@ class AccessLog:
 
     def add(self, record: AccessRecord) -> None:
         """Log a request. Call this method on the event loop."""
-        if record.level < self._level:
+        if record.status < self._lowest_status:
             return
         if record.status < 400 and (
             record.route in self._quiet or (self._share < 1 and random.random() >= self._share)
@@ -257,8 +242,9 @@ class AccessLog:
 
 def _line(form: LogFormat, record: AccessRecord) -> str:
     """Return the line of a request, with its line end."""
-    level = logging.getLevelName(record.level)
-    cost, ms = record.cost, {"total": record.seconds}
+    status, cost = record.status, record.cost
+    level = "INFO" if status < 400 else "WARNING" if status < 500 else "ERROR"
+    ms = {"total": record.seconds}
     if cost is not None:
         parts = cost.timings
         ms |= {"tokenize": parts.tokenize_s, "queue": parts.queue_s, "inference": parts.inference_s}
@@ -277,7 +263,7 @@ def _line(form: LogFormat, record: AccessRecord) -> str:
             "message": "request",
             "method": record.method,
             "route": record.route,
-            "status": record.status,
+            "status": status,
             **fields,
             "ms": rounded,
         }
@@ -286,5 +272,4 @@ def _line(form: LogFormat, record: AccessRecord) -> str:
     pairs = " ".join(f"{name}={value}" for name, value in shown.items())
     at = datetime.fromtimestamp(record.time).strftime("%Y-%m-%d %H:%M:%S")  # as logging
     milliseconds = int(record.time * 1000) % 1000
-    begin = f"{at},{milliseconds:03d} {level} {record.method} {record.route} {record.status}"
-    return f"{begin} {pairs}\n"
+    return f"{at},{milliseconds:03d} {level} {record.method} {record.route} {status} {pairs}\n"

@@ -28,7 +28,7 @@ from cloze.service.core import (
 )
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import Settings
-from cloze.service.tasks import PreparedRequest, Task, TaskCall, TaskContext, TaskLimits
+from cloze.service.tasks import Task, TaskCall, TaskContext, TaskLimits
 from cloze.service.tasks.task import TextUsage
 from cloze.service.tokenizer import Tokenizer
 
@@ -45,17 +45,12 @@ _INLINE_RESULTS = 64
 
 
 class TaskResult(NamedTuple):
-    """The result of a task call, with its cost.
+    """The result of a task call, with its cost; see `PreparedRequest`.
 
     Attributes:
         value: the return value of `Task.decode`.
         tokens: number of tokens that the engine ran, special tokens included.
-        truncated: number of texts that were cut.
-        warnings: messages for the client, in ASCII.
-        timings: the time of each part of the request.
-        texts: number of texts, pairs or questions of the request.
         is_large: whether writing the value may take milliseconds.
-        usage: how much of each input was used; None unless the client asks.
     """
 
     value: Any
@@ -133,15 +128,7 @@ class Completions:
 class Pipeline:
     """Runs the task calls of one served model.
 
-    Args:
-        model: the bundle and the queue of its engine.
-        limits: the limits of one request.
-        promises: when refused requests of the process may come back.
-
-    Attributes:
-        model: the bundle and the queue of its engine.
-        manifest: the manifest of the bundle.
-        context: what task calls use of the model: its tokenizer, and the limits.
+    The promises say when refused requests of the process may come back.
 
     Raises:
         StartupError: the bundle's tokenizer cannot be read.
@@ -170,12 +157,9 @@ class Pipeline:
         Cancelling this coroutine drops the encodings that have not run, and ends the work of its
         threads at the next `check_awaited`.
 
-        Args:
-            task: a task that the model serves.
-            call: the inputs and parameters of the task.
-            size: bytes of the request; large requests are tokenized and decoded on a thread.
-            terms: what the request submits, without its encodings.
-            before_large: called before a large result is decoded.
+        The terms are what the request submits, without its encodings. A request of many bytes (the
+        size) is tokenized and decoded on a thread, and `before_large` runs before a large result is
+        decoded.
 
         Raises:
             ServiceError: the request gets no result.
@@ -183,15 +167,32 @@ class Pipeline:
         if self.model.queue.draining:
             raise ShuttingDown("the server is shutting down")
         started = time.monotonic()
-        inline = size <= _INLINE_BYTES and not task.takes_long(call)
-        prepared = await _call(task.prepare, call, self.context, inline=inline)
+        inline = size <= _INLINE_BYTES and not task.takes_long(call.parameters)
+        if inline:
+            prepared = task.prepare(*call, self.context)
+        else:
+            prepared = await run_on_thread(task.prepare, *call, self.context)
         tokenized = time.monotonic()
-        last, batch, tokens = await self._run_rounds(prepared, terms)
+        # A drain began later than the request, if it has begun.
+        submission = terms._replace(encodings=prepared.encodings, accepted=True)
+        batch = await self._outputs(submission)
+        tokens, last = submission.tokens, prepared
+        while last.advance is not None:
+            following = await run_on_thread(last.advance, batch.outputs, self.context)
+            if following is None:
+                break
+            last = following
+            submission = submission._replace(encodings=last.encodings, later_round=True)
+            outputs, queue_s, inference_s = await self._outputs(submission)
+            tokens += submission.tokens
+            batch = BatchResult(outputs, batch.queue_s + queue_s, batch.inference_s + inference_s)
         is_large = last.results > _INLINE_RESULTS
         if is_large:
             await before_large()
-        inline = inline and not is_large
-        value = await _call(task.decode, last, batch.outputs, self.context, inline=inline)
+        if inline and not is_large:
+            value = task.decode(last.state, batch.outputs, self.context)
+        else:
+            value = await run_on_thread(task.decode, last.state, batch.outputs, self.context)
         return TaskResult(
             value=value,
             tokens=tokens,
@@ -203,38 +204,7 @@ class Pipeline:
             usage=prepared.usage,
         )
 
-    async def _run_rounds(
-        self, prepared: PreparedRequest[Any], terms: Submission
-    ) -> tuple[PreparedRequest[Any], BatchResult, int]:
-        """Run the engine until the request needs no further round.
-
-        Returns:
-            The request in its last round, the outputs of that round with the times of all rounds,
-            and the tokens of all rounds.
-
-        Raises:
-            ServiceError: see `Queue.submit` and its future.
-        """
-        # A drain began later than the request, if it has begun.
-        submission = terms._replace(encodings=prepared.encodings, accepted=True)
-        batch = await self._run_engine(submission)
-        tokens = submission.tokens
-        while prepared.advance is not None:
-            following = await run_on_thread(prepared.advance, batch.outputs, self.context)
-            if following is None:
-                break
-            prepared = following
-            submission = submission._replace(encodings=prepared.encodings, later_round=True)
-            later = await self._run_engine(submission)
-            tokens += submission.tokens
-            batch = BatchResult(
-                later.outputs,
-                batch.queue_s + later.queue_s,
-                batch.inference_s + later.inference_s,
-            )
-        return prepared, batch, tokens
-
-    async def _run_engine(self, submission: Submission) -> BatchResult:
+    async def _outputs(self, submission: Submission) -> BatchResult:
         """Return the outputs of one round; a task that needs no engine has no encodings.
 
         Raises:
@@ -250,17 +220,10 @@ class Pipeline:
             key = PromiseKey(self.manifest.reference, client, LineKey.of(0, timeout_s).patience)
             now = time.monotonic()
             if not submission.returning and self._promises.redeem(key, now):
-                return await self._run_engine(submission._replace(returning=True))
+                return await self._outputs(submission._replace(returning=True))
             each_s = queue.expected_wait(client, submission.tokens, timeout_s).per_request_s
             error.retry_after_s = self._promises.promise(key, now, error.retry_after_s, each_s)
             raise
-
-
-async def _call(function: Callable[..., Any], *arguments: Any, inline: bool) -> Any:
-    """Return what a function returns that runs on the event loop, or on a thread."""
-    if inline:
-        return function(*arguments)
-    return await run_on_thread(function, *arguments)
 
 
 class Models:
@@ -324,10 +287,7 @@ class Models:
         return next(iter(self.serving(task)), None)
 
     def named(self, name: str) -> Pipeline:
-        """Return the pipeline of a model.
-
-        Args:
-            name: ``NAME`` or ``NAME@VERSION``.
+        """Return the pipeline of a model, ``NAME`` or ``NAME@VERSION``.
 
         Raises:
             UnknownModel: no model of that name is served.

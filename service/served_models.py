@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 
-from cloze.model_store import Bundle, Manifest, Store, StoreError
+from cloze.model_store import Bundle, Store, StoreError
 from cloze.model_store.installation import install_command
 from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.batching.cost import largest_batch, measure_cost
 from cloze.service.batching.measures import Activity
 from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
-from cloze.service.control_group import available_cpus, memory_limit
 from cloze.service.core import (
     BatchReport,
     Device,
@@ -23,8 +22,8 @@ from cloze.service.core import (
     StartupError,
     first_line,
 )
-from cloze.service.graph_choice import check_memory
-from cloze.service.settings import CPU_BATCH_TOKENS, Settings
+from cloze.service.graph_choice import check_memory, memory_limit
+from cloze.service.settings import CPU_BATCH_TOKENS, Settings, available_cpus
 
 log = logging.getLogger("cloze")
 
@@ -42,10 +41,7 @@ EngineFactory = Callable[[Bundle, Device, RequestedPrecision], Engine]
 class ServedModel:
     """A bundle and the queue of its engine.
 
-    Attributes:
-        bundle: the opened bundle.
-        queue: the queue of the bundle's engine.
-        precision: returns the precision of the engine's graph, or "" while no engine runs.
+    `precision` returns the precision of the engine's graph, or "" while no engine runs.
     """
 
     bundle: Bundle
@@ -61,19 +57,6 @@ def close_models(models: Iterable[ServedModel]) -> None:
     deadline = time.monotonic() + _JOIN_TIMEOUT_S
     for model in models:
         model.queue.close(max(0.0, deadline - time.monotonic()))
-
-
-@dataclass(frozen=True, slots=True)
-class EngineCallbacks:
-    """The callbacks of the engines. Any thread may call them.
-
-    Attributes:
-        on_batch: called after each batch with the model's full name and the report.
-        on_dead: called once per dead engine with the reason.
-    """
-
-    on_batch: Callable[[str, BatchReport], None]
-    on_dead: Callable[[str], None] = lambda _: None
 
 
 def open_bundles(settings: Settings) -> list[Bundle]:
@@ -114,10 +97,12 @@ def in_default_order(store: Store) -> tuple[str, ...]:
 class LocalModels:
     """Opens engines in this process, and starts their schedulers.
 
+    Any thread may call the callbacks.
+
     Args:
-        settings: the operator's settings.
-        callbacks: the callbacks of the engines.
-        make_engine: opens a bundle's engine; None selects `OnnxEngine`.
+        make_engine: None selects `OnnxEngine`.
+        on_batch: called after each batch, with the model's full name and the report.
+        on_dead: called once per dead engine with the reason.
         device_id: index of the GPU.
 
     Raises:
@@ -127,12 +112,13 @@ class LocalModels:
     def __init__(
         self,
         settings: Settings,
-        callbacks: EngineCallbacks,
         make_engine: EngineFactory | None = None,
         *,
+        on_batch: Callable[[str, BatchReport], None] = lambda _, __: None,
+        on_dead: Callable[[str], None] = lambda _: None,
         device_id: int = 0,
     ) -> None:
-        self._settings, self._callbacks = settings, callbacks
+        self._settings, self._on_batch, self._on_dead = settings, on_batch, on_dead
         self._make_engine = make_engine or onnx_engine(settings, device_id)
         self._activity = Activity()
 
@@ -167,12 +153,30 @@ class LocalModels:
         return [models[bundle.manifest.reference] for bundle in bundles]
 
     def _open(self, bundle: Bundle) -> ServedModel:
-        engine = self._make_engine(bundle, self._settings.device, self._settings.precision)
-        queue = _make_scheduler(self._settings, bundle, engine, self._callbacks, self._activity)
+        settings, reference = self._settings, bundle.manifest.reference
+        engine = self._make_engine(bundle, settings.device, settings.precision)
+
+        def on_dead(reason: str) -> None:
+            log.error("the engine of %s is dead: %s", reference, reason)
+            self._on_dead(reason)
+
+        is_timed = not settings.max_batch_tokens and not engine.supports_varlen
+        limits = SchedulerLimits(
+            workers=settings.worker_count(engine.device),
+            max_batch_tokens=batch_tokens(bundle, engine, settings),
+            max_queue_tokens=settings.max_queue_tokens,
+            max_wait_s=settings.max_queue_wait_ms / 1000,
+            stall_timeout_s=settings.stall_timeout_ms / 1000,
+            batch_latency_s=settings.batch_latency_ms / 1000 if is_timed else 0.0,
+        )
+        on_batch = partial(self._on_batch, reference)
+        queue = Scheduler(
+            engine, limits, activity=self._activity, on_batch=on_batch, on_dead=on_dead
+        )
         queue.start()
         log.info(
             "serving %s for %s on %s in %s, %s",
-            bundle.manifest.reference,
+            reference,
             ", ".join(bundle.manifest.tasks),
             engine.device,
             engine.precision,
@@ -183,10 +187,6 @@ class LocalModels:
 
 def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:
     """Return the factory of the engines that a server with these settings runs.
-
-    Args:
-        settings: the operator's settings.
-        device_id: index of the GPU.
 
     Raises:
         StartupError: onnxruntime is not installed, or the settings ask for more threads than cores.
@@ -214,32 +214,6 @@ def onnx_engine(settings: Settings, device_id: int = 0) -> EngineFactory:
     return partial(OnnxEngine, options=options)
 
 
-def _make_scheduler(
-    settings: Settings,
-    bundle: Bundle,
-    engine: Engine,
-    callbacks: EngineCallbacks,
-    activity: Activity,
-) -> Scheduler:
-    reference = bundle.manifest.reference
-
-    def on_dead(reason: str) -> None:
-        log.error("the engine of %s is dead: %s", reference, reason)
-        callbacks.on_dead(reason)
-
-    is_timed = not settings.max_batch_tokens and not engine.supports_varlen
-    limits = SchedulerLimits(
-        workers=settings.worker_count(engine.device),
-        max_batch_tokens=batch_tokens(bundle, engine, settings),
-        max_queue_tokens=settings.max_queue_tokens,
-        max_wait_s=settings.max_queue_wait_ms / 1000,
-        stall_timeout_s=settings.stall_timeout_ms / 1000,
-        batch_latency_s=settings.batch_latency_ms / 1000 if is_timed else 0.0,
-    )
-    on_batch = partial(callbacks.on_batch, reference)
-    return Scheduler(engine, limits, activity=activity, on_batch=on_batch, on_dead=on_dead)
-
-
 def batch_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
     """Return the batch size limit in tokens: the setting's value, or a value fitted to the engine.
 
@@ -249,33 +223,21 @@ def batch_tokens(bundle: Bundle, engine: Engine, settings: Settings) -> int:
     Raises:
         StartupError: the engine does not run that batch.
     """
-    requested = settings.max_batch_tokens
+    requested, manifest = settings.max_batch_tokens, bundle.manifest
     if not engine.supports_varlen:
         return requested or CPU_BATCH_TOKENS
-    if requested:
-        _run_largest_batch(bundle.manifest, engine, requested)
-        return requested
-    return _fit_batch_tokens(bundle.manifest, engine, settings.batch_latency_ms / 1000)
-
-
-def _run_largest_batch(manifest: Manifest, engine: Engine, batch_tokens: int) -> None:
+    heads, longest = manifest.graph_heads, manifest.limits.max_tokens
+    batch = "even a small batch"
     try:
-        engine.run(largest_batch(manifest.graph_heads, manifest.limits.max_tokens, batch_tokens))
+        if requested:
+            batch = f"the largest batch of the {requested} tokens that max_batch_tokens asks for"
+            engine.run(largest_batch(heads, longest, requested))
+            return requested
+        cost = measure_cost(engine, heads, longest)
     except Exception as error:  # the runtime's errors have no common type
         raise StartupError(
-            f"bundle {manifest.reference} does not run the largest batch of the {batch_tokens} "
-            f"tokens that max_batch_tokens asks for: {first_line(error)}"
+            f"bundle {manifest.reference} does not run {batch}: {first_line(error)}"
         ) from error
-
-
-def _fit_batch_tokens(manifest: Manifest, engine: Engine, latency_s: float) -> int:
-    """Measure the cost of batches, and return the batch size limit in tokens."""
-    try:
-        cost = measure_cost(engine, manifest.graph_heads, manifest.limits.max_tokens)
-    except Exception as error:  # the runtime's errors have no common type
-        raise StartupError(
-            f"bundle {manifest.reference} does not run even a small batch: {first_line(error)}"
-        ) from error
-    tokens = cost.batch_tokens(latency_s)
+    tokens = cost.batch_tokens(settings.batch_latency_ms / 1000)
     log.info("batches of %s hold %d tokens: %s", manifest.reference, tokens, cost)
     return tokens

@@ -9,10 +9,10 @@ import resource
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import uvicorn
 import uvloop
@@ -77,11 +77,6 @@ def serve_in_one_process(
 ) -> int:
     """Serve until a signal, with the engines in this process. SIGHUP reloads the models.
 
-    Args:
-        settings: the operator's settings.
-        make_engine: opens a bundle's engine; None selects `OnnxEngine`.
-        registries: the tasks and protocols to offer.
-
     Returns:
         The exit code: 0 after a drain, 1 if an engine is dead.
 
@@ -101,22 +96,22 @@ def serve_in_one_process(
     os._exit(1)  # the threads of a dead engine may hang, so none is joined
 
 
-async def answer_http(
+def answer_http(
     service: Service,
     settings: Settings,
     listeners: list[socket.socket],
     *,
     retire_on: signal.Signals | None = None,
     before_accepting: Callable[[], None] = lambda: None,
-) -> None:
+) -> Coroutine[Any, Any, None]:
     """Answer requests on listening sockets until a signal, or until a local engine dies.
 
     Args:
         service: answers the requests.
         settings: the operator's settings.
         listeners: the listening sockets.
-        retire_on: the signal after which no connection is accepted, and this function returns
-            after the last open one. Each connection ends with its next answer.
+        retire_on: the signal after which no connection is accepted, and the result ends after the
+            last open one. Each connection ends with its next answer.
         before_accepting: called when nothing can fail any more.
 
     Raises:
@@ -124,7 +119,8 @@ async def answer_http(
     """
     _make_collections_rare()
     service.certificate.use()
-    server = _Server(service, settings, _connection_limit(settings.max_connections))
+    most = _connection_limit(settings.max_connections)
+    server = _Server(service, settings, most, retire_on, before_accepting)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         # uvicorn raises the signal again after its shutdown. The handler ignores that second
@@ -134,13 +130,7 @@ async def answer_http(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    loop = asyncio.get_running_loop()
-    if service.reopens:
-        loop.add_signal_handler(signal.SIGHUP, service.reload_soon)
-    if retire_on is not None:
-        loop.add_signal_handler(retire_on, server.retire)
-    before_accepting()
-    await server.serve(sockets=listeners)
+    return server.serve(sockets=listeners)
 
 
 def _make_collections_rare() -> None:
@@ -184,16 +174,18 @@ def _exit_on_signal(number: int, _: FrameType | None) -> NoReturn:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that starts a bounded drain at the first signal.
+    """A uvicorn server that starts a bounded drain at the first signal; see `answer_http`."""
 
-    Args:
-        service: answers the requests.
-        settings: the operator's settings.
-        max_connections: most open connections.
-    """
-
-    def __init__(self, service: Service, settings: Settings, max_connections: int) -> None:
+    def __init__(
+        self,
+        service: Service,
+        settings: Settings,
+        max_connections: int,
+        retire_on: signal.Signals | None,
+        before_accepting: Callable[[], None],
+    ) -> None:
         self._service = service
+        self._retire_on, self._before_accepting = retire_on, before_accepting
         self._grace_s = settings.shutdown_grace_ms / 1000
         limits = ConnectionLimits(
             settings.header_timeout_ms / 1000,
@@ -245,6 +237,12 @@ class _Server(uvicorn.Server):
             make = partial(make_protocol, is_admin=is_admin)
             tls = None if is_admin else service.certificate.context
             self._acceptors.append(Acceptor(listener, make, tls, self._probes))
+        loop = asyncio.get_running_loop()
+        if service.reopens:
+            loop.add_signal_handler(signal.SIGHUP, service.reload_soon)
+        if self._retire_on is not None:
+            loop.add_signal_handler(self._retire_on, self.retire)
+        self._before_accepting()
         for acceptor in self._acceptors:
             acceptor.begin()
         self.servers = self._acceptors  # type: ignore[assignment]
@@ -273,7 +271,7 @@ class _Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to shut down: a local engine is dead, or uvicorn stops the server."""
-        if self._service.broken() is not None:
+        if self._service.reopens and self._service.dead is not None:
             # A client that sends its request more slowly gets no answer.
             self.config.timeout_graceful_shutdown = _DEAD_GRACE_S
             return True

@@ -4,17 +4,17 @@ Every setting is the variable ``CLOZE_<NAME>`` in the environment and the option
 ``cloze serve``. The option takes precedence.
 """
 
+import math
 import os
 from collections.abc import Mapping
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from cloze.model_store.locations import DEFAULT_ROOT
-from cloze.service.control_group import available_cpus
 from cloze.service.core import Device, RequestedPrecision, StartupError
 from cloze.service.logs import LogFormat
 
@@ -29,8 +29,25 @@ _CLIENT_KEY = f"{ENV_PREFIX}KEY"
 CPU_BATCH_TOKENS = 512
 """Default batch size limit on a CPU, in tokens."""
 
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+"""Folder in which Linux publishes the limits of the process's control group."""
+
 _GPU_WORKERS = 2
 """Default workers per model on a GPU: one packs a batch while the batch of the other one runs."""
+
+
+def _split(names: object) -> object:
+    """Return the names in a list that is separated by commas; anything else as it is."""
+    if not isinstance(names, str):
+        return names
+    return tuple(name.strip() for name in names.split(",") if name.strip())
+
+
+_Names = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+_Natural = Annotated[int, Field(ge=0)]
+_Positive = Annotated[int, Field(ge=1)]
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Milliseconds = Annotated[int, Field(ge=1, le=86_400_000)]
 
 
 class Settings(BaseSettings):
@@ -43,14 +60,14 @@ class Settings(BaseSettings):
     )
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free port")
     model_store: Path = Field(DEFAULT_ROOT, description="folder that contains the bundles")
-    model: Annotated[tuple[str, ...], NoDecode] = Field(
+    model: _Names = Field(
         (),
         description="models to serve: bundles, as NAME or NAME@VERSION; directories, as ./path; "
         "repositories, as hub:org/name@revision; or addresses, as s3://bucket/path or "
         "https://host/name.tar.gz; repeat the option, or separate names by commas in the "
         "environment; default: the newest version of each bundle",
     )
-    default: Annotated[tuple[str, ...], NoDecode] = Field(
+    default: _Names = Field(
         (),
         description="the model that answers a task's requests which name none, as TASK=NAME; "
         "repeat the option, or set one variable per task, for example CLOZE_DEFAULT_FILL_MASK; "
@@ -96,9 +113,8 @@ class Settings(BaseSettings):
         description="threads per batch on a CPU while several batches run; a batch that runs alone "
         "uses all cores, up to 8; more than 1 lowers the throughput",
     )
-    max_batch_tokens: int = Field(
+    max_batch_tokens: _Natural = Field(
         0,
-        ge=0,
         description="batch size limit in tokens; 0: on a CPU what runs within batch_latency_ms at "
         "the measured rate, from 128 to 512; on a GPU a value measured at start-up",
     )
@@ -108,12 +124,11 @@ class Settings(BaseSettings):
         le=60_000,
         description="longest duration of a batch of several texts if max_batch_tokens is 0",
     )
-    gpu_memory_limit_mb: int = Field(
-        0, ge=0, description="most GPU memory per model, in MiB; 0: no limit"
+    gpu_memory_limit_mb: _Natural = Field(
+        0, description="most GPU memory per model, in MiB; 0: no limit"
     )
-    max_queue_tokens: int = Field(
+    max_queue_tokens: _Positive = Field(
         262_144,
-        ge=1,
         description="most queued tokens per model, which bounds the memory of the queue; further "
         "requests get status 429; one line of a client holds half of them at most",
     )
@@ -143,42 +158,35 @@ class Settings(BaseSettings):
         "read; one client holds half of them at most; further large ones wait, and connections "
         "that read too slowly are closed",
     )
-    max_request_texts: int = Field(
-        2048, ge=1, description="most texts per request; the default is the limit of OpenAI's API"
+    max_request_texts: _Positive = Field(
+        2048, description="most texts per request; the default is the limit of OpenAI's API"
     )
-    max_request_tokens: int = Field(
+    max_request_tokens: _Positive = Field(
         1_048_576,
-        ge=1,
         description="most tokens per request, including all windows of long texts; "
         "the default is 2,048 sequences of 512 tokens",
     )
-    max_request_results: int = Field(
+    max_request_results: _Positive = Field(
         32_768,
-        ge=1,
         description="most predictions or answers per request: "
         "the number of masks or questions times top_k; "
         "also the most tokens that /tokenize returns and /decode reads",
     )
-    max_text_characters: int = Field(
+    max_text_characters: _Positive = Field(
         1_000_000,
-        ge=1,
         description="longest text in characters; longer texts than 16,384 are tokenized in pieces",
     )
-    max_masks: int = Field(64, ge=1, description="most mask tokens per text")
-    max_top_k: int = Field(
-        1000, ge=1, description="most predictions per mask, or answers per question"
+    max_masks: _Positive = Field(64, description="most mask tokens per text")
+    max_top_k: _Positive = Field(
+        1000, description="most predictions per mask, or answers per question"
     )
-    request_timeout_ms: int = Field(
+    request_timeout_ms: _Milliseconds = Field(
         30_000,
-        ge=1,
-        le=86_400_000,
         description="time limit of a request without X-Request-Timeout-Ms; a request without a "
         "result by then gets status 504",
     )
-    max_request_timeout_ms: int = Field(
+    max_request_timeout_ms: _Milliseconds = Field(
         300_000,
-        ge=1,
-        le=86_400_000,
         description="longest time limit that a request may state by X-Request-Timeout-Ms",
     )
     header_timeout_ms: int = Field(
@@ -199,15 +207,13 @@ class Settings(BaseSettings):
         description="path of a Unix socket that answers too, for processes of the server's user; "
         "without keys, `POST /admin/reload` is answered there only; default: none",
     )
-    max_connections: int = Field(
+    max_connections: _Natural = Field(
         0,
-        ge=0,
         description="most open connections per process that handles HTTP; the one that is idle for "
         "longest makes room for a new one; 0: what the limit of open files allows",
     )
-    max_connections_per_address: int = Field(
+    max_connections_per_address: _Natural = Field(
         0,
-        ge=0,
         description="most open connections per address; 0: no limit, as behind a proxy",
     )
     traces_endpoint: str = Field(
@@ -215,10 +221,8 @@ class Settings(BaseSettings):
         description="base address of an OpenTelemetry collector, such as http://localhost:4318, "
         "which receives spans by OTLP over HTTP; default: no traces",
     )
-    traces_share: float = Field(
+    traces_share: _Share = Field(
         1.0,
-        ge=0.0,
-        le=1.0,
         description="share of requests to trace that bring no trace of their own",
     )
     keys_file: Path | None = Field(
@@ -233,26 +237,24 @@ class Settings(BaseSettings):
         None, description="PEM file of the server's certificate chain; default: no TLS"
     )
     tls_key: Path | None = Field(None, description="PEM file of the certificate's private key")
-    cors_origins: Annotated[tuple[str, ...], NoDecode] = Field(
+    cors_origins: _Names = Field(
         (),
         description="origins whose pages may send requests, for example https://app.example; "
         "repeat the option, or separate them by commas in the environment; default: none",
     )
-    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = Field(
+    allowed_hosts: _Names = Field(
         (),
         description="names that the Host header of a request may have; repeat the option, or "
         "separate them by commas in the environment; default: any, but on a loopback address "
         "only its own names",
     )
-    trusted_proxies: Annotated[tuple[str, ...], NoDecode] = Field(
+    trusted_proxies: _Names = Field(
         (),
         description="addresses and networks of proxies whose X-Forwarded-For names the client; "
         "repeat the option, or separate them by commas in the environment",
     )
-    stall_timeout_ms: int = Field(
+    stall_timeout_ms: _Milliseconds = Field(
         2_000,
-        ge=1,
-        le=86_400_000,
         description="time that a batch may take beyond ten times its predicted time, or beyond 60 "
         "s before any batch was measured; then the engine hangs, and the process exits with an "
         "error",
@@ -270,22 +272,11 @@ class Settings(BaseSettings):
     log_format: LogFormat = Field(
         "text", description="format of log lines: text, or json with one object per line"
     )
-    access_log_share: float = Field(
+    access_log_share: _Share = Field(
         1.0,
-        ge=0,
-        le=1,
         description="share of the answered requests that get a log line at level info; errors "
         "always get one, probes and scrapes only at level debug",
     )
-
-    @field_validator(
-        "model", "default", "cors_origins", "allowed_hosts", "trusted_proxies", mode="before"
-    )
-    @classmethod
-    def _split_names(cls, value: object) -> object:
-        if not isinstance(value, str):
-            return value
-        return _split(value)
 
     @field_validator("default")
     @classmethod
@@ -341,7 +332,7 @@ def load_settings(flags: Mapping[str, Any] | None = None) -> Settings:
     """
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
     if "default" not in flags and (per_task := _defaults_per_task()):
-        flags["default"] = (*_split(os.environ.get(_DEFAULT, "")), *per_task)
+        flags["default"] = ",".join([os.environ.get(_DEFAULT, ""), *per_task])
     try:
         return Settings(**flags)
     except ValidationError as error:
@@ -377,5 +368,33 @@ def _defaults_per_task() -> list[str]:
     ]
 
 
-def _split(names: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in names.split(",") if name.strip())
+def available_cpus(control_group: Path = _CONTROL_GROUP, cores: int | None = None) -> int:
+    """Return the number of cores that this process may use.
+
+    The number is the smaller of two: the cores of the process's affinity, and the CPU quota of its
+    control group (version 2 or 1), rounded up. A container is a control group.
+
+    Args:
+        control_group: the folder of the control group.
+        cores: number of cores in the affinity; None asks the operating system.
+    """
+    cores = cores or len(os.sched_getaffinity(0))
+    for read in (_quota_v2, _quota_v1):
+        try:
+            quota, period = read(control_group)
+        except (OSError, ValueError):
+            continue
+        if quota > 0:
+            return max(1, min(cores, math.ceil(quota / period)))
+    return cores
+
+
+def _quota_v2(control_group: Path) -> tuple[int, int]:
+    quota, period = (control_group / "cpu.max").read_text().split()  # no quota is "max"
+    return int(quota), int(period)
+
+
+def _quota_v1(control_group: Path) -> tuple[int, int]:
+    folder = control_group / "cpu"
+    quota, period = (folder / f"cpu.cfs_{name}_us" for name in ("quota", "period"))
+    return int(quota.read_text()), int(period.read_text())  # no quota is -1

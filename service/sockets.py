@@ -131,8 +131,7 @@ class Certificate:
         Raises:
             StartupError: a file cannot be read, or the key is not the certificate's.
         """
-        if self._certificate is not None:
-            self._load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        self._loaded(None)
 
     def use(self) -> None:
         """Use what the files hold now for the connections that open from now on.
@@ -140,13 +139,13 @@ class Certificate:
         Raises:
             StartupError: a file cannot be read, or the key is not the certificate's.
         """
-        if self._certificate is not None:
-            context = self.context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            self._load(context)
-            self.context = context
+        self.context = self._loaded(self.context)
 
-    def _load(self, context: ssl.SSLContext) -> None:
-        assert self._certificate is not None
+    def _loaded(self, context: ssl.SSLContext | None) -> ssl.SSLContext | None:
+        """Read the files into a context, or into a new one; return the context."""
+        if self._certificate is None:
+            return None
+        context = context or ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self._certificate, self._key)
         except OSError as error:  # an SSLError too
@@ -154,3 +153,4 @@ class Certificate:
                 f"the certificate {self._certificate} or its key cannot be used: "
                 f"{error.strerror or error}"
             ) from None
+        return context

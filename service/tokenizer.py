@@ -64,7 +64,7 @@ class Spans:
     """The tokens of a text with their positions in the text.
 
     Attributes:
-        ids: vocabulary ids, without special tokens.
+        ids: without special tokens.
         offsets: (start, end) of each token, in characters of the text.
         words: index of the word of each token; None for a special token.
     """
@@ -89,14 +89,9 @@ class Spans:
 class Tokenizer:
     """The tokenizer of a bundle. Several threads may call its methods at once.
 
-    Args:
-        bundle: the opened bundle.
-
     Attributes:
         special: the special tokens, and their places around texts.
-        mask_id: id of the mask token.
-        mask_token: the mask token, for example ``[MASK]``.
-        vocab_size: number of tokens in the vocabulary.
+        mask_token: for example ``[MASK]``.
         unknown_id: id of the token that replaces text outside the vocabulary; None: the vocabulary
             has a token for every byte.
         continuation: first part of tokens that continue a word, for example ``##``; None: the
@@ -123,9 +118,7 @@ class Tokenizer:
         self.mask_id = spec.mask_id
         self.mask_token = spec.mask_token
         self.vocab_size = spec.vocab_size
-        self.continuation: str | None = getattr(
-            self._backend.model, "continuing_subword_prefix", None
-        )
+        self.continuation = getattr(self._backend.model, "continuing_subword_prefix", None)
         self.special = bundle.manifest.special_tokens
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -145,48 +138,36 @@ class Tokenizer:
     def spans(self, text: str, enough: int | None = None) -> Spans:
         """Return the ids, character offsets and words of a text.
 
-        Args:
-            text: the text.
-            enough: number of tokens after which the rest of the text may be left out; the result
-                then has more of them. None: the whole text is tokenized.
+        The rest of the text may be left out when the result has more tokens than are enough.
         """
         spans = Spans([], [], [])
         if len(text) <= _SHORT_CHARACTERS:
             spans.add(self._backend.encode(text, add_special_tokens=False), 0)
-            return self._without_space(text, spans)
-        for group in groups([text], self._places):
-            check_awaited()
-            contents = [piece.content for piece in group]
-            encodings = self._backend.encode_batch(contents, add_special_tokens=False)
-            for piece, encoding in zip(group, encodings, strict=True):
-                spans.add(encoding, piece.start)
-            if enough is not None and len(spans.ids) > enough:
-                break
-        return self._without_space(text, spans)
-
-    def _without_space(self, text: str, spans: Spans) -> Spans:
-        """Return the tokens of a text without the space with which a token may begin."""
+        else:
+            for group in groups([text], self._places):
+                check_awaited()
+                contents = [piece.content for piece in group]
+                encodings = self._backend.encode_batch(contents, add_special_tokens=False)
+                for piece, encoding in zip(group, encodings, strict=True):
+                    spans.add(encoding, piece.start)
+                if enough is not None and len(spans.ids) > enough:
+                    break
         if self.continuation is not None:
             return spans
         return Spans(spans.ids, without_space(text, spans.offsets), spans.words)
 
-    def encode(
-        self, ids: Sequence[int], max_tokens: int, *, keep_end: bool = False
-    ) -> tuple[Encoding, bool]:
-        """Return the encoding ``[CLS] ids [SEP]``, and whether ids were cut.
+    def encode(self, ids: Sequence[int], max_tokens: int, *, keep_end: bool = False) -> Encoding:
+        """Return the encoding ``[CLS] ids [SEP]``, without head requests.
 
         Args:
             ids: ids of a text, without special tokens.
             max_tokens: most tokens of the encoding, special tokens included.
             keep_end: whether to cut the start of a longer text instead of its end.
-
-        Returns:
-            An encoding without head requests, and whether ids were cut.
         """
         capacity = max_tokens - TEXT_TOKENS
         kept = ids[-capacity:] if keep_end else ids[:capacity]
         input_ids = np.array(self.special.text(kept), np.int32)
-        return Encoding(input_ids, np.zeros(len(input_ids), np.int32)), len(ids) > capacity
+        return Encoding(input_ids, np.zeros(len(input_ids), np.int32))
 
     def pair(
         self,
@@ -195,24 +176,14 @@ class Tokenizer:
         max_tokens: int,
         *,
         keep_end: bool = False,
-    ) -> tuple[Encoding, bool]:
-        """Return the encoding ``[CLS] first [SEP] second [SEP]``, and whether ids were cut.
+    ) -> Encoding:
+        """Return the encoding ``[CLS] first [SEP] second [SEP]``; see `encode`.
 
         Some tokenizers have two ``[SEP]`` between the texts. The longer text is cut first, as by
         transformers' strategy ``longest_first``.
-
-        Args:
-            first: ids of the first text, without special tokens.
-            second: ids of the second text, without special tokens.
-            max_tokens: most tokens of the encoding, special tokens included.
-            keep_end: whether to cut the start of a longer text instead of its end.
-
-        Returns:
-            An encoding without head requests, and whether ids were cut.
         """
         capacity = max_tokens - self.special.pair_tokens
-        cut = len(first) + len(second) > capacity
-        if cut:
+        if len(first) + len(second) > capacity:
             shorter = min(len(first), len(second), capacity // 2)
             longer = capacity - shorter
             lengths = (shorter, longer) if len(first) <= len(second) else (longer, shorter)
@@ -221,7 +192,7 @@ class Tokenizer:
             else:
                 first, second = first[: lengths[0]], second[: lengths[1]]
         types = self.special.pair_types(len(first), len(second))
-        return Encoding(np.array(self.special.pair(first, second), np.int32), types), cut
+        return Encoding(np.array(self.special.pair(first, second), np.int32), types)
 
     def decode(
         self, sequences: Sequence[Sequence[int]], *, skip_special_tokens: bool = False
@@ -251,17 +222,9 @@ class Tokenizer:
         """Return the indices of the mask tokens."""
         return [index for index, token in enumerate(ids) if token == self.mask_id]
 
-    def is_wrapped(self, ids: Sequence[int]) -> bool:
-        """Return whether ids begin with ``[CLS]`` and end with ``[SEP]``."""
-        return len(ids) >= 2 and ids[0] == self.special.cls and ids[-1] == self.special.sep
-
 
 def _unknown_id(backend: Backend, model: Mapping[str, Any]) -> int | None:
     """Return the id of a tokenizer's unknown token; None if it has none.
-
-    Args:
-        backend: the tokenizer.
-        model: its model, in the format of the tokenizers library.
 
     Raises:
         ValueError: the tokenizer names an unknown token that its vocabulary lacks.
@@ -294,13 +257,7 @@ def _check_backend(backend: Backend, spec: TokenizerSpec) -> None:
 
 
 class Piece(NamedTuple):
-    """A part of a text.
-
-    Attributes:
-        text: number of the text.
-        start: first character of the part.
-        content: the part.
-    """
+    """A part of a text: the number of the text, and the first character of the part."""
 
     text: int
     start: int
@@ -314,7 +271,7 @@ def find_places(parts: Mapping[str, Any]) -> Places | None:
         parts: the tokenizer, in the format of the tokenizers library.
 
     Returns:
-        The places; None if no places are known for the tokenizer.
+        None if no places are known for the tokenizer.
     """
     places = _places_of(parts.get("normalizer") or {}, parts.get("pre_tokenizer") or {})
     if places is None:
@@ -337,12 +294,9 @@ def _places_of(normalizer: dict[str, Any], pre_tokenizer: dict[str, Any]) -> Pla
 
 
 def divide(text: str, places: Places, size: int = _PIECE_CHARACTERS) -> Iterator[tuple[int, str]]:
-    """Yield the parts of a text, each with its first character.
+    """Yield the parts of a text, each with the number of its first character.
 
-    Args:
-        text: the text.
-        places: where the text may be divided.
-        size: most characters of a part; a part without a place to divide it is longer.
+    A part without a place to divide it is longer than the size, in characters.
     """
     start = 0
     while len(text) - start > size:
@@ -365,12 +319,7 @@ def _place(text: str, places: Places, start: int, wanted: int) -> int:
 
 
 def groups(texts: Iterable[str], places: Places | None) -> Iterator[list[Piece]]:
-    """Yield the pieces of texts in order, in groups that are tokenized at once.
-
-    Args:
-        texts: the texts.
-        places: where texts may be divided; None: nowhere.
-    """
+    """Yield the pieces of texts in order, in groups that are tokenized at once."""
     group: list[Piece] = []
     characters = 0
     for number, text in enumerate(texts):

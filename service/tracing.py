@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -24,7 +24,7 @@ from cloze.service.settings import Settings
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
-    from opentelemetry.trace import Span
+    from opentelemetry.trace import Span, Tracer
 
 log = logging.getLogger("cloze")
 
@@ -47,18 +47,15 @@ class RequestTrace:
     """The span of a request in progress.
 
     Args:
-        tracing: makes the spans of its parts.
+        tracer: makes the spans of its parts.
         span: the span.
-        parent: the ``traceparent`` of the span.
-
-    Attributes:
-        parent: the ``traceparent`` of the span.
+        parent: the ``traceparent`` of the span, for the spans of other processes and batches.
     """
 
-    __slots__ = ("_span", "_tracing", "parent")
+    __slots__ = ("_span", "_tracer", "parent")
 
-    def __init__(self, tracing: "Tracing", span: "Span", parent: str) -> None:
-        self._tracing, self._span, self.parent = tracing, span, parent
+    def __init__(self, tracer: "Tracer", span: "Span", parent: str) -> None:
+        self._tracer, self._span, self.parent = tracer, span, parent
 
     def end(self, answered: AccessRecord) -> None:
         """End the span, and add those of its parts."""
@@ -81,14 +78,12 @@ class RequestTrace:
             span.set_status(StatusCode.ERROR)
         if (cost := answered.cost) is not None:
             span.set_attributes({"cloze.texts": cost.texts, "cloze.tokens": cost.tokens})
-            began = cost.timings.began
-            for name, seconds in (
-                ("tokenize", cost.timings.tokenize_s),
-                ("queue", cost.timings.queue_s),
-                ("inference", cost.timings.inference_s),
-            ):
-                self._tracing.part(span, name, began, began + seconds)
+            *parts, began = cost.timings
+            context = _context_of(span)
+            for name, seconds in zip(("tokenize", "queue", "inference"), parts, strict=True):
+                part = self._tracer.start_span(name, context, start_time=_epoch_ns(began))
                 began += seconds
+                part.end(_epoch_ns(began))
         span.end()
 
 
@@ -144,18 +139,19 @@ class Tracing:
     ) -> RequestTrace | None:
         """Begin the span of a request; None if the request is not traced.
 
-        Args:
-            method: its method.
-            path: its path.
-            headers: its headers.
-            arrived: `time.monotonic` time of its arrival.
+        `arrived` is the `time.monotonic` time of its arrival.
         """
         from opentelemetry.context import Context
         from opentelemetry.trace import SpanKind
 
         if path in self._untraced:
             return None
-        context = self._propagator.extract(_trace_headers(headers), Context())
+        continued = {
+            name.decode(): value.decode("latin-1")
+            for name, value in headers
+            if name in (b"traceparent", b"tracestate")
+        }
+        context = self._propagator.extract(continued, Context())
         span = self._requests.start_span(
             method, context, SpanKind.SERVER, start_time=_epoch_ns(arrived)
         )
@@ -163,19 +159,7 @@ class Tracing:
             return None
         carrier: dict[str, str] = {}
         self._propagator.inject(carrier, _context_of(span))
-        return RequestTrace(self, span, carrier["traceparent"])
-
-    def part(self, span: "Span", name: str, began: float, ended: float) -> None:
-        """Add a part of a request.
-
-        Args:
-            span: the span of the request.
-            name: name of the part.
-            began: `time.monotonic` time at which it began.
-            ended: `time.monotonic` time at which it ended.
-        """
-        part = self._requests.start_span(name, _context_of(span), start_time=_epoch_ns(began))
-        part.end(_epoch_ns(ended))
+        return RequestTrace(self._requests, span, carrier["traceparent"])
 
     def batch(self, model: str, report: BatchReport) -> None:
         """Add the span of a batch that has just ended. Any thread may call this."""
@@ -255,15 +239,6 @@ def _exporter(endpoint: str) -> Any:
             inner.shutdown()  # type: ignore[no-untyped-call]
 
     return Reporting()
-
-
-def _trace_headers(headers: Sequence[tuple[bytes, bytes]]) -> Mapping[str, str]:
-    """Return the headers of a request that say which trace it continues."""
-    return {
-        name.decode("latin-1"): value.decode("latin-1")
-        for name, value in headers
-        if name in (b"traceparent", b"tracestate")
-    }
 
 
 def _context_of(span: "Span") -> Any:

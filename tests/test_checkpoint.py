@@ -212,7 +212,7 @@ def test_rows_beyond_the_vocabulary_are_never_predicted(tmp_path: Path) -> None:
 def test_one_token_type_is_enough(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "one", "bert", type_vocab_size=1)
     bundle = export(str(folder), "one", Store(tmp_path / "store"))
-    encoding, _ = Tokenizer(bundle).pair([5, 6], [7], 20)
+    encoding = Tokenizer(bundle).pair([5, 6], [7], 20)
     assert not encoding.token_type_ids.any()
     asking = replace(encoding, requests={NEXT_SENTENCE: NextSentenceRequest()})
     OnnxEngine(bundle, Device.CPU).run([asking])

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, BertForMaskedLM, DistilBertForMaskedLM
 
 from cloze.client import Client
 from cloze.model_store import Store
-from cloze.service.tasks.fill_tokens import vocabulary_words
+from cloze.service.tasks.fill_tokens import target_words
 from cloze.service.tokenizer import Tokenizer
 from tests.serving import Server, running_server
 
@@ -125,9 +125,9 @@ def test_words_outside_the_vocabulary_are_left_out(server: Server) -> None:
 
 def test_the_mask_is_no_word_to_fill_in(tiny_store: Path) -> None:
     tokenizer = Tokenizer(Store(tiny_store).open("bert"))
-    words = vocabulary_words(tokenizer, ["king", "[MASK]", "moon"])
-    assert words.ids == tokenizer.ids(["king", "moon"])
-    assert words.warnings == ("target '[MASK]' is not in the vocabulary and was left out",)
+    words, warnings = target_words(tokenizer, ["king", "[MASK]", "moon"])
+    assert words == tokenizer.ids(["king", "moon"])
+    assert warnings == ("target '[MASK]' is not in the vocabulary and was left out",)
 
 
 # ---- several masks together ----------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -20,14 +21,10 @@ from cloze.service.server import serve_in_one_process
 from cloze.service.settings import load_settings
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.task import (
-    Example,
     NoParameters,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
-    check_text,
-    listed,
 )
 from tests.serving import Server, running_server
 from tests.waiting import wait_until
@@ -46,22 +43,18 @@ BUG = 7
 """Number of texts for which the task has a bug."""
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[None]:
-    texts = listed(call.inputs, context.limits)
-    for at, text in texts:
-        check_text(text, at, context.limits)
+def prepare(inputs: Any, _: NoParameters, context: TaskContext) -> PreparedRequest[None]:
+    texts = context.limits.listed(inputs)
     encodings, truncated = [], 0
     for ids in context.tokenizer.ids([text for _, text in texts]):
-        encoding, cut = context.tokenizer.encode(ids, context.limits.max_tokens)
+        encoding = context.tokenizer.encode(ids, context.limits.max_tokens)
         encoding.requests = {HEAD.name: EmbeddingRequest()}
         encodings.append(encoding)
-        truncated += cut
+        truncated += len(encoding) < len(ids) + 2
     return PreparedRequest(encodings, None, truncated=truncated)
 
 
-def decode(
-    prepared: PreparedRequest[None], outputs: Sequence[HeadOutputs], _: TaskContext
-) -> list[Length]:
+def decode(_: None, outputs: Sequence[HeadOutputs], __: TaskContext) -> list[Length]:
     if len(outputs) == BUG:
         raise RuntimeError("a bug")
     vectors = [output[HEAD.name].embedding for output in outputs]
@@ -79,7 +72,7 @@ TOY = Task(
     alone=(str,),
     prepare=prepare,
     decode=decode,
-    examples=(Example("One text", {"inputs": "the king"}),),
+    examples={"One text": {"inputs": "the king"}},
 )
 
 

@@ -53,8 +53,8 @@ def ask_every_task(url: str) -> set[str]:
     asked = set()
     for model in httpx.get(f"{url}/info").json()["models"]:
         for name in model["tasks"]:
-            for example in TASKS[name].examples:
-                body = example.body | {"model": model["name"]}
+            for example in TASKS[name].examples.values():
+                body = {**example, "model": model["name"]}
                 answer = httpx.post(f"{url}{TASKS[name].route}", json=body, timeout=30)
                 assert answer.status_code == 200, (model["name"], body, answer.text)
             asked.add(name)

@@ -14,7 +14,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer
 from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.service.core import InvalidRequest, Location
-from cloze.service.tasks.long_text import LongTextRule, TextEncoder
+from cloze.service.tasks.texts import LongTextRule, TextEncoder
 from tests.serving import Server, running_server
 from tests.test_sentence import saved as sentence_transformer
 from tests.unit.service.tasks.model import limited
@@ -312,7 +312,7 @@ def test_bytes_give_way_to_the_report(every_task: Server) -> None:
 
 
 def test_the_windows_of_a_request_are_limited() -> None:
-    encoder = TextEncoder(LongTextRule("window"), limited(max_request_tokens=1000))
+    encoder = TextEncoder(LongTextRule("window"), limited(max_request_tokens=1000), 12)
     assert encoder.divide(300, 100, Location(("inputs", 0))) == [
         (0, 100),
         (75, 175),

@@ -12,9 +12,8 @@ import pytest
 from cloze.export.publish import ExportOptions, export
 from cloze.model_store import Store
 from cloze.model_store.manifest import Precision
-from cloze.service.control_group import memory_limit
 from cloze.service.core import Device, StartupError
-from cloze.service.graph_choice import check_memory, least_weight_bytes
+from cloze.service.graph_choice import check_memory, least_weight_bytes, memory_limit
 from tests.serving import bare_environment
 
 CONTROLLER = Path("/sys/fs/cgroup/memory")

@@ -47,10 +47,10 @@ def check(document: dict[str, Any], path: str, method: str, response: httpx.Resp
 
 
 EXAMPLES = [
-    pytest.param(route, example.body, id=f"{route}: {task.name}: {example.title}")
+    pytest.param(route, body, id=f"{route}: {task.name}: {title}")
     for task in TASKS.values()
     if task.name in SERVED
-    for example in task.examples
+    for title, body in task.examples.items()
     for route in (task.route, "/")
 ]
 

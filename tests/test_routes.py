@@ -18,8 +18,9 @@ from cloze.model_store import Store
 from cloze.service.abandonment import Abandoned, run_on_thread
 from cloze.service.core import InvalidRequest
 from cloze.service.settings import Settings
-from cloze.service.tasks import TaskContext, decode_ids, tokenize
-from cloze.service.tasks.task import TaskCall, TaskLimits
+from cloze.service.tasks import TaskContext
+from cloze.service.tasks.task import TaskLimits
+from cloze.service.tasks.token_ids import DECODE, TOKENIZE
 from cloze.service.tokenizer import Tokenizer
 from tests.serving import Server, running_server
 from tests.test_admission import SLOW, exchange
@@ -293,18 +294,18 @@ def context(store: Path) -> TaskContext:
     return TaskContext(bundle.manifest, Tokenizer(bundle), most)
 
 
-@pytest.mark.parametrize("task", [tokenize.TASK, decode_ids.TASK], ids=["tokenize", "decode"])
+@pytest.mark.parametrize("task", [TOKENIZE, DECODE], ids=["tokenize", "decode"])
 def test_work_of_a_request_that_has_ended_ends(every_task_store: Path, task: Any) -> None:
     """Its client left, or its time is over."""
     model, ended, began = context(every_task_store), threading.Event(), threading.Event()
     raised: list[BaseException] = []
-    inputs: Any = ["the king"] * 200_000 if task is tokenize.TASK else [[5, 6]] * 200_000
+    inputs: Any = ["the king"] * 200_000 if task is TOKENIZE else [[5, 6]] * 200_000
 
     def work() -> None:
         began.set()
         try:
-            prepared = task.prepare(TaskCall(inputs, task.parameters()), model)
-            for text in task.decode(prepared, [], model):
+            prepared = task.prepare(inputs, task.parameters(), model)
+            for text in task.decode(prepared.state, [], model):
                 list(text.parts())
         except (Abandoned, InvalidRequest) as error:
             raised.append(error)

@@ -26,7 +26,7 @@ from cloze.export.publish import export
 from cloze.model_store import Store
 from cloze.service.core import Device
 from cloze.service.engine import OnnxEngine
-from cloze.service.tasks import TaskCall, TaskContext, TaskLimits
+from cloze.service.tasks import TaskContext, TaskLimits
 from cloze.service.tasks.embed import EmbedParameters, decode, prepare
 from cloze.service.tokenizer import Tokenizer
 from tests.tiny import save_checkpoint
@@ -59,10 +59,10 @@ def saved(folder: Path, kind: str, *after: Any, max_tokens: int = 40, **options:
 def ours(folder: Path, store: Path, **options: Any) -> np.ndarray:
     bundle = export(str(folder), "st", Store(store))
     context = TaskContext(bundle.manifest, Tokenizer(bundle), LIMITS)
-    prepared = prepare(TaskCall(TEXTS, EmbedParameters(**options)), context)
+    prepared = prepare(TEXTS, EmbedParameters(**options), context)
     engine = OnnxEngine(bundle, Device.CPU)
     outputs = [engine.run([encoding])[0] for encoding in prepared.encodings]
-    return decode(prepared, outputs, context)
+    return decode(prepared.state, outputs, context)
 
 
 def assert_same(folder: Path, store: Path) -> None:

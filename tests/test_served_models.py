@@ -11,7 +11,7 @@ import pytest
 from cloze.model_store import Bundle, Store
 from cloze.model_store.batch import Encoding, HeadOutputs
 from cloze.service.core import Device, Engine, RequestedPrecision, StartupError
-from cloze.service.served_models import EngineCallbacks, LocalModels
+from cloze.service.served_models import LocalModels
 from cloze.service.settings import Settings
 from tests.fake_engine import FakeEngine
 from tests.waiting import wait_until
@@ -44,7 +44,7 @@ def test_if_the_second_fails_the_first_one_ends(tiny_store: Path, fails: str) ->
 
     store = Store(tiny_store)
     settings = Settings(model_store=tiny_store, max_batch_tokens=4096)
-    models = LocalModels(settings, EngineCallbacks(lambda *_: None), make)
+    models = LocalModels(settings, make)
     before = set(threading.enumerate())
     with pytest.raises(StartupError, match="bert-qa@1"):
         models.open([store.open("bert"), store.open("bert-qa")])

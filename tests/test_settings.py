@@ -13,9 +13,8 @@ import pytest
 from cloze.command_reference import settings_reference
 from cloze.export.publish import export
 from cloze.model_store import Store
-from cloze.service.control_group import available_cpus
 from cloze.service.core import Device, StartupError
-from cloze.service.settings import Settings, load_settings, unknown_variables
+from cloze.service.settings import Settings, available_cpus, load_settings, unknown_variables
 from tests.serving import failed_start, running_server
 
 pytestmark = pytest.mark.usefixtures("no_variables")

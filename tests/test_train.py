@@ -71,6 +71,7 @@ from cloze.export.train.pretrain import fill_positions, pretrain
 from cloze.export.train.progress import Progress, read_log
 from cloze.export.train.questions import finetune_questions
 from cloze.export.train.recipe import (
+    DistilledText,
     DistillRecipe,
     EmbedRecipe,
     Optimisation,
@@ -1153,9 +1154,7 @@ def test_distillation_keeps_embeddings(trained: Path, stories: Path, tmp_path: P
     cosines = {}
     for keep in (True, False):
         recipe = DistillRecipe(
-            pretraining=Pretraining(
-                sentence=SentenceObjective.NONE, keep_embeddings=keep, embedding_weight=50.0
-            ),
+            pretraining=DistilledText(keep_embeddings=keep, embedding_weight=50.0),
             phases=[Phase(tokens=32, sequences=8, steps=60)],
             optimisation=Optimisation(learning_rate=3e-3),
             held_out=0.1,

@@ -29,11 +29,10 @@ from cloze.service.core import (
     StartupError,
     Submission,
 )
-from cloze.service.metrics import Metrics
 from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer
 from cloze.service.processes.frames import MAX_MESSAGE_BYTES, MAX_UNSENT_BYTES, Channel
-from cloze.service.processes.remote import EngineLink, RemoteQueue
+from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.processes.supervisor import supervise
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import load_settings
@@ -105,7 +104,7 @@ class Engine:
 
     def server(self, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> EngineServer:
         model = ServedModel(self._bundle, self.scheduler, lambda: "fp32")
-        return EngineServer([model], Metrics([REFERENCE], shared=True), max_unsent_bytes)
+        return EngineServer([model], max_unsent_bytes)
 
 
 class Link(EngineLink):

@@ -52,10 +52,9 @@ from cloze.service.core import (
     QueueState,
     Submission,
 )
-from cloze.service.metrics import Metrics
 from cloze.service.processes import frames
 from cloze.service.processes.engine_process import EngineServer
-from cloze.service.processes.remote import EngineLink, RemoteQueue
+from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.served_models import ServedModel
 
 ROUNDS = 7
@@ -149,16 +148,6 @@ class InstantQueue:
             future.set_result(BatchResult(outputs, 0.0, 0.0))
 
 
-class NoMetrics(Metrics):
-    """Metrics that record nothing: they are no part of the transport."""
-
-    def __init__(self) -> None:
-        pass
-
-    def observe_queue(self, model: str, state: QueueState) -> None:
-        """See `Metrics`."""
-
-
 class Submits(Protocol):
     """The front end's half of a transport."""
 
@@ -177,7 +166,7 @@ async def serve_sockets(folder: Path) -> None:
     listener.bind(str(folder / "engine.sock"))
     listener.listen()
     model = ServedModel(bundle, InstantQueue(), lambda: "fp32")
-    await EngineServer([model], NoMetrics()).serve(listener)
+    await EngineServer([model]).serve(listener)
 
 
 class ZmqEngine:

@@ -13,7 +13,7 @@ from cloze.service.core import ServiceError, StartupError
 from cloze.service.pipeline import task_limits
 from cloze.service.served_models import in_default_order
 from cloze.service.settings import Settings
-from cloze.service.tasks import TaskCall, TaskContext
+from cloze.service.tasks import TaskContext
 from cloze.service.tokenizer import Tokenizer
 
 
@@ -60,7 +60,7 @@ def check_parameters(
             bundle.manifest, Tokenizer(bundle), task_limits(settings, bundle.manifest)
         )
         checked = task.task.parameters(**parameters)
-        task.task.prepare(TaskCall([task.probe(context)], checked), context)
+        task.task.prepare([task.probe(context)], checked, context)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         name = ".".join(map(str, problem["loc"]))

@@ -27,7 +27,7 @@ from cloze.service.core import (
     Submission,
 )
 from cloze.service.pipeline import Pipeline, task_limits
-from cloze.service.served_models import EngineCallbacks, LocalModels
+from cloze.service.served_models import LocalModels
 from cloze.service.tasks import TaskCall
 from cloze.service.tasks.task import INPUTS
 
@@ -222,7 +222,7 @@ def _open_pipeline(job: BulkJob) -> Pipeline:
         bundle = Store(job.settings.model_store).open(job.model)
         if bundle.manifest.digest != job.digest:
             raise BulkError(f"the bundle {job.model} is not the one that the run began with")
-        opener = LocalModels(job.settings, EngineCallbacks(lambda _, __: None))
+        opener = LocalModels(job.settings)
         [model] = opener.open([bundle])
         return Pipeline(model, task_limits(job.settings, bundle.manifest))
     except (StoreError, StartupError) as error:

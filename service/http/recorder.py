@@ -100,12 +100,9 @@ class Recorder:
             time.monotonic() - record.arrived,
             record.cost,
             record.error,
+            record.rejection,
         )
-        self._metrics.observe_request(
-            answered.route, answered.model, status, answered.seconds, record.identity
-        )
+        self._metrics.observe_request(answered)
         if record.trace is not None:
             record.trace.end(answered)
-        if record.rejection is not None:
-            self._metrics.observe_rejection(record.rejection)
         self._access_log.add(answered)

@@ -1,10 +1,10 @@
 """The metrics of the service, in Prometheus's formats; the only importer of prometheus_client."""
 
-from cloze.service.metrics.metrics import Metrics, ModelInfo, ScrapeSource
+from cloze.service.metrics.metrics import Metrics, ModelInfo
 from cloze.service.metrics.processes import (
-    ProcessRestarts,
     forget_other_models,
     forget_process,
+    restart_counters,
     share_folder,
     write_as,
 )
@@ -12,10 +12,9 @@ from cloze.service.metrics.processes import (
 __all__ = [
     "Metrics",
     "ModelInfo",
-    "ProcessRestarts",
-    "ScrapeSource",
     "forget_other_models",
     "forget_process",
+    "restart_counters",
     "share_folder",
     "write_as",
 ]

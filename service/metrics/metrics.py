@@ -1,27 +1,55 @@
-"""What the service records, and what a scrape returns."""
+"""The metric families, what the service records in them, and what a scrape returns.
+
+The label values are bounded: known routes, served models, HTTP statuses, and the values of enums.
+"""
 
 import atexit
 import functools
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from prometheus_client import CollectorRegistry, Histogram, Metric, ProcessCollector, multiprocess
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Metric,
+    ProcessCollector,
+    disable_created_metrics,
+    multiprocess,
+)
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Exemplar
 
-from cloze.service.core import BatchReport, QueueState, Rejection, Timings
-from cloze.service.metrics.families import MODEL, Families, ModelSeries, model_labels
+from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
+from cloze.service.logs import AccessRecord
+
+# Two samples per series less; Prometheus does not need them.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+SECONDS = (
+    *(digit * 10**exponent for exponent in range(-4, 1) for digit in (1, 2, 5)),
+    *(10, 20, 60),
+)
+"""Bounds of histograms of time, from 0.1 ms to 60 s, each about twice the one before."""
+
+_SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+MODEL = ("model", "version")
+"""Labels of a served model: its name, and its version in the store."""
 
 _WRITE_EVERY_S = 0.1
 """Seconds between writes to a folder that processes share; another process may be scraped."""
 
 _OK = 200
+_PARTS = ("tokenize", "queue", "inference")
 
 _MAX_UNWRITTEN = 4096
 """Observations that wait until their counters are written."""
@@ -33,6 +61,9 @@ _MAX_EXEMPLAR_CHARACTERS = 128
 Source: OpenMetrics 1.0, section Exemplars. A scraper may reject an exposition with a longer one.
 """
 
+_EOF = b"# EOF\n"
+"""The last line of OpenMetrics."""
+
 
 class ModelInfo(NamedTuple):
     """A served model: its full name, and its labels that never change."""
@@ -41,20 +72,85 @@ class ModelInfo(NamedTuple):
     labels: Mapping[str, str]
 
 
-class ScrapeSource(Protocol):
-    """The source of the values that are read at each scrape."""
+def model_labels(reference: str) -> tuple[str, str]:
+    """Return the labels of a model, ``NAME@VERSION``; of no model if the name is empty."""
+    name, _, version = reference.partition("@")
+    return name, version
 
-    def unready(self) -> object | None:
-        """Return why the server admits no request; None if it admits requests."""
-        ...
 
-    def queues(self) -> Mapping[str, QueueState]:
-        """Return the state of the queue of each model, by its full name."""
-        ...
+class Families:
+    """The metric families that the service observes. The labels of a model are the last ones.
 
-    def model_infos(self) -> Sequence[ModelInfo]:
-        """Return the labels of each served model; all have labels of the same names."""
-        ...
+    Args:
+        registry: the registry of the families; None for families whose values lie in a folder that
+            all processes of a server share.
+
+    Attributes:
+        of_models: the families that have series of models.
+    """
+
+    def __init__(self, registry: CollectorRegistry | None) -> None:
+        counter, gauge = (
+            functools.partial(Counter, registry=registry),
+            functools.partial(Gauge, registry=registry),
+        )
+        histogram = functools.partial(Histogram, registry=registry)
+        self.requests = counter("cloze_requests", "Answered requests.", ("route", "status", *MODEL))
+        self.durations = histogram(
+            "cloze_request_duration_seconds",
+            "Time from a request's first byte to its answer's last, of answers with status 200.",
+            ("route", *MODEL),
+            buckets=SECONDS,
+        )
+        rejected = counter(
+            "cloze_rejected_requests",
+            "Requests that the server did not answer because of its own state.",
+            ("reason",),
+        )
+        self.rejected = {reason: rejected.labels(reason.value) for reason in Rejection}
+        self.parts = histogram(
+            "cloze_request_part_duration_seconds",
+            "Parts of a request's time: tokenize, queue, inference.",
+            ("part", *MODEL),
+            buckets=SECONDS,
+        )
+        self.batches = counter(
+            "cloze_batches", "Batches, by what kept more out of them.", ("filled", *MODEL)
+        )
+        self.batch_sequences = histogram(
+            "cloze_batch_sequences", "Sequences in a batch.", MODEL, buckets=_SEQUENCES
+        )
+        self.batch_tokens = histogram(
+            "cloze_batch_tokens", "Real tokens in a batch.", MODEL, buckets=_TOKENS
+        )
+        self.batch_seconds = histogram(
+            "cloze_batch_duration_seconds", "Time of one run of the engine.", MODEL, buckets=SECONDS
+        )
+        self.tokens = counter("cloze_tokens", "Real tokens run.", MODEL)
+        self.truncated = counter("cloze_truncated_texts", "Texts cut to the model's limit.", MODEL)
+        # Of processes that share a folder, a scrape adds up the gauges of those that live.
+        self.queue_tokens = gauge(
+            "cloze_queue_tokens",
+            "Tokens that wait for a worker.",
+            MODEL,
+            multiprocess_mode="livesum",
+        )
+        self.backlog = gauge(
+            "cloze_queue_backlog_seconds",
+            "Time in which all that waits for a worker will have started.",
+            MODEL,
+            multiprocess_mode="livemax",
+        )
+        self.in_flight = gauge(
+            "cloze_requests_in_flight",
+            "Requests that have arrived and are not answered.",
+            multiprocess_mode="livesum",
+        )
+        self.of_models: tuple[Counter | Gauge | Histogram, ...] = (
+            *(self.requests, self.durations, self.parts, self.truncated, self.tokens),
+            *(self.batches, self.batch_sequences, self.batch_tokens, self.batch_seconds),
+            *(self.queue_tokens, self.backlog),
+        )
 
 
 class Metrics(Collector):
@@ -71,65 +167,67 @@ class Metrics(Collector):
         shared: whether the values are those of all processes.
 
     Attributes:
-        shared: whether the values are those of all processes.
         in_flight: requests of this process that have arrived and are not answered.
+        unready: returns why the server admits no request; None if it admits requests.
+        model_infos: returns the labels of each served model; all have labels of the same names.
+        queues: returns the state of each queue of this process, by the model's full name.
     """
 
     def __init__(self, models: Sequence[str] = (), *, shared: bool = False) -> None:
-        self.shared = shared
+        self._shared = shared
         self.in_flight = 0
+        self.unready: Callable[[], object | None] = lambda: "the service has not begun"
+        self.model_infos: Callable[[], Sequence[ModelInfo]] = tuple
+        self.queues: Callable[[], Mapping[str, QueueState]] = dict
         self._registry = CollectorRegistry()
         if shared:
             multiprocess.MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]
         else:
             ProcessCollector(registry=self._registry)
         self._families = Families(None if shared else self._registry)
-        self._models: dict[str, ModelSeries] = {}
-        self.add_models(models)
         # To look up a series by its labels costs more than to observe a value.
-        self._requests = functools.cache(
-            lambda route, model, status: self._families.requests.labels(
-                route, *model_labels(model), str(status)
-            )
-        )
-        self._durations = functools.cache(
-            lambda route, model: self._families.durations.labels(route, *model_labels(model))
-        )
-        self._observations = Observations(exemplars=not shared)
-        self._source: ScrapeSource | None = None
+        self._series = functools.cache(_series)
+        self._models: set[str] = set()
+        self.add_models(models)
+        # (series, value, request id or "") of each observed value that its histogram does not have:
+        # `Histogram.observe` takes 4 us, and a request has four values. To append takes 0.2 us.
+        self._observed: deque[tuple[Histogram, float, str]] = deque()  # its methods are atomic
         self._scraped = CollectorRegistry()  # the values that `collect` reads at each scrape
         self._scraped.register(self)
         self._scraping = threading.Lock()
 
     def begin(self) -> None:
         """Begin to write to the folder that processes share, if they share one."""
-        if self.shared:
+        if self._shared:
+            self._write()  # so that the gauges exist from now on
             threading.Thread(target=self._write_often, name="metrics", daemon=True).start()
-            atexit.register(self._observations.write)
+            atexit.register(self._write_observed)
 
     def add_models(self, models: Iterable[str]) -> None:
-        """Create the series of models.
-
-        Args:
-            models: their full names.
-        """
+        """Create the series of models, by their full names."""
+        families, series = self._families, self._series
         for model in models:
-            if model not in self._models:
-                self._models[model] = self._families.of_model(model)
+            self._models.add(model)
+            for part in _PARTS:
+                series(families.parts, model, part)
+            for fill in BatchFill:
+                series(families.batches, model, fill)
+            for family in (families.batch_sequences, families.batch_tokens, families.batch_seconds):
+                series(family, model)
+            for counter in (families.tokens, families.truncated):
+                series(counter, model)
 
     def forget_models(self, models: Iterable[str]) -> None:
-        """Remove the series of models that are served no more.
+        """Remove the series of models that are served no more, by their full names.
 
         Call this after the last request and the last batch of the models.
-
-        Args:
-            models: their full names.
         """
         for model in models:
-            if self._models.pop(model, None) is not None:
-                self._families.forget_model(model)
-        self._requests.cache_clear()
-        self._durations.cache_clear()
+            self._models.discard(model)
+            labels = dict(zip(MODEL, model_labels(model), strict=True))
+            for family in self._families.of_models:
+                family.remove_by_labels(labels)
+        self._series.cache_clear()
 
     def create_request_series(
         self, route: str, models: Sequence[str], statuses: Sequence[int]
@@ -144,59 +242,50 @@ class Metrics(Collector):
         """
         for model in models:
             for status in statuses:
-                self._requests(route, model, status)
+                self._series(self._families.requests, model, route, status)
 
-    def observe_request(
-        self, route: str, model: str, status: int, seconds: float, identity: bytes = b""
-    ) -> None:
-        """Record an answered request: a result or an error, with the id of the request."""
-        self._requests(route, model, status).inc()
-        if status == _OK:
-            self._observations.add(self._durations(route, model), seconds, identity)
-
-    def observe_rejection(self, reason: Rejection) -> None:
-        """Record a request that is not answered because of the server's own state."""
-        self._families.rejected[reason].inc()
-
-    def observe_parts(self, model: str, timings: Timings, truncated: int) -> None:
-        """Record the parts of a request that got its result, and its number of cut texts."""
-        series, add = self._models[model], self._observations.add
-        tokenize, queue, inference = series.parts
-        add(tokenize, timings.tokenize_s)
-        add(queue, timings.queue_s)
-        add(inference, timings.inference_s)
-        if truncated:
-            series.truncated.inc(truncated)
+    def observe_request(self, answered: AccessRecord) -> None:
+        """Record an answered request: a result or an error."""
+        families, series, model = self._families, self._series, answered.model
+        if len(self._observed) > _MAX_UNWRITTEN:
+            self._write_observed()
+        series(families.requests, model, answered.route, answered.status).inc()
+        if answered.rejection is not None:
+            families.rejected[answered.rejection].inc()
+        if answered.status != _OK:
+            return
+        duration = series(families.durations, model, answered.route)
+        observed = [(duration, answered.seconds, answered.request_id)]
+        cost = answered.cost
+        if cost is not None and cost.tokens:  # the histograms of batches have the same requests
+            observed += [
+                (series(families.parts, model, part), seconds, "")
+                for part, seconds in zip(_PARTS, cost.timings[:3], strict=True)
+            ]
+            if cost.truncated:
+                series(families.truncated, model).inc(cost.truncated)
+        self._observed.extend(observed)
 
     def observe_batch(self, model: str, report: BatchReport) -> None:
         """Record a batch of the engine. Called on a worker thread."""
-        series, add = self._models.get(model), self._observations.add
-        if series is None:
+        if model not in self._models:
             return  # the batch hung until the end of its model
-        add(series.batch_sequences, report.sequences)
-        add(series.batch_tokens, report.tokens)
-        add(series.batch_seconds, report.seconds)
-        series.tokens.inc(report.tokens)
-        series.batches[report.fill].inc()
-
-    def observe_queue(self, model: str, state: QueueState) -> None:
-        """Record the queue of a model in this process."""
-        labels = model_labels(model)
-        self._families.queue_tokens.labels(*labels).set(state.tokens)
-        self._families.backlog.labels(*labels).set(state.backlog_s)
-
-    def watch(self, source: ScrapeSource) -> None:
-        """Read the values of `source` at each scrape."""
-        self._source = source
+        families, series = self._families, self._series
+        self._observed.extend(
+            [
+                (series(families.batch_sequences, model), report.sequences, ""),
+                (series(families.batch_tokens, model), report.tokens, ""),
+                (series(families.batch_seconds, model), report.seconds, ""),
+            ]
+        )
+        series(families.tokens, model).inc(report.tokens)
+        series(families.batches, model, report.fill).inc()
 
     def collect(self) -> Iterable[Metric]:
         """Return the values of this process alone; `prometheus_client` calls it at each scrape."""
-        source = self._source
-        ready = source is not None and source.unready() is None
+        ready = self.unready() is None
         yield GaugeMetricFamily("cloze_ready", "1 while the server admits requests.", float(ready))
-        if source is None:
-            return
-        if infos := source.model_infos():
+        if infos := self.model_infos():
             names = tuple(infos[0].labels)
             info = GaugeMetricFamily(
                 "cloze_model_info", "1 per served model.", labels=(*MODEL, *names)
@@ -226,49 +315,25 @@ class Metrics(Collector):
             self._write()
 
     def _write(self) -> None:
-        """Write what this process has observed; a queue of other processes is theirs to write."""
-        self._observations.write()
-        self._families.in_flight.set(self.in_flight)
-        if self._source is not None and not self.shared:
-            self._families.queue_tokens.clear()  # a model may be served no more
-            self._families.backlog.clear()
-            for model, state in self._source.queues().items():
-                self.observe_queue(model, state)
+        """Write what the families of this process do not have yet."""
+        families, series = self._families, self._series
+        self._write_observed()
+        families.in_flight.set(self.in_flight)
+        for model, state in self.queues().items():
+            series(families.queue_tokens, model).set(state.tokens)
+            series(families.backlog, model).set(state.backlog_s)
 
+    def _write_observed(self) -> None:
+        """Add all observed values to their histograms, with the id of a recent request per bucket.
 
-_EOF = b"# EOF\n"
-"""The last line of OpenMetrics."""
-
-
-class Observations:
-    """Observed values that are not yet in their histograms. Any thread may add values.
-
-    `Histogram.observe` costs about 4 us, and a request has four values. To append a value costs
-    0.2 us, and `write` adds many values at once.
-
-    Args:
-        exemplars: whether the histograms keep the id of a recent request per bucket. An id that
-            OpenMetrics does not allow, because it is too long, is not kept.
-    """
-
-    def __init__(self, *, exemplars: bool = False) -> None:
-        self._exemplars = exemplars
-        # The methods of a deque are atomic.
-        self._unwritten: deque[tuple[Histogram, float, bytes]] = deque()
-
-    def add(self, series: Histogram, value: float, identity: bytes = b"") -> None:
-        """Add an observed value, and the id of its request if it has one."""
-        self._unwritten.append((series, value, identity))
-        if len(self._unwritten) > _MAX_UNWRITTEN:
-            self.write()
-
-    def write(self) -> None:
-        """Add all values to their histograms."""
+        Histograms of several processes keep no ids, nor do any keep an id that OpenMetrics does not
+        allow, because it is too long.
+        """
         values_of = defaultdict(list)
-        newest: dict[Histogram, tuple[float, bytes]] = {}
+        newest: dict[Histogram, tuple[float, str]] = {}
         try:
             while True:
-                series, value, identity = self._unwritten.popleft()
+                series, value, identity = self._observed.popleft()
                 values_of[series].append(value)
                 if identity and len(_LABEL) + len(identity) <= _MAX_EXEMPLAR_CHARACTERS:
                     newest[series] = value, identity
@@ -276,9 +341,17 @@ class Observations:
             pass  # empty
         for series, observed in values_of.items():
             observe_all(series, observed)
-        if self._exemplars:
+        if not self._shared:
             for series, (value, identity) in newest.items():
-                _set_exemplar(series, value, identity.decode("ascii"))
+                # As `Histogram.observe` does with an exemplar.
+                bucket = int(np.searchsorted(series._upper_bounds, value))
+                exemplar = Exemplar({_LABEL: identity}, value, time.time())
+                series._buckets[bucket].set_exemplar(exemplar)
+
+
+def _series(family: Any, model: str, *labels: object) -> Any:
+    """Return the series of a family with these labels."""
+    return family.labels(*labels, *model_labels(model))
 
 
 def observe_all(series: Histogram, observed: Sequence[float]) -> None:
@@ -289,10 +362,3 @@ def observe_all(series: Histogram, observed: Sequence[float]) -> None:
     for bucket, count in zip(series._buckets, counts.tolist(), strict=True):
         if count:
             bucket.inc(count)
-
-
-def _set_exemplar(series: Histogram, value: float, identity: str) -> None:
-    """Do what `Histogram.observe` does with an exemplar."""
-    bucket = int(np.searchsorted(series._upper_bounds, value))
-    exemplar = Exemplar({_LABEL: identity}, value, time.time())
-    series._buckets[bucket].set_exemplar(exemplar)

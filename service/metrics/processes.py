@@ -2,14 +2,15 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from pathlib import Path
 
 from prometheus_client import Counter, multiprocess, values
 from prometheus_client.mmap_dict import MmapedDict
 
-from cloze.service.metrics.families import MODEL, model_labels
+from cloze.service.metrics.metrics import MODEL, model_labels
+
+_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 def share_folder(folder: Path) -> dict[str, str]:
@@ -17,7 +18,7 @@ def share_folder(folder: Path) -> dict[str, str]:
 
     prometheus_client reads the variables when it is imported.
     """
-    return {"PROMETHEUS_MULTIPROC_DIR": str(folder)}
+    return {_FOLDER: str(folder)}
 
 
 def write_as(name: str) -> None:
@@ -41,7 +42,7 @@ def forget_other_models(folder: Path, name: str, models: Iterable[str]) -> None:
 
     Args:
         folder: the metrics of all processes.
-        name: of the process.
+        name: the name of the process.
         models: the full names of the models that are served.
     """
     kept = {model_labels(reference) for reference in ("", *models)}
@@ -56,43 +57,28 @@ def forget_other_models(folder: Path, name: str, models: Iterable[str]) -> None:
         unfinished.replace(file)  # so that a scrape reads the one or the other
 
 
-class ProcessRestarts:
-    """Counts the restarts of processes. The supervisor has one.
+def restart_counters(folder: Path, kinds: Iterable[str]) -> dict[str, Counter]:
+    """Return the counters of the restarts of processes, by their kind. The supervisor has them.
 
     Args:
-        folder: the metrics of all processes.
+        folder: the metrics of all processes. The environment of the supervisor does not name it
+            afterwards, since the folder ends with the server.
         kinds: the kinds of processes, whose counts start from zero.
     """
-
-    def __init__(self, folder: Path, kinds: tuple[str, ...]) -> None:
-        with _sharing(folder):
-            counter = Counter(
-                "cloze_process_restarts",
-                "Processes that ended or hung and were started again.",
-                ("kind",),
-                registry=None,
-            )
-            self._counters = {kind: counter.labels(kind) for kind in kinds}
-
-    def add(self, kind: str) -> None:
-        """Count a restart."""
-        self._counters[kind].inc()
-
-
-@contextmanager
-def _sharing(folder: Path) -> Iterator[None]:
-    """Let metrics that are created meanwhile be those of all processes.
-
-    The supervisor's own environment must stay: its folder ends with the server.
-    """
-    before, environment = values.ValueClass, os.environ.copy()
-    os.environ.update(share_folder(folder))
+    class_before, folder_before = values.ValueClass, os.environ.get(_FOLDER)
+    os.environ[_FOLDER] = str(folder)
     write_as("supervisor")
     try:
-        yield
+        counter = Counter(
+            "cloze_process_restarts",
+            "Processes that ended or hung and were started again.",
+            ("kind",),
+            registry=None,
+        )
+        return {kind: counter.labels(kind) for kind in kinds}
     finally:
-        values.ValueClass = before
-        for name in share_folder(folder):
-            os.environ.pop(name)
-            if name in environment:
-                os.environ[name] = environment[name]
+        values.ValueClass = class_before
+        if folder_before is None:
+            del os.environ[_FOLDER]
+        else:
+            os.environ[_FOLDER] = folder_before

@@ -15,14 +15,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import uvloop
+from pydantic import TypeAdapter
 
 from cloze.model_store import Bundle, Manifest
+from cloze.service import server
 from cloze.service.core import Changes, StartupError
-from cloze.service.metrics import forget_process, share_folder
+from cloze.service.metrics import forget_process, share_folder, write_as
 from cloze.service.settings import Settings
 
 log = logging.getLogger("cloze")
@@ -65,14 +70,12 @@ class ChildConfig:
     """The configuration of a child process, which is its only argument.
 
     Attributes:
-        name: of the child.
         engine_sockets: of all engine processes, which accept front ends there.
         ready: descriptor to which the child writes a byte when it is ready, and then regularly.
         listeners: descriptors of the listening sockets: of an engine its own, of a front end those
             of HTTP.
         device_id: which GPU; for an engine.
         parent: the supervisor's process id.
-        settings: see `Settings`.
     """
 
     name: str
@@ -85,22 +88,12 @@ class ChildConfig:
 
     def to_argument(self) -> str:
         """Return the configuration as JSON."""
-        sockets = [str(path) for path in self.engine_sockets]
-        settings = self.settings.model_dump(mode="json")
-        return json.dumps(asdict(self) | {"engine_sockets": sockets, "settings": settings})
+        return json.dumps(TypeAdapter(ChildConfig).dump_python(self, mode="json"))
 
     @classmethod
     def from_arguments(cls) -> "ChildConfig":
         """Return this process's configuration; from now on the process ends with its parent."""
-        body = json.loads(sys.argv[1])
-        config = cls(
-            **body
-            | {
-                "engine_sockets": tuple(map(Path, body["engine_sockets"])),
-                "listeners": tuple(body["listeners"]),
-                "settings": Settings(**body["settings"]),
-            }
-        )
+        config = TypeAdapter(cls).validate_json(sys.argv[1])
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != config.parent:  # the parent ended before the call
             os._exit(1)
@@ -120,6 +113,19 @@ class ChildConfig:
         loop.call_later(BEAT_S, self._beat, loop)
 
 
+def run_child(serve: Callable[[ChildConfig], Coroutine[Any, Any, None]]) -> int:
+    """Run this process as a child of the supervisor; return its exit code."""
+    config = ChildConfig.from_arguments()
+    server.begin(config.settings)
+    write_as(config.name)
+    try:
+        uvloop.run(serve(config))
+    except StartupError as error:
+        sys.stderr.write(f"cloze: {error}\n")
+        return 2
+    return 0
+
+
 @dataclass(slots=True, eq=False)
 class Child:
     """A process that the supervisor keeps running.
@@ -127,8 +133,6 @@ class Child:
     Attributes:
         name: for the log and the metrics.
         command: without the configuration.
-        listeners: the sockets on which the child accepts connections.
-        device_id: which GPU; for an engine.
         process: None while the child waits to be started.
         started: when the process was started, or will be.
         delay_s: before the next restart.
@@ -158,10 +162,7 @@ class Child:
     def start(self, sockets: tuple[Path, ...], settings: Settings, folder: Path) -> None:
         """Start a process, which reports when it is ready.
 
-        Args:
-            sockets: of the engine processes.
-            settings: of the process.
-            folder: the metrics of all processes.
+        Its metrics go to a folder, as those of all processes.
 
         Raises:
             OSError: the system has no memory, process or descriptor left.
@@ -169,13 +170,7 @@ class Child:
         ready, ready_writer = os.pipe()
         listeners = tuple(listener.fileno() for listener in self.listeners)
         config = ChildConfig(
-            name=self.name,
-            engine_sockets=sockets,
-            ready=ready_writer,
-            listeners=listeners,
-            device_id=self.device_id,
-            parent=os.getpid(),
-            settings=settings,
+            self.name, sockets, ready_writer, listeners, self.device_id, os.getpid(), settings
         )
         try:
             self.process = subprocess.Popen(
@@ -259,10 +254,7 @@ class Generation:
     Attributes:
         number: 1 for the first generation; a later one has a number that no other has then.
         settings: of the processes; they name each bundle with its version.
-        manifests: of the served bundles.
         sockets: of the engine processes.
-        engines: the engine processes.
-        front_ends: the front ends.
         ends: `time.monotonic` time at which a retired generation is ended; None: not retired.
     """
 
@@ -337,13 +329,7 @@ def make_generation(
 ) -> Generation:
     """Return a generation whose processes have not started.
 
-    Args:
-        number: see `Generation`.
-        settings: the operator's settings.
-        bundles: the bundles to serve.
-        listeners: the HTTP sockets.
-        folder: receives the engines' sockets.
-        engine_command: starts an engine process.
+    The folder receives the engines' sockets, and the front ends share the listeners.
 
     Raises:
         StartupError: a path is too long.

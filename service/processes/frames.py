@@ -18,7 +18,7 @@ import math
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import accumulate, pairwise
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -62,28 +62,15 @@ class MalformedMessage(ValueError):
 
 
 class Run(NamedTuple):
-    """A request of a front end.
-
-    Attributes:
-        number: chosen by the front end, for the answer.
-        model: index of the served model.
-        submission: what the request submits.
-    """
+    """A request of a front end, whose number its answer has. `model` is an index."""
 
     number: int
     model: int
     submission: Submission
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to a request.
-
-    Attributes:
-        number: number of the request.
-        outcome: the result, or why there is none.
-        wait: expected wait of a further request like it.
-    """
+class Answer(NamedTuple):
+    """The answer to a request, and the expected wait of a further request like it."""
 
     number: int
     outcome: BatchResult | ServiceError
@@ -141,7 +128,7 @@ class _Done(msgspec.Struct, tag="done", array_like=True, gc=False):
     inference_s: float
     encodings: _Length
     columns: list[_Column]
-    wait: tuple[float, float]
+    wait: ExpectedWait
 
 
 class _Fail(msgspec.Struct, tag="fail", array_like=True, gc=False):
@@ -150,7 +137,7 @@ class _Fail(msgspec.Struct, tag="fail", array_like=True, gc=False):
     message: str
     retry_after_s: float
     reason: str
-    wait: tuple[float, float]
+    wait: ExpectedWait
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -248,10 +235,10 @@ def decode_answer(message: memoryview | bytes) -> Greeting | Answer:
         if isinstance(decoded, Greeting):
             return decoded
         if isinstance(decoded, _Fail):
-            return Answer(decoded.number, _error(decoded), ExpectedWait(*decoded.wait))
+            return Answer(decoded.number, _error(decoded), decoded.wait)
         if decoded.encodings > len(message):
             raise ValueError(f"{decoded.encodings} results do not fit in {len(message)} bytes")
-        return Answer(decoded.number, _result(decoded), ExpectedWait(*decoded.wait))
+        return Answer(decoded.number, _result(decoded), decoded.wait)
     except _MALFORMED as error:
         raise _malformed(error) from error
 

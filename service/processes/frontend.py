@@ -1,60 +1,309 @@
 """One front-end process: speaks HTTP, validates and tokenizes; its engines are other processes.
 
-The supervisor starts it with ``python -m cloze.service.processes.frontend``.
+The supervisor starts it with ``python -m cloze.service.processes.frontend``. Requests go to an
+engine process, and its answers end their futures, all on the event loop. The supervisor holds the
+listening socket of each engine, so a connection that is opened while no engine runs waits in the
+socket's backlog, and the next engine process accepts it.
 """
 
 import asyncio
+import itertools
 import socket
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
-import uvloop
-
-from cloze.model_store import Bundle
 from cloze.service import server
-from cloze.service.app import front_end
-from cloze.service.core import StartupError
-from cloze.service.metrics import write_as
-from cloze.service.processes.children import RETIRE, ChildConfig
-from cloze.service.processes.remote import EngineLink, RemoteQueue
+from cloze.service.app import DEFAULT_REGISTRIES, Service
+from cloze.service.batching.lines import LineKey
+from cloze.service.core import (
+    NO_WAIT,
+    BatchResult,
+    EngineDead,
+    ExpectedWait,
+    QueueState,
+    ServiceError,
+    ShuttingDown,
+    Submission,
+)
+from cloze.service.metrics import Metrics
+from cloze.service.processes import frames
+from cloze.service.processes.children import RETIRE, ChildConfig, run_child
 from cloze.service.processes.supervisor import ask_supervisor
+from cloze.service.protocols.operations import QUIET_ROUTES
 from cloze.service.served_models import ServedModel, open_bundles
+from cloze.service.tracing import make_tracing
 
 _ENGINE_WAIT_S = 5.0
-"""For a running engine, before the front end accepts connections.
+"""Longest time that a front end waits for an engine before it accepts connections.
 
 A restarted front end must not answer 503 beside others that are ready. Without any engine it must
 still answer probes.
 """
 
 
-class EngineProcesses:
-    """The engine processes of the server.
+@dataclass(slots=True)
+class _PendingRun:
+    """A request without an answer."""
+
+    future: Future[BatchResult]
+    run: frames.Run
+    sent: int = 0  # number of engine processes that got it
+
+
+class EngineLink(frames.Channel):
+    """This front end's connection to one engine process, and to the processes that replace it.
 
     Args:
-        config: names the engines' sockets and the served models.
+        path: of the engine's listening socket.
+        references: the models that this front end serves.
+        up: is set after the first greeting of any engine.
 
     Attributes:
-        links: one per engine process.
+        dead: why no engine runs; None while one runs.
+        models: what the engine serves; empty before the first greeting.
+        tokens: of the requests that are not answered.
     """
 
-    def __init__(self, config: ChildConfig) -> None:
-        self._up = asyncio.Event()
-        references = config.settings.model
-        self.links = [EngineLink(path, references, self._up) for path in config.engine_sockets]
+    _MAX_WAITS = 4096  # lines whose expected wait is kept
+    # How long requests wait for an engine process that has ended. On a busy machine, a process took
+    # 6 s to start, and the delay before doubles with each restart.
+    _RESTART_S = 15.0
+    _MAX_KEPT_TOKENS = 262_144  # most tokens of requests that wait so
 
-    def models(self, bundles: Sequence[Bundle]) -> list[ServedModel]:
-        """Return the served models, in the order of their bundles."""
-        queues = [RemoteQueue(self.links, model) for model in range(len(bundles))]
-        pairs = zip(bundles, queues, strict=True)
-        return [ServedModel(bundle, queue, queue.precision) for bundle, queue in pairs]
+    def __init__(self, path: Path, references: Sequence[str], up: asyncio.Event) -> None:
+        super().__init__(path.stem)
+        self._path = path
+        self._references = list(references)
+        self._up = up
+        self._numbers = itertools.count()
+        self._pending: dict[int, _PendingRun] = {}
+        self._giving_up: asyncio.TimerHandle | None = None
+        # (model, client, line) -> expected wait, and the `time.monotonic` time of the figure
+        self._waits: dict[tuple[int, str, LineKey], tuple[ExpectedWait, float]] = {}
+        self._closed = False
+        self._ended = asyncio.Event()
+        self.dead: str | None = f"{self.peer} has not started yet"
+        self.models: Sequence[frames.EngineModel] = ()
+        self.tokens = 0
 
-    async def wait_for_one(self) -> None:
-        """Return once an engine runs, or after `_ENGINE_WAIT_S`."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._up.wait(), _ENGINE_WAIT_S)
+    async def run(self) -> None:
+        """Stay connected until cancelled.
+
+        Raises:
+            OSError: the socket does not exist, because the server ends.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            self._ended.clear()
+            await loop.create_unix_connection(lambda: self, str(self._path))
+            try:
+                await self._ended.wait()
+            except asyncio.CancelledError:
+                self.shut_down()
+                raise
+            finally:
+                self.close()
+
+    def submit(self, model: int, submission: Submission) -> Future[BatchResult]:
+        """Send a request; see `core.Queue`."""
+        if self._closed:
+            raise ShuttingDown("the server is shutting down")
+        tokens = submission.tokens
+        if self.dead is not None and (
+            not self.keeps_requests or self.tokens + tokens > self._MAX_KEPT_TOKENS
+        ):
+            raise EngineDead(f"the engine is dead: {self.dead}")
+        future: Future[BatchResult] = Future()
+        run = frames.Run(next(self._numbers), model, submission)
+        pending = _PendingRun(future, run)
+        if self.dead is None:
+            self._send_run(pending)
+        self.tokens += tokens
+        self._pending[run.number] = pending
+        future.add_done_callback(partial(self._forget, run.number, tokens))
+        return future
+
+    @property
+    def keeps_requests(self) -> bool:
+        """Whether requests wait for the process that replaces one that has just ended."""
+        return self._giving_up is not None
+
+    def expected_wait(self, model: int, client: str, line: LineKey) -> ExpectedWait:
+        """Return the wait that the engine process last reported, less the time since then."""
+        wait, reported = self._waits.get((model, client, line), (NO_WAIT, 0.0))
+        if not wait.seconds:
+            return wait
+        return wait._replace(seconds=max(0.0, wait.seconds - (time.monotonic() - reported)))
+
+    def shut_down(self) -> None:
+        """Refuse requests, and fail those that are not answered."""
+        self._closed = True
+        message = "the server shut down before this request was answered"
+        self._fail_pending(lambda: ShuttingDown(message))
+
+    def received(self, message: memoryview) -> None:
+        """Handle a greeting or an answer."""
+        decoded = frames.decode_answer(message)
+        if isinstance(decoded, frames.Answer):
+            if (pending := self._pending.get(decoded.number)) is not None:  # else cancelled
+                if len(self._waits) >= self._MAX_WAITS:
+                    self._waits.clear()
+                _, model, submission = pending.run
+                line = LineKey.of(submission.tokens, submission.timeout_s)
+                self._waits[model, submission.client, line] = decoded.wait, time.monotonic()
+                _settle(pending.future, decoded.outcome)
+        elif [model.reference for model in decoded.models] == self._references:
+            self.models = decoded.models
+            self.dead = None
+            self._up.set()
+            self._send_again()
+        else:
+            self.dead = f"{self.peer} serves other models than this front end"
+
+    def lost(self) -> None:
+        """Keep the requests that are not answered for the next engine process.
+
+        A request that was sent twice fails: it may be what ended both processes.
+        """
+        self.dead = f"the process of {self.peer} ended"
+        for pending in list(self._pending.values()):
+            if pending.sent > 1:
+                _settle(pending.future, EngineDead(f"the engine is dead: {self.dead}"))
+        if self._giving_up is None and not self._closed:
+            loop = asyncio.get_running_loop()
+            self._giving_up = loop.call_later(self._RESTART_S, self._give_up)
+        self._ended.set()
+
+    def _give_up(self) -> None:
+        """Fail the requests that wait for an engine process."""
+        self._giving_up = None
+        message = f"the engine is dead: {self.dead}"
+        self._fail_pending(lambda: EngineDead(message))
+
+    def _send_again(self) -> None:
+        """Send the requests that the last engine process did not answer.
+
+        What it had admitted stays admitted: the next one does not ask how long it will wait.
+        """
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+        for pending in list(self._pending.values()):
+            if pending.sent:
+                admitted = pending.run.submission._replace(later_round=True)
+                pending.run = pending.run._replace(submission=admitted)
+            self._send_run(pending)
+
+    def _send_run(self, pending: _PendingRun) -> None:
+        pending.sent += 1
+        self.send(frames.encode_run(pending.run))
+
+    def _forget(self, number: int, tokens: int, future: Future[BatchResult]) -> None:
+        del self._pending[number]
+        self.tokens -= tokens
+        if future.cancelled():
+            if self.dead is None:
+                self.send(frames.encode(frames.Cancel(number)))
+            future.set_running_or_notify_cancel()  # wakes threads that wait for the future
+
+    def _fail_pending(self, make_error: Callable[[], ServiceError]) -> None:
+        for pending in list(self._pending.values()):
+            _settle(pending.future, make_error())
+
+
+def _settle(future: Future[BatchResult], outcome: BatchResult | ServiceError) -> None:
+    try:
+        if isinstance(outcome, ServiceError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+    except InvalidStateError:
+        pass  # another thread cancelled the future a moment ago
+
+
+class RemoteQueue:
+    """A model's queue in the engine processes; see `core.Queue`.
+
+    Call `submit` on the event loop that created the queue; any thread may call the other methods.
+
+    Args:
+        links: to every engine process.
+        model: the model's index in every engine process.
+    """
+
+    def __init__(self, links: Sequence[EngineLink], model: int) -> None:
+        self._links = links
+        self._model = model
+        self._loop = asyncio.get_running_loop()
+        self._draining = False
+
+    @property
+    def state(self) -> QueueState:
+        """Tokens of this front end's requests, of all models, that are not answered.
+
+        The engine processes measure their rates, and report them as metrics.
+        """
+        return QueueState(sum(link.tokens for link in self._links), backlog_s=0.0)
+
+    @property
+    def dead(self) -> str | None:
+        """Why no engine runs; None while one runs."""
+        reasons = [link.dead for link in self._links]
+        return None if None in reasons else "; ".join(filter(None, reasons))
+
+    @property
+    def draining(self) -> bool:
+        """Whether the queue refuses new requests."""
+        return self._draining
+
+    def submit(self, submission: Submission) -> Future[BatchResult]:
+        """Send a request to the running engine with the fewest tokens; see `core.Queue`.
+
+        The engine bounds its queue: the future fails with `Overloaded` if the queue is full.
+        """
+        if self._draining and not (submission.accepted or submission.later_round):
+            raise ShuttingDown("the server is shutting down")
+        running = [link for link in self._links if link.dead is None]
+        keeping = [link for link in self._links if link.keeps_requests]
+        link = min(running or keeping or self._links, key=lambda link: link.tokens)
+        return link.submit(self._model, submission)
+
+    def expected_wait(
+        self,
+        client: str,
+        tokens: int,
+        timeout_s: float | None,
+        unsubmitted: int = 0,  # noqa: ARG002
+    ) -> ExpectedWait:
+        """Return the shortest wait that an engine process reported; see `core.Queue`."""
+        line = LineKey.of(tokens, timeout_s)
+        running = [link for link in self._links if link.dead is None]
+        waits = (link.expected_wait(self._model, client, line) for link in running)
+        return min(waits, default=NO_WAIT)
+
+    def precision(self) -> str:
+        """Return the precision of the graph that an engine runs; empty before the greeting."""
+        served = (link.models[self._model].precision for link in self._links if link.models)
+        return next(served, "")
+
+    def drain(self) -> None:
+        """Stop admitting requests; what was admitted still runs."""
+        self._draining = True
+
+    def close(self, timeout_s: float = 5.0) -> None:  # noqa: ARG002  # there is no thread to join
+        """Fail pending requests with `ShuttingDown`, on the event loop."""
+        self.drain()
+        for link in self._links:
+            self._loop.call_soon_threadsafe(link.shut_down)
+
+
+# ---- the process ---------------------------------------------------------------------------------
 
 
 async def run_front_end(config: ChildConfig) -> None:
@@ -63,16 +312,29 @@ async def run_front_end(config: ChildConfig) -> None:
     Raises:
         StartupError: a bundle, the keys or the certificate cannot be opened.
     """
-    engines = EngineProcesses(config)
-    models = engines.models(open_bundles(config.settings))
-    service = front_end(config.settings, models)
+    up = asyncio.Event()
+    bundles = open_bundles(config.settings)
+    links = [EngineLink(path, config.settings.model, up) for path in config.engine_sockets]
+    queues = [RemoteQueue(links, model) for model in range(len(bundles))]
+    models = [
+        ServedModel(bundle, queue, queue.precision)
+        for bundle, queue in zip(bundles, queues, strict=True)
+    ]
+    service = Service(
+        config.settings,
+        DEFAULT_REGISTRIES,
+        Metrics(shared=True),
+        models,
+        tracing=make_tracing(config.settings, QUIET_ROUTES),
+    )
     folder = config.engine_sockets[0].parent
     service.reload_elsewhere = partial(
         ask_supervisor, config.parent, folder, is_draining=lambda: service.draining
     )
     async with asyncio.TaskGroup() as tasks:
-        connections = [tasks.create_task(link.run()) for link in engines.links]
-        await engines.wait_for_one()
+        connections = [tasks.create_task(link.run()) for link in links]
+        with suppress(TimeoutError):
+            await asyncio.wait_for(up.wait(), _ENGINE_WAIT_S)
         await server.answer_http(
             service,
             config.settings,
@@ -86,15 +348,7 @@ async def run_front_end(config: ChildConfig) -> None:
 
 def main() -> int:
     """Serve until SIGTERM; return the exit code."""
-    config = ChildConfig.from_arguments()
-    server.begin(config.settings)
-    write_as(config.name)
-    try:
-        uvloop.run(run_front_end(config))
-    except StartupError as error:
-        sys.stderr.write(f"cloze: {error}\n")
-        return 2
-    return 0
+    return run_child(run_front_end)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ older one has ended. Speaks no HTTP.
 """
 
 import asyncio
-import json
 import logging
 import os
 import select
@@ -15,10 +14,12 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
+
+from pydantic import TypeAdapter
 
 from cloze.service import server
 from cloze.service.core import (
@@ -29,7 +30,7 @@ from cloze.service.core import (
     ShuttingDown,
     StartupError,
 )
-from cloze.service.metrics import ProcessRestarts, forget_other_models, forget_process
+from cloze.service.metrics import forget_other_models, forget_process, restart_counters
 from cloze.service.processes.children import (
     ENGINE_COMMAND,
     KINDS,
@@ -71,18 +72,19 @@ class ReloadReport:
     def write(self, folder: Path) -> None:
         """Replace the report of the last reload."""
         unfinished = folder / f"{_REPORT_FILE}.new"
-        unfinished.write_text(json.dumps(asdict(self)))
+        unfinished.write_bytes(_REPORT.dump_json(self))
         unfinished.replace(folder / _REPORT_FILE)
 
     @classmethod
     def read(cls, folder: Path) -> "ReloadReport":
         """Return the report of the last reload; of none if there was no reload."""
         try:
-            fields = json.loads((folder / _REPORT_FILE).read_text())
+            return _REPORT.validate_json((folder / _REPORT_FILE).read_bytes())
         except FileNotFoundError:
             return cls()
-        changes = fields.pop("changes")
-        return cls(**fields, changes=changes and Changes(**changes))
+
+
+_REPORT = TypeAdapter(ReloadReport)
 
 
 class Supervisor:
@@ -107,18 +109,16 @@ class Supervisor:
         folder: Path,
         engine_command: tuple[str, ...] = ENGINE_COMMAND,
     ) -> None:
-        self._settings = settings
-        self._listener = listener
-        self._admin_listeners = admin_listeners
-        self._folder = folder
-        self._engine_command = engine_command
-        self._restarts = ProcessRestarts(folder, KINDS)
+        self._settings, self._folder, self._engine_command = settings, folder, engine_command
+        self._listener, self._admin_listeners = listener, admin_listeners
+        self._restarts = restart_counters(folder, KINDS)
         self._generations: list[Generation] = []
-        self._serving = self._make_generation()
-        self._generations.append(self._serving)
+        self._serving = self._add_generation()
         self._stopping = self._hung_up = self._reloading = False
         self._report = ReloadReport()
-        self._signals = _signal_pipe()
+        self._signals, writer = os.pipe()  # readable after a signal
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer)
         # SIGCHLD writes to the pipe, and so wakes the loop, only if it has a handler.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -196,8 +196,7 @@ class Supervisor:
             StartupError: a bundle does not open, or a process does not start.
             OSError: the system has no memory, process or descriptor left.
         """
-        later = self._make_generation()
-        self._generations.append(later)
+        later = self._add_generation()
         try:
             for children in (later.engines, later.front_ends):
                 if (code := self._start_all(later, children)) is not None:
@@ -210,14 +209,14 @@ class Supervisor:
             raise
         return later
 
-    def _make_generation(self) -> Generation:
-        """Return a generation for what the store holds now.
+    def _add_generation(self) -> Generation:
+        """Add a generation for what the store holds now, whose processes have not started.
 
         Raises:
             StartupError: the store is empty, a bundle does not open, or a path is too long.
         """
         used = {generation.number for generation in self._generations}
-        return make_generation(
+        generation = make_generation(
             next(number for number in range(1, len(used) + 2) if number not in used),
             self._settings,
             open_bundles(self._settings),
@@ -225,6 +224,8 @@ class Supervisor:
             self._folder,
             self._engine_command,
         )
+        self._generations.append(generation)
+        return generation
 
     def _forget(self, generation: Generation) -> None:
         """Forget a generation that has ended, and the metric series of models that only it had."""
@@ -267,19 +268,16 @@ class Supervisor:
                     if (code := child.process.poll()) is not None:
                         child.note_end(code, self._folder)
                         if child.is_kept:
-                            self._restarts.add(child.kind)
+                            self._restarts[child.kind].inc()
                 elif child.is_kept and time.monotonic() >= child.started:
-                    self._restart(generation, child)
+                    try:  # its peers see when it is ready
+                        child.start(generation.sockets, generation.settings, self._folder)
+                    except OSError as error:
+                        child.postpone(f"does not start ({error.strerror})")
             if generation.ends is not None and generation.end_if_over():
                 self._forget(generation)
                 self._report.busy = False
                 self._report.write(self._folder)
-
-    def _restart(self, generation: Generation, child: Child) -> None:
-        try:  # its peers see when it is ready
-            child.start(generation.sockets, generation.settings, self._folder)
-        except OSError as error:
-            child.postpone(f"does not start ({error.strerror})")
 
     def _wait(self) -> None:
         """Wait until a child reports or ends, a restart is due, or a signal arrives."""
@@ -292,7 +290,10 @@ class Supervisor:
         longest_s = max(0.0, min(starts) - time.monotonic()) if starts else _LOOK_EVERY_S
         reporting = {child.reports: child for child in children if child.reports is not None}
         asleep = time.monotonic()
-        ready = self._readable(list(reporting), min(longest_s, _LOOK_EVERY_S))
+        readers = [*reporting, self._signals]
+        ready, _, _ = select.select(readers, [], [], min(longest_s, _LOOK_EVERY_S))
+        if self._signals in ready:
+            os.read(self._signals, 4096)
         for descriptor in reporting.keys() & ready:
             reporting[descriptor].listen()
         if time.monotonic() - asleep < 3 * _LOOK_EVERY_S:
@@ -301,21 +302,6 @@ class Supervisor:
         else:  # all processes were stopped, and the children have not run since
             for child in children:
                 child.heard = child.heard and time.monotonic()
-
-    def _readable(self, descriptors: list[int], timeout_s: float | None = None) -> list[int]:
-        """Return readable descriptors; wait for one, for a signal, or until the time is over."""
-        ready, _, _ = select.select([*descriptors, self._signals], [], [], timeout_s)
-        if self._signals in ready:
-            os.read(self._signals, 4096)
-        return ready
-
-
-def _signal_pipe() -> int:
-    """Return a descriptor that becomes readable after a signal."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer)
-    return reader
 
 
 def supervise(settings: Settings, engine_command: tuple[str, ...] = ENGINE_COMMAND) -> int:

@@ -26,8 +26,8 @@ from cloze.service.protocols.protocol import (
 )
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
 from cloze.service.tasks import Task, TaskCall, embed, embed_all, embed_sparse, similarity
-from cloze.service.tasks.long_text import UsageParameters
 from cloze.service.tasks.task import NoParameters, TextUsage, WireModel
+from cloze.service.tasks.texts import UsageParameters
 
 ModelName = Annotated[
     str | None,
@@ -94,7 +94,7 @@ def task_route(task: Task) -> TaskRoute:
         result=_result(task),
         error_body=ErrorBody,
         body=body,
-        examples={example.title: example.body for example in task.examples},
+        examples=task.examples,
         media_types=(RAW, NPY) if task.vectors else (),
         headers={**TIMING_HEADERS, **(binary.VECTOR_HEADERS if task.vectors else {})},
         errors=ERROR_STATUSES,
@@ -134,7 +134,9 @@ def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
             __base__=(parameters, base),
             __doc__=parameters.__doc__,
         )
-    fields: dict[str, Any] = {"inputs": (task.inputs, ...)}
+    examples = [example["inputs"] for example in task.examples.values()]
+    inputs = Annotated[task.inputs, Field(examples=examples[:1])] if examples else task.inputs
+    fields: dict[str, Any] = {"inputs": (inputs, ...)}
     if not at_root and task.parameters is not NoParameters:
         fields["parameters"] = (parameters | None, None)
     fields["model"] = (ModelName, None)

@@ -17,8 +17,9 @@ from cloze.service.http.routes import BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
 from cloze.service.protocols.protocol import ProtocolContext, WireProtocol, json_response
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
-from cloze.service.tasks import TaskCall, embed, embed_inputs
+from cloze.service.tasks import TaskCall, embed
 from cloze.service.tasks.task import Count, WireModel
+from cloze.service.tasks.texts import TextsOrIds
 
 _ALIAS: Final = "/embeddings"
 """Another path of ``/v1/embeddings``, which text-embeddings-inference has."""
@@ -27,7 +28,7 @@ _ALIAS: Final = "/embeddings"
 class OpenAiEmbeddingsBody(WireModel):
     """The body of ``POST /v1/embeddings``."""
 
-    input: embed_inputs.EmbedInputs = Field(
+    input: TextsOrIds = Field(
         description="a text, its token ids, or a list of either",
         examples=["What is deep learning?"],
     )

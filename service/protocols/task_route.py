@@ -152,9 +152,9 @@ class Endpoint:
             )
         except RequestError as error:
             raise error.moved(_in_body(error.at, route.names)) from None
-        if result.tokens:  # else the engine's histograms would count requests without it
-            self._context.metrics.observe_parts(reference, result.timings, result.truncated)
-        watched.record.cost = RequestCost(result.texts, result.tokens, result.timings)
+        watched.record.cost = RequestCost(
+            result.texts, result.tokens, result.timings, result.truncated
+        )
         if result.is_large:
             response = await run_on_thread(route.respond, request, body, result)
         else:

@@ -29,16 +29,15 @@ from cloze.service.protocols.protocol import (
 from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
 from cloze.service.tasks import (
     TaskCall,
-    decode_ids,
     embed,
     rerank,
     similarity,
     text_classification,
-    tokenize,
+    token_ids,
 )
-from cloze.service.tasks.long_text import TruncationParameters
 from cloze.service.tasks.task import NotEmpty, Text, Texts, TokenIds
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
+from cloze.service.tasks.texts import TruncationParameters
 
 _TAG: Final = "text-embeddings-inference"
 _MODEL: Final = Field(None, description="a served model, NAME or NAME@VERSION")
@@ -222,7 +221,7 @@ def _all_models(models: Models) -> Sequence[Pipeline]:
 
 
 def _to_tokenize(body: TokenizeBody) -> TaskCall:
-    parameters = tokenize.TokenizeParameters(
+    parameters = token_ids.TokenizeParameters(
         add_special_tokens=body.add_special_tokens, prompt_name=body.prompt_name
     )
     return TaskCall(body.inputs, parameters)
@@ -231,7 +230,7 @@ def _to_tokenize(body: TokenizeBody) -> TaskCall:
 def _respond_tokens(_: Request, __: TokenizeBody, result: TaskResult) -> BytesResponse:
     """Write the tokens part by part: as one value, they would need ten times the memory."""
     written = BytesIO()
-    texts: list[tokenize.TokenizedText] = result.value
+    texts: list[token_ids.TokenizedText] = result.value
     for number, text in enumerate(texts):
         written.write(b",[" if number else b"[[")
         for index, part in enumerate(text.parts()):
@@ -244,14 +243,14 @@ def _respond_tokens(_: Request, __: TokenizeBody, result: TaskResult) -> BytesRe
 
 _TOKENIZE: Final = TaskRoute(
     path="/tokenize",
-    task=tokenize.TASK,
+    task=token_ids.TOKENIZE,
     body=TokenizeBody,
     to_call=_to_tokenize,
     respond=_respond_tokens,
     doc=_doc(
         "The tokens of texts",
         TokenizeBody,
-        list[list[tokenize.Token]],
+        list[list[token_ids.Token]],
         TIMING_HEADERS,
         one_text={"inputs": "A house."},
     ),
@@ -261,7 +260,7 @@ _TOKENIZE: Final = TaskRoute(
 
 
 def _to_decode(body: DecodeBody) -> TaskCall:
-    parameters = decode_ids.DecodeParameters(skip_special_tokens=body.skip_special_tokens)
+    parameters = token_ids.DecodeParameters(skip_special_tokens=body.skip_special_tokens)
     return TaskCall(body.ids, parameters)
 
 
@@ -271,7 +270,7 @@ def _respond_texts(_: Request, __: DecodeBody, result: TaskResult) -> BytesRespo
 
 _DECODE: Final = TaskRoute(
     path="/decode",
-    task=decode_ids.TASK,
+    task=token_ids.DECODE,
     body=DecodeBody,
     to_call=_to_decode,
     respond=_respond_texts,

@@ -14,7 +14,7 @@ import numpy as np
 
 from cloze.service.abandonment import check_awaited
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.long_text import LongText
+from cloze.service.tasks.texts import Bounds, LongText, characters
 from cloze.service.tokenizer import Spans
 
 _SPAN_BYTES: Final = 256
@@ -31,11 +31,7 @@ class SpanMemory:
         self._kept = self._held = 0
 
     def add(self, characters: int) -> None:
-        """Count a span, whose text is kept twice: as it is, and in lower case.
-
-        Raises:
-            InvalidRequest: the spans need too much memory.
-        """
+        """Count a span, whose text is kept twice: as it is, and in lower case."""
         self._held += _SPAN_BYTES + 2 * characters
         if self._held > _MOST_BYTES:
             raise InvalidRequest(
@@ -105,7 +101,7 @@ class Question:
     context: str
     spans: Spans
     context_start: int
-    windows: list[tuple[int, int]]
+    windows: list[Bounds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,24 +121,17 @@ class QaOptions:
 
 
 def best_answers(
-    question: Question,
-    logits: Sequence[Float32],
-    options: QaOptions,
-    memory: SpanMemory | None = None,
+    question: Question, logits: Sequence[Float32], options: QaOptions, memory: SpanMemory
 ) -> AnswerSpans | QaDetails:
-    """Return the best answers to a question.
-
-    Args:
-        question: the question's context and windows.
-        logits: the logits [tokens, 2] of each window.
-        options: the parameters of the request.
-        memory: the memory of the request's spans; None: there is one question.
+    """Return the best answers to a question, by the logits [tokens, 2] of each window.
 
     Raises:
-        InvalidRequest: the spans need too much memory.
+        InvalidRequest: the spans of the request need too much memory.
     """
-    memory = memory or SpanMemory()
-    windows = _search(question, logits, options, memory)
+    windows = [
+        _search(question, bounds, window_logits, options, memory)
+        for bounds, window_logits in zip(question.windows, logits, strict=True)
+    ]
     ranked = _ranked(windows, options)
     answers = ranked[: options.top_k]
     memory.keep(answers)
@@ -159,26 +148,27 @@ class _Window(NamedTuple):
 
 
 def _search(
-    question: Question, logits: Sequence[Float32], options: QaOptions, memory: SpanMemory
-) -> list[_Window]:
-    """Return the best spans of each window."""
+    question: Question, bounds: Bounds, logits: Float32, options: QaOptions, memory: SpanMemory
+) -> _Window:
+    """Return the best spans of a window of a context."""
+    check_awaited()
     # Several spans may have the same text after they are extended to whole words.
     count = options.top_k * 2 + 10 if options.align_to_words else options.top_k
     offsets = question.spans.offsets
-    windows = []
-    for window, window_logits in zip(question.windows, logits, strict=True):
-        check_awaited()
-        scores = _scores(window_logits, question.context_start, window[1] - window[0])
-        spans = []
-        for score, first, last in _best_spans(scores[1:], count, options.max_answer_len):
-            tokens = window[0] + first, window[0] + last
-            if options.align_to_words:
-                tokens = _whole_words(question.spans, tokens, window)
-            start, end = offsets[tokens[0]][0], offsets[tokens[1]][1]
-            memory.add(end - start)
-            spans.append(QaAnswer(question.context[start:end], score, start, end))
-        windows.append(_Window(spans, float(scores[0, 0] * scores[0, 1])))
-    return windows
+    # The start and end scores [1 + C, 2] of [CLS] and the C tokens of the context.
+    first = question.context_start
+    selected = np.concatenate([logits[:1], logits[first : first + bounds[1] - bounds[0]]])
+    scores: Float32 = np.exp(selected - selected.max(0))
+    scores /= scores.sum(0)
+    spans = []
+    for score, start, end in _best_spans(scores[1:], count, options.max_answer_len):
+        tokens = bounds[0] + start, bounds[0] + end
+        if options.align_to_words:
+            tokens = _whole_words(question.spans, tokens, bounds)
+        start, end = offsets[tokens[0]][0], offsets[tokens[1]][1]
+        memory.add(end - start)
+        spans.append(QaAnswer(question.context[start:end], score, start, end))
+    return _Window(spans, float(scores[0, 0] * scores[0, 1]))
 
 
 def _ranked(windows: Sequence[_Window], options: QaOptions) -> list[QaAnswer]:
@@ -204,38 +194,18 @@ def _details(
 ) -> QaDetails:
     """Return the answers with the best span of each window."""
     ranks = {answer.answer.lower(): rank for rank, answer in enumerate(ranked, start=1)}
+    places = characters(question.windows, question.spans.offsets)
     details = []
-    for (first, end), window in zip(question.windows, windows, strict=True):
+    for (start, end), window in zip(places, windows, strict=True):
         best = window.spans[0]
         rank = ranks[best.answer.lower()]
-        details.append(
-            QaWindow(
-                start=question.spans.offsets[first][0],
-                end=question.spans.offsets[end - 1][1],
-                best=best,
-                no_answer=window.no_answer,
-                rank=rank,
-                reason=_reason(rank, len(answers), window.no_answer > best.score),
-            )
-        )
+        reason = "returned"
+        if rank > len(answers):
+            others = "1 answer has" if rank == 2 else f"{rank - 1} answers have"
+            doubt = "; the window rather has no answer" if window.no_answer > best.score else ""
+            reason = f"{others} a higher score{doubt}"
+        details.append(QaWindow(start, end, best, window.no_answer, rank, reason))
     return QaDetails(answers, details)
-
-
-def _reason(rank: int, returned: int, no_answer_is_likelier: bool) -> str:
-    if rank <= returned:
-        return "returned"
-    others = "1 answer has" if rank == 2 else f"{rank - 1} answers have"
-    doubt = "; the window rather has no answer" if no_answer_is_likelier else ""
-    return f"{others} a higher score{doubt}"
-
-
-def _scores(logits: Float32, context_start: int, context_tokens: int) -> Float32:
-    """Return the start and end scores [1 + C, 2] of ``[CLS]`` and the C context tokens."""
-    context_logits = logits[context_start : context_start + context_tokens]
-    selected = np.concatenate([logits[:1], context_logits])
-    scores: Float32 = np.exp(selected - selected.max(0))
-    scores /= scores.sum(0)
-    return scores
 
 
 def _best_spans(
@@ -243,10 +213,7 @@ def _best_spans(
 ) -> list[tuple[float, int, int]]:
     """Return the best spans as (score, first token, last token), best first.
 
-    Args:
-        scores: [C, 2], the start and end scores of the context's tokens.
-        count: most spans to return.
-        max_answer_tokens: most tokens per span.
+    The scores [C, 2] are the start and end scores of the context's tokens.
     """
     products = np.outer(scores[:, 0], scores[:, 1])  # [C, C]
     products = np.tril(np.triu(products), max_answer_tokens - 1)
@@ -262,7 +229,7 @@ def _best_spans(
     ]
 
 
-def _whole_words(spans: Spans, tokens: tuple[int, int], window: tuple[int, int]) -> tuple[int, int]:
+def _whole_words(spans: Spans, tokens: tuple[int, int], window: Bounds) -> tuple[int, int]:
     """Return the (first, last) tokens extended to whole words within a window."""
     start, end = tokens
     while start > window[0] and spans.words[start - 1] == spans.words[start]:

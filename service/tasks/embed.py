@@ -1,14 +1,13 @@
 """Embedding: one vector per text, or per span of a text."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from cloze.model_store import Manifest
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import (
     HeadRequest,
     Pooling,
@@ -18,23 +17,23 @@ from cloze.model_store.heads import (
 )
 from cloze.model_store.heads.layer_embedding import LayerEmbeddingRequest
 from cloze.service.core import Float32, InvalidRequest, Location, WrongTask
-from cloze.service.tasks import embed_inputs
-from cloze.service.tasks.embed_inputs import TextParameters
 from cloze.service.tasks.task import (
-    INPUTS,
     Count,
     CountOrZero,
-    Example,
-    Input,
     NotEmpty,
+    Outputs,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
-    check_count,
-    check_head,
     check_range,
-    listed,
+)
+from cloze.service.tasks.texts import (
+    Bounds,
+    EmbedInputs,
+    TextEncoder,
+    TextParameters,
+    encode_texts,
+    offsets,
 )
 
 PoolingChoice = Literal["cls", "mean", "max"]
@@ -80,67 +79,61 @@ class EmbedParameters(TextParameters):
     )
 
 
-_REQUEST: Final[Mapping[str, HeadRequest]] = {embedding.HEAD.name: embedding.EmbeddingRequest()}
-
-
 class _State(NamedTuple):
     """How the outputs of one request become its vectors.
 
     Attributes:
-        rows: outputs of the encodings -> their vectors [n, D].
+        head: name of the head that gives the vectors.
         dimensions: number of leading dimensions to keep.
-        normalize: whether to scale vectors to length 1.
-        windows: number of encodings of each text; None: one each.
+        windows: number of encodings of each text, and tokens of each encoding; None: a text has
+            one encoding.
+        spans: the (first, end) tokens of each vector of the only text; None: a vector per text.
     """
 
-    rows: Callable[[Sequence[HeadOutputs]], Float32]
+    head: str
     dimensions: int
     normalize: bool
-    windows: list[int] | None = None
+    windows: tuple[list[int], list[int]] | None = None
+    spans: list[Bounds] | None = None
 
 
 _SPANS: Final = Location(("spans",))
+_REQUEST: Final[Mapping[str, HeadRequest]] = {embedding.HEAD.name: embedding.EmbeddingRequest()}
+_TOKENS_REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
-    """Tokenize the texts to embed.
-
-    Raises:
-        EmptyRequest: there is no text, or no span, or a text is empty.
-        InvalidRequest: see `embed_inputs.encode`; or a span is not one of the text, or parameters
-            contradict each other.
-        WrongTask: spans, layers or a pooling are asked for that the model cannot compute.
-    """
-    parameters: EmbedParameters = call.parameters
+def prepare(
+    inputs: Any, parameters: EmbedParameters, context: TaskContext
+) -> PreparedRequest[_State]:
+    """Tokenize the texts to embed."""
     recipe = context.manifest.embedding
     assert recipe is not None  # a model with the head has a recipe
-    size, request, rows = recipe.dimensions, _REQUEST, _own_vectors
+    size, request = recipe.dimensions, _REQUEST
     if parameters.pooling is not None or parameters.layers is not None:
         if parameters.spans is not None:
             raise InvalidRequest("spans have the mean of the last layer; leave out pooling, layers")
         layers = _layer_request(parameters.pooling, parameters.layers, context)
         if layers is not None:
             size = context.manifest.architecture.hidden_size * len(layers.vectors)
-            request, rows = {layer_embedding.HEAD.name: layers}, _layer_vectors
-    dimensions = size if parameters.dimensions is None else parameters.dimensions
-    check_range(dimensions, 1, size, "dimensions")
+            request = {layer_embedding.HEAD.name: layers}
+    dimensions = size
+    if parameters.dimensions is not None:
+        dimensions = parameters.dimensions
+        check_range(dimensions, 1, size, "dimensions")
     normalize = recipe.normalize if parameters.normalize is None else parameters.normalize
     if parameters.spans is not None:
-        return _prepare_spans(call, parameters.spans, dimensions, normalize, context)
-    texts = listed(call.inputs, context.limits)
-    encoded = embed_inputs.encode(texts, parameters, context, request)
-    windows = encoded.windows if encoded.rule.choice == "window" else None
-    state = _State(rows, dimensions, normalize, windows)
-    return encoded.prepared(state, len(encoded.encodings))
-
-
-def _own_vectors(outputs: Sequence[HeadOutputs]) -> Float32:
-    return np.array([output[embedding.HEAD.name].embedding for output in outputs], np.float32)
-
-
-def _layer_vectors(outputs: Sequence[HeadOutputs]) -> Float32:
-    name = layer_embedding.HEAD.name
-    return np.array([output[name].vectors.ravel() for output in outputs], np.float32)
+        if isinstance(inputs, list) and len(inputs) == 1:
+            [inputs] = inputs  # some protocols have lists only
+        encoder, spans = _encode_spans(inputs, parameters, parameters.spans, context)
+        state = _State(token_embedding.HEAD.name, dimensions, normalize, spans=spans)
+        return encoder.prepared(state, len(encoder.encodings[0]))
+    texts = context.limits.listed(inputs)
+    encoder = encode_texts(texts, parameters, context, request)
+    windows = None
+    if encoder.rule.choice == "window":
+        windows = encoder.windows, list(map(len, encoder.encodings))
+    state = _State(next(iter(request)), dimensions, normalize, windows)
+    return encoder.prepared(state, len(encoder.encodings))
 
 
 def _layer_request(
@@ -149,15 +142,6 @@ def _layer_request(
     """Return the request for other vectors than the model's own; None if its own are asked for.
 
     Source: Devlin et al. 2019, table 7, which compares layers.
-
-    Args:
-        pooling: how tokens become one vector; None: as the model's own.
-        layers: the layers; None: the last.
-        context: the model.
-
-    Raises:
-        InvalidRequest: the model has too few layers.
-        WrongTask: the model's graphs have no vectors of layers, or layers follow its pooling.
     """
     manifest = context.manifest
     recipe = manifest.embedding
@@ -165,50 +149,48 @@ def _layer_request(
     chosen = recipe.pooling if pooling is None else Pooling(pooling)
     if chosen is recipe.pooling and layers in (None, "last"):
         return None
-    check_head(context, layer_embedding.HEAD, "pooling and layers need vectors of layers")
+    context.check_head(layer_embedding.HEAD, "pooling and layers need vectors of layers")
     _check_no_projection(manifest, "pooling and layers")
-    return LayerEmbeddingRequest(
-        _layer_weights(layers or "last", manifest.architecture.layers), chosen
-    )
-
-
-def _layer_weights(layers: Layers, count: int) -> list[dict[int, float]]:
-    """Return the weights of each layer, for each vector; 0 is the embeddings."""
+    layers, count = layers or "last", manifest.architecture.layers
     if layers.endswith("last-four") and count < _LAST_FOUR:
         problem = f"{layers} needs {_LAST_FOUR} layers; the model has {count}"
         raise InvalidRequest(problem, Location(("layers",)))
     last_four = range(count - _LAST_FOUR + 1, count + 1)
-    match layers:
-        case "first":
-            return [{0: 1.0}]
-        case "second-to-last":
-            return [{count - 1: 1.0}]
-        case "last":
-            return [{count: 1.0}]
-        case "sum-last-four":
-            return [dict.fromkeys(last_four, 1.0)]
-        case "concat-last-four":
-            return [{layer: 1.0} for layer in last_four]
-        case "sum-all":
-            return [dict.fromkeys(range(1, count + 1), 1.0)]
+    weights: dict[Layers, list[dict[int, float]]] = {  # of each layer, for each vector
+        "first": [{0: 1.0}],  # the embeddings
+        "second-to-last": [{count - 1: 1.0}],
+        "last": [{count: 1.0}],
+        "sum-last-four": [dict.fromkeys(last_four, 1.0)],
+        "concat-last-four": [{layer: 1.0} for layer in last_four],
+        "sum-all": [dict.fromkeys(range(1, count + 1), 1.0)],
+    }
+    return LayerEmbeddingRequest(weights[layers], chosen)
 
 
-def _prepare_spans(
-    call: TaskCall,
-    spans: Sequence[tuple[int, int]],
-    dimensions: int,
-    normalize: bool,
-    context: TaskContext,
-) -> PreparedRequest[_State]:
-    """Tokenize one text whose spans are embedded."""
-    text, parameters = call.inputs, call.parameters
-    if isinstance(text, list) and len(text) == 1:
-        text = text[0]  # some protocols have lists only
+def _encode_spans(
+    text: Any, parameters: EmbedParameters, spans: Sequence[tuple[int, int]], context: TaskContext
+) -> tuple[TextEncoder, list[Bounds]]:
+    """Return the encoding of one text, and the (first, end) tokens of each of its spans."""
+    manifest, limits = context.manifest, context.limits
+    recipe, reference = manifest.embedding, manifest.reference
+    assert recipe is not None  # a model with the head has a recipe
     if parameters.rule().choice == "window":
         raise InvalidRequest("spans are pooled from one pass; long_text window takes several")
-    _check_spans(text, spans, context)
-    encoded = embed_inputs.encode([Input(INPUTS, text)], parameters, context, _TOKENS_REQUEST)
-    places = embed_inputs.offsets(text, len(encoded.encodings[0]), parameters, context)
+    context.check_head(token_embedding.HEAD, "spans need vectors of tokens")
+    if recipe.pooling is not Pooling.MEAN:
+        raise WrongTask(f"spans need mean pooling; the pooling of {reference} is {recipe.pooling}")
+    _check_no_projection(manifest, "spans")
+    if not isinstance(text, str):
+        raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")
+    limits.check_count(len(spans), _SPANS, "span")
+    for index, (start, end) in enumerate(spans):
+        if not 0 <= start < end <= len(text):
+            raise InvalidRequest(
+                f"is ({start}, {end}); the text has {len(text)} characters", _SPANS.below(index)
+            )
+    texts = limits.listed(text)
+    encoder = encode_texts(texts, parameters, context, _TOKENS_REQUEST)
+    [places] = offsets(texts, encoder, parameters)
     own = [(token, place) for token, place in enumerate(places) if place is not None]
     starts, ends = [place[0] for _, place in own], [place[1] for _, place in own]
     rows = []
@@ -219,15 +201,7 @@ def _prepare_spans(
                 f"has no token among the {len(places)} that the model reads", _SPANS.below(index)
             )
         rows.append((own[first][0], own[last - 1][0] + 1))
-
-    def span_vectors(outputs: Sequence[HeadOutputs]) -> Float32:
-        tokens = outputs[0][token_embedding.HEAD.name].embeddings  # [S, H]
-        return np.array([tokens[first:end].mean(0) for first, end in rows], np.float32)
-
-    return encoded.prepared(_State(span_vectors, dimensions, normalize), len(places))
-
-
-_TOKENS_REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
+    return encoder, rows
 
 
 def _check_no_projection(manifest: Manifest, asked: str) -> None:
@@ -239,43 +213,27 @@ def _check_no_projection(manifest: Manifest, asked: str) -> None:
         )
 
 
-def _check_spans(text: Any, spans: Sequence[tuple[int, int]], context: TaskContext) -> None:
-    """Check the spans of one text, before it is tokenized; see `prepare`."""
-    recipe, reference = context.manifest.embedding, context.manifest.reference
-    assert recipe is not None
-    check_head(context, token_embedding.HEAD, "spans need vectors of tokens")
-    if recipe.pooling is not Pooling.MEAN:
-        raise WrongTask(f"spans need mean pooling; the pooling of {reference} is {recipe.pooling}")
-    _check_no_projection(context.manifest, "spans")
-    if not isinstance(text, str):
-        raise InvalidRequest("spans are parts of one text; inputs has token ids, or several texts")
-    check_count(len(spans), context.limits.max_request_texts, _SPANS, "span")
-    for index, (start, end) in enumerate(spans):
-        if not 0 <= start < end <= len(text):
-            raise InvalidRequest(
-                f"is ({start}, {end}); the text has {len(text)} characters", _SPANS.below(index)
-            )
-
-
-def decode(
-    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], _: TaskContext
-) -> Float32:
+def decode(state: _State, outputs: Outputs, _: TaskContext) -> Float32:
     """Return the vectors [n, D] float32."""
-    state = prepared.state
-    vectors = state.rows(outputs)
+    results = [output[state.head] for output in outputs]
+    if state.spans is not None:
+        vectors_of_tokens = results[0].embeddings  # [S, H]
+        rows = [vectors_of_tokens[first:end].mean(0) for first, end in state.spans]
+    elif state.head == layer_embedding.HEAD.name:
+        rows = [result.vectors.ravel() for result in results]
+    else:
+        rows = [result.embedding for result in results]
+    vectors = np.array(rows, np.float32)
     if state.windows is not None:
-        vectors = _means(vectors, list(map(len, prepared.encodings)), state.windows)
+        # The mean of each text's windows, weighted by their tokens.
+        counts, tokens = state.windows
+        weights = np.array(tokens, np.float32)[:, None]
+        firsts = np.cumsum([0, *counts[:-1]])
+        means = np.add.reduceat(vectors * weights, firsts) / np.add.reduceat(weights, firsts)
+        vectors = means.astype(np.float32, copy=False)
     if state.dimensions < vectors.shape[1]:
         vectors = np.ascontiguousarray(vectors[:, : state.dimensions])
     return normalized(vectors) if state.normalize else vectors
-
-
-def _means(vectors: Float32, lengths: Sequence[int], windows: Sequence[int]) -> Float32:
-    """Return the mean of each text's windows [n, D], weighted by their encodings' tokens."""
-    weights = np.array(lengths, np.float32)[:, None]
-    firsts = np.cumsum([0, *windows[:-1]])
-    means = np.add.reduceat(vectors * weights, firsts) / np.add.reduceat(weights, firsts)
-    return means.astype(np.float32, copy=False)
 
 
 def normalized(vectors: Float32) -> Float32:
@@ -290,17 +248,17 @@ TASK: Final = Task(
     route="/embed",
     summary="One vector per text",
     heads=(embedding.HEAD.name,),
-    inputs=embed_inputs.Inputs,
+    inputs=EmbedInputs,
     parameters=EmbedParameters,
     result=list[list[float]],
     prepare=prepare,
     decode=decode,
-    examples=(
-        Example("One text", {"inputs": "What is deep learning?"}),
-        Example(
-            "Many texts, vectors as the model computes them",
-            {"inputs": ["What is deep learning?", "A cat sat."], "normalize": False},
-        ),
-    ),
+    examples={
+        "One text": {"inputs": "What is deep learning?"},
+        "Many texts, vectors as the model computes them": {
+            "inputs": ["What is deep learning?", "A cat sat."],
+            "normalize": False,
+        },
+    },
     vectors=True,
 )

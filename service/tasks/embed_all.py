@@ -3,26 +3,15 @@
 Source: the route ``/embed_all`` of text-embeddings-inference.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import token_embedding
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks import embed_inputs
-from cloze.service.tasks.embed_inputs import Offsets, TextParameters
-from cloze.service.tasks.task import (
-    Example,
-    PreparedRequest,
-    Task,
-    TaskCall,
-    TaskContext,
-    check_results,
-    listed,
-)
+from cloze.service.tasks.task import Outputs, PreparedRequest, Task, TaskContext
+from cloze.service.tasks.texts import EmbedInputs, Offsets, TextParameters, encode_texts, offsets
 
 _REQUEST: Final = {token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()}
 
@@ -48,40 +37,29 @@ class TokenVectors:
     offsets: Offsets
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offsets] | None]:
-    """Tokenize the texts.
-
-    Raises:
-        InvalidRequest: see `embed_inputs.encode`; or the texts have more tokens than a request may
-            have results, or offsets are asked for of token ids.
-    """
-    parameters: TokenParameters = call.parameters
-    texts = listed(call.inputs, context.limits)
+def prepare(
+    inputs: Any, parameters: TokenParameters, context: TaskContext
+) -> PreparedRequest[list[Offsets] | None]:
+    """Tokenize the texts."""
+    texts = context.limits.listed(inputs)
     for at, text in texts:
         if parameters.return_offsets and not isinstance(text, str):
             raise InvalidRequest("is a list of token ids, which have no offsets", at)
-    encoded = embed_inputs.encode(texts, parameters, context, _REQUEST)
-    tokens = sum(map(len, encoded.encodings))
-    check_results(tokens, "the request asks for", context.limits, "vectors")
-    offsets = None
-    if parameters.return_offsets:
-        offsets = [
-            embed_inputs.offsets(str(text), len(encoding), parameters, context)
-            for (_, text), encoding in zip(texts, encoded.encodings, strict=True)
-        ]
-    return encoded.prepared(offsets, tokens)
+    encoder = encode_texts(texts, parameters, context, _REQUEST)
+    tokens = sum(map(len, encoder.encodings))
+    context.limits.check_results(tokens, "the request asks for", "vectors")
+    places = offsets(texts, encoder, parameters) if parameters.return_offsets else None
+    return encoder.prepared(places, tokens)
 
 
 def decode(
-    prepared: PreparedRequest[list[Offsets] | None],
-    outputs: Sequence[HeadOutputs],
-    _: TaskContext,
+    offsets: list[Offsets] | None, outputs: Outputs, _: TaskContext
 ) -> list[Float32] | list[TokenVectors]:
     """Return the vectors [S, H] float32 of each text, special tokens included."""
     vectors = [output[token_embedding.HEAD.name].embeddings for output in outputs]
-    if prepared.state is None:
+    if offsets is None:
         return vectors
-    return [TokenVectors(*pair) for pair in zip(vectors, prepared.state, strict=True)]
+    return [TokenVectors(*pair) for pair in zip(vectors, offsets, strict=True)]
 
 
 TASK: Final = Task(
@@ -89,17 +67,17 @@ TASK: Final = Task(
     route="/embed_all",
     summary="One vector per token of a text",
     heads=(token_embedding.HEAD.name,),
-    inputs=embed_inputs.Inputs,
+    inputs=EmbedInputs,
     parameters=TokenParameters,
     result=list[list[list[float]]] | list[TokenVectors],
     prepare=prepare,
     decode=decode,
-    examples=(
-        Example("One text", {"inputs": "What is deep learning?"}),
-        Example(
-            "With the place of each token",
-            {"inputs": "What is deep learning?", "return_offsets": True},
-        ),
-    ),
+    examples={
+        "One text": {"inputs": "What is deep learning?"},
+        "With the place of each token": {
+            "inputs": "What is deep learning?",
+            "return_offsets": True,
+        },
+    },
     vectors=True,
 )

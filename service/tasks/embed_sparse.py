@@ -3,29 +3,16 @@
 Source: Formal et al. 2021, "SPLADE v2"; the route ``/embed_sparse`` of text-embeddings-inference.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sparse_embedding
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingRequest, SparseEmbeddingResult
-from cloze.service.tasks import embed_inputs
-from cloze.service.tasks.embed_inputs import TextParameters
-from cloze.service.tasks.task import (
-    Count,
-    Example,
-    PreparedRequest,
-    Task,
-    TaskCall,
-    TaskContext,
-    check_range,
-    check_results,
-    listed,
-)
+from cloze.service.tasks.task import Count, Outputs, PreparedRequest, Task, TaskContext, check_range
+from cloze.service.tasks.texts import EmbedInputs, TextParameters, encode_texts
 
 
 class SparseParameters(TextParameters):
@@ -48,52 +35,43 @@ class SparseValue:
 
 
 @dataclass(frozen=True, slots=True)
-class NamedSparseValue:
+class NamedSparseValue(SparseValue):
     """A word of the vocabulary by its index and as a token, and its weight."""
 
-    index: int
-    value: float
     token: str
 
 
 SparseVectors = list[list[SparseValue]] | list[list[NamedSparseValue]]
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[bool]:
-    """Tokenize the texts.
-
-    Raises:
-        EmptyRequest: there is no text, or a text is empty.
-        InvalidRequest: see `embed_inputs.encode`; or the request asks for too many words.
-    """
-    parameters: SparseParameters = call.parameters
-    texts = listed(call.inputs, context.limits)
+def prepare(
+    inputs: Any, parameters: SparseParameters, context: TaskContext
+) -> PreparedRequest[bool]:
+    """Tokenize the texts."""
+    texts = context.limits.listed(inputs)
     largest = min(context.limits.max_top_k, context.tokenizer.vocab_size)
     top_k = largest if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, largest, "top_k")
     if parameters.top_k is not None:
-        check_results(len(texts) * top_k, "the request asks for", context.limits, "words")
-    encoded = embed_inputs.encode(texts, parameters, context, None)
-    for encoding in encoded.encodings:
+        context.limits.check_results(len(texts) * top_k, "the request asks for", "words")
+    encoder = encode_texts(texts, parameters, context, None)
+    for encoding in encoder.encodings:
         request = SparseEmbeddingRequest(len(encoding), top_k)
         encoding.requests = {sparse_embedding.HEAD.name: request}
-    return encoded.prepared(bool(parameters.return_tokens), len(texts) * top_k)
+    return encoder.prepared(bool(parameters.return_tokens), len(texts) * top_k)
 
 
-def decode(
-    prepared: PreparedRequest[bool], outputs: Sequence[HeadOutputs], context: TaskContext
-) -> SparseVectors:
+def decode(with_tokens: bool, outputs: Outputs, context: TaskContext) -> SparseVectors:
     """Return the words of each text, the heaviest first."""
-    results = [output[sparse_embedding.HEAD.name] for output in outputs]
-    if prepared.state:
+    pairs = []
+    for output in outputs:
+        result: SparseEmbeddingResult = output[sparse_embedding.HEAD.name]
+        weights = result.weights.astype(np.float32).tolist()
+        pairs.append(zip(result.ids.tolist(), weights, strict=True))
+    if with_tokens:
         token = context.tokenizer.token_of
-        return [[NamedSparseValue(i, v, token(i)) for i, v in _pairs(r)] for r in results]
-    return [[SparseValue(i, v) for i, v in _pairs(result)] for result in results]
-
-
-def _pairs(result: SparseEmbeddingResult) -> Sequence[tuple[int, float]]:
-    weights = result.weights.astype(np.float32)
-    return list(zip(result.ids.tolist(), weights.tolist(), strict=True))
+        return [[NamedSparseValue(i, weight, token(i)) for i, weight in text] for text in pairs]
+    return [[SparseValue(i, weight) for i, weight in text] for text in pairs]
 
 
 TASK: Final = Task(
@@ -101,16 +79,17 @@ TASK: Final = Task(
     route="/embed_sparse",
     summary="The words of the vocabulary that a text is about, with weights",
     heads=(sparse_embedding.HEAD.name,),
-    inputs=embed_inputs.Inputs,
+    inputs=EmbedInputs,
     parameters=SparseParameters,
     result=SparseVectors,
     prepare=prepare,
     decode=decode,
-    examples=(
-        Example("One text", {"inputs": "What is deep learning?"}),
-        Example(
-            "The ten heaviest words, named",
-            {"inputs": ["What is deep learning?"], "top_k": 10, "return_tokens": True},
-        ),
-    ),
+    examples={
+        "One text": {"inputs": "What is deep learning?"},
+        "The ten heaviest words, named": {
+            "inputs": ["What is deep learning?"],
+            "top_k": 10,
+            "return_tokens": True,
+        },
+    },
 )

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest, MaskedLMResult
 from cloze.service.core import InvalidRequest
-from cloze.service.tasks.long_text import TokenBudget
-from cloze.service.tasks.task import UP_TO, Input, PreparedRequest, TaskContext
+from cloze.service.tasks.task import UP_TO, Input, Outputs, PreparedRequest, TaskContext
 from cloze.service.tokenizer import Tokenizer
 
 Method = Literal["independent", "left-to-right", "beam"]
@@ -67,18 +66,20 @@ class _Text:
         return len(self.hypotheses[0].tokens)
 
 
+@dataclass(frozen=True, slots=True)
 class JointFilling:
     """The state of a request for whole fillings.
 
-    Args:
-        texts: the texts.
+    Attributes:
         method: see the module.
         top_k: number of fillings per text.
+        beam_width: most hypotheses per text.
     """
 
-    def __init__(self, texts: Sequence[_Text], method: Method, top_k: int) -> None:
-        self._texts, self._method, self._top_k = texts, method, top_k
-        self._beam_width = _beam_width(method, top_k)
+    texts: Sequence[_Text]
+    method: Method
+    top_k: int
+    beam_width: int
 
     def next_round(self, tokenizer: Tokenizer) -> PreparedRequest["JointFilling"] | None:
         """Return the next round of the engine; None if all masks are filled."""
@@ -89,67 +90,52 @@ class JointFilling:
         ]
         if not encodings:
             return None
-        results = self._top_k * sum(len(text.masks) for text in self._texts)
+        results = self.top_k * sum(len(text.masks) for text in self.texts)
         return PreparedRequest(encodings, self, results=results, advance=self._advance)
 
     def _advance(
-        self, outputs: Sequence[HeadOutputs], context: TaskContext
+        self, outputs: Outputs, context: TaskContext
     ) -> PreparedRequest["JointFilling"] | None:
         """Fill the next masks by the outputs of a round; return the next round, if there is one."""
         results = iter(output[masked_lm.HEAD.name] for output in outputs)
         for text in self._unfinished():
-            if self._method == "independent":
-                text.hypotheses = _best_products(next(results), self._beam_width)
+            if self.method == "independent":
+                text.hypotheses = _best_products(next(results), self.beam_width)
             else:
-                text.hypotheses = self._extended(text, [next(results) for _ in text.hypotheses])
+                following = [_predictions(next(results), 0) for _ in text.hypotheses]
+                text.hypotheses = _extended(text.hypotheses, following, self.beam_width)
         return self.next_round(context.tokenizer)
 
-    def decode(self, _: Sequence[HeadOutputs], context: TaskContext) -> list[list[Filling]]:
+    def decode(self, _: Outputs, context: TaskContext) -> list[list[Filling]]:
         """Return the fillings of each text."""
-        return [self._fillings(text, context.tokenizer) for text in self._texts]
+        return [
+            [_filling(text, one, context.tokenizer) for one in text.hypotheses[: self.top_k]]
+            for text in self.texts
+        ]
 
     def _unfinished(self) -> list[_Text]:
-        return [text for text in self._texts if text.filled < len(text.masks)]
+        return [text for text in self.texts if text.filled < len(text.masks)]
 
     def _encoding(self, text: _Text, hypothesis: _Hypothesis, tokenizer: Tokenizer) -> Encoding:
-        encoding, _ = tokenizer.encode(text.ids, len(text.ids) + 2)
+        encoding = tokenizer.encode(text.ids, len(text.ids) + 2)
         positions = text.masks
-        if self._method != "independent":
+        if self.method != "independent":
             encoding.input_ids[text.masks[: text.filled]] = hypothesis.tokens
             positions = [text.masks[text.filled]]
-        greedy = self._method == "left-to-right" and text.filled
-        request = MaskedLMRequest(positions, 1 if greedy else self._beam_width)
+        greedy = self.method == "left-to-right" and text.filled
+        request = MaskedLMRequest(positions, 1 if greedy else self.beam_width)
         encoding.requests = {masked_lm.HEAD.name: request}
         return encoding
 
-    def _extended(self, text: _Text, results: Sequence[MaskedLMResult]) -> list[_Hypothesis]:
-        """Return the best hypotheses with one more mask; each result is that of a hypothesis."""
-        extended = [
-            _Hypothesis((*hypothesis.tokens, token), hypothesis.log_probability + log_probability)
-            for hypothesis, result in zip(text.hypotheses, results, strict=True)
-            for token, log_probability in _predictions(result, 0)
-        ]
-        return heapq.nlargest(self._beam_width, extended, key=lambda one: one.log_probability)
 
-    def _fillings(self, text: _Text, tokenizer: Tokenizer) -> list[Filling]:
-        best = text.hypotheses[: self._top_k]
-        filled = []
-        for one in best:
-            ids = list(text.ids)
-            for position, token in zip(text.masks, one.tokens, strict=True):
-                ids[position - 1] = token
-            filled.append(ids)
-        sequences = tokenizer.decode(filled, skip_special_tokens=True)
-        strings = iter(tokenizer.decode([[token] for one in best for token in one.tokens]))
-        return [
-            Filling(
-                math.exp(one.log_probability),
-                list(one.tokens),
-                [next(strings) for _ in one.tokens],
-                sequence,
-            )
-            for one, sequence in zip(best, sequences, strict=True)
-        ]
+def _filling(text: _Text, hypothesis: _Hypothesis, tokenizer: Tokenizer) -> Filling:
+    ids = list(text.ids)
+    for position, token in zip(text.masks, hypothesis.tokens, strict=True):
+        ids[position - 1] = token  # the ids are without [CLS]
+    [sequence] = tokenizer.decode([ids], skip_special_tokens=True)
+    words = tokenizer.decode([[token] for token in hypothesis.tokens])
+    score = math.exp(hypothesis.log_probability)
+    return Filling(score, list(hypothesis.tokens), words, sequence)
 
 
 def prepare_jointly(
@@ -157,37 +143,25 @@ def prepare_jointly(
 ) -> PreparedRequest[JointFilling]:
     """Prepare texts whose masks are filled together.
 
-    Args:
-        ids: ids of each text, without special tokens; each has at least one mask, and is not
-            too long.
-        method: see the module.
-        top_k: number of fillings per text.
-        context: the model.
-
-    Raises:
-        InvalidRequest: all rounds of all texts cost more than a request may.
+    Each text is its ids without special tokens, has at least one mask, and is not too long.
     """
     tokenizer, limits = context.tokenizer, context.limits
-    beam_width = _beam_width(method, top_k)
-    budget = TokenBudget(limits, f"decode {method} takes")
-    texts, results = [], 0
+    beam_width = max(top_k, _MIN_BEAM_WIDTH) if method == "beam" else top_k
+    texts, results, tokens = [], 0, 0
     for at, text in ids:
         masks = [index + 1 for index in tokenizer.mask_positions(text)]  # after [CLS]
         texts.append(_Text(list(text), masks))
         rounds = 0 if method == "independent" else len(masks) - 1
-        budget.add((len(text) + 2) * (1 + rounds * beam_width), at)
+        tokens += (len(text) + 2) * (1 + rounds * beam_width)
+        limits.check_tokens(tokens, f"decode {method} takes", at)
         results += len(masks) * beam_width * (beam_width if method == "beam" else 1)
         if results > (most := limits.max_results):
             raise InvalidRequest(
                 f"decode {method} compares {results} predictions; the limit is {most}", at, UP_TO
             )
-    first = JointFilling(texts, method, top_k).next_round(tokenizer)
+    first = JointFilling(texts, method, top_k, beam_width).next_round(tokenizer)
     assert first is not None  # each text has a mask
     return first
-
-
-def _beam_width(method: Method, top_k: int) -> int:
-    return max(top_k, _MIN_BEAM_WIDTH) if method == "beam" else top_k
 
 
 def _predictions(result: MaskedLMResult, mask: int) -> list[tuple[int, float]]:
@@ -202,10 +176,18 @@ def _best_products(result: MaskedLMResult, count: int) -> list[_Hypothesis]:
     for mask in range(len(result.logsumexp)):
         # The hypothesis of rank i is in the best n only with tokens of rank n / (i + 1) or better:
         # all better hypotheses with all better tokens have greater products.
-        extended = [
-            _Hypothesis((*one.tokens, token), one.log_probability + log_probability)
-            for rank, one in enumerate(best, start=1)
-            for token, log_probability in _predictions(result, mask)[: count // rank]
-        ]
-        best = heapq.nlargest(count, extended, key=lambda one: one.log_probability)
+        likeliest = _predictions(result, mask)
+        best = _extended(best, [likeliest[: count // (i + 1)] for i in range(len(best))], count)
     return best
+
+
+def _extended(
+    hypotheses: Sequence[_Hypothesis], following: Sequence[list[tuple[int, float]]], count: int
+) -> list[_Hypothesis]:
+    """Return the best hypotheses with one more mask, by the predictions that follow each."""
+    extended = [
+        _Hypothesis((*one.tokens, token), one.log_probability + log_probability)
+        for one, predictions in zip(hypotheses, following, strict=True)
+        for token, log_probability in predictions
+    ]
+    return heapq.nlargest(count, extended, key=lambda one: one.log_probability)

@@ -6,31 +6,25 @@ together.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final, Literal, Protocol
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import masked_lm
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks import fill_jointly, fill_tokens
-from cloze.service.tasks.long_text import LongText, UsageParameters, characters
 from cloze.service.tasks.task import (
     Count,
-    Example,
-    Input,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     TaskLimits,
     Text,
     Texts,
     TextUsage,
     check_range,
-    check_text,
-    listed,
 )
+from cloze.service.tasks.texts import Bounds, LongText, UsageParameters, characters
 
 _WRITTEN_TOKENS = 4
 """Most tokens in the result per token that a request may run.
@@ -69,65 +63,59 @@ class FillMaskParameters(UsageParameters):
     )
 
 
-class _Filling(Protocol):
-    """The state of a request."""
-
-    def decode(self, outputs: Sequence[HeadOutputs], context: TaskContext) -> Any:
-        """Return the result for each text."""
-
-
 _TARGETS: Final = Location(("targets",))
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Any]:
-    """Tokenize texts that each hold at least one mask token.
-
-    Raises:
-        InvalidRequest: a text has no mask, too many masks, or a mask after the model's limit; or a
-            parameter is out of its limits, or contradicts another one.
-    """
-    parameters: FillMaskParameters = call.parameters
+def prepare(
+    inputs: Any, parameters: FillMaskParameters, context: TaskContext
+) -> PreparedRequest[Any]:
+    """Tokenize texts that each hold at least one mask token."""
     tokenizer, limits = context.tokenizer, context.limits
-    texts = listed(call.inputs, limits)
-    targets = parameters.targets or []
-    targets = [targets] if isinstance(targets, str) else targets
+    texts = limits.listed(inputs)
     top_k = 5 if parameters.top_k is None else parameters.top_k
     check_range(top_k, 1, min(limits.max_top_k, tokenizer.vocab_size), "top_k")
-    _check_targets(parameters, targets, limits)
-    targets = list(dict.fromkeys(targets))
-    for at, text in texts:
-        check_text(text, at, limits)
-    as_words = bool(targets) and parameters.targets_as == "words"
-    words = fill_tokens.vocabulary_words(tokenizer, targets) if as_words else None
+    targets = _targets(parameters, limits)
+    words: list[list[int]] | None = None
+    warnings: tuple[str, ...] = ()
+    if targets and parameters.targets_as == "words":
+        words, warnings = fill_tokens.target_words(tokenizer, targets)
     choice = parameters.long_text
     if choice is None:
-        choice = "error" if as_words or parameters.decode is not None else "truncate"
-    longest = words.longest if words else 1
-    shortener = _Shortener(choice, context, longest, report=bool(parameters.return_usage))
-    counter = _PredictionCounter(limits, max(top_k, len(targets)))
-    ids = []
-    for text, text_ids in zip(texts, tokenizer.ids([text for _, text in texts]), strict=True):
-        read = shortener.shortened(text_ids, text)
-        counter.add(len(tokenizer.mask_positions(read)), len(read))
-        ids.append(Input(text.at, read))
+        choice = "truncate" if words is None and parameters.decode is None else "error"
+    longest = max(map(len, words)) if words else 1
+    read, usages, predictions, written = [], [], 0, 0
+    for (at, text), ids in zip(texts, tokenizer.ids([text for _, text in texts]), strict=True):
+        masks = _masks(ids, at, context)
+        first, end = _part(len(ids), masks, at, choice, longest, limits)
+        windows = None
+        if parameters.return_usage and choice == "window" and end - first < len(ids):
+            windows = characters([(first, end)], tokenizer.spans(text).offsets)
+        usages.append(TextUsage(len(ids) + 2, end - first + 2, windows))
+        read.append((at, ids[first:end]))
+        predictions += len(masks) * max(top_k, len(targets))
+        written += len(masks) * max(top_k, len(targets)) * (end - first)
+    _check_predictions(predictions, written, limits)
     prepared: PreparedRequest[Any]
     if parameters.decode is not None:
-        prepared = fill_jointly.prepare_jointly(ids, parameters.decode, top_k, context)
+        prepared = fill_jointly.prepare_jointly(read, parameters.decode, top_k, context)
     elif words is not None:
-        prepared = fill_tokens.prepare_words(ids, words, top_k, context)
+        prepared = fill_tokens.prepare_words(read, words, top_k, context)
     elif parameters.original is not None:
-        originals = parameters.original
-        originals = [originals] if isinstance(originals, str) else originals
-        prepared = fill_tokens.prepare_originals(ids, originals, top_k, context)
-        prepared = prepared._replace(results=counter.predictions)
+        tokens = fill_tokens.original_tokens(read, parameters.original, context)
+        prepared = fill_tokens.prepare_tokens(read, top_k, context, originals=tokens)
     else:
-        prepared = fill_tokens.prepare_tokens(ids, targets, top_k, context)
-        prepared = prepared._replace(results=counter.predictions)
-    return prepared._replace(truncated=shortener.truncated, usage=shortener.usage, texts=len(texts))
+        tokens, warnings = fill_tokens.target_tokens(tokenizer, targets)
+        prepared = fill_tokens.prepare_tokens(read, top_k, context, targets=tokens)
+    return prepared._replace(
+        results=prepared.results or predictions,
+        warnings=warnings,
+        truncated=sum(usage.used < usage.tokens for usage in usages),
+        usage=usages if parameters.return_usage else None,
+        texts=len(texts),
+    )
 
 
-def _takes_long(call: TaskCall) -> bool:
-    parameters: FillMaskParameters = call.parameters
+def _takes_long(parameters: FillMaskParameters) -> bool:
     return (
         parameters.decode is not None
         or parameters.targets_as == "words"
@@ -135,9 +123,10 @@ def _takes_long(call: TaskCall) -> bool:
     )
 
 
-def _check_targets(
-    parameters: FillMaskParameters, targets: Sequence[str], limits: TaskLimits
-) -> None:
+def _targets(parameters: FillMaskParameters, limits: TaskLimits) -> list[str]:
+    """Return the distinct targets."""
+    targets = parameters.targets or []
+    targets = [targets] if isinstance(targets, str) else targets
     if len(targets) > limits.max_top_k:
         raise InvalidRequest(
             f"has {len(targets)} tokens; the limit is {limits.max_top_k}", _TARGETS
@@ -155,131 +144,69 @@ def _check_targets(
         raise InvalidRequest(
             "original is ranked in the whole vocabulary; leave out targets and decode"
         )
+    return list(dict.fromkeys(targets))
 
 
-class _Shortener:
-    """Cuts the texts of one request.
+def _masks(ids: Sequence[int], at: Location, context: TaskContext) -> list[int]:
+    """Return the positions of a text's masks; raise `InvalidRequest` for none or too many."""
+    masks = context.tokenizer.mask_positions(ids)
+    if not masks:
+        mask = context.tokenizer.mask_token
+        raise InvalidRequest(f"holds no mask token; put {mask} where a word is to be guessed", at)
+    if len(masks) > (most := context.limits.max_masks):
+        raise InvalidRequest(f"holds {len(masks)} mask tokens; the limit is {most}", at)
+    return masks
 
-    Args:
-        choice: what to do with a long text. ``window`` keeps the part around its masks.
-        context: the model.
-        longest: most tokens that replace a mask.
-        report: whether to report how much of each text was used.
 
-    Attributes:
-        truncated: number of texts that were cut.
-        usage: how much of each text was used; None without a report.
+def _part(
+    tokens: int,
+    masks: Sequence[int],
+    at: Location,
+    choice: LongText,
+    longest: int,
+    limits: TaskLimits,
+) -> Bounds:
+    """Return the (first, end) tokens of a text that the model reads, without special tokens.
+
+    A window is the part around the masks. At most ``longest`` tokens replace a mask.
     """
-
-    def __init__(
-        self, choice: LongText, context: TaskContext, longest: int, *, report: bool
-    ) -> None:
-        self._choice, self._context, self._longest = choice, context, longest
-        self.truncated = 0
-        self.usage: list[TextUsage] | None = [] if report else None
-
-    def shortened(self, ids: Sequence[int], text: Input[str]) -> Sequence[int]:
-        """Return the ids of a text that the model reads, without special tokens.
-
-        Args:
-            ids: ids of the text, without special tokens.
-            text: the text.
-
-        Raises:
-            InvalidRequest: the text has no mask, too many masks, or a mask outside the part that
-                the model reads; or the text is too long.
-        """
-        masks = self._masks(ids, text.at)
-        most = self._context.limits.max_tokens
-        room = most - 2 - (self._longest - 1)
-        if room < 1:
+    most = limits.max_tokens
+    room = most - 2 - (longest - 1)
+    if room < 1:
+        raise InvalidRequest(f"the longest target has {longest} tokens; the model reads {most}")
+    if tokens <= room:
+        return 0, tokens
+    if choice == "error":
+        target = " with its longest target" if longest > 1 else ""
+        needed = tokens + 2 + longest - 1
+        raise InvalidRequest(f"has {needed} tokens{target}; the model reads {most}", at)
+    if choice == "truncate":
+        if (last := masks[-1] + 1) > room:
             raise InvalidRequest(
-                f"the longest target has {self._longest} tokens; the model reads {most}"
-            )
-        first = 0
-        if len(ids) > room:
-            if self._choice == "error":
-                target = " with its longest target" if self._longest > 1 else ""
-                tokens = len(ids) + 2 + self._longest - 1
-                raise InvalidRequest(
-                    f"has {tokens} tokens{target}; the model reads {most}", text.at
-                )
-            if self._choice == "window":
-                first = _first_of_window(masks, len(ids), room, text.at)
-            elif (last := masks[-1] + 1) > room:
-                raise InvalidRequest(
-                    f"has a mask token at token {last}, but the model reads only the first "
-                    f"{room} of a text; long_text window reads the part around the masks",
-                    text.at,
-                )
-            self.truncated += 1
-        end = min(len(ids), first + room)
-        if self.usage is not None:
-            windows = None
-            if self._choice == "window" and len(ids) > room:
-                offsets = self._context.tokenizer.spans(text.value).offsets
-                windows = characters([(first, end)], offsets)
-            self.usage.append(TextUsage(len(ids) + 2, end - first + 2, windows))
-        return ids[first:end]
-
-    def _masks(self, ids: Sequence[int], at: Location) -> list[int]:
-        """Return the positions of a text's masks."""
-        tokenizer, most = self._context.tokenizer, self._context.limits.max_masks
-        masks = tokenizer.mask_positions(ids)
-        if not masks:
-            mask = tokenizer.mask_token
-            raise InvalidRequest(
-                f"holds no mask token; put {mask} where a word is to be guessed",
+                f"has a mask token at token {last}, but the model reads only the first {room} of a "
+                "text; long_text window reads the part around the masks",
                 at,
             )
-        if len(masks) > most:
-            raise InvalidRequest(f"holds {len(masks)} mask tokens; the limit is {most}", at)
-        return masks
-
-
-def _first_of_window(masks: Sequence[int], tokens: int, room: int, at: Location) -> int:
-    """Return the first token of the window that has a text's masks in its middle."""
-    between = masks[-1] - masks[0] + 1
-    if between > room:
+        return 0, room
+    if (between := masks[-1] - masks[0] + 1) > room:
         raise InvalidRequest(
-            f"has {between} tokens from its first to its last mask; a window has {room}",
-            at,
+            f"has {between} tokens from its first to its last mask; a window has {room}", at
         )
     middle = (masks[0] + masks[-1] + 1) // 2
-    return min(max(middle - room // 2, 0), tokens - room)
+    first = min(max(middle - room // 2, 0), tokens - room)
+    return first, first + room
 
 
-class _PredictionCounter:
-    """Counts a request's predictions and the tokens of their sequences against the limits."""
-
-    def __init__(self, limits: TaskLimits, predictions_per_mask: int) -> None:
-        self._limits, self._per_mask = limits, predictions_per_mask
-        self.predictions = 0
-        self._written = 0
-
-    def add(self, masks: int, tokens: int) -> None:
-        """Count one text.
-
-        Raises:
-            InvalidRequest: the request exceeds the limit of predictions or of written tokens.
-        """
-        self.predictions += self._per_mask * masks
-        self._written += self._per_mask * masks * tokens
-        if self.predictions > (most := self._limits.max_results):
-            raise InvalidRequest(
-                f"the request asks for more than {most} predictions (masks x top_k), the limit"
-            )
-        if self._written > (most := _WRITTEN_TOKENS * self._limits.max_request_tokens):
-            raise InvalidRequest(
-                f"the predictions' sequences would hold more than {most} tokens, the limit"
-            )
-
-
-def decode(
-    prepared: PreparedRequest[_Filling], outputs: Sequence[HeadOutputs], context: TaskContext
-) -> Any:
-    """Return the result for each text."""
-    return prepared.state.decode(outputs, context)
+def _check_predictions(predictions: int, written: int, limits: TaskLimits) -> None:
+    """Raise `InvalidRequest` for the predictions, or the tokens of their sequences."""
+    if predictions > (most := limits.max_results):
+        raise InvalidRequest(
+            f"the request asks for more than {most} predictions (masks x top_k), the limit"
+        )
+    if written > (most := _WRITTEN_TOKENS * limits.max_request_tokens):
+        raise InvalidRequest(
+            f"the predictions' sequences would hold more than {most} tokens, the limit"
+        )
 
 
 _Result = (
@@ -292,37 +219,27 @@ TASK: Final = Task(
     summary="The likeliest tokens at each [MASK]",
     heads=(masked_lm.HEAD.name,),
     inputs=Annotated[
-        Text | Texts,
-        Field(
-            description="a text with at least one [MASK], or a list of such texts",
-            examples=["Paris is the [MASK] of France."],
-        ),
+        Text | Texts, Field(description="a text with at least one [MASK], or a list of such texts")
     ],
     parameters=FillMaskParameters,
     result=_Result | list[_Result],
     prepare=prepare,
-    decode=decode,
+    decode=lambda filling, outputs, context: filling.decode(outputs, context),
     alone=(str,),
     takes_long=_takes_long,
-    examples=(
-        Example("One text", {"inputs": "Paris is the [MASK] of France."}),
-        Example(
-            "Targets to choose among",
-            {"inputs": "The water is [MASK].", "parameters": {"targets": ["red", "green"]}},
-        ),
-        Example(
-            "Whole words to choose among",
-            {
-                "inputs": "The water is [MASK].",
-                "parameters": {"targets": ["red", "unhealthy"], "targets_as": "words"},
-            },
-        ),
-        Example(
-            "Two masks together",
-            {
-                "inputs": "She [MASK] the [MASK] and went in.",
-                "parameters": {"decode": "beam", "top_k": 3},
-            },
-        ),
-    ),
+    examples={
+        "One text": {"inputs": "Paris is the [MASK] of France."},
+        "Targets to choose among": {
+            "inputs": "The water is [MASK].",
+            "parameters": {"targets": ["red", "green"]},
+        },
+        "Whole words to choose among": {
+            "inputs": "The water is [MASK].",
+            "parameters": {"targets": ["red", "unhealthy"], "targets_as": "words"},
+        },
+        "Two masks together": {
+            "inputs": "She [MASK] the [MASK] and went in.",
+            "parameters": {"decode": "beam", "top_k": 3},
+        },
+    },
 )

@@ -3,31 +3,27 @@
 Source: Devlin et al. 2019, section 3.1, task 2.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import next_sentence
-from cloze.service.tasks.long_text import LongTextRule, TextEncoder, UsageParameters
+from cloze.service.core import Location
 from cloze.service.tasks.task import (
     INPUTS,
-    Example,
     NotEmpty,
+    Outputs,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     Text,
     Texts,
     WireModel,
-    check_text,
-    listed,
     softmax,
 )
+from cloze.service.tasks.texts import LongTextRule, UsageParameters, encode_pairs
 
 
 class Pair(WireModel):
@@ -63,6 +59,8 @@ class RankedCandidate:
 
 Inputs = Pair | Candidates | list[Pair]
 
+_REQUEST: Final = {next_sentence.HEAD.name: next_sentence.NextSentenceRequest()}
+
 
 class NspParameters(UsageParameters):
     """What to do with a pair that is too long for the model."""
@@ -74,45 +72,32 @@ class NspParameters(UsageParameters):
     )
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[Inputs]:
-    """Tokenize the pairs.
-
-    Raises:
-        EmptyRequest: a text is empty.
-        InvalidRequest: a pair is too long, and long pairs are refused.
-    """
-    inputs, tokenizer, limits = call.inputs, context.tokenizer, context.limits
-    parameters: NspParameters = call.parameters
+def prepare(
+    inputs: Inputs, parameters: NspParameters, context: TaskContext
+) -> PreparedRequest[Inputs]:
+    """Tokenize the pairs; raise `InvalidRequest` for a long one if long pairs are refused."""
+    limits = context.limits
+    pairs: list[tuple[Location, str, str | None]]
     if isinstance(inputs, Candidates):
-        pairs = [
-            (INPUTS.below("candidates", index), inputs.text, candidate)
-            for index, (_, candidate) in enumerate(listed(inputs.candidates, limits))
-        ]
+        limits.check_count(len(inputs.candidates), INPUTS)
+        place = INPUTS.below("candidates")
+        pairs = [(place.below(n), inputs.text, text) for n, text in enumerate(inputs.candidates)]
     else:
-        pairs = [(at, pair.text, pair.next) for at, pair in listed(inputs, limits)]
+        pairs = [(at, pair.text, pair.next) for at, pair in limits.listed(inputs)]
     for at, first, second in pairs:
-        check_text(first, at.below("text"), limits)
-        check_text(second, at.below("next"), limits)
-    texts = list(dict.fromkeys(text for _, *pair in pairs for text in pair))  # each once
-    ids = dict(zip(texts, tokenizer.ids(texts), strict=True))
-    rule = LongTextRule(parameters.long_text or "truncate", report=bool(parameters.return_usage))
-    encoder = TextEncoder(rule, context, _REQUEST)
-    for at, first, second in pairs:
-        encoder.add_pair(at, ids[first], ids[second])
-    prepared = encoder.prepared(inputs)
+        limits.check_text(first, at.below("text"))
+        limits.check_text(second or "", at.below("next"))
+    rule = LongTextRule(parameters.long_text or "truncate", report=parameters.return_usage)
+    prepared = encode_pairs(pairs, rule, context, _REQUEST).prepared(inputs)
     return prepared._replace(texts=len(pairs) + isinstance(inputs, Candidates))
 
 
-_REQUEST: Final = {next_sentence.HEAD.name: next_sentence.NextSentenceRequest()}
-
-
 def decode(
-    prepared: PreparedRequest[Inputs], outputs: Sequence[HeadOutputs], _: TaskContext
+    inputs: Inputs, outputs: Outputs, _: TaskContext
 ) -> list[list[NspLabel]] | list[RankedCandidate]:
     """Return the labels of each pair, or the candidates, likeliest first."""
     logits = np.stack([output[next_sentence.HEAD.name].logits for output in outputs])
     scores = softmax(logits).tolist()
-    inputs = prepared.state
     if isinstance(inputs, Candidates):
         order = sorted(range(len(scores)), key=lambda index: -scores[index][0])
         return [RankedCandidate(i, scores[i][0], inputs.candidates[i]) for i in order]
@@ -126,10 +111,7 @@ TASK: Final = Task(
     heads=(next_sentence.HEAD.name,),
     inputs=Annotated[
         Pair | Candidates | Annotated[list[Pair], NotEmpty],
-        Field(
-            description="a pair, a list of pairs, or a text with candidates to rank",
-            examples=[{"text": "He opened the door.", "next": "Then he went in."}],
-        ),
+        Field(description="a pair, a list of pairs, or a text with candidates to rank"),
     ],
     parameters=NspParameters,
     result=list[NspLabel] | list[list[NspLabel]] | list[RankedCandidate],
@@ -137,16 +119,10 @@ TASK: Final = Task(
     own_fields=("next", "candidates"),
     prepare=prepare,
     decode=decode,
-    examples=(
-        Example("A pair", {"inputs": {"text": "He opened the door.", "next": "He went in."}}),
-        Example(
-            "Candidates to rank",
-            {
-                "inputs": {
-                    "text": "He opened the door.",
-                    "candidates": ["He went in.", "Cats purr."],
-                }
-            },
-        ),
-    ),
+    examples={
+        "A pair": {"inputs": {"text": "He opened the door.", "next": "He went in."}},
+        "Candidates to rank": {
+            "inputs": {"text": "He opened the door.", "candidates": ["He went in.", "Cats purr."]}
+        },
+    },
 )

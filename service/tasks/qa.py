@@ -1,16 +1,13 @@
 """Extractive question answering: the spans of a context that answer a question.
 
 The answers are those of the pipeline of transformers v4. A long context is divided into overlapping
-windows; `answer_spans` finds the best spans of all windows. AnswerSpans have character offsets.
+windows; `answer_spans` finds the best spans of all windows. Answers have character offsets.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import span
 from cloze.service.core import InvalidRequest, Location
 from cloze.service.tasks.answer_spans import (
@@ -21,39 +18,36 @@ from cloze.service.tasks.answer_spans import (
     SpanMemory,
     best_answers,
 )
-from cloze.service.tasks.long_text import (
+from cloze.service.tasks.task import (
+    Count,
+    CountOrZero,
+    Input,
+    NotEmpty,
+    Outputs,
+    PreparedRequest,
+    Task,
+    TaskContext,
+    TaskLimits,
+    Text,
+    TextUsage,
+    WireModel,
+    check_has_tokens,
+    check_range,
+)
+from cloze.service.tasks.texts import (
     LongText,
     LongTextRule,
     TextEncoder,
     UsageParameters,
     characters,
 )
-from cloze.service.tasks.task import (
-    Count,
-    CountOrZero,
-    Example,
-    Input,
-    NotEmpty,
-    PreparedRequest,
-    Task,
-    TaskCall,
-    TaskContext,
-    TaskLimits,
-    Text,
-    TextUsage,
-    WireModel,
-    check_range,
-    check_results,
-    check_text,
-    check_tokens,
-    listed,
-)
-from cloze.service.tokenizer import Spans
 
 _DEFAULT_TOKENS: Final = {"max_seq_len": 384, "max_answer_len": 15, "max_question_len": 64}
 """Defaults of parameters. The default is the model's limit if that is less."""
 
 _DEFAULT_STRIDE = 128
+
+_REQUEST: Final = {span.HEAD.name: span.SpanRequest()}
 
 _WINDOW_RESULTS = 32
 """Number of predictions of a mask whose decoding costs about as much as that of a window."""
@@ -107,37 +101,31 @@ class QaParameters(UsageParameters):
 
 
 _Result = AnswerSpans | QaDetails
+_State = tuple[list[Question], QaOptions]
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    questions: list[Question]
-    options: QaOptions
-
-
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
-    """Tokenize questions and their contexts into windows.
-
-    Raises:
-        EmptyRequest: a text is empty.
-        InvalidRequest: a text has no token, or is too long and long texts are refused; or a
-            parameter is out of its limits.
-    """
-    pairs = listed(call.inputs, context.limits)
-    options = _options(call.parameters, context.limits)
-    check_results(len(pairs) * options.top_k, "the request asks for", context.limits, "answers")
+def prepare(inputs: Any, parameters: QaParameters, context: TaskContext) -> PreparedRequest[_State]:
+    """Tokenize questions and their contexts into windows."""
+    pairs = context.limits.listed(inputs)
+    options = _options(parameters, context.limits)
+    context.limits.check_results(len(pairs) * options.top_k, "the request asks for", "answers")
     rule = LongTextRule(options.long_text, report=options.return_usage)
-    encoder = TextEncoder(rule, context, _REQUEST, options.max_seq_len)
+    encoder = TextEncoder(rule, context, options.max_seq_len, _REQUEST)
     questions = [_add(pair, options, encoder, context) for pair in pairs]
-    return encoder.prepared(_State(questions, options), len(encoder.encodings) * _WINDOW_RESULTS)
+    return encoder.prepared((questions, options), len(encoder.encodings) * _WINDOW_RESULTS)
 
 
 def _add(
     pair: Input[QaPair], options: QaOptions, encoder: TextEncoder, context: TaskContext
 ) -> Question:
     """Add the windows of a question's context to the encodings of a request; see `prepare`."""
-    at, tokenizer = pair.at, context.tokenizer
-    ids, spans = _tokenize(pair, context)
+    (at, asked), tokenizer = pair, context.tokenizer
+    question, text = asked.question, asked.context
+    context.limits.check_text(question, at.below("question"))
+    context.limits.check_text(text, at.below("context"))
+    ids, spans = tokenizer.ids([question])[0], tokenizer.spans(text)
+    check_has_tokens(ids, at.below("question"))
+    check_has_tokens(spans.ids, at.below("context"))
     cut = ids[: options.max_question_len]
     around = len(cut) + tokenizer.special.pair_tokens
     room = options.max_seq_len - around
@@ -154,17 +142,11 @@ def _add(
     read = spans.first(room) if options.long_text == "truncate" else spans
     bounds = encoder.divide(len(read.ids), room, at, stride, around)
     encodings = [
-        tokenizer.pair(cut, read.ids[first:end], options.max_seq_len)[0] for first, end in bounds
+        tokenizer.pair(cut, read.ids[first:end], options.max_seq_len) for first, end in bounds
     ]
     places = characters(bounds, read.offsets) if len(bounds) > 1 else None
-    is_cut = len(cut) < len(ids) or len(read.ids) < len(spans.ids)
-    encoder.add_encodings(
-        at, encodings, TextUsage(whole, around + len(read.ids), places), cut=is_cut
-    )
-    return Question(pair.value.context, read, tokenizer.special.second_start(len(cut)), bounds)
-
-
-_REQUEST: Final = {span.HEAD.name: span.SpanRequest()}
+    encoder.add_encodings(at, encodings, TextUsage(whole, around + len(read.ids), places))
+    return Question(text, read, tokenizer.special.second_start(len(cut)), bounds)
 
 
 def _options(parameters: QaParameters, limits: TaskLimits) -> QaOptions:
@@ -175,18 +157,6 @@ def _options(parameters: QaParameters, limits: TaskLimits) -> QaOptions:
     check_range(options.max_question_len, 1, limits.max_tokens, "max_question_len")
     check_range(options.max_seq_len, 8, limits.max_tokens, "max_seq_len")
     return options
-
-
-def _tokenize(pair: Input[QaPair], context: TaskContext) -> tuple[list[int], Spans]:
-    """Return the question's ids and the context's tokens."""
-    at, (question, text) = pair.at, (pair.value.question, pair.value.context)
-    check_text(question, at.below("question"), context.limits)
-    check_text(text, at.below("context"), context.limits)
-    ids = context.tokenizer.ids([question])[0]
-    spans = context.tokenizer.spans(text)
-    check_tokens(ids, at.below("question"))
-    check_tokens(spans.ids, at.below("context"))
-    return ids, spans
 
 
 def _stride(options: QaOptions, window_tokens: int, at: Location) -> int:
@@ -204,20 +174,14 @@ def _stride(options: QaOptions, window_tokens: int, at: Location) -> int:
     return options.doc_stride
 
 
-def decode(
-    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], _: TaskContext
-) -> list[_Result]:
-    """Return the best answers to each question.
-
-    Raises:
-        InvalidRequest: the answers need too much memory.
-    """
+def decode(state: _State, outputs: Outputs, _: TaskContext) -> list[_Result]:
+    """Return the best answers to each question."""
     rest, memory = iter(outputs), SpanMemory()
-    state = prepared.state
+    questions, options = state
     results: list[_Result] = []
-    for question in state.questions:
+    for question in questions:
         logits = [next(rest)[span.HEAD.name].logits for _ in question.windows]
-        results.append(best_answers(question, logits, state.options, memory))
+        results.append(best_answers(question, logits, options, memory))
     return results
 
 
@@ -228,10 +192,7 @@ TASK: Final = Task(
     heads=(span.HEAD.name,),
     inputs=Annotated[
         QaPair | Annotated[list[QaPair], NotEmpty],
-        Field(
-            description="a question with its context, or a list of them",
-            examples=[{"question": "Who wrote it?", "context": "It was written by Ada."}],
-        ),
+        Field(description="a question with its context, or a list of them"),
     ],
     parameters=QaParameters,
     result=_Result | list[_Result],
@@ -239,17 +200,13 @@ TASK: Final = Task(
     own_fields=("question",),
     prepare=prepare,
     decode=decode,
-    examples=(
-        Example(
-            "The best answer",
-            {"inputs": {"question": "Who wrote it?", "context": "It was written by Ada."}},
-        ),
-        Example(
-            "The three best answers",
-            {
-                "inputs": {"question": "Who wrote it?", "context": "It was written by Ada."},
-                "parameters": {"top_k": 3},
-            },
-        ),
-    ),
+    examples={
+        "The best answer": {
+            "inputs": {"question": "Who wrote it?", "context": "It was written by Ada."}
+        },
+        "The three best answers": {
+            "inputs": {"question": "Who wrote it?", "context": "It was written by Ada."},
+            "parameters": {"top_k": 3},
+        },
+    },
 )

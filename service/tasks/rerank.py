@@ -3,31 +3,26 @@
 A classifier of pairs with one label gives the scores; without one, the similarity of embeddings.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from cloze.model_store import Manifest
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
 from cloze.service.core import Location
 from cloze.service.tasks import similarity, text_classification
-from cloze.service.tasks.long_text import TruncationParameters
 from cloze.service.tasks.similarity import SimilarityInputs, SimilarityParameters
 from cloze.service.tasks.task import (
+    Outputs,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
-    TaskLimits,
     Text,
     Texts,
     WireModel,
-    check_count,
-    check_text,
 )
 from cloze.service.tasks.text_classification import TextClassificationParameters, TextPair
+from cloze.service.tasks.texts import TruncationParameters
 
 _CHARACTERS_PER_RESULT = 10_000
 """Characters of returned texts whose writing costs about as much as one prediction of a mask."""
@@ -64,18 +59,10 @@ class Ranking:
     by: Literal["classifier", "similarity"]
 
 
-class _State(NamedTuple):
-    """What `decode` needs.
+_State = tuple[Task, Any, list[str] | None]
+"""The task that scores, its state, and the texts if the answer repeats them."""
 
-    Attributes:
-        scoring: the task that scores.
-        inner: the state of that task.
-        texts: the texts of the request if the answer repeats them, else None.
-    """
-
-    scoring: Task
-    inner: Any
-    texts: list[str] | None
+_TEXTS: Final = Location(("texts",))
 
 
 def classifies(manifest: Manifest) -> bool:
@@ -84,55 +71,42 @@ def classifies(manifest: Manifest) -> bool:
     return isinstance(options, SequenceLabels) and len(options.labels) == 1
 
 
-_TEXTS: Final = Location(("texts",))
-
-
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
-    """Tokenize the query with the texts.
-
-    Raises:
-        EmptyRequest: there is no text, or a text is empty.
-        InvalidRequest: there are too many texts, or a text is too long.
-    """
-    inputs: RerankInputs = call.inputs
-    parameters: RerankParameters = call.parameters
-    _check(inputs, context.limits)
+def prepare(
+    inputs: RerankInputs, parameters: RerankParameters, context: TaskContext
+) -> PreparedRequest[_State]:
+    """Tokenize the query with the texts, which are named as in this task."""
+    limits = context.limits
+    limits.check_text(inputs.query, Location(("query",)))
+    limits.check_count(len(inputs.texts), _TEXTS)
+    for index, text in enumerate(inputs.texts):
+        limits.check_text(text, _TEXTS.below(index))
     truncation = parameters.model_dump(include=set(TruncationParameters.model_fields))
+    prepared: PreparedRequest[Any]
     if classifies(context.manifest):
         scoring = text_classification.TASK
         pairs = [TextPair.model_construct(text=inputs.query, text_pair=t) for t in inputs.texts]
         function: text_classification.Function = "none" if parameters.raw_scores else "sigmoid"
-        scored = TaskCall(
-            pairs, TextClassificationParameters(function_to_apply=function, **truncation)
-        )
+        scored = TextClassificationParameters(function_to_apply=function, **truncation)
+        prepared = scoring.prepare(pairs, scored, context)
     else:
         scoring = similarity.TASK
         compared = SimilarityInputs.model_construct(
             source_sentence=inputs.query, sentences=inputs.texts
         )
-        scored = TaskCall(compared, SimilarityParameters(**truncation))
-    prepared = scoring.prepare(scored, context)
+        prepared = scoring.prepare(compared, SimilarityParameters(**truncation), context)
     texts = inputs.texts if parameters.return_text else None
     written = sum(map(len, texts or ())) // _CHARACTERS_PER_RESULT
-    state = _State(scoring, prepared.state, texts)
-    results = max(prepared.results, written)
-    return prepared._replace(state=state, results=results, texts=len(inputs.texts))
+    return prepared._replace(
+        state=(scoring, prepared.state, texts),
+        results=max(prepared.results, written),
+        texts=len(inputs.texts),
+    )
 
 
-def _check(inputs: RerankInputs, limits: TaskLimits) -> None:
-    """Check the texts, by their names in this task; see `prepare`."""
-    check_text(inputs.query, Location(("query",)), limits)
-    check_count(len(inputs.texts), limits.max_request_texts, _TEXTS)
-    for index, text in enumerate(inputs.texts):
-        check_text(text, _TEXTS.below(index), limits)
-
-
-def decode(
-    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], context: TaskContext
-) -> Ranking:
+def decode(state: _State, outputs: Outputs, context: TaskContext) -> Ranking:
     """Return the ranking."""
-    scoring, inner, texts = prepared.state
-    result = scoring.decode(prepared._replace(state=inner), outputs, context)
+    scoring, inner, texts = state
+    result = scoring.decode(inner, outputs, context)
     is_classifier = scoring is text_classification.TASK
     scores: list[float] = [labels[0].score for labels in result] if is_classifier else result
     order = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
@@ -150,5 +124,4 @@ TASK: Final = Task(
     result=Ranking,
     prepare=prepare,
     decode=decode,
-    examples=(),
 )

@@ -10,35 +10,25 @@ Source: Salazar et al. 2020, "Masked Language Model Scoring", equation 1.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 from pydantic import Field
 
-from cloze.model_store.batch import Encoding, HeadOutputs
+from cloze.model_store.batch import Encoding
 from cloze.model_store.heads import masked_lm
 from cloze.model_store.heads.masked_lm import MaskedLMRequest
-from cloze.service.core import InvalidRequest, Location
-from cloze.service.tasks.long_text import (
-    LongText,
-    LongTextRule,
-    TextEncoder,
-    TokenBudget,
-    UsageParameters,
-)
+from cloze.service.core import InvalidRequest
 from cloze.service.tasks.task import (
-    Example,
+    Outputs,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     Text,
     Texts,
     TextUsage,
-    check_results,
-    check_text,
-    check_tokens,
-    listed,
+    check_has_tokens,
 )
+from cloze.service.tasks.texts import LongText, LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tokenizer import Spans
 
 
@@ -73,54 +63,40 @@ class ScoreParameters(UsageParameters):
     )
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Spans]]:
-    """Tokenize the texts, and mask each token of a text in a copy of its own.
-
-    Raises:
-        EmptyRequest: there is no text, or a text is empty.
-        InvalidRequest: a text has no token or a mask token, or is too long and long texts are
-            refused; or all copies have more tokens than a request may have.
-    """
-    parameters: ScoreParameters = call.parameters
-    limits, choice = context.limits, parameters.long_text or "error"
-    texts = listed(call.inputs, limits)
-    for at, text in texts:
-        check_text(text, at, limits)
-    rule = LongTextRule(choice, report=bool(parameters.return_usage))
-    encoder = TextEncoder(rule, context)
+def prepare(
+    inputs: Any, parameters: ScoreParameters, context: TaskContext
+) -> PreparedRequest[list[Spans]]:
+    """Tokenize the texts, and mask each token of a text in a copy of its own."""
+    tokenizer, limits, choice = context.tokenizer, context.limits, parameters.long_text or "error"
+    most = limits.max_tokens
+    texts = limits.listed(inputs)
     scored: list[Spans] = []
-    lengths: list[int] = []
-    budget = TokenBudget(limits, "the masked copies hold")
+    usages: list[TextUsage] = []
+    held = 0
     for at, text in texts:
-        spans = context.tokenizer.spans(text)
-        lengths.append(len(spans.ids))
-        _check(spans.ids, at, choice, context)
-        scored.append(spans.first(limits.max_tokens - 2) if choice == "truncate" else spans)
+        spans = tokenizer.spans(text)
+        check_has_tokens(spans.ids, at)
+        tokens = len(spans.ids) + 2
+        if tokens > most and choice == "error":
+            raise InvalidRequest(
+                f"has {tokens} tokens; the model reads {most}; long_text window scores each token "
+                "in the part around it",
+                at,
+            )
+        if tokenizer.mask_id in spans.ids:
+            mask = tokenizer.mask_token
+            raise InvalidRequest(f"holds {mask}, which has no probability; /fill-mask fills it", at)
+        scored.append(spans.first(most - 2) if choice == "truncate" else spans)
         copies = len(scored[-1].ids)
-        budget.add(copies * min(copies + 2, limits.max_tokens), at)
-    check_results(sum(len(spans.ids) for spans in scored), "the texts need", limits)
-    for (at, _), spans, length in zip(texts, scored, lengths, strict=True):
-        usage = TextUsage(length + 2, len(spans.ids) + 2)
-        cut = len(spans.ids) < length
-        encoder.add_encodings(at, _masked_copies(spans.ids, context), usage, cut=cut)
+        usages.append(TextUsage(tokens, copies + 2))
+        held += copies * min(copies + 2, most)
+        limits.check_tokens(held, "the masked copies hold", at)
+    limits.check_results(sum(len(spans.ids) for spans in scored), "the texts need")
+    rule = LongTextRule(choice, report=parameters.return_usage)
+    encoder = TextEncoder(rule, context, most)
+    for (at, _), spans, usage in zip(texts, scored, usages, strict=True):
+        encoder.add_encodings(at, _masked_copies(spans.ids, context), usage)
     return encoder.prepared(scored, len(encoder.encodings))
-
-
-def _check(ids: Sequence[int], at: Location, choice: LongText, context: TaskContext) -> None:
-    """Check the tokens of one text."""
-    tokenizer, most = context.tokenizer, context.limits.max_tokens
-    check_tokens(ids, at)
-    if len(ids) + 2 > most and choice == "error":
-        raise InvalidRequest(
-            f"has {len(ids) + 2} tokens; the model reads {most}; long_text window scores "
-            "each token in the part around it",
-            at,
-        )
-    if tokenizer.mask_id in ids:
-        raise InvalidRequest(
-            f"holds {tokenizer.mask_token}, which has no probability; /fill-mask fills it",
-            at,
-        )
 
 
 def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
@@ -133,7 +109,7 @@ def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
     copies = []
     for position, token in enumerate(ids):
         first = max(0, min(position - room // 2, len(ids) - room))
-        part, _ = tokenizer.encode(ids[first : first + room], room + 2)
+        part = tokenizer.encode(ids[first : first + room], room + 2)
         masked = position - first + 1  # after [CLS]
         part.input_ids[masked] = tokenizer.mask_id
         part.requests = {masked_lm.HEAD.name: MaskedLMRequest([masked], targets=[token])}
@@ -141,17 +117,13 @@ def _masked_copies(ids: Sequence[int], context: TaskContext) -> list[Encoding]:
     return copies
 
 
-def decode(
-    prepared: PreparedRequest[list[Spans]], outputs: Sequence[HeadOutputs], context: TaskContext
-) -> list[TextScore]:
+def decode(texts: list[Spans], outputs: Outputs, context: TaskContext) -> list[TextScore]:
     """Return the score of each text."""
     results = iter(output[masked_lm.HEAD.name] for output in outputs)
-    scores = []
-    for text in prepared.state:
+    scores, token_of = [], context.tokenizer.token_of
+    for text in texts:
         tokens = [
-            ScoredToken(
-                context.tokenizer.token_of(token), start, end, result.target_log_probability()
-            )
+            ScoredToken(token_of(token), start, end, result.target_log_probability())
             for token, (start, end), result in zip(text.ids, text.offsets, results, strict=False)
         ]
         scores.append(TextScore(math.fsum(token.log_probability for token in tokens), tokens))
@@ -163,20 +135,15 @@ TASK: Final = Task(
     route="/score",
     summary="How likely a text is, and each of its tokens",
     heads=(masked_lm.HEAD.name,),
-    inputs=Annotated[
-        Text | Texts,
-        Field(
-            description="a text, or a list of texts", examples=["Paris is the capital of France."]
-        ),
-    ],
+    inputs=Annotated[Text | Texts, Field(description="a text, or a list of texts")],
     parameters=ScoreParameters,
     result=TextScore | list[TextScore],
     prepare=prepare,
     decode=decode,
     alone=(str,),
     takes_long=lambda _: True,
-    examples=(
-        Example("One text", {"inputs": "Paris is the capital of France."}),
-        Example("Two texts to compare", {"inputs": ["He opened the door.", "He opened the sky."]}),
-    ),
+    examples={
+        "One text": {"inputs": "Paris is the capital of France."},
+        "Two texts to compare": {"inputs": ["He opened the door.", "He opened the sky."]},
+    },
 )

@@ -3,33 +3,26 @@
 Source: huggingface_hub's ``sentence_similarity`` and the route of text-embeddings-inference.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import embedding, token_embedding
 from cloze.service.core import Float32
-from cloze.service.tasks import embed, embed_inputs
-from cloze.service.tasks.embed_inputs import Offsets, TextParameters
+from cloze.service.tasks.embed import normalized
 from cloze.service.tasks.task import (
     INPUTS,
-    Example,
-    Input,
+    Outputs,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     Text,
     Texts,
     WireModel,
-    check_count,
-    check_head,
-    check_results,
 )
+from cloze.service.tasks.texts import Offsets, TextParameters, encode_texts, offsets
 
 
 class SimilarityInputs(WireModel):
@@ -74,54 +67,40 @@ _PAIRS = 10
 
 _VECTORS: Final = {embedding.HEAD.name: embedding.EmbeddingRequest()}
 _ALL_VECTORS: Final = _VECTORS | {
-    token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest(),
+    token_embedding.HEAD.name: token_embedding.TokenEmbeddingRequest()
 }
-
-
 _SENTENCES: Final = INPUTS.below("sentences")
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Offsets] | None]:
-    """Tokenize the text, then the texts to compare with it.
-
-    Raises:
-        EmptyRequest: there is no sentence, or a text is empty.
-        InvalidRequest: there are too many sentences, or a text cannot be embedded; or details are
-            asked for of more tokens than a request may have results.
-        WrongTask: details are asked for of a model without vectors of tokens.
-    """
-    inputs: SimilarityInputs = call.inputs
-    parameters: SimilarityParameters = call.parameters
-    check_count(len(inputs.sentences), context.limits.max_request_texts - 1, _SENTENCES)
-    texts = [Input(INPUTS.below("source_sentence"), inputs.source_sentence)]
-    texts += [Input(_SENTENCES.below(n), text) for n, text in enumerate(inputs.sentences)]
+def prepare(
+    inputs: SimilarityInputs, parameters: SimilarityParameters, context: TaskContext
+) -> PreparedRequest[list[Offsets] | None]:
+    """Tokenize the text, then the texts to compare with it."""
+    context.limits.check_count(len(inputs.sentences), _SENTENCES, others=1)
+    texts = [(INPUTS.below("source_sentence"), inputs.source_sentence)]
+    texts += [(_SENTENCES.below(n), text) for n, text in enumerate(inputs.sentences)]
+    for at, text in texts:
+        context.limits.check_text(text, at)
     if not parameters.details:
-        encoded = embed_inputs.encode(texts, parameters, context, _VECTORS)
-        return encoded.prepared(None)
-    check_head(context, token_embedding.HEAD, "details need vectors of tokens")
-    encoded = embed_inputs.encode(texts, parameters, context, _ALL_VECTORS)
-    tokens = sum(map(len, encoded.encodings))
-    check_results(tokens, "details need", context.limits, "vectors")
-    offsets = [
-        embed_inputs.offsets(text, len(encoding), parameters, context)
-        for (_, text), encoding in zip(texts, encoded.encodings, strict=True)
-    ]
-    return encoded.prepared(offsets, tokens)
+        return encode_texts(texts, parameters, context, _VECTORS).prepared(None)
+    context.check_head(token_embedding.HEAD, "details need vectors of tokens")
+    encoder = encode_texts(texts, parameters, context, _ALL_VECTORS)
+    tokens = sum(map(len, encoder.encodings))
+    context.limits.check_results(tokens, "details need", "vectors")
+    return encoder.prepared(offsets(texts, encoder, parameters), tokens)
 
 
 def decode(
-    prepared: PreparedRequest[list[Offsets] | None],
-    outputs: Sequence[HeadOutputs],
-    _: TaskContext,
+    offsets: list[Offsets] | None, outputs: Outputs, _: TaskContext
 ) -> list[float] | list[DetailedSimilarity]:
     """Return a cosine per sentence, in their order, with pairs of tokens if asked for."""
     rows = [output[embedding.HEAD.name].embedding for output in outputs]
-    vectors = embed.normalized(np.array(rows, np.float32))
+    vectors = normalized(np.array(rows, np.float32))
     cosines: list[float] = (vectors[1:] @ vectors[0]).tolist()
-    if prepared.state is None:
+    if offsets is None:
         return cosines
-    tokens = [embed.normalized(output[token_embedding.HEAD.name].embeddings) for output in outputs]
-    source, *sentences = zip(tokens, prepared.state, strict=True)
+    tokens = [normalized(output[token_embedding.HEAD.name].embeddings) for output in outputs]
+    source, *sentences = zip(tokens, offsets, strict=True)
     return [
         DetailedSimilarity(cosine, _pairs(source, sentence))
         for cosine, sentence in zip(cosines, sentences, strict=True)
@@ -159,15 +138,12 @@ TASK: Final = Task(
     own_fields=("source_sentence",),
     prepare=prepare,
     decode=decode,
-    examples=(
-        Example(
-            "A text and two others",
-            {
-                "inputs": {
-                    "source_sentence": "The king was dead.",
-                    "sentences": ["The old king died.", "A ship left the harbour."],
-                }
-            },
-        ),
-    ),
+    examples={
+        "A text and two others": {
+            "inputs": {
+                "source_sentence": "The king was dead.",
+                "sentences": ["The old king died.", "A ship left the harbour."],
+            }
+        }
+    },
 )

@@ -1,7 +1,7 @@
 """The definition of a task. Every other task module of the package defines one as its `TASK`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -9,12 +9,11 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
     WithJsonSchema,
     model_validator,
 )
-from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from cloze.model_store import Manifest
@@ -29,7 +28,10 @@ INPUTS = Location(("inputs",))
 UP_TO: Final = "up to "
 """Leads a message of all texts up to a place."""
 
-T_co = TypeVar("T_co", covariant=True)
+Outputs = Sequence[HeadOutputs]
+"""The results of the heads for each encoding of a request."""
+
+T = TypeVar("T")
 S = TypeVar("S")
 
 
@@ -79,30 +81,14 @@ class NoParameters(WireModel):
     """The parameters of a task that has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchemaKeyword:
-    """A keyword for a type's JSON schema. The task checks the value, with an error of its own."""
-
-    keyword: str
-    value: int
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        """Return the type's schema with the keyword."""
-        return handler(schema) | {self.keyword: self.value}
-
-
-NotEmpty = SchemaKeyword("minItems", 1)
-"""Marks a list that has at least one element."""
-
-NotEmptyText = SchemaKeyword("minLength", 1)
-"""Marks a text that has at least one character."""
+# Keywords for the schema only: a task checks these values, with errors of its own.
+NotEmpty = Field(json_schema_extra={"minItems": 1})
+NotEmptyText = Field(json_schema_extra={"minLength": 1})
 
 Text = Annotated[str, NotEmptyText]
 Texts = Annotated[list[Text], NotEmpty]
-Count = Annotated[int, SchemaKeyword("minimum", 1)]
-CountOrZero = Annotated[int, SchemaKeyword("minimum", 0)]
+Count = Annotated[int, Field(json_schema_extra={"minimum": 1})]
+CountOrZero = Annotated[int, Field(json_schema_extra={"minimum": 0})]
 
 _IDS_AT_ONCE = 65_536
 """Ids that are checked in one call: more would keep the interpreter from other threads."""
@@ -132,18 +118,22 @@ TokenIds = Annotated[
 """The token ids of a text."""
 
 
+Input = tuple[Location, T]
+"""The place of an input of a call, ``inputs`` or ``inputs[3]``, and the input."""
+
+
 @dataclass(frozen=True, slots=True)
 class TaskLimits:
-    """The limits of one request.
+    """The limits of one request. Each check raises `InvalidRequest`, or `EmptyRequest`.
 
     Attributes:
         max_tokens: most tokens per sequence, special tokens included; the model's limit.
         max_masks: most mask tokens per text.
         max_top_k: most predictions per mask, or answers per question.
-        max_results: most predictions, or answers, per request.
+        max_results: most predictions, or answers.
+        max_request_tokens: most tokens, including all windows of long texts.
         max_text_characters: most characters per text, before truncation.
-        max_request_tokens: most tokens per request, including all windows of long texts.
-        max_request_texts: most texts per request.
+        max_request_texts: most texts.
     """
 
     max_tokens: int
@@ -154,6 +144,46 @@ class TaskLimits:
     max_text_characters: int
     max_request_texts: int = 2048
 
+    def listed(self, inputs: Any) -> list[Input[Any]]:
+        """Return the inputs of a call, one or a list, with the place of each; check the texts.
+
+        A list of token ids is one input.
+        """
+        if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
+            places = [(INPUTS, inputs)]
+        else:
+            self.check_count(len(inputs), INPUTS)
+            places = [(INPUTS.below(index), value) for index, value in enumerate(inputs)]
+        for at, value in places:
+            if isinstance(value, str):
+                self.check_text(value, at)
+        return places
+
+    def check_count(self, count: int, at: Location, kind: str = "text", others: int = 0) -> None:
+        """Check the number of elements of a list of texts, beside which the request has others."""
+        if not count:
+            raise EmptyRequest(f"is an empty list; it needs at least 1 {kind}", at)
+        if count > (most := self.max_request_texts - others):
+            raise InvalidRequest(f"has {count} {kind}s; the limit is {most}", at)
+
+    def check_text(self, text: str, at: Location) -> None:
+        """Check the number of characters of a text."""
+        if not text:
+            raise EmptyRequest("is empty; it needs at least 1 character", at)
+        if len(text) > (most := self.max_text_characters):
+            raise InvalidRequest(f"has {len(text)} characters; the limit is {most}", at)
+
+    def check_tokens(self, tokens: int, use: str, at: Location) -> None:
+        """Check the tokens of the texts up to a place; the use is like ``the windows hold``."""
+        if tokens > (most := self.max_request_tokens):
+            problem = f"{use} {tokens} tokens; the limit of a request is {most}"
+            raise InvalidRequest(problem, at, UP_TO)
+
+    def check_results(self, results: int, asked: str, kind: str = "predictions") -> None:
+        """Check the number of a request's results, or of the encodings that it needs."""
+        if results > (most := self.max_results):
+            raise InvalidRequest(f"{asked} {results} {kind}; the limit is {most}")
+
 
 @dataclass(frozen=True, slots=True)
 class TaskContext:
@@ -163,24 +193,40 @@ class TaskContext:
     tokenizer: Tokenizer
     limits: TaskLimits
 
+    def check_head(self, head: Head, need: str) -> None:
+        """Check that the model has a head that only some calls of a task need.
+
+        Raises:
+            WrongTask: the model lacks the head; the error begins with the need, for example
+                ``spans need vectors of tokens``.
+        """
+        if head.name not in {graph_head.name for graph_head in self.manifest.graph_heads}:
+            reference = self.manifest.reference
+            raise WrongTask(f"{need}; export {reference} with --task {head.task} too")
+
+    def prompt(self, name: str | None) -> str:
+        """Return the prompt to put before each text: the named one, or the model's default.
+
+        Raises:
+            InvalidRequest: the model has no prompt of that name.
+        """
+        recipe = self.manifest.embedding
+        prompts = recipe.prompts if recipe else {}
+        name = name or (recipe.default_prompt if recipe else None)
+        if name is None:
+            return ""
+        if name not in prompts:
+            known = ", ".join(map(ascii, prompts)) or "none"
+            problem = f"{ascii(name)[:80]} is not one of the model's prompts ({known})"
+            raise InvalidRequest(problem, Location(("prompt_name",)))
+        return prompts[name]
+
 
 class TaskCall(NamedTuple):
-    """A client's call of a task, independent of the protocol.
-
-    Attributes:
-        inputs: an instance of the task's `inputs` type.
-        parameters: an instance of the task's `parameters` type.
-    """
+    """A client's call of a task, independent of the protocol; the task has the types of both."""
 
     inputs: Any
     parameters: Any
-
-
-class Input(NamedTuple, Generic[T_co]):
-    """One input of a call, and its place in the request: ``inputs`` or ``inputs[3]``."""
-
-    at: Location
-    value: T_co
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,20 +270,7 @@ class PreparedRequest(NamedTuple, Generic[S]):
     texts: int = 1
 
 
-Advance = Callable[[Sequence[HeadOutputs], TaskContext], PreparedRequest[Any] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """An example request, which runs on any model that serves the task.
-
-    Attributes:
-        title: title of the example in the documentation.
-        body: request body of the native protocol.
-    """
-
-    title: str
-    body: Mapping[str, Any]
+Advance = Callable[[Outputs, TaskContext], PreparedRequest[Any] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,20 +283,21 @@ class Task:
         summary: one line for the documentation.
         heads: names of the heads that a model needs for the task.
         inputs: the type of a call's inputs: one input, a list of inputs, or either.
-        alone: types of inputs that clients may send without a list; `decode` then returns a list
-            of one result, and the native protocol writes the result without the list.
         parameters: the model of a call's parameters; every field has a default.
         result: the type of the value that `decode` returns, for the documentation.
-        prepare: (call, context) -> the tokenized request; raises `InvalidRequest`.
-        decode: (prepared, outputs in the order of the encodings, context) -> the results, one per
-            input unless the inputs are one object that asks for several. They consist of JSON
-            values and frozen dataclasses, or if `vectors` is set, are a float32 array [n, D] or a
-            list of such arrays.
-        examples: example requests.
-        takes_long: call -> whether `prepare` may take milliseconds for a short body, because one
-            text becomes many encodings.
-        vectors: whether the result is an array or a list of arrays, which clients may request as
-            bytes.
+        prepare: (inputs, parameters, context) -> the tokenized request. An error of the request is
+            `EmptyRequest` for a text or a list without elements, `WrongTask` for what the model
+            cannot do, and `InvalidRequest` for all else.
+        decode: (state of the request, outputs, context) -> the results, one per input unless the
+            inputs are one object that asks for several: JSON values and frozen dataclasses, or if
+            `vectors` is set, a float32 array [n, D] or a list of such arrays.
+        examples: title -> body of a request of the native protocol, which runs on any model that
+            serves the task.
+        alone: types of inputs that clients may send without a list; `decode` then returns a list
+            of one result, and the native protocol writes the result without the list.
+        takes_long: parameters -> whether `prepare` may take milliseconds for a short body, because
+            one text becomes many encodings.
+        vectors: whether clients may request the result as bytes.
         own_fields: fields that only objects among this task's inputs have. ``POST /`` recognises
             the task by them.
     """
@@ -275,11 +309,11 @@ class Task:
     inputs: Any
     parameters: type[WireModel]
     result: Any
-    prepare: Callable[[TaskCall, TaskContext], PreparedRequest[Any]]
-    decode: Callable[[PreparedRequest[Any], Sequence[HeadOutputs], TaskContext], Any]
-    examples: tuple[Example, ...]
+    prepare: Callable[[Any, Any, TaskContext], PreparedRequest[Any]]
+    decode: Callable[[Any, Outputs, TaskContext], Any]
+    examples: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     alone: tuple[type, ...] = ()
-    takes_long: Callable[[TaskCall], bool] = lambda _: False
+    takes_long: Callable[[Any], bool] = lambda _: False
     vectors: bool = False
     own_fields: tuple[str, ...] = ()
 
@@ -288,95 +322,19 @@ class Task:
         return {head.name for head in manifest.graph_heads}.issuperset(self.heads)
 
 
-def listed(inputs: Any, limits: TaskLimits) -> list[Input[Any]]:
-    """Return the inputs of a call, one or a list, with the place of each.
-
-    A list of token ids is one input.
-
-    Raises:
-        EmptyRequest: the list is empty.
-        InvalidRequest: the list is longer than the limit.
-    """
-    if not isinstance(inputs, list) or (inputs and isinstance(inputs[0], int)):
-        return [Input(INPUTS, inputs)]
-    check_count(len(inputs), limits.max_request_texts, INPUTS)
-    return [Input(INPUTS.below(index), value) for index, value in enumerate(inputs)]
-
-
-def check_count(count: int, most: int, at: Location, kind: str = "text") -> None:
-    """Check the number of elements of a list.
-
-    Raises:
-        EmptyRequest: there is none.
-        InvalidRequest: there are more than the limit.
-    """
-    if not count:
-        raise EmptyRequest(f"is an empty list; it needs at least 1 {kind}", at)
-    if count > most:
-        raise InvalidRequest(f"has {count} {kind}s; the limit is {most}", at)
-
-
-def check_text(text: str, name: Location, limits: TaskLimits) -> None:
-    """Check that a text is neither empty nor longer than the limit.
-
-    Raises:
-        EmptyRequest: the text is empty.
-        InvalidRequest: the text exceeds `TaskLimits.max_text_characters`.
-    """
-    if not text:
-        raise EmptyRequest("is empty; it needs at least 1 character", name)
-    if len(text) > limits.max_text_characters:
-        limit = limits.max_text_characters
-        raise InvalidRequest(f"has {len(text)} characters; the limit is {limit}", name)
-
-
-def check_tokens(ids: Sequence[int], at: Location) -> None:
-    """Check that a text has a token.
-
-    Raises:
-        InvalidRequest: it has none.
-    """
+def check_has_tokens(ids: Sequence[int], at: Location) -> None:
+    """Raise `InvalidRequest` for a text without a token."""
     if not ids:
         raise InvalidRequest("has no token, only spaces or control characters", at)
 
 
-def check_results(results: int, asked: str, limits: TaskLimits, kind: str = "predictions") -> None:
-    """Check the number of a request's results, or of the encodings that it needs.
-
-    Raises:
-        InvalidRequest: the number exceeds `TaskLimits.max_results`.
-    """
-    if results > (most := limits.max_results):
-        raise InvalidRequest(f"{asked} {results} {kind}; the limit is {most}")
-
-
-def check_head(context: TaskContext, head: Head, need: str) -> None:
-    """Check that the model has a head that only some calls of a task need.
-
-    Args:
-        context: the model.
-        head: the head.
-        need: what needs it: ``spans need vectors of tokens``.
-
-    Raises:
-        WrongTask: the model lacks it.
-    """
-    manifest = context.manifest
-    if head.name not in {graph_head.name for graph_head in manifest.graph_heads}:
-        raise WrongTask(f"{need}; export {manifest.reference} with --task {head.task} too")
+def check_range(value: int, low: int, high: int, name: str) -> None:
+    """Raise `InvalidRequest` if a parameter is below ``low`` or above ``high``."""
+    if not low <= value <= high:
+        raise InvalidRequest(f"must be between {low} and {high}, got {value}", Location((name,)))
 
 
 def softmax(logits: Float32) -> Float32:
     """Return the probabilities of each row of logits [n, L]."""
     exponentials = np.exp(logits - logits.max(1, keepdims=True))
     return exponentials / exponentials.sum(1, keepdims=True)  # type: ignore[no-any-return]
-
-
-def check_range(value: int, low: int, high: int, name: str) -> None:
-    """Check that a number is within its limits.
-
-    Raises:
-        InvalidRequest: the number is below ``low`` or above ``high``.
-    """
-    if not low <= value <= high:
-        raise InvalidRequest(f"must be between {low} and {high}, got {value}", Location((name,)))

@@ -3,38 +3,29 @@
 The scores are those of transformers' pipeline.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
-from cloze.service.core import Float32
-from cloze.service.tasks.long_text import (
-    TextEncoder,
-    TruncationParameters,
-    UsageParameters,
-)
+from cloze.service.core import Float32, Location
 from cloze.service.tasks.task import (
     Count,
-    Example,
     Input,
     NotEmpty,
+    Outputs,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     Text,
     WireModel,
     check_range,
-    check_text,
-    listed,
     softmax,
 )
+from cloze.service.tasks.texts import TruncationParameters, UsageParameters, encode_pairs
 
 Function = Literal["sigmoid", "softmax", "none"]
 
@@ -71,47 +62,6 @@ class LabelScore:
     score: float
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    top_k: int | None
-    function: Function
-    windows: list[int] | None
-
-
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
-    """Tokenize the texts.
-
-    Raises:
-        EmptyRequest: there is no text, or a text is empty.
-        InvalidRequest: a parameter is out of its limits, or a text is too long and long texts are
-            refused; or its windows have more tokens than a request may.
-    """
-    parameters: TextClassificationParameters = call.parameters
-    tokenizer, limits = context.tokenizer, context.limits
-    texts: list[Input[str | TextPair]] = listed(call.inputs, limits)
-    if parameters.top_k is not None:
-        check_range(parameters.top_k, 1, limits.max_top_k, "top_k")
-    pairs = [(t, None) if isinstance(t, str) else (t.text, t.text_pair) for _, t in texts]
-    for (at, text), (first, second) in zip(texts, pairs, strict=True):
-        check_text(first, at if isinstance(text, str) else at.below("text"), limits)
-        if second is not None:
-            check_text(second, at.below("text_pair"), limits)
-    firsts = tokenizer.ids([first for first, _ in pairs])
-    seconds = tokenizer.ids([second or "" for _, second in pairs])
-    encoder = TextEncoder(parameters.rule(report=parameters.return_usage), context, _REQUEST)
-    for (at, _), (text, second), text_ids, second_ids in zip(
-        texts, pairs, firsts, seconds, strict=True
-    ):
-        if second is None:
-            encoder.add(at, text_ids, text)
-        else:
-            encoder.add_pair(at, text_ids, second_ids)
-    function = parameters.function_to_apply or _FUNCTIONS[_labels(context).problem_type]
-    windows = encoder.windows if parameters.long_text == "window" else None
-    state = _State(parameters.top_k, function, windows)
-    return encoder.prepared(state, len(encoder.encodings))
-
-
 _REQUEST: Final = {
     sequence_classification.HEAD.name: sequence_classification.SequenceClassificationRequest()
 }
@@ -123,24 +73,53 @@ _FUNCTIONS: Final[dict[str, Function]] = {
 }
 
 
+class _State(NamedTuple):
+    top_k: int | None
+    function: Function
+    windows: list[int] | None
+
+
+def prepare(
+    inputs: Any, parameters: TextClassificationParameters, context: TaskContext
+) -> PreparedRequest[_State]:
+    """Tokenize the texts."""
+    limits = context.limits
+    texts: list[Input[str | TextPair]] = limits.listed(inputs)
+    if parameters.top_k is not None:
+        check_range(parameters.top_k, 1, limits.max_top_k, "top_k")
+    pairs: list[tuple[Location, str, str | None]] = []
+    for at, text in texts:
+        if isinstance(text, str):
+            pairs.append((at, text, None))
+            continue
+        limits.check_text(text.text, at.below("text"))
+        if text.text_pair is not None:
+            limits.check_text(text.text_pair, at.below("text_pair"))
+        pairs.append((at, text.text, text.text_pair))
+    rule = parameters.rule(report=parameters.return_usage)
+    encoder = encode_pairs(pairs, rule, context, _REQUEST)
+    function = parameters.function_to_apply or _FUNCTIONS[_labels(context).problem_type]
+    windows = encoder.windows if parameters.long_text == "window" else None
+    state = _State(parameters.top_k, function, windows)
+    return encoder.prepared(state, len(encoder.encodings))
+
+
 def _labels(context: TaskContext) -> SequenceLabels:
     options = context.manifest.heads[sequence_classification.HEAD.name]
     assert isinstance(options, SequenceLabels)
     return options
 
 
-def decode(
-    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], context: TaskContext
-) -> list[list[LabelScore]]:
+def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[list[LabelScore]]:
     """Return the labels of each text, best first."""
     labels = _labels(context).labels
     name = sequence_classification.HEAD.name
     logits = np.stack([output[name].logits for output in outputs])
-    scores = _apply(prepared.state.function, logits)
-    if (windows := prepared.state.windows) is not None:
+    scores = _apply(state.function, logits)
+    if (windows := state.windows) is not None:
         sums = np.add.reduceat(scores, np.cumsum([0, *windows[:-1]]))
         scores = (sums / np.array(windows)[:, None]).astype(np.float32)
-    order = np.argsort(-scores, axis=1, kind="stable")[:, : prepared.state.top_k]
+    order = np.argsort(-scores, axis=1, kind="stable")[:, : state.top_k]
     return [
         [LabelScore(labels[label], float(row[label])) for label in best.tolist()]
         for row, best in zip(scores, order, strict=True)
@@ -164,24 +143,18 @@ TASK: Final = Task(
     heads=(sequence_classification.HEAD.name,),
     inputs=Annotated[
         Text | TextPair | Annotated[list[Text | TextPair], NotEmpty],
-        Field(
-            description="a text, a pair of texts, or a list of either",
-            examples=["The room was loud and the staff unfriendly."],
-        ),
+        Field(description="a text, a pair of texts, or a list of either"),
     ],
     parameters=TextClassificationParameters,
     result=list[list[LabelScore]],
     own_fields=("text_pair",),
     prepare=prepare,
     decode=decode,
-    examples=(
-        Example("One text", {"inputs": "The room was loud and the staff unfriendly."}),
-        Example(
-            "A pair, its best label",
-            {
-                "inputs": {"text": "A dog sleeps.", "text_pair": "An animal rests."},
-                "parameters": {"top_k": 1},
-            },
-        ),
-    ),
+    examples={
+        "One text": {"inputs": "The room was loud and the staff unfriendly."},
+        "A pair, its best label": {
+            "inputs": {"text": "A dog sleeps.", "text_pair": "An animal rests."},
+            "parameters": {"top_k": 1},
+        },
+    },
 )

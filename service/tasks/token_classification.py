@@ -6,38 +6,28 @@ longer entity is kept. If both have the same length, the likelier entity is kept
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Final, Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
-from cloze.model_store.batch import HeadOutputs
 from cloze.model_store.heads import token_classification
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.service.core import Float32, InvalidRequest
-from cloze.service.tasks.long_text import (
-    Bounds,
-    LongText,
-    LongTextRule,
-    TextEncoder,
-    UsageParameters,
-)
 from cloze.service.tasks.task import (
     CountOrZero,
-    Example,
+    Outputs,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     Text,
     Texts,
+    check_has_tokens,
     check_range,
-    check_text,
-    check_tokens,
-    listed,
     softmax,
 )
+from cloze.service.tasks.texts import Bounds, LongText, LongTextRule, TextEncoder, UsageParameters
 from cloze.service.tokenizer import Spans, Tokenizer
 
 Strategy = Literal["none", "simple", "first", "average", "max"]
@@ -93,9 +83,12 @@ class EntityGroup:
 
 Entities = list[TokenEntity] | list[EntityGroup]
 
+_REQUEST: Final = {
+    token_classification.HEAD.name: token_classification.TokenClassificationRequest()
+}
 
-@dataclass(frozen=True, slots=True)
-class _Text:
+
+class _Text(NamedTuple):
     """A text with its tokens and the (first, end) tokens of its windows."""
 
     text: str
@@ -103,8 +96,7 @@ class _Text:
     windows: Sequence[Bounds]
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
+class _State(NamedTuple):
     texts: list[_Text]
     strategy: Strategy
     ignored: frozenset[str]
@@ -118,12 +110,11 @@ class _Token:
     word: str
     start: int
     end: int
-    continues_word: bool
     scores: Float32
 
 
 @dataclass(frozen=True, slots=True)
-class _LabelledTokens:
+class _Entity:
     """One or more tokens that share a label."""
 
     label: str
@@ -134,46 +125,30 @@ class _LabelledTokens:
     end: int
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[_State]:
-    """Tokenize the texts, long texts in windows if the client asks.
-
-    Raises:
-        EmptyRequest: there is no text, or a text is empty.
-        InvalidRequest: a text has no token, or is too long and long texts are refused; or its
-            windows have more tokens than a request may; or a parameter is out of its limits, or
-            contradicts another one.
-    """
-    parameters: TokenClassificationParameters = call.parameters
+def prepare(
+    inputs: Any, parameters: TokenClassificationParameters, context: TaskContext
+) -> PreparedRequest[_State]:
+    """Tokenize the texts, long texts in windows if the client asks."""
     limits = context.limits
-    texts = listed(call.inputs, limits)
+    texts = limits.listed(inputs)
     strategy: Strategy = parameters.aggregation_strategy or "simple"
     choice = _long_text(parameters, strategy, limits.max_tokens - 2)
-    rule = LongTextRule(choice, stride=parameters.stride, report=bool(parameters.return_usage))
-    encoder = TextEncoder(rule, context, _REQUEST)
+    rule = LongTextRule(choice, stride=parameters.stride, report=parameters.return_usage)
+    encoder = TextEncoder(rule, context, limits.max_tokens, _REQUEST)
     prepared: list[_Text] = []
     for at, text in texts:
-        check_text(text, at, limits)
         spans = context.tokenizer.spans(text)
-        check_tokens(spans.ids, at)
+        check_has_tokens(spans.ids, at)
         prepared.append(_Text(text, spans, encoder.add(at, spans.ids, text)))
     ignored = frozenset(["O"] if parameters.ignore_labels is None else parameters.ignore_labels)
     state = _State(prepared, strategy, ignored)
     return encoder.prepared(state, sum(map(len, encoder.encodings)) // _TOKENS_PER_RESULT)
 
 
-_REQUEST: Final = {
-    token_classification.HEAD.name: token_classification.TokenClassificationRequest()
-}
-
-
 def _long_text(
     parameters: TokenClassificationParameters, strategy: Strategy, window_tokens: int
 ) -> LongText:
-    """Return what to do with a long text.
-
-    Raises:
-        InvalidRequest: the stride is out of its limits, or parameters contradict each other.
-    """
+    """Return what to do with a long text; raise `InvalidRequest` for a contradiction."""
     stride, choice = parameters.stride, parameters.long_text
     if stride is not None:
         check_range(stride, 0, window_tokens - 1, "stride")
@@ -189,51 +164,47 @@ def _long_text(
     return choice or "truncate"
 
 
-def decode(
-    prepared: PreparedRequest[_State], outputs: Sequence[HeadOutputs], context: TaskContext
-) -> list[Entities]:
+def decode(state: _State, outputs: Outputs, context: TaskContext) -> list[Entities]:
     """Return the entities of each text."""
-    rest = iter(outputs)
-    state = prepared.state
+    options = context.manifest.heads[token_classification.HEAD.name]
+    assert isinstance(options, TokenLabels)
+    texts, strategy, ignored = state
+    rest, join = iter(outputs), context.tokenizer.join
     results: list[Entities] = []
-    for text in state.texts:
-        logits = [next(rest)[token_classification.HEAD.name].logits for _ in text.windows]
-        results.append(_entities(text, logits, state, context))
+    for text in texts:
+        entities: list[_Entity] = []
+        for window in text.windows:
+            logits = next(rest)[token_classification.HEAD.name].logits
+            words = _words(text, window, softmax(logits[1:-1]), strategy, context.tokenizer)
+            labelled = [_labelled(word, strategy, options.labels) for word in words]
+            entities += labelled if strategy == "none" else _grouped(labelled)
+        kept = [entity for entity in entities if entity.label not in ignored]
+        if len(text.windows) > 1:
+            kept = _without_overlaps(kept)
+        if strategy == "none":
+            results.append(
+                [TokenEntity(e.label, e.score, e.index, e.words[0], e.start, e.end) for e in kept]
+            )
+        else:
+            results.append(
+                [EntityGroup(e.label, e.score, join(e.words), e.start, e.end) for e in kept]
+            )
     return results
 
 
-def _entities(
-    text: _Text, logits: Sequence[Float32], state: _State, context: TaskContext
-) -> Entities:
-    """Return the entities of all windows of a text."""
-    options = context.manifest.heads[token_classification.HEAD.name]
-    assert isinstance(options, TokenLabels)
-    labelled: list[_LabelledTokens] = []
-    for (first, end), window in zip(text.windows, logits, strict=True):
-        tokens = _tokens(text, first, end, softmax(window[1:-1]), context.tokenizer)
-        labelled += _label(tokens, state.strategy, options.labels)
-    kept = [entity for entity in labelled if entity.label not in state.ignored]
-    if len(text.windows) > 1:
-        kept = _without_overlaps(kept)
-    if state.strategy == "none":
-        return [TokenEntity(e.label, e.score, e.index, e.words[0], e.start, e.end) for e in kept]
-    join = context.tokenizer.join
-    return [EntityGroup(e.label, e.score, join(e.words), e.start, e.end) for e in kept]
-
-
-def _tokens(
-    text: _Text, first: int, end: int, scores: Float32, tokenizer: Tokenizer
-) -> list[_Token]:
-    """Return the tokens of a window.
+def _words(
+    text: _Text, window: Bounds, scores: Float32, strategy: Strategy, tokenizer: Tokenizer
+) -> list[list[_Token]]:
+    """Return the tokens of a window by word, or each by itself if the strategy labels tokens.
 
     In a vocabulary that marks tokens which continue a word, such a token is longer than its
     characters in the text. In another one, a token without a space before it or at its start
     continues a word. The characters of the text replace the unknown token, which begins a word.
     """
-    tokens = []
-    for position in range(first, end):
-        start, stop = text.spans.offsets[position]
-        characters = text.text[start:stop]
+    words: list[list[_Token]] = []
+    for index, position in enumerate(range(*window)):
+        start, end = text.spans.offsets[position]
+        characters = text.text[start:end]
         word, continues = tokenizer.token_of(text.spans.ids[position]), False
         if text.spans.ids[position] == tokenizer.unknown_id:
             word = characters
@@ -241,53 +212,30 @@ def _tokens(
             continues = len(word) != len(characters)
         else:
             continues = start > 0 and " " not in text.text[start - 1 : start + 1]
-        index = position - first + 1  # the index of [CLS] is 0
-        tokens.append(_Token(index, word, start, stop, continues, scores[position - first]))
-    return tokens
-
-
-def _label(
-    tokens: list[_Token], strategy: Strategy, labels: Sequence[str]
-) -> list[_LabelledTokens]:
-    """Label the tokens of a window, and group the tokens by the strategy."""
-    by_token = strategy in ("none", "simple")
-    words = [[token] for token in tokens] if by_token else _words(tokens)
-    labelled = [_label_word(word, strategy, labels) for word in words]
-    return labelled if strategy == "none" else _group(labelled)
-
-
-def _words(tokens: list[_Token]) -> list[list[_Token]]:
-    """Return the tokens grouped by word."""
-    words: list[list[_Token]] = []
-    for token in tokens:
-        if words and token.continues_word:
+        token = _Token(index + 1, word, start, end, scores[index])  # the index of [CLS] is 0
+        if words and continues and strategy not in ("none", "simple"):
             words[-1].append(token)
         else:
             words.append([token])
     return words
 
 
-def _label_word(word: list[_Token], strategy: Strategy, labels: Sequence[str]) -> _LabelledTokens:
+def _labelled(word: list[_Token], strategy: Strategy, labels: Sequence[str]) -> _Entity:
     """Label a word by its first token, its most certain token (max), or the mean of its tokens."""
-    scores = word[0].scores
+    first, last = word[0], word[-1]
+    scores = first.scores
     if strategy == "max":
         scores = max(word, key=lambda token: float(token.scores.max())).scores
     elif strategy == "average":
         scores = np.mean([token.scores for token in word], axis=0)
     best = int(scores.argmax())
-    return _LabelledTokens(
-        labels[best],
-        float(scores[best]),
-        [token.word for token in word],
-        word[0].index,
-        word[0].start,
-        word[-1].end,
-    )
+    words = [token.word for token in word]
+    return _Entity(labels[best], float(scores[best]), words, first.index, first.start, last.end)
 
 
-def _group(labelled: list[_LabelledTokens]) -> list[_LabelledTokens]:
-    """Join neighbours with the same tag to entities; a label with ``B-`` begins a new entity."""
-    groups: list[list[_LabelledTokens]] = []
+def _grouped(labelled: list[_Entity]) -> list[_Entity]:
+    """Join neighbours with the same tag; a label with ``B-`` begins a new entity."""
+    groups: list[list[_Entity]] = []
     for entity in labelled:
         begins, tag = _tag(entity.label)
         if groups and not begins and tag == _tag(groups[-1][-1].label)[1]:
@@ -295,13 +243,12 @@ def _group(labelled: list[_LabelledTokens]) -> list[_LabelledTokens]:
         else:
             groups.append([entity])
     return [
-        _LabelledTokens(
-            group[0].label.split("-", 1)[-1],
-            float(np.mean([entity.score for entity in group])),
-            [word for entity in group for word in entity.words],
-            group[0].index,
-            group[0].start,
-            group[-1].end,
+        replace(
+            group[0],
+            label=group[0].label.split("-", 1)[-1],
+            score=float(np.mean([entity.score for entity in group])),
+            words=[word for entity in group for word in entity.words],
+            end=group[-1].end,
         )
         for group in groups
     ]
@@ -314,19 +261,15 @@ def _tag(label: str) -> tuple[bool, str]:
     return False, label
 
 
-def _without_overlaps(entities: list[_LabelledTokens]) -> list[_LabelledTokens]:
+def _without_overlaps(entities: list[_Entity]) -> list[_Entity]:
     """Return the entities without overlaps: the longest entity is kept, then the likeliest."""
-    kept: list[_LabelledTokens] = []
+    kept: list[_Entity] = []
     for entity in sorted(entities, key=lambda entity: entity.start):
-        if not kept or entity.start >= kept[-1].end:
+        if not kept or entity.start >= (last := kept[-1]).end:
             kept.append(entity)
-        elif _rank(entity) > _rank(kept[-1]):
+        elif (entity.end - entity.start, entity.score) > (last.end - last.start, last.score):
             kept[-1] = entity
     return kept
-
-
-def _rank(entity: _LabelledTokens) -> tuple[int, float]:
-    return entity.end - entity.start, entity.score
 
 
 TASK: Final = Task(
@@ -334,26 +277,17 @@ TASK: Final = Task(
     route="/token-classification",
     summary="The entities of a text, with character offsets",
     heads=(token_classification.HEAD.name,),
-    inputs=Annotated[
-        Text | Texts,
-        Field(
-            description="a text, or a list of texts",
-            examples=["Ada Lovelace was born in London."],
-        ),
-    ],
+    inputs=Annotated[Text | Texts, Field(description="a text, or a list of texts")],
     parameters=TokenClassificationParameters,
     result=Entities | list[Entities],
     alone=(str,),
     prepare=prepare,
     decode=decode,
-    examples=(
-        Example("Entities", {"inputs": "Ada Lovelace was born in London."}),
-        Example(
-            "Every token",
-            {
-                "inputs": "Ada Lovelace was born in London.",
-                "parameters": {"aggregation_strategy": "none"},
-            },
-        ),
-    ),
+    examples={
+        "Entities": {"inputs": "Ada Lovelace was born in London."},
+        "Every token": {
+            "inputs": "Ada Lovelace was born in London.",
+            "parameters": {"aggregation_strategy": "none"},
+        },
+    },
 )

@@ -172,7 +172,7 @@ def check(data: bytes, _: Path) -> bool:
     random = np.random.default_rng(zlib.crc32(data))
     try:
         call = wire.to_call(parse(wire.body, body.encode("utf-8", "surrogateescape"), BODY_LIMITS))
-        prepared = task.prepare(call, context())
+        prepared = task.prepare(*call, context())
         while True:
             check_encodings(prepared.encodings)
             outputs = [fake_outputs(encoding, random) for encoding in prepared.encodings]
@@ -180,7 +180,7 @@ def check(data: bytes, _: Path) -> bool:
             if not following:
                 break
             prepared = following
-        result = task.decode(prepared, outputs, context())
+        result = task.decode(prepared.state, outputs, context())
     except ServiceError:
         return False
     answer = {"result": result, "usage": prepared.usage, "warnings": prepared.warnings}
@@ -292,9 +292,9 @@ def texts_of(value: Any) -> Iterator[str]:
 TARGET = Target(
     name="request",
     valid=[
-        f"{task.route}\n{json.dumps(example.body)}".encode()
+        f"{task.route}\n{json.dumps(body)}".encode()
         for task in TASKS.values()
-        for example in task.examples
+        for body in task.examples.values()
     ],
     inputs=st.one_of(requests(), requests(), requests(), damaged_bytes(requests())),
     check=check,

@@ -69,11 +69,11 @@ def test_a_line_of_text() -> None:
 
 
 def test_levels_of_statuses() -> None:
-    levels = {status: record(status).level for status in (200, 399, 400, 499, 500)}
-    assert levels == {
-        200: logging.INFO, 399: logging.INFO, 400: logging.WARNING, 499: logging.WARNING,
-        500: logging.ERROR,
-    }  # fmt: skip
+    levels = {
+        status: json.loads(_line("json", record(status)))["level"]
+        for status in (200, 399, 400, 499, 500)
+    }
+    assert levels == {200: "info", 399: "info", 400: "warning", 499: "warning", 500: "error"}
 
 
 def test_which_requests_are_logged() -> None:
@@ -86,6 +86,7 @@ def test_which_requests_are_logged() -> None:
     ]
     assert logged(*all_of_them) == ["/embed200", "/embed400", "/embed500", "/health503"]
     assert logged(*all_of_them, level=logging.WARNING) == ["/embed400", "/embed500", "/health503"]
+    assert logged(*all_of_them, level=logging.ERROR) == ["/embed500", "/health503"]
     assert logged(*all_of_them, level=logging.DEBUG)[3] == "/health200"
     assert logged(*all_of_them, share=0.0) == ["/embed400", "/embed500", "/health503"]
     assert 10 < len(logged(*[record()] * 200, share=0.3)) < 120

@@ -31,17 +31,12 @@ from cloze.service.core import (
     Submission,
 )
 from cloze.service.metrics import Metrics
-from cloze.service.metrics.families import model_labels
+from cloze.service.metrics.metrics import model_labels
 from cloze.service.processes import engine_process, frames
 from cloze.service.processes.children import ChildConfig
-from cloze.service.processes.engine_process import (
-    BatchObserver,
-    EngineServer,
-    FrontEndChannel,
-    _exit_soon,
-)
+from cloze.service.processes.engine_process import EngineServer, FrontEndChannel, _exit_soon
 from cloze.service.processes.frames import MAX_UNSENT_BYTES
-from cloze.service.processes.remote import EngineLink, RemoteQueue
+from cloze.service.processes.frontend import EngineLink, RemoteQueue
 from cloze.service.served_models import ServedModel
 from cloze.service.settings import Settings
 from tests import encodings
@@ -50,6 +45,7 @@ from tests.fake_engine import FakeEngine
 from tests.test_tracing import collecting
 from tests.unit.service.processes.forked import Fork, forked, publish
 from tests.unit.service.tasks.model import manifest
+from tests.waiting import wait_until
 
 LIMITS = SchedulerLimits(
     workers=1, max_batch_tokens=100, max_queue_tokens=1000, stall_timeout_s=60.0
@@ -111,13 +107,12 @@ class Process:
     def __init__(self, folder: Path) -> None:
         self.engine = FakeEngine()
         self.queues = [Queue(self.engine), Queue(FakeEngine())]
-        self.metrics = Metrics(["tiny@3", "other@1"], shared=True)
         bundles = [Bundle(manifest(), folder), Bundle(manifest(name="other", version=1), folder)]
         models = [
             ServedModel(bundle, queue, lambda precision=precision: precision)  # type: ignore[misc]
             for bundle, queue, precision in zip(bundles, self.queues, ("int8", "fp32"), strict=True)
         ]
-        self.server = EngineServer(models, self.metrics)
+        self.server = EngineServer(models)
         self.wire = Wire()
         self.channel = self.connect(self.wire)
 
@@ -137,13 +132,6 @@ class Process:
             while len(self.wire.sent) < 1 + count:
                 await asyncio.sleep(0.001)
         return self.wire.sent[1:]
-
-    def waiting(self, name: str = "tiny@3") -> tuple[float, float]:
-        gauges: Any = self.metrics._families
-        labels = model_labels(name)
-        each = (gauges.queue_tokens, gauges.backlog)
-        tokens, backlog = (gauge.labels(*labels)._value.get() for gauge in each)
-        return tokens, backlog
 
     def close(self) -> None:
         self.engine.gate.set()
@@ -226,17 +214,14 @@ def test_a_cancelled_request_is_dropped(on_loop: OnLoop) -> None:
         process.engine.entered.wait(20)
         process.receive(run(2))
         process.receive(run(3))
-        assert process.waiting() == (6, 1.5)
         process.receive(frames.Cancel(2))
         process.receive(frames.Cancel(99))
         assert process.queues[0].state.tokens == 3
-        assert process.waiting() == (3, 1.5)
         process.engine.gate.set()
         answers = await process.answers(2)
         assert [answer.number for answer in answers] == [1, 3]
         assert process.channel._pending == {}
-        assert process.waiting() == (0, 1.5)
-        assert process.waiting("other@1") == (0, 0)
+        assert process.queues[0].state.tokens == 0
 
     on_loop(test)
 
@@ -278,7 +263,7 @@ def test_a_front_end_that_leaves_cancels_its_requests_only(on_loop: OnLoop) -> N
             while len(other.sent) < 2 or process.channel._pending:
                 await asyncio.sleep(0.001)
         assert len(process.wire.sent) == 1
-        assert process.server._channels == {channel}
+        assert process.server.channels == {channel}
 
     on_loop(test)
 
@@ -287,8 +272,6 @@ def test_a_process_serves_until_its_last_front_end_has_left(
     on_loop: OnLoop, tmp_path: Path
 ) -> None:
     async def test(process: Process) -> None:
-        gauges: Any = process.metrics._families
-        gauges.queue_tokens.labels(*model_labels("other@1")).set(77)
         path = tmp_path / "e.sock"
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(path))
@@ -296,9 +279,8 @@ def test_a_process_serves_until_its_last_front_end_has_left(
             serving = asyncio.ensure_future(process.server.serve(listener))
             _, writer = await asyncio.open_unix_connection(path)
             async with asyncio.timeout(20):
-                while len(process.server._channels) < 2:
+                while len(process.server.channels) < 2:
                     await asyncio.sleep(0.001)
-            assert process.waiting("other@1") == (0, 1.5)
             process.server.stop()
             process.channel.lost()
             await asyncio.sleep(0)
@@ -312,18 +294,24 @@ def test_a_process_serves_until_its_last_front_end_has_left(
     on_loop(test)
 
 
-def test_a_batch_is_recorded_with_the_queue_that_it_leaves(on_loop: OnLoop) -> None:
-    async def test(process: Process) -> None:
-        observer = BatchObserver(process.metrics)
-        assert observer.queues == {}
-        observer.queues = {"tiny@3": process.queues[0]}
-        observer.on_batch("tiny@3", BatchReport(2, 30, 0.5, BatchFill.TOKENS))
-        series = process.metrics._models["tiny@3"]
-        assert series.batches[BatchFill.TOKENS]._value.get() == 1
-        assert series.tokens._value.get() == 30
-        assert process.waiting() == (0, 1.5)
-
-    on_loop(test)
+def test_the_queues_of_a_process_are_written_from_the_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    metrics = Metrics(["tiny@3", "other@1"], shared=True)
+    state = QueueState(6, 1.5)
+    metrics.queues = lambda: {"tiny@3": state}
+    metrics.begin()
+    gauges: Any = metrics._families
+    each = [
+        gauge.labels(*model_labels("tiny@3")) for gauge in (gauges.queue_tokens, gauges.backlog)
+    ]
+    assert [gauge._value.get() for gauge in each] == [6, 1.5]
+    metrics.observe_batch("tiny@3", BatchReport(2, 30, 0.5, BatchFill.TOKENS))
+    assert gauges.batches.labels("tokens", *model_labels("tiny@3"))._value.get() == 1
+    assert gauges.tokens.labels(*model_labels("tiny@3"))._value.get() == 30
+    state = QueueState(3, 0.5)
+    wait_until(lambda: [gauge._value.get() for gauge in each] == [3, 0.5])
 
 
 # ---- the whole process --------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import http.client
 import os
+import select
 import signal
 import socket
 import sys
@@ -15,17 +16,13 @@ from typing import Any
 
 import pytest
 
-from cloze.model_store import Bundle
 from cloze.service.core import Changes, EngineFailed
 from cloze.service.processes import frames, frontend
 from cloze.service.processes.children import RETIRE, ChildConfig
 from cloze.service.processes.frames import Channel
-from cloze.service.processes.frontend import EngineProcesses
 from cloze.service.processes.supervisor import ReloadReport
 from cloze.service.settings import Settings
-from tests.leaping_loop import run_leaping
 from tests.unit.service.processes.forked import Fork, forked, publish
-from tests.unit.service.tasks.model import manifest
 
 
 def config(
@@ -34,37 +31,6 @@ def config(
     sockets = (folder / "engine-0.sock", folder / "engine-1.sock")
     made = Settings(model_store=folder / "store", model=("tiny@1",), **settings)
     return ChildConfig("frontend-1", sockets, ready, listeners, 0, os.getpid(), made)
-
-
-def test_a_model_has_a_queue_on_all_engines(tmp_path: Path) -> None:
-    async def test() -> None:
-        engines = EngineProcesses(config(tmp_path))
-        assert [link.peer for link in engines.links] == ["engine-0", "engine-1"]
-        bundles = [Bundle(manifest(name=name), tmp_path) for name in ("one", "two")]
-        models = engines.models(bundles)
-        assert [model.bundle for model in models] == bundles
-        assert [model.precision() for model in models] == ["", ""]
-        described = [frames.EngineModel("one@3", "int8"), frames.EngineModel("two@3", "fp32")]
-        engines.links[1].models = described
-        assert [model.precision() for model in models] == ["int8", "fp32"]
-        assert models[0].queue.dead == "engine-0 has not started yet; engine-1 has not started yet"
-
-    asyncio.run(test())
-
-
-def test_a_front_end_waits_for_an_engine_but_not_for_ever(tmp_path: Path) -> None:
-    async def waited(after_s: float) -> float:
-        engines = EngineProcesses(config(tmp_path))
-        loop = asyncio.get_running_loop()
-        greeting = frames.Greeting([frames.EngineModel("tiny@1", "fp32")])
-        message = memoryview(frames.encode(greeting))
-        loop.call_later(after_s, engines.links[1].received, message)
-        begin = loop.time()
-        await engines.wait_for_one()
-        return loop.time() - begin
-
-    assert run_leaping(waited(3.0)) == 3.0
-    assert run_leaping(waited(1000.0)) == 5.0
 
 
 class FrontEnd:
@@ -179,6 +145,13 @@ def test_a_front_end_answers_and_ends(tmp_path: Path, engine: socket.socket) -> 
 
         with_engine(engine, test)
     assert list(tmp_path.glob("*_frontend-1.db"))
+
+
+def test_a_front_end_waits_for_an_engine(tmp_path: Path, engine: socket.socket) -> None:
+    publish(tmp_path / "store")
+    with front_end(tmp_path) as server:
+        assert select.select([server.reports], [], [], 0.5)[0] == []
+        with_engine(engine, server.until_ready)
 
 
 def test_a_front_end_without_an_engine_answers_probes(

@@ -429,7 +429,7 @@ def test_a_signal_ends_a_reload(server: Server) -> None:
 
 # ---- what came of a reload ---------------------------------------------------------------------
 
-CHANGES = Changes(added=("a@1",), removed=("b@1",), kept=())
+CHANGES = Changes(added=["a@1"], removed=["b@1"], kept=[])
 
 
 def test_a_report_comes_back(tmp_path: Path) -> None:

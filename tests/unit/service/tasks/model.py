@@ -11,7 +11,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from cloze.model_store import Bundle, Manifest
 from cloze.model_store.heads import HEADS
 from cloze.service.tasks import TASKS
-from cloze.service.tasks.task import PreparedRequest, TaskCall, TaskContext, TaskLimits
+from cloze.service.tasks.task import PreparedRequest, TaskContext, TaskLimits
 from cloze.service.tokenizer import Tokenizer
 from tests.vocabulary import vocabulary
 
@@ -104,7 +104,7 @@ def prepared(
 ) -> PreparedRequest[Any]:
     """Return a call of a task, prepared."""
     made = TASKS[task].parameters.model_validate(parameters)
-    return TASKS[task].prepare(TaskCall(inputs, made), with_context)
+    return TASKS[task].prepare(inputs, made, with_context)
 
 
 def decoded(
@@ -114,7 +114,7 @@ def decoded(
     with_context: TaskContext = CONTEXT,
 ) -> Any:
     """Return the results of a prepared call."""
-    return TASKS[task].decode(request, outputs, with_context)
+    return TASKS[task].decode(request.state, outputs, with_context)
 
 
 def tokens(request: PreparedRequest[Any]) -> list[str]:

@@ -10,24 +10,25 @@ import numpy as np
 import pytest
 
 from cloze.service.abandonment import Abandoned, run_on_thread
-from cloze.service.tasks import decode_ids, tokenize
-from cloze.service.tasks.answer_spans import QaOptions, Question, best_answers
-from cloze.service.tasks.task import TaskCall
+from cloze.service.tasks.answer_spans import QaOptions, Question, SpanMemory, best_answers
+from cloze.service.tasks.token_ids import DECODE, TOKENIZE, DecodeParameters, TokenizeParameters
 from cloze.service.tokenizer import Spans
 from tests.unit.service.tasks.model import CONTEXT, ids
 
-READY = tokenize.prepare(TaskCall("the door", tokenize.TokenizeParameters()), CONTEXT)
-DECODING = decode_ids.prepare(TaskCall(ids("the door"), decode_ids.DecodeParameters()), CONTEXT)
+READY = TOKENIZE.prepare("the door", TokenizeParameters(), CONTEXT)
+DECODING = DECODE.prepare(ids("the door"), DecodeParameters(), CONTEXT)
 QUESTION = Question("red", Spans([1], [(0, 3)], [0]), 1, [(0, 1)])
 
 
 @pytest.mark.parametrize(
     "work",
     [
-        lambda: tokenize.prepare(TaskCall("the", tokenize.TokenizeParameters()), CONTEXT),
-        lambda: [list(text.parts()) for text in tokenize.decode(READY, [], CONTEXT)],
-        lambda: decode_ids.decode(DECODING, [], CONTEXT),
-        lambda: best_answers(QUESTION, [np.zeros((2, 2), np.float32)], QaOptions(12, 3, 4)),
+        lambda: TOKENIZE.prepare("the", TokenizeParameters(), CONTEXT),
+        lambda: [list(text.parts()) for text in TOKENIZE.decode(READY.state, [], CONTEXT)],
+        lambda: DECODE.decode(DECODING.state, [], CONTEXT),
+        lambda: best_answers(
+            QUESTION, [np.zeros((2, 2), np.float32)], QaOptions(12, 3, 4), SpanMemory()
+        ),
     ],
     ids=["tokenize", "write tokens", "decode ids", "find answers"],
 )

@@ -4,14 +4,8 @@ import numpy as np
 import pytest
 
 from cloze.service.core import InvalidRequest
-from cloze.service.tasks.answer_spans import (
-    QaAnswer,
-    QaDetails,
-    QaOptions,
-    Question,
-    SpanMemory,
-    best_answers,
-)
+from cloze.service.tasks import answer_spans
+from cloze.service.tasks.answer_spans import QaAnswer, QaDetails, QaOptions, Question, SpanMemory
 from cloze.service.tokenizer import Spans
 
 CONTEXT = "red doors open Red"
@@ -27,6 +21,16 @@ def window(*context: tuple[float, float], cls: tuple[float, float] = (0.0, 0.0))
 
 
 LOW = (-9.0, -9.0)
+
+
+def best_answers(
+    question: Question,
+    logits: list[np.ndarray],
+    options: QaOptions,
+    memory: SpanMemory | None = None,
+) -> answer_spans.AnswerSpans | QaDetails:
+    """Return the best answers to a question, alone in its request unless there is a memory."""
+    return answer_spans.best_answers(question, logits, options, memory or SpanMemory())
 
 
 def only(answers: object) -> QaAnswer:

@@ -9,7 +9,7 @@ import pytest
 from cloze.model_store.heads.masked_lm import MaskedLMResult
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks import TASKS
-from cloze.service.tasks.task import TaskCall, TextUsage
+from cloze.service.tasks.task import TextUsage
 from tests.unit.service.tasks.model import (
     CLS,
     CONTEXT,
@@ -230,7 +230,7 @@ def test_predictions_and_masks_are_limited_per_request() -> None:
 def test_calls_that_take_long() -> None:
     def takes_long(**parameters: Any) -> bool:
         task = TASKS["fill-mask"]
-        return task.takes_long(TaskCall("[MASK]", task.parameters.model_validate(parameters)))
+        return task.takes_long(task.parameters.model_validate(parameters))
 
     assert not takes_long()
     assert not takes_long(targets=["a"])

@@ -120,12 +120,12 @@ def test_parameters_have_limits(name: str, low: int, high: int) -> None:
 
 
 def test_defaults_are_those_of_the_pipeline_within_the_model() -> None:
-    options = prepared("qa", pair("a")).state.options
+    _, options = prepared("qa", pair("a")).state
     assert (options.max_answer_len, options.max_seq_len, options.max_question_len) == (12, 12, 12)
     wide = context(
         limited(max_tokens=500).limits, architecture=manifest().architecture.model_dump()
     )
-    options = prepared("qa", pair("a"), wide).state.options
+    _, options = prepared("qa", pair("a"), wide).state
     assert (options.max_answer_len, options.max_seq_len, options.max_question_len) == (15, 384, 64)
     assert (options.top_k, options.doc_stride, options.align_to_words) == (1, None, True)
     assert (options.handle_impossible_answer, options.details) == (False, False)

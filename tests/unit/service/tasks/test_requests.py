@@ -16,7 +16,7 @@ from cloze.service.tasks import TASKS
 from cloze.service.tasks.nsp import Candidates, Pair
 from cloze.service.tasks.qa import QaPair
 from cloze.service.tasks.similarity import SimilarityInputs
-from cloze.service.tasks.task import TaskCall, TextUsage
+from cloze.service.tasks.task import TextUsage
 from cloze.service.tasks.text_classification import TextPair
 from tests.unit.service.tasks.model import (
     CONTEXT,
@@ -192,7 +192,7 @@ def test_the_usage_of_a_short_text() -> None:
 def test_only_some_tasks_take_long() -> None:
     for name, task in TASKS.items():
         if name != "fill-mask":
-            assert task.takes_long(TaskCall("a", task.parameters())) == (name == "score"), name
+            assert task.takes_long(task.parameters()) == (name == "score"), name
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from cloze.model_store.heads.embedding import EmbeddingResult
 from cloze.model_store.heads.sequence_classification import SequenceClassificationResult
 from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks import rerank
-from cloze.service.tasks.task import PreparedRequest, TaskCall, TaskContext
+from cloze.service.tasks.task import PreparedRequest, TaskContext
 from tests.unit.service.tasks.model import CONTEXT, LABELS, context, limited, tokens, types
 
 
@@ -31,7 +31,7 @@ def asked(
     texts: list[str], model: TaskContext = CLASSIFIER, query: str = "the door", **parameters: Any
 ) -> PreparedRequest[Any]:
     inputs = rerank.RerankInputs(query=query, texts=texts)
-    return rerank.prepare(TaskCall(inputs, rerank.RerankParameters(**parameters)), model)
+    return rerank.prepare(inputs, rerank.RerankParameters(**parameters), model)
 
 
 def logits(*values: float) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def test_a_classifier_of_one_label_ranks_pairs_of_query_and_text() -> None:
     request = asked(["a", "b", "c"])
     assert tokens(request) == [f"[CLS] the door [SEP] {text} [SEP]" for text in "abc"]
     assert types(request) == [[0, 0, 0, 0, 1, 1]] * 3
-    ranking = rerank.decode(request, logits(0, 2, -2), CLASSIFIER)
+    ranking = rerank.decode(request.state, logits(0, 2, -2), CLASSIFIER)
     assert ranking.by == "classifier"
     assert [(r.index, r.text) for r in ranking.ranks] == [(1, None), (0, None), (2, None)]
     sigmoid = [1 / (1 + np.exp(-2)), 0.5, 1 / (1 + np.exp(2))]
@@ -55,7 +55,7 @@ def test_a_classifier_of_one_label_ranks_pairs_of_query_and_text() -> None:
 
 
 def test_raw_scores_are_the_logits() -> None:
-    ranking = rerank.decode(asked(["a", "b"], raw_scores=True), logits(-3, 2), CLASSIFIER)
+    ranking = rerank.decode(asked(["a", "b"], raw_scores=True).state, logits(-3, 2), CLASSIFIER)
     assert [(r.index, r.score) for r in ranking.ranks] == [(1, 2), (0, -3)]
 
 
@@ -65,7 +65,7 @@ def test_any_other_model_ranks_by_the_similarity_of_embeddings(model: TaskContex
     assert tokens(request) == ["[CLS] the door [SEP]", "[CLS] a [SEP]", "[CLS] b [SEP]"]
     rows = ([2, 0, 0, 0], [0, 1, 0, 0], [3, 4, 0, 0])
     outputs = [{"embedding": EmbeddingResult(np.array(row, np.float32))} for row in rows]
-    ranking = rerank.decode(request, outputs, model)
+    ranking = rerank.decode(request.state, outputs, model)
     assert ranking.by == "similarity"
     assert [(r.index, r.score) for r in ranking.ranks] == [
         (1, pytest.approx(0.6)),
@@ -82,13 +82,13 @@ def test_a_model_without_labels_does_not_classify() -> None:
 
 
 def test_texts_of_equal_score_keep_their_order() -> None:
-    ranking = rerank.decode(asked(["a", "b", "c"]), logits(1, 2, 1), CLASSIFIER)
+    ranking = rerank.decode(asked(["a", "b", "c"]).state, logits(1, 2, 1), CLASSIFIER)
     assert [r.index for r in ranking.ranks] == [1, 0, 2]
 
 
 def test_texts_are_returned_if_asked() -> None:
     request = asked(["a", "b"], return_text=True)
-    ranking = rerank.decode(request, logits(1, 2), CLASSIFIER)
+    ranking = rerank.decode(request.state, logits(1, 2), CLASSIFIER)
     assert [(r.index, r.text) for r in ranking.ranks] == [(1, "b"), (0, "a")]
 
 

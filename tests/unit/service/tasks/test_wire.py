@@ -7,7 +7,6 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from cloze.service.tasks import rerank
 from cloze.service.tasks.embed import EmbedParameters
-from cloze.service.tasks.long_text import TruncationParameters
 from cloze.service.tasks.similarity import SimilarityInputs
 from cloze.service.tasks.task import (
     Count,
@@ -18,6 +17,7 @@ from cloze.service.tasks.task import (
     TokenIds,
     WireModel,
 )
+from cloze.service.tasks.texts import TruncationParameters
 
 IDS = TypeAdapter(TokenIds)
 

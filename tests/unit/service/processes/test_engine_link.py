@@ -23,8 +23,8 @@ from cloze.service.core import (
     ShuttingDown,
     Submission,
 )
-from cloze.service.processes import frames, remote
-from cloze.service.processes.remote import EngineLink, RemoteQueue, _settle
+from cloze.service.processes import frames, frontend
+from cloze.service.processes.frontend import EngineLink, RemoteQueue, _settle
 from tests.encodings import submit
 from tests.leaping_loop import run_leaping
 from tests.waiting import wait_until
@@ -118,6 +118,18 @@ def test_a_request_is_sent_and_answered() -> None:
         assert future.result(0).queue_s == 0.25
         assert engines.queue.state.tokens == 0
         engines.answer(0, run, RESULT)  # a late answer belongs to nobody
+
+    on_loop(test)
+
+
+def test_a_model_has_a_queue_on_all_engines() -> None:
+    def test() -> None:
+        engines = Engines(2)
+        other = RemoteQueue(engines.links, 1)
+        assert other.dead == "engine-0 has not started yet; engine-1 has not started yet"
+        served = [frames.EngineModel("bert@1", "int8"), frames.EngineModel("qa@1", "fp32")]
+        engines.links[1].models = served
+        assert [queue.precision() for queue in (engines.queue, other)] == ["int8", "fp32"]
 
     on_loop(test)
 
@@ -304,7 +316,7 @@ def test_the_expected_wait_is_the_shortest_of_the_running_engines(
         engines = Engines(3)
         assert engines.queue.expected_wait("a", 3, None) == NO_WAIT
         now = [1000.0]
-        monkeypatch.setattr(remote.time, "monotonic", lambda: now[0])
+        monkeypatch.setattr(frontend.time, "monotonic", lambda: now[0])
         for number, wait_s in enumerate((5.0, 3.0, 1.0)):
             wire = engines.start(number)
             engines.submit(3, client="a")

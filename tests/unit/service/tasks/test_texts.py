@@ -4,46 +4,52 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloze.service.core import EmptyRequest, InvalidRequest
-from cloze.service.tasks.long_text import (
+from cloze.service.core import EmptyRequest, InvalidRequest, Location
+from cloze.service.tasks.task import (
+    INPUTS,
+    check_range,
+)
+from cloze.service.tasks.texts import (
     LongTextRule,
     TextEncoder,
     TruncationParameters,
     characters,
-    window_count,
-    windows,
 )
-from cloze.service.tasks.task import (
-    INPUTS,
-    check_range,
-    check_results,
-    check_text,
-    listed,
-)
-from tests.unit.service.tasks.model import CONTEXT, LIMITS
+from tests.unit.service.tasks.model import CONTEXT, LIMITS, limited
+
+WIDE = limited(max_request_tokens=10_000)
+
+
+def divided(tokens: int, room: int, stride: int | None) -> list[tuple[int, int]]:
+    return TextEncoder(LongTextRule("window"), WIDE, 12).divide(tokens, room, INPUTS, stride)
 
 
 def test_windows_overlap_by_the_stride_and_end_with_the_text() -> None:
-    assert windows(10, 4, 1) == [(0, 4), (3, 7), (6, 10)]
-    assert windows(11, 4, 1) == [(0, 4), (3, 7), (6, 10), (9, 11)]
-    assert windows(4, 4, 3) == [(0, 4)]
-    assert windows(5, 4, 0) == [(0, 4), (4, 5)]
-    assert windows(2, 4, 1) == [(0, 2)]
+    assert divided(10, 4, 1) == [(0, 4), (3, 7), (6, 10)]
+    assert divided(11, 4, 1) == [(0, 4), (3, 7), (6, 10), (9, 11)]
+    assert divided(4, 4, 3) == [(0, 4)]
+    assert divided(5, 4, 0) == [(0, 4), (4, 5)]
+    assert divided(2, 4, 1) == [(0, 2)]
 
 
 @given(st.integers(0, 60), st.integers(1, 12), st.data())
-def test_the_count_is_that_of_the_windows(tokens: int, size: int, data: st.DataObject) -> None:
+def test_windows_are_as_many_as_the_text_needs(tokens: int, size: int, data: st.DataObject) -> None:
     stride = data.draw(st.integers(0, size - 1))
-    assert window_count(tokens, size, stride) == len(windows(tokens, size, stride))
+    expected = [(0, min(size, tokens))]
+    while expected[-1][1] < tokens:
+        first = expected[-1][0] + size - stride
+        expected.append((first, min(first + size, tokens)))
+    assert divided(tokens, size, stride) == expected
 
 
 def test_an_encoder_counts_whole_windows_with_their_special_tokens() -> None:
-    encoder = TextEncoder(LongTextRule("window"), CONTEXT)  # 400 tokens per request
-    assert encoder.divide(20, 8, "inputs") == windows(20, 8, 2)  # 3 windows x 10
-    assert encoder.divide(8, 8, "inputs", stride=0) == [(0, 8)]  # 40 tokens so far
-    encoder.divide(36 * 8, 8, "inputs", stride=0)  # 360 more: the limit itself
+    encoder = TextEncoder(LongTextRule("window"), CONTEXT, 12)  # 400 tokens per request
+    assert encoder.divide(20, 8, INPUTS) == [(0, 8), (6, 14), (12, 20)]  # 3 windows x 10
+    assert encoder.divide(8, 8, INPUTS, stride=0) == [(0, 8)]  # 40 tokens so far
+    encoder.divide(36 * 8, 8, INPUTS, stride=0)  # 360 more: the limit itself
+    last = Location(("last",))
     with pytest.raises(InvalidRequest, match=r"up to last .* hold 410 tokens; .* is 400"):
-        encoder.divide(1, 8, "last")
+        encoder.divide(1, 8, last)
 
 
 def test_characters_of_windows() -> None:
@@ -88,25 +94,25 @@ def test_the_side_to_cut() -> None:
 
 
 def test_one_input_or_a_list() -> None:
-    assert listed("a", LIMITS) == [(INPUTS, "a")]
-    assert listed([5, 6], LIMITS) == [(INPUTS, [5, 6])]  # the token ids of one text
-    assert listed(["a"] * 4, LIMITS) == [(INPUTS.below(index), "a") for index in range(4)]
-    assert str(listed([[5], [6]], LIMITS)[1].at) == "inputs[1]"
+    assert LIMITS.listed("a") == [(INPUTS, "a")]
+    assert LIMITS.listed([5, 6]) == [(INPUTS, [5, 6])]  # the token ids of one text
+    assert LIMITS.listed(["a"] * 4) == [(INPUTS.below(index), "a") for index in range(4)]
+    assert str(LIMITS.listed([[5], [6]])[1][0]) == "inputs[1]"
     with pytest.raises(EmptyRequest):
-        listed([], LIMITS)
+        LIMITS.listed([])
     with pytest.raises(InvalidRequest, match="5 texts; the limit is 4"):
-        listed(["a"] * 5, LIMITS)
+        LIMITS.listed(["a"] * 5)
 
 
 def test_limits_are_inclusive() -> None:
-    check_text("a" * 200, "inputs", LIMITS)
+    LIMITS.check_text("a" * 200, INPUTS)
     with pytest.raises(InvalidRequest, match="inputs has 201 characters; the limit is 200"):
-        check_text("a" * 201, "inputs", LIMITS)
+        LIMITS.check_text("a" * 201, INPUTS)
     with pytest.raises(EmptyRequest, match="inputs is empty"):
-        check_text("", "inputs", LIMITS)
-    check_results(60, "the texts need", LIMITS)
+        LIMITS.check_text("", INPUTS)
+    LIMITS.check_results(60, "the texts need")
     with pytest.raises(InvalidRequest, match="the texts need 61 predictions; the limit is 60"):
-        check_results(61, "the texts need", LIMITS)
+        LIMITS.check_results(61, "the texts need")
     check_range(2, 2, 4, "top_k")
     check_range(4, 2, 4, "top_k")
     for value in (1, 5):

@@ -1,4 +1,4 @@
-"""Tokenization: the tokens of texts, with their places. The task needs no head of a model."""
+"""Tokens of texts, and texts of token ids. Both tasks need no head of a model."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,28 +9,34 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from cloze.service.abandonment import check_awaited
-from cloze.service.core import InvalidRequest
-from cloze.service.tasks import embed_inputs
+from cloze.service.core import EmptyRequest, InvalidRequest
 from cloze.service.tasks.task import (
     INPUTS,
     UP_TO,
+    NotEmpty,
     PreparedRequest,
     Task,
-    TaskCall,
     TaskContext,
     Text,
     Texts,
+    TokenIds,
     WireModel,
-    check_text,
-    listed,
 )
-from cloze.service.tokenizer import Tokenizer
 
 _TOKENS_PER_RESULT = 8
 """Number of tokens whose writing costs about as much as one prediction of a mask."""
 
+_IDS_PER_RESULT = 32
+"""Number of ids whose decoding costs about as much as one prediction of a mask."""
+
 _PART_TOKENS = 1024
 """Most tokens of a part in which a long text's tokens are written; a part takes about 1 ms."""
+
+_MOST_ID = 2**32 - 1
+"""Largest id that the tokenizers library reads; it skips those outside the vocabulary."""
+
+
+# ---- texts to tokens -----------------------------------------------------------------------------
 
 
 class TokenizeParameters(WireModel):
@@ -59,19 +65,18 @@ class TokenizedText:
         text: the text, after its prompt.
         ids: vocabulary ids [n] int32, without special tokens.
         offsets: (start, end) of each token [n, 2] int32, in characters of the text.
-        before, after: the special tokens around the text.
+        around: the special tokens before and after the text, if there are any.
     """
 
     text: str
     ids: NDArray[np.int32]
     offsets: NDArray[np.int32]
-    before: tuple[Token, ...]
-    after: tuple[Token, ...]
+    around: tuple[Token, ...]
 
     def parts(self) -> Iterator[list[Token]]:
         """Yield the tokens in order, at most `_PART_TOKENS` at once."""
-        if self.before:
-            yield list(self.before)
+        if self.around:
+            yield [self.around[0]]
         ends = _byte_ends(self.text)
         for first in range(0, len(self.ids), _PART_TOKENS):
             check_awaited()
@@ -84,8 +89,8 @@ class TokenizedText:
                 Token(token_id, self.text[start:end], False, *in_bytes)
                 for token_id, (start, end), in_bytes in rows
             ]
-        if self.after:
-            yield list(self.after)
+        if self.around:
+            yield [self.around[1]]
 
 
 def _byte_ends(text: str) -> NDArray[np.int64]:
@@ -96,28 +101,24 @@ def _byte_ends(text: str) -> NDArray[np.int64]:
     return ends
 
 
-def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[TokenizedText]]:
-    """Tokenize the texts.
-
-    Raises:
-        EmptyRequest: there is no text, or a text is empty.
-        InvalidRequest: the texts have more tokens than a request may have results, a text is too
-            long, or the prompt is unknown.
-    """
-    parameters: TokenizeParameters = call.parameters
+def prepare_texts(
+    inputs: Any, parameters: TokenizeParameters, context: TaskContext
+) -> PreparedRequest[list[TokenizedText]]:
+    """Tokenize the texts."""
     limits, tokenizer = context.limits, context.tokenizer
-    texts = listed(call.inputs, limits)
-    for at, text in texts:
-        check_text(text, at, limits)
-    prompt = embed_inputs.prompt_of(context, parameters.prompt_name)
-    before = (_special(tokenizer, tokenizer.special.cls),) if parameters.add_special_tokens else ()
-    after = (_special(tokenizer, tokenizer.special.sep),) if parameters.add_special_tokens else ()
+    texts = limits.listed(inputs)
+    prompt = context.prompt(parameters.prompt_name)
+    special = tokenizer.special
+    around = tuple(
+        Token(token, tokenizer.token_of(token), True, None, None)
+        for token in ((special.cls, special.sep) if parameters.add_special_tokens else ())
+    )
     tokenized: list[TokenizedText] = []
     tokens = 0
     for at, text in texts:
         check_awaited()
         spans = tokenizer.spans(prompt + text, limits.max_results - tokens)
-        tokens += len(spans.ids) + len(before) + len(after)
+        tokens += len(spans.ids) + len(around)
         if tokens > limits.max_results:
             problem = f"at least {tokens} tokens; the limit is {limits.max_results}"
             if tokenized:
@@ -125,22 +126,11 @@ def prepare(call: TaskCall, context: TaskContext) -> PreparedRequest[list[Tokeni
             raise InvalidRequest(f"has {problem}", INPUTS)
         ids = np.array(spans.ids, np.int32)
         offsets = np.array(spans.offsets, np.int32).reshape(-1, 2)
-        tokenized.append(TokenizedText(prompt + text, ids, offsets, before, after))
+        tokenized.append(TokenizedText(prompt + text, ids, offsets, around))
     return PreparedRequest([], tokenized, tokens // _TOKENS_PER_RESULT, texts=len(tokenized))
 
 
-def _special(tokenizer: Tokenizer, token_id: int) -> Token:
-    return Token(token_id, tokenizer.token_of(token_id), True, None, None)
-
-
-def decode(
-    prepared: PreparedRequest[list[TokenizedText]], _: Any, __: TaskContext
-) -> list[TokenizedText]:
-    """Return the tokens of each text."""
-    return prepared.state
-
-
-TASK: Final = Task(
+TOKENIZE: Final = Task(
     name="tokenize",
     route="/tokenize",
     summary="The tokens of texts",
@@ -148,7 +138,62 @@ TASK: Final = Task(
     inputs=Annotated[Text | Texts, Field(description="a text or a list of texts")],
     parameters=TokenizeParameters,
     result=list[list[Token]],
-    prepare=prepare,
-    decode=decode,
-    examples=(),
+    prepare=prepare_texts,
+    decode=lambda texts, _outputs, _context: texts,
+)
+
+
+# ---- token ids to texts --------------------------------------------------------------------------
+
+
+class DecodeParameters(WireModel):
+    """The parameters of text-embeddings-inference."""
+
+    skip_special_tokens: bool = Field(True, description="whether to omit special tokens")
+
+
+_Ids = tuple[list[list[int]], bool]
+"""The ids of each text, and whether to omit special tokens."""
+
+
+def prepare_ids(
+    inputs: Any, parameters: DecodeParameters, context: TaskContext
+) -> PreparedRequest[_Ids]:
+    """Check the ids."""
+    limits = context.limits
+    lists: list[list[int]] = inputs if inputs and isinstance(inputs[0], list) else [inputs]
+    limits.check_count(len(lists), INPUTS)
+    if not all(lists):
+        raise EmptyRequest("has an empty list; it needs at least 1 token id", INPUTS)
+    if (count := sum(map(len, lists))) > (most := limits.max_results):
+        raise InvalidRequest(f"has {count} token ids; the limit is {most}", INPUTS)
+    low, high = min(map(min, lists)), max(map(max, lists))
+    if low < 0 or high > _MOST_ID:
+        raise InvalidRequest(
+            f"has token ids from {low} to {high}; they are 0 to {_MOST_ID}", INPUTS
+        )
+    state = lists, parameters.skip_special_tokens
+    return PreparedRequest([], state, count // _IDS_PER_RESULT, texts=len(lists))
+
+
+def decode_ids(state: _Ids, _: Any, context: TaskContext) -> list[str]:
+    """Return the text of each list of ids."""
+    lists, skip = state
+    texts = []
+    for ids in lists:
+        check_awaited()
+        texts += context.tokenizer.decode([ids], skip_special_tokens=skip)
+    return texts
+
+
+DECODE: Final = Task(
+    name="decode",
+    route="/decode",
+    summary="The texts of token ids",
+    heads=(),
+    inputs=TokenIds | Annotated[list[TokenIds], NotEmpty],
+    parameters=DecodeParameters,
+    result=list[str],
+    prepare=prepare_ids,
+    decode=decode_ids,
 )

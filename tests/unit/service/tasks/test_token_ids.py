@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from cloze.service.core import EmptyRequest, InvalidRequest
-from cloze.service.tasks import decode_ids, tokenize
-from cloze.service.tasks.task import PreparedRequest, TaskCall, TaskContext
-from cloze.service.tasks.tokenize import Token
+from cloze.service.tasks import token_ids
+from cloze.service.tasks.task import PreparedRequest, TaskContext
+from cloze.service.tasks.token_ids import DECODE, TOKENIZE, Token
 from tests.unit.service.tasks.model import (
     CLS,
     CONTEXT,
@@ -22,21 +22,21 @@ from tests.unit.service.tasks.model import (
 
 def tokenized(
     inputs: Any, model: TaskContext = CONTEXT, **parameters: Any
-) -> PreparedRequest[list[tokenize.TokenizedText]]:
-    made = tokenize.TokenizeParameters(**parameters)
-    return tokenize.prepare(TaskCall(inputs, made), model)
+) -> PreparedRequest[list[token_ids.TokenizedText]]:
+    made = token_ids.TokenizeParameters(**parameters)
+    return TOKENIZE.prepare(inputs, made, model)
 
 
 def all_tokens(inputs: Any, model: TaskContext = CONTEXT, **parameters: Any) -> list[list[Token]]:
     request = tokenized(inputs, model, **parameters)
-    texts = tokenize.decode(request, [], model)
+    texts = TOKENIZE.decode(request.state, [], model)
     return [[token for part in text.parts() for token in part] for text in texts]
 
 
 def test_the_tasks_are_named_as_their_routes() -> None:
-    assert (tokenize.TASK.name, tokenize.TASK.route) == ("tokenize", "/tokenize")
-    assert (decode_ids.TASK.name, decode_ids.TASK.route) == ("decode", "/decode")
-    assert (tokenize.TASK.heads, decode_ids.TASK.heads) == ((), ())
+    assert (TOKENIZE.name, TOKENIZE.route) == ("tokenize", "/tokenize")
+    assert (DECODE.name, DECODE.route) == ("decode", "/decode")
+    assert (TOKENIZE.heads, DECODE.heads) == ((), ())
 
 
 def test_tokens_have_their_places_between_special_tokens() -> None:
@@ -56,7 +56,7 @@ def test_special_tokens_may_be_left_out() -> None:
         [Token(ID["a"], "a", False, 0, 1)],
         [Token(ID["b"], "b", False, 0, 1)],
     ]
-    assert tokenize.TokenizeParameters().add_special_tokens
+    assert token_ids.TokenizeParameters().add_special_tokens
 
 
 def test_places_are_in_bytes_of_the_text() -> None:
@@ -70,7 +70,7 @@ def test_places_are_in_bytes_of_the_text() -> None:
     )
     for index, character in enumerate(text):
         prefix = text[: index + 1]
-        assert tokenize._byte_ends(text)[index + 1] == len(prefix.encode()), character
+        assert token_ids._byte_ends(text)[index + 1] == len(prefix.encode()), character
 
 
 def test_an_unknown_token_has_the_text_that_stands_there() -> None:
@@ -91,7 +91,7 @@ def test_a_prompt_is_part_of_the_text() -> None:
 
 def test_a_long_text_is_written_in_parts() -> None:
     model = limited(max_text_characters=10_000, max_results=5000)
-    [text] = tokenize.decode(tokenized("a b " * 1025, model), [], model)
+    [text] = TOKENIZE.decode(tokenized("a b " * 1025, model).state, [], model)
     parts = list(text.parts())
     assert [len(part) for part in parts] == [1, 1024, 1024, 2, 1]
     assert [t.text for part in parts[1:-1] for t in part] == ["a", "b"] * 1025
@@ -147,12 +147,12 @@ def test_texts_to_tokenize_are_checked() -> None:
 def prepared_ids(
     inputs: Any, model: TaskContext = CONTEXT, **parameters: Any
 ) -> PreparedRequest[Any]:
-    made = decode_ids.DecodeParameters(**parameters)
-    return decode_ids.prepare(TaskCall(inputs, made), model)
+    made = token_ids.DecodeParameters(**parameters)
+    return DECODE.prepare(inputs, made, model)
 
 
 def texts_of(inputs: Any, **parameters: Any) -> list[str]:
-    return decode_ids.decode(prepared_ids(inputs, **parameters), [], CONTEXT)
+    return DECODE.decode(prepared_ids(inputs, **parameters).state, [], CONTEXT)
 
 
 def test_ids_are_joined_to_texts() -> None:

@@ -1,0 +1,318 @@
+"""Texts to encodings: prompts, token ids, and long texts that are refused, cut or divided."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Final, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field
+
+from cloze.model_store.batch import Encoding
+from cloze.model_store.heads import HeadRequest
+from cloze.service.core import EmptyRequest, InvalidRequest, Location
+from cloze.service.tasks.task import (
+    Input,
+    NotEmpty,
+    PreparedRequest,
+    TaskContext,
+    Text,
+    TextUsage,
+    TokenIds,
+    WireModel,
+)
+from cloze.service.tokenizer import Tokenizer
+
+LongText = Literal["error", "truncate", "window"]
+
+Bounds = tuple[int, int]
+"""The first token of a window, and the token after its last."""
+
+TextsOrIds = Text | TokenIds | Annotated[list[Text | TokenIds], NotEmpty]
+
+EmbedInputs = Annotated[TextsOrIds, Field(description="a text, its token ids, or a list of either")]
+
+Offsets = list[tuple[int, int] | None]
+"""(start, end) of each token in characters of its text; None for special tokens and a prompt's."""
+
+S = TypeVar("S")
+
+_OVERLAP: Final = 4
+"""Neighbouring windows share this part of a window: a quarter."""
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+class UsageParameters(WireModel):
+    """Whether to report how much of each text was used."""
+
+    return_usage: bool | None = Field(
+        None,
+        description="whether to return {result, usage}: with the result, the tokens of each input, "
+        "how many of them the model read, and its windows; the answer is JSON",
+    )
+
+
+class TruncationParameters(WireModel):
+    """What to do with a text that is too long for the model."""
+
+    truncate: bool | None = Field(
+        None, description="true cuts a long text, false refuses the text; the default is true"
+    )
+    truncation_direction: Annotated[Literal["left", "right"] | None, BeforeValidator(_lower)] = (
+        Field(None, description="the end of a long text to cut; the default is right")
+    )
+    long_text: Literal["error", "truncate"] | None = Field(
+        None, description="error refuses a long text, truncate cuts it; the default is truncate"
+    )
+
+    def rule(self, *, report: bool | None = False) -> "LongTextRule":
+        """Return what to do with long texts.
+
+        Raises:
+            InvalidRequest: ``truncate`` and ``long_text`` contradict each other.
+        """
+        keep_end = self.truncation_direction == "left"
+        choice: LongText | None = self.long_text
+        if choice is None:
+            choice = "error" if self.truncate is False else "truncate"
+            return LongTextRule(choice, "truncate is false", keep_end, report=report)
+        if self.truncate is not None and choice == ("error" if self.truncate else "truncate"):
+            given = str(self.truncate).lower()
+            raise InvalidRequest(
+                f"truncate {given} contradicts long_text {choice}; leave out one of them"
+            )
+        return LongTextRule(choice, keep_end=keep_end, report=report)
+
+
+class TextParameters(TruncationParameters, UsageParameters):
+    """How a text becomes a sequence: the fields of text-embeddings-inference, and our own."""
+
+    prompt_name: str | None = Field(
+        None, description="name of a prompt of the model, which is put before each text"
+    )
+
+
+# ---- encodings -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class LongTextRule:
+    """What a request does with its long texts.
+
+    Attributes:
+        choice: whether to refuse, cut or divide them.
+        refused_by: the parameter that refuses them, for the error.
+        keep_end: whether to cut the start of a long text instead of its end.
+        stride: tokens that neighbouring windows share; None: a quarter of a window.
+        report: whether to report how much of each text was used.
+    """
+
+    choice: LongText
+    refused_by: str = "long_text is error"
+    keep_end: bool = False
+    stride: int | None = None
+    report: bool | None = False
+
+    def check(self, at: Location, tokens: int, most: int) -> None:
+        """Raise `InvalidRequest` for a text of more tokens than the model reads, if asked to."""
+        if self.choice == "error":
+            raise InvalidRequest(
+                f"has {tokens} tokens; the model reads {most}, and {self.refused_by}", at
+            )
+
+
+@dataclass(slots=True)
+class TextEncoder:
+    """Builds the encodings of one request, text by text.
+
+    A text raises `InvalidRequest` if it is too long and the rule refuses such texts, or if the
+    windows so far have more tokens than a request may have.
+
+    Attributes:
+        max_tokens: most tokens per encoding, special tokens included.
+        requests: what each encoding asks of the heads; None: each has its own requests.
+        encodings: one per text or pair, or one per window of a text.
+        windows: number of encodings of each text or pair.
+        usage: how much of each text or pair the encodings have.
+        window_tokens: tokens of all windows so far.
+    """
+
+    rule: LongTextRule
+    context: TaskContext
+    max_tokens: int
+    requests: Mapping[str, HeadRequest] | None = None
+    encodings: list[Encoding] = field(default_factory=list)
+    windows: list[int] = field(default_factory=list)
+    usage: list[TextUsage] = field(default_factory=list)
+    window_tokens: int = 0
+
+    def add(
+        self, at: Location, ids: Sequence[int], text: str | None, prompt: str = ""
+    ) -> Sequence[Bounds]:
+        """Add a text; return the (first, end) tokens of each of its encodings.
+
+        The ids are without special tokens. The text is None if the client sent its ids. The prompt
+        is the start of the text, which each window repeats.
+        """
+        if self.rule.choice == "window" and len(ids) + 2 > self.max_tokens:
+            return self._add_windows(at, ids, text, prompt)
+        tokenizer = self.context.tokenizer
+        encoding = tokenizer.encode(ids, self.max_tokens, keep_end=self.rule.keep_end)
+        self.add_encodings(at, [encoding], TextUsage(len(ids) + 2, len(encoding)))
+        return [(0, len(encoding) - 2)]
+
+    def _add_windows(
+        self, at: Location, ids: Sequence[int], text: str | None, prompt: str
+    ) -> Sequence[Bounds]:
+        """Add the windows of a text; each begins with the prompt's tokens. See `add`."""
+        tokenizer = self.context.tokenizer
+        needs_places = text is not None and (prompt or self.rule.report)
+        places = tokenizer.spans(text or "").offsets if needs_places else []
+        prefix = ids[: sum(start < len(prompt) for start, _ in places)]
+        own, room = ids[len(prefix) :], self.max_tokens - 2 - len(prefix)
+        if room < 1:
+            raise InvalidRequest(
+                f"the prompt of {len(prefix)} tokens leaves no room; "
+                f"the model reads {self.max_tokens}"
+            )
+        bounds = self.divide(len(own), room, at, self.rule.stride)
+        encodings = [
+            tokenizer.encode([*prefix, *own[first:end]], self.max_tokens) for first, end in bounds
+        ]
+        windows = None
+        if places:
+            read = characters(bounds, places[len(prefix) :])
+            windows = [(start - len(prompt), end - len(prompt)) for start, end in read]
+        self.add_encodings(at, encodings, TextUsage(len(ids) + 2, len(ids) + 2, windows))
+        return bounds
+
+    def add_pair(self, at: Location, first: Sequence[int], second: Sequence[int]) -> None:
+        """Add a pair of texts by their tokens, without special tokens."""
+        tokenizer = self.context.tokenizer
+        tokens = len(first) + len(second) + tokenizer.special.pair_tokens
+        if self.rule.choice == "window" and tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"is a pair of {tokens} tokens; the model reads {self.max_tokens}, and long_text "
+                "window divides only texts without a pair",
+                at,
+            )
+        encoding = tokenizer.pair(first, second, self.max_tokens, keep_end=self.rule.keep_end)
+        self.add_encodings(at, [encoding], TextUsage(tokens, len(encoding)))
+
+    def add_encodings(self, at: Location, encodings: Sequence[Encoding], usage: TextUsage) -> None:
+        """Add the encodings of one text or pair."""
+        if usage.used < usage.tokens:
+            self.rule.check(at, usage.tokens, self.max_tokens)
+        if self.requests is not None:
+            for encoding in encodings:
+                encoding.requests = self.requests
+        self.encodings += encodings
+        self.windows.append(len(encodings))
+        self.usage.append(usage)
+
+    def divide(
+        self, tokens: int, room: int, at: Location, stride: int | None = None, around: int = 2
+    ) -> list[Bounds]:
+        """Return the bounds of a text's windows, of at most ``room`` of its tokens each.
+
+        Neighbouring windows share ``stride`` tokens, by default a quarter. A window has ``around``
+        tokens besides those of the text.
+        """
+        step = room - (room // _OVERLAP if stride is None else stride)
+        count = 1 + max(0, -(-(tokens - room) // step))
+        self.window_tokens += count * (room + around)
+        self.context.limits.check_tokens(self.window_tokens, "the windows hold", at)
+        firsts = range(0, count * step, step)
+        return [(first, min(first + room, tokens)) for first in firsts]
+
+    def prepared(self, state: S, results: int = 0) -> PreparedRequest[S]:
+        """Return the request with all its encodings; see `PreparedRequest`."""
+        return PreparedRequest(
+            self.encodings,
+            state,
+            results,
+            truncated=sum([usage.used < usage.tokens for usage in self.usage]),
+            usage=self.usage if self.rule.report else None,
+            texts=len(self.windows),
+        )
+
+
+def characters(
+    bounds: Sequence[Bounds], offsets: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Return the (start, end) characters of windows, by the characters of each token."""
+    return [(offsets[first][0], offsets[end - 1][1]) for first, end in bounds]
+
+
+def encode_pairs(
+    pairs: Sequence[tuple[Location, str, str | None]],
+    rule: LongTextRule,
+    context: TaskContext,
+    requests: Mapping[str, HeadRequest],
+) -> TextEncoder:
+    """Return the encodings of pairs of texts, and of texts whose second text is None."""
+    texts = list(dict.fromkeys(text for _, *pair in pairs for text in pair if text is not None))
+    ids = dict(zip(texts, context.tokenizer.ids(texts), strict=True))  # each text once
+    encoder = TextEncoder(rule, context, context.limits.max_tokens, requests)
+    for at, first, second in pairs:
+        if second is None:
+            encoder.add(at, ids[first], first)
+        else:
+            encoder.add_pair(at, ids[first], ids[second])
+    return encoder
+
+
+# ---- texts to embed ------------------------------------------------------------------------------
+
+
+def encode_texts(
+    texts: Sequence[Input[str | list[int]]],
+    parameters: TextParameters,
+    context: TaskContext,
+    requests: Mapping[str, HeadRequest] | None,
+) -> TextEncoder:
+    """Return the encodings of texts to embed, or of their token ids; see `listed`."""
+    recipe, tokenizer = context.manifest.embedding, context.tokenizer
+    max_tokens = recipe.max_tokens if recipe else context.limits.max_tokens
+    prompt = context.prompt(parameters.prompt_name)
+    rule = parameters.rule(report=parameters.return_usage)
+    encoder = TextEncoder(rule, context, max_tokens, requests)
+    ids = iter(tokenizer.ids([prompt + text for _, text in texts if isinstance(text, str)]))
+    for at, text in texts:
+        if isinstance(text, str):
+            encoder.add(at, next(ids), prompt + text, prompt)
+        else:
+            encoder.add(at, _own_ids(text, at, tokenizer), None)
+    return encoder
+
+
+def _own_ids(ids: list[int], at: Location, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids that a client sent, without ``[CLS]`` and ``[SEP]`` around them."""
+    if not ids:
+        raise EmptyRequest("is empty; it needs at least 1 token id", at)
+    if not (min(ids) >= 0 and max(ids) < tokenizer.vocab_size):
+        known = f"this model's are 0 to {tokenizer.vocab_size - 1}"
+        raise InvalidRequest(f"has token ids from {min(ids)} to {max(ids)}; {known}", at)
+    special = tokenizer.special
+    is_wrapped = len(ids) >= 2 and ids[0] == special.cls and ids[-1] == special.sep
+    return ids[1:-1] if is_wrapped else ids
+
+
+def offsets(
+    texts: Sequence[Input[str]], encoder: TextEncoder, parameters: TextParameters
+) -> list[Offsets]:
+    """Return the place of each token of the texts' encodings, which `encode_texts` made."""
+    prompt = encoder.context.prompt(parameters.prompt_name)
+    skipped = len(prompt)
+    places: list[Offsets] = []
+    for (_, text), encoding in zip(texts, encoder.encodings, strict=True):
+        whole = encoder.context.tokenizer.spans(prompt + text).offsets
+        first = len(whole) - (len(encoding) - 2) if encoder.rule.keep_end else 0
+        kept = whole[first : first + len(encoding) - 2]
+        own = [(a - skipped, b - skipped) if a >= skipped else None for a, b in kept]
+        places.append([None, *own, None])
+    return places

@@ -26,14 +26,8 @@ class Difference:
     """One figure in two results.
 
     Attributes:
-        subject: what was measured.
-        load: under which load.
-        figure: the figure's name.
-        before: its value in the first result.
-        after: its value in the second result.
         change: (after - before) / before; for the share of failed requests, after - before.
         noise: half the spread of the turns over their median, the larger of the two results.
-        verdict: better, worse, or same.
     """
 
     subject: str

@@ -12,7 +12,7 @@ import torch
 
 from cloze.bench.errors import BenchError
 from cloze.bench.one_size import SQUAD, SizeBenchmark, SizeOptions, peak_flops
-from cloze.bench.result import Cell, Start, Turn
+from cloze.bench.result import Cell, ServerStart, Turn
 from cloze.bench.run import Plan, Report, measure
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.sizes import squad_lengths
@@ -43,7 +43,6 @@ class DevicePlan:
         device: on a CPU, the fp32 graph runs in batches of one length.
         sizes: of `cloze.bench.sizes.SIZES`.
         lengths: of all sequences of a batch, in tokens.
-        batch_tokens: tokens per batch.
         frontends: front end processes, one server each; 0 is a single process.
         sequences: of the mix of lengths, and texts for the servers.
         texts_per_request: of the servers' full load.
@@ -68,7 +67,7 @@ class DeviceFigures:
 
     cells: list[Cell] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
-    starts: list[Start] = field(default_factory=list)
+    starts: list[ServerStart] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
@@ -89,9 +88,7 @@ def measure_device(
     A part that fails is reported, and the other parts run.
 
     Args:
-        plan: what to measure.
         folder: empty; receives checkpoints and bundles with random weights, some GB.
-        report: receives the figures, one line each.
         save: receives all figures after each part, so that a later failure does not lose them.
 
     Raises:
@@ -124,14 +121,7 @@ class _ServerLoad:
 
 
 class _DeviceRun:
-    """The parts of a run, and the figures measured so far.
-
-    Args:
-        plan: what to measure.
-        folder: receives checkpoints and bundles.
-        report: receives the figures, one line each.
-        save: receives all figures after each part.
-    """
+    """The parts of a run, and the figures measured so far."""
 
     def __init__(
         self,
@@ -205,7 +195,7 @@ class _DeviceRun:
             engine = partial(EngineAlone, model, load.texts)
             self._measure({f"{name} engine": engine}, [], load)
             for server in servers[: load.max_servers]:
-                title = f"{server.name}, {load.plan.closed(max(load.plan.clients))}"
+                title = f"{server.name}, {load.plan.closed(max(load.plan.clients)).name}"
                 if self._has_time(title, _SLOW_PART_S):
                     self._measure({}, [server], load)
 
@@ -238,16 +228,10 @@ class _DeviceRun:
             dataclasses.replace(server, ready_timeout_s=min(server.ready_timeout_s, left_s))
             for server in servers
         ]
-        turns, starts = measure(engines, servers, load.texts, load.plan, self._report_or_note)
-        self.figures.turns += turns
-        self.figures.starts += starts
-
-    def _report_or_note(self, line: str) -> None:
-        """Report a line; keep the line if a server was left out."""
-        if "left out" in line:
-            self._note(line)
-        else:
-            self._report(line)
+        measured = measure(engines, servers, load.texts, load.plan, self._report)
+        self.figures.turns += measured.turns
+        self.figures.starts += measured.starts
+        self.figures.notes += measured.left_out
 
     def _record(self, cell: Cell) -> None:
         self.figures.cells.append(cell)

@@ -18,7 +18,6 @@ class Request:
 
     Attributes:
         data: the bytes, as `post` returns them.
-        texts: number of texts in the request.
         group: latencies are also counted per group; "" belongs to none.
     """
 
@@ -48,11 +47,7 @@ def post(path: str, body: bytes, headers: dict[str, str] | None = None) -> bytes
 
 
 class Connection(asyncio.Protocol):
-    """One connection to a server.
-
-    Attributes:
-        open: whether requests can be sent.
-    """
+    """One connection to a server."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)

@@ -6,6 +6,7 @@ that arrive meanwhile (coordinated omission; Tene 2013, "How NOT to measure late
 """
 
 import asyncio
+import resource
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -29,9 +30,17 @@ _DRAIN_TIMEOUT_S = 120.0
 MAX_CONNECTIONS = 512
 """Default of the open loop. Further arrivals wait for a connection, which counts as latency."""
 
+MANY_CONNECTIONS = 4096
+"""For an overload: with fewer, requests would wait in the generator instead of at the server."""
 
 _IDLE_S = 10.0
 """Time after which the open loop closes a connection that it does not need any more."""
+
+
+def allow_many_connections() -> None:
+    """Let this process, and the servers that it starts, open `MANY_CONNECTIONS` connections."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 3 * MANY_CONNECTIONS), hard))
 
 
 def histogram() -> HdrHistogram:
@@ -44,12 +53,8 @@ class LoadResult:
     """What the clients of one load observed.
 
     Attributes:
-        seconds: from the first counted request to the last answer.
-        requests: answered with status 200.
         texts: of the requests answered with status 200.
         statuses: number of answers by status; 0 stands for a connection that closed.
-        latencies: of the requests answered with status 200, in microseconds.
-        by_group: the latencies of each group of requests.
         client_cpu_s: processor time of this process during the load, in seconds.
     """
 
@@ -85,8 +90,6 @@ async def closed_loop(
     Args:
         url: of a server that is warm.
         requests: all clients share them in order, and start again after the last.
-        clients: number of connections.
-        seconds: duration.
 
     Raises:
         BenchError: the server has closed, or does not answer.
@@ -143,7 +146,6 @@ class Answer(NamedTuple):
     """What became of one request of an open loop.
 
     Attributes:
-        number: index of the request.
         due_s: seconds from the start of the load until the request was due.
         seconds: from then until the answer.
         response: the answer; None stands for a connection that closed.
@@ -205,11 +207,8 @@ async def open_loop(
     """Send request `i` after ``arrivals[i]`` seconds, whether earlier ones are answered or not.
 
     Args:
-        url: of the server.
         requests: sent in order; the first follows the last.
         arrivals: float64 [n], ascending.
-        connections: most open connections.
-        on_answer: called with each answer as it arrives.
 
     Raises:
         BenchError: the server does not answer.
@@ -243,11 +242,6 @@ async def open_loop(
 def poisson(rate: float, seconds: float, seed: int = 0) -> NDArray[np.float64]:
     """Return arrival times of a Poisson process, at least one.
 
-    Args:
-        rate: arrivals per second.
-        seconds: duration.
-        seed: of the random numbers.
-
     Returns:
         float64 [n] seconds, ascending.
     """
@@ -262,8 +256,6 @@ def rescaled(arrivals: NDArray[np.float64], rate: float, seconds: float) -> NDAr
 
     Args:
         arrivals: float64 [n] seconds, ascending, at least two.
-        rate: mean arrivals per second over the whole recording.
-        seconds: duration to keep.
 
     Returns:
         float64 [m] seconds from 0, ascending.

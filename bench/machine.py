@@ -76,9 +76,6 @@ def stolen_share(before: tuple[int, int], after: tuple[int, int]) -> float:
 def installed_versions(python: str = sys.executable) -> dict[str, str]:
     """Return the versions of the packages that matter here, in an interpreter's environment.
 
-    Args:
-        python: path of the interpreter.
-
     Raises:
         CalledProcessError: the interpreter failed.
         OSError: the interpreter does not start.

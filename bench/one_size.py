@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -45,9 +46,7 @@ class SizeOptions:
     """How to measure an architecture.
 
     Attributes:
-        device: where the engine and torch run.
         sequences: number of sequences with SQuAD's lengths.
-        seconds: of each measurement.
         peak_flops: operations per second of the device.
     """
 
@@ -62,11 +61,9 @@ class _Workload:
     """Batches to time, and their description in the result.
 
     Attributes:
-        subject: what runs the batches.
         group: `ONE_LENGTH` or `COMPARED`.
         lengths: tokens per sequence, or `SQUAD`.
         batch_tokens: largest number of tokens per batch.
-        batches: what runs.
         counted: the encodings without padding, if `batches` are padded; None: all of `batches`.
     """
 
@@ -77,37 +74,14 @@ class _Workload:
     batches: list[list[Encoding]]
     counted: Sequence[Encoding] | None = None
 
-    def cell(self, rounds: float, config_flops: Callable[[list[int]], float], peak: float) -> Cell:
-        """Return the figures of `rounds` rounds per second."""
-        counted = self.counted
-        if counted is None:
-            counted = [encoding for batch in self.batches for encoding in batch]
-        sizes = [len(encoding) for encoding in counted]
-        return Cell(
-            self.subject,
-            self.group,
-            self.lengths,
-            self.batch_tokens,
-            tokens_per_s=rounds * sum(sizes),
-            sequences_per_s=rounds * len(sizes),
-            of_peak=rounds * config_flops(sizes) / peak,
-        )
-
 
 class SizeBenchmark:
     """An engine with random weights, exported, compared with torch, and opened as any engine is.
 
     Attributes:
-        bundle: what was exported.
         longest: tokens of the longest sequence.
         cost: the cost model that a server fits at start-up; None without variable-length batches.
         batch_tokens: largest number of tokens per batch, as in a server.
-
-    Args:
-        name: of one of `SIZES`.
-        folder: receives the checkpoint, and a store with the bundle.
-        options: see `SizeOptions`.
-        record: receives each figure.
 
     Raises:
         ExportError: the graph does not agree with torch.
@@ -157,10 +131,6 @@ class SizeBenchmark:
 
     def measure_torch(self, variant: str, options: Mapping[str, bool]) -> float:
         """Measure torch on the same batches with the same weights.
-
-        Args:
-            variant: its name in the result.
-            options: of `TorchEncoder`.
 
         Returns:
             The difference between the embeddings of torch and of the engine on two batches:
@@ -233,8 +203,20 @@ class SizeBenchmark:
         self._note(workload, rounds * repeats)
 
     def _note(self, workload: _Workload, rounds: float) -> None:
-        config_flops = partial(flops, SIZES[self._name])
-        self._record(workload.cell(rounds, config_flops, self._options.peak_flops))
+        """Record the figures of `rounds` rounds per second."""
+        counted = workload.counted or list(chain.from_iterable(workload.batches))
+        sizes = [len(encoding) for encoding in counted]
+        cell = Cell(
+            workload.subject,
+            workload.group,
+            workload.lengths,
+            workload.batch_tokens,
+            tokens_per_s=rounds * sum(sizes),
+            sequences_per_s=rounds * len(sizes),
+            of_peak=rounds * flops(SIZES[self._name], sizes) / self._options.peak_flops,
+            engine=f"{self._name} engine",
+        )
+        self._record(cell)
 
 
 def torch_device(device: Device) -> torch.device:

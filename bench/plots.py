@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloze.bench.result import Result
+from cloze.bench.result import LoadKind, Result
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ def draw(result: Result, file: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    labels = list(dict.fromkeys(_label(load) for load in result.loads())) or [""]
+    labels = list(dict.fromkeys(load.label for load in result.arrivals())) or [""]
     figure = Figure(figsize=(16, 4.5 * len(labels)), layout="constrained")
     for row, label in zip(figure.subplots(len(labels), 3, squeeze=False), labels, strict=True):
         throughput, latency, parts = row
@@ -31,18 +31,12 @@ def draw(result: Result, file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
-def _label(load: str) -> str:
-    """Return the label that ends the name of a load, if any."""
-    is_bulk = load.startswith("single beside bulk")
-    return " ".join(load.split()[3 if is_bulk else 2 :])
-
-
-def _loads(result: Result, subject: str, kind: str, label: str) -> list[tuple[float, str]]:
-    """Return the number in the name of each load of a kind, and the name, in ascending order."""
+def _loads(result: Result, subject: str, kind: LoadKind, label: str) -> list[tuple[float, str]]:
+    """Return the number and the name of each load of a kind, in ascending order."""
     return sorted(
-        (float(load.split()[1]), load)
-        for load in result.loads()
-        if load.startswith(kind) and _label(load) == label and result.of(subject, load)
+        (load.number or 0.0, load.name)
+        for load in result.arrivals()
+        if (load.kind, load.label) == (kind, label) and result.of(subject, load.name)
     )
 
 
@@ -50,7 +44,7 @@ def _draw_throughput(axes: "Axes", result: Result, label: str) -> None:
     for subject in result.subjects():
         points = [
             (clients, result.median(subject, load, "texts_per_s") or 0.0)
-            for clients, load in _loads(result, subject, "closed", label)
+            for clients, load in _loads(result, subject, LoadKind.CLOSED, label)
         ]
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", label=subject)
@@ -62,7 +56,7 @@ def _draw_throughput(axes: "Axes", result: Result, label: str) -> None:
 
 def _draw_latency(axes: "Axes", result: Result, label: str) -> None:
     for subject in result.subjects():
-        for kind in ("poisson", "recorded"):
+        for kind in (LoadKind.POISSON, LoadKind.RECORDED):
             for percentile, style in (("p50", "-"), ("p99", "--")):
                 points = [
                     (share, value)
@@ -78,11 +72,11 @@ def _draw_latency(axes: "Axes", result: Result, label: str) -> None:
 
 def _draw_parts(axes: "Axes", result: Result, label: str) -> None:
     rows = [
-        (f"{subject}, {load}", parts)
-        for load in result.loads()
-        if _label(load) == label
+        (f"{subject}, {load.name}", parts)
+        for load in result.arrivals()
+        if load.label == label
         for subject in result.subjects()
-        if (parts := result.parts(subject, load))
+        if (parts := result.parts(subject, load.name))
     ]
     starts = [0.0] * len(rows)
     for name in rows[0][1] if rows else ():

@@ -24,13 +24,7 @@ _STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RunningServer:
-    """A server process that is ready.
-
-    Attributes:
-        url: where the server listens.
-        pid: of the first process.
-        ready_s: seconds from the start until the server was ready.
-    """
+    """A server process that is ready."""
 
     url: str
     pid: int
@@ -64,14 +58,6 @@ def running(
     log_file: Path | None = None,
 ) -> Iterator[RunningServer]:
     """Start a server, wait until the server is ready, and stop the server when the context ends.
-
-    Args:
-        command: starts the server.
-        url: where the server will listen.
-        ready_path: answers 200 when the server is ready.
-        environment: replaces the environment of this process.
-        timeout_s: for the server to become ready.
-        log_file: keeps what the server writes to its standard error; None: a temporary file.
 
     Raises:
         BenchError: the server exited, or was not ready in time; with its last output.

@@ -1,10 +1,9 @@
 """Formats a result as Markdown tables."""
 
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from cloze.bench.result import COMPARED, ONE_LENGTH, Cell, Result
+from cloze.bench.result import COMPARED, ONE_LENGTH, Cell, Load, LoadKind, Result
 
 _COLUMNS = {
     "texts/s": "texts_per_s",
@@ -121,8 +120,8 @@ def _compared(result: Result) -> list[str]:
         "| | tokens | per batch | thousand tokens/s | sequences/s | of the peak | engine over it |",
         "|---|---|---|---|---|---|---|",
     ]
-    for cell in sorted(cells, key=lambda cell: (cell.subject.split()[0], cell.lengths)):
-        engine = by_subject.get((f"{cell.subject.split()[0]} engine", cell.lengths))
+    for cell in sorted(cells, key=lambda cell: (cell.engine, cell.lengths)):
+        engine = by_subject.get((cell.engine, cell.lengths))
         is_other = engine is not None and engine is not cell
         ratio = f"{engine.tokens_per_s / cell.tokens_per_s:.2f}" if engine and is_other else ""
         batches = [cell.subject, cell.lengths, f"{cell.batch_tokens:,}"]
@@ -137,20 +136,20 @@ def _kilo(number: float) -> str:
 
 def _ratios(result: Result) -> list[str]:
     """Return the rate of each of our servers over the rates of its engine and of the peers."""
-    subjects = result.subjects()
-    servers = [subject for subject in subjects if subject.endswith(" server")]
-    peers = [subject for subject in subjects if not subject.endswith((" server", " engine"))]
+    engines = result.engines()
+    servers = [subject for subject, engine in engines.items() if engine not in ("", subject)]
+    peers = [subject for subject, engine in engines.items() if not engine]
     rows = []
-    for load in (load for load in result.loads() if load.startswith("closed")):
+    for load in (load for load in result.arrivals() if load.kind is LoadKind.CLOSED):
         for server in servers:
-            ours = result.median(server, load, "texts_per_s")
-            engine = re.sub(r"( \d+ front ends?)? server$", " engine", server)
-            for other in (engine, *peers):
-                theirs = result.median(other, load, "texts_per_s")
+            ours = result.median(server, load.name, "texts_per_s")
+            for other in (engines[server], *peers):
+                theirs = result.median(other, load.name, "texts_per_s")
                 if ours and theirs:
-                    left = _share_without_client(result, server, load) if other == engine else 0.0
+                    is_engine = other == engines[server]
+                    left = _share_without_client(result, server, load) if is_engine else 0.0
                     apart = f"{ours / theirs / left:.2f}" if left else ""
-                    rows.append(_row([load, server, other, f"{ours / theirs:.2f}", apart]))
+                    rows.append(_row([load.name, server, other, f"{ours / theirs:.2f}", apart]))
     if not rows:
         return []
     title = (
@@ -160,13 +159,13 @@ def _ratios(result: Result) -> list[str]:
     return ["", title, "", *_header(["load", "one", "other", "ratio", "client apart"]), *rows]
 
 
-def _share_without_client(result: Result, server: str, load: str) -> float:
+def _share_without_client(result: Result, server: str, load: Load) -> float:
     """Return the share of the machine that the load generator leaves; 0 if it is not known.
 
     With one client, the load generator waits while the server works, and takes nothing from it.
     """
-    turns = [turn for turn in result.of(server, load) if turn.seconds]
-    if load.split()[1] == "1" or not turns:
+    turns = [turn for turn in result.of(server, load.name) if turn.seconds]
+    if load.number == 1 or not turns:
         return 0.0
     cores = int(result.machine["cores"])
     shares = (turn.client_cpu_s / turn.seconds / cores for turn in turns)
@@ -178,7 +177,7 @@ def _lengths(result: Result) -> list[str]:
     rows = [
         _row(
             [
-                load,
+                load.name,
                 subject,
                 name,
                 _figure(latency["p50"]),
@@ -186,10 +185,10 @@ def _lengths(result: Result) -> list[str]:
                 f"{latency['p99'] / latency['p50']:.1f}",
             ]
         )
-        for load in result.loads()
-        if not load.startswith("closed 1 ") and load != "closed 1"
+        for load in result.arrivals()
+        if (load.kind, load.number) != (LoadKind.CLOSED, 1)
         for subject in result.subjects()
-        for name, latency in result.lengths(subject, load).items()
+        for name, latency in result.lengths(subject, load.name).items()
     ]
     if not rows:
         return []

@@ -4,6 +4,7 @@ import json
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,6 +13,35 @@ from hdrh.histogram import HdrHistogram
 from cloze.bench.load import LoadResult
 
 _PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+
+
+class LoadKind(StrEnum):
+    """How requests arrive; begins the name of a load."""
+
+    CLOSED = "closed"
+    POISSON = "poisson"
+    RECORDED = "recorded"
+    BESIDE_BULK = "single beside bulk"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load.
+
+    Attributes:
+        number: clients of a closed loop; share of the capacity of an open loop.
+        label: ends the name, where a result has several plans.
+    """
+
+    kind: LoadKind
+    number: float | None = None
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name in tables: ``closed 32``, ``poisson 0.7 questions``."""
+        number = "" if self.number is None else f"{self.number:g}"
+        return " ".join(filter(None, (self.kind, number, self.label)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +66,17 @@ class Turn:
     """One measurement of one subject under one load.
 
     Attributes:
-        subject: what was measured.
-        load: under which load: ``closed 32``, ``poisson 0.7``.
-        turn: number of the turn, from 0.
+        load: name of the load, see `Load`.
         texts_per_s: texts of requests answered with status 200, per second.
         requests_per_s: requests answered with status 200, per second.
         answered: requests answered with status 200.
         latency_ms: percentiles of the answered requests, by name.
         failed: number of other answers by status; "0" is a connection that closed.
-        cpu_s: see `ResourceUsage`.
-        rss_mb: see `ResourceUsage`.
-        parts_ms: see `ResourceUsage`.
-        stolen: see `ResourceUsage`.
         seconds: duration of the load.
         client_cpu_s: processor time of the load generator, in seconds.
         by_length: percentiles of the answered requests, by class of length.
+        engine: the engine alone on the same model; "" for a peer.
+        arrivals: the load; None in files of earlier versions.
     """
 
     subject: str
@@ -68,6 +94,8 @@ class Turn:
     seconds: float = 0.0
     client_cpu_s: float = 0.0
     by_length: dict[str, dict[str, float]] = field(default_factory=dict)
+    engine: str = ""
+    arrivals: Load | None = None
 
     @property
     def cpu_ms(self) -> float:
@@ -85,11 +113,13 @@ class Turn:
         return value
 
 
-_NO_USAGE = ResourceUsage()
-
-
 def make_turn(
-    subject: str, load: str, turn: int, measured: LoadResult, usage: ResourceUsage = _NO_USAGE
+    subject: str,
+    engine: str,
+    load: Load,
+    turn: int,
+    measured: LoadResult,
+    usage: ResourceUsage,
 ) -> Turn:
     """Return the turn that summarizes the requests of one load."""
     failed = {
@@ -97,20 +127,19 @@ def make_turn(
     }
     return Turn(
         subject,
-        load,
+        load.name,
         turn,
         texts_per_s=measured.texts / measured.seconds,
         requests_per_s=measured.requests / measured.seconds,
         answered=measured.requests,
         latency_ms=_latency_ms(measured.latencies),
         failed=failed,
-        cpu_s=usage.cpu_s,
-        rss_mb=usage.rss_mb,
-        parts_ms=usage.parts_ms,
-        stolen=usage.stolen,
+        **asdict(usage),
         seconds=measured.seconds,
         client_cpu_s=measured.client_cpu_s,
         by_length={name: _latency_ms(group) for name, group in measured.by_group.items()},
+        engine=engine,
+        arrivals=load,
     )
 
 
@@ -126,7 +155,7 @@ def _latency_ms(latencies: HdrHistogram) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ServerStart:
     """The start of a subject: seconds until it is ready, and its memory at that time, in MB."""
 
     subject: str
@@ -142,13 +171,12 @@ class Cell:
     """The speed of one engine on batches of one kind.
 
     Attributes:
-        subject: what ran the batches.
         group: `ONE_LENGTH`, or `COMPARED` with other subjects on the same batches.
         lengths: tokens per sequence, or the name of a mix of lengths.
         batch_tokens: largest number of tokens per batch.
         tokens_per_s: tokens per second, without padding.
-        sequences_per_s: sequences per second.
         of_peak: operations per second without padding, over the device's measured peak.
+        engine: the engine of the same size, to compare with.
     """
 
     subject: str
@@ -158,6 +186,7 @@ class Cell:
     tokens_per_s: float
     sequences_per_s: float
     of_peak: float
+    engine: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +194,8 @@ class Result:
     """One run of the benchmark.
 
     Attributes:
-        command: repeats the run.
-        date: in UTC.
         machine: processor, cores, memory and system.
-        versions: of installed packages, by environment.
-        model: name and size of the served model.
         texts: of each set: source, number, and mean length in tokens.
-        turns: measurements under load.
-        starts: of servers.
         cells: of engines alone, by sequence length and batch size.
         notes: what a reader must consider.
     """
@@ -184,13 +207,21 @@ class Result:
     model: str
     texts: dict[str, Any]
     turns: list[Turn]
-    starts: list[Start]
+    starts: list[ServerStart]
     cells: list[Cell] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def subjects(self) -> list[str]:
         """Return the subjects in the order of their measurement."""
         return list(dict.fromkeys(turn.subject for turn in self.turns))
+
+    def engines(self) -> dict[str, str]:
+        """Return the engine alone of each subject; "" for a peer."""
+        return {turn.subject: turn.engine for turn in self.turns}
+
+    def arrivals(self) -> list[Load]:
+        """Return the loads that have a kind, in the order of their measurement."""
+        return list(dict.fromkeys(turn.arrivals for turn in self.turns if turn.arrivals))
 
     def loads(self) -> list[str]:
         """Return the loads in the order of their measurement."""
@@ -201,13 +232,7 @@ class Result:
         return [turn for turn in self.turns if (turn.subject, turn.load) == (subject, load)]
 
     def median(self, subject: str, load: str, figure: str) -> float | None:
-        """Return the median of a figure over the turns; None if no turn has the figure.
-
-        Args:
-            subject: what was measured.
-            load: under which load.
-            figure: see `Turn.figure`.
-        """
+        """Return the median of a figure over the turns; None if no turn has the figure."""
         values = [turn.figure(figure) for turn in self.of(subject, load)]
         measured = [value for value in values if value is not None]
         return statistics.median(measured) if measured else None
@@ -245,9 +270,15 @@ class Result:
         """
         try:
             body = json.loads(file.read_text())
-            turns = [Turn(**turn) for turn in body.pop("turns")]
-            starts = [Start(**start) for start in body.pop("starts")]
+            turns = [_turn(turn) for turn in body.pop("turns")]
+            starts = [ServerStart(**start) for start in body.pop("starts")]
             cells = [Cell(**cell) for cell in body.pop("cells", ())]
             return cls(**body, turns=turns, starts=starts, cells=cells)
         except (TypeError, KeyError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(f"{file} is no result of cloze bench ({error})") from error
+
+
+def _turn(values: dict[str, Any]) -> Turn:
+    load = values.pop("arrivals", None)
+    arrivals = load and Load(LoadKind(load.pop("kind")), **load)
+    return Turn(**values, arrivals=arrivals)

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson, rescal
 from cloze.bench.machine import processor_time, stolen_share
 from cloze.bench.parts import parts_ms, scrape
 from cloze.bench.processes import RunningServer
-from cloze.bench.result import ResourceUsage, Start, Turn, make_turn
+from cloze.bench.result import Load, LoadKind, ResourceUsage, ServerStart, Turn, make_turn
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.subjects import EngineAlone
 
@@ -50,8 +50,6 @@ class Plan:
         texts_per_request: of all loads.
         bulk: whether to measure single requests beside one client whose bulk requests of 2,048
             texts never stop.
-        seconds: of every load.
-        turns: number of repetitions.
         label: ends the names of all loads, where a result has several plans.
         max_stolen: share of the processor time that other guests of the host may take. A load in
             which they take more runs again, at most three times; the quietest run counts.
@@ -67,13 +65,22 @@ class Plan:
     label: str = ""
     max_stolen: float = 1.0
 
-    def named(self, load: str) -> str:
-        """Return the name of a load of this plan."""
-        return f"{load} {self.label}".strip()
+    def load(self, kind: LoadKind, number: float | None = None) -> Load:
+        """Return a load of this plan."""
+        return Load(kind, number, self.label)
 
-    def closed(self, clients: int) -> str:
-        """Return the name of a closed loop."""
-        return self.named(f"closed {clients}")
+    def closed(self, clients: int) -> Load:
+        """Return a closed loop."""
+        return self.load(LoadKind.CLOSED, clients)
+
+
+@dataclass(slots=True)
+class Measured:
+    """What was measured, and a line per server and turn that was left out."""
+
+    turns: list[Turn] = field(default_factory=list)
+    starts: list[ServerStart] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
 
 
 def measure(
@@ -83,7 +90,7 @@ def measure(
     plan: Plan,
     report: Report,
     lengths: Sequence[int] | None = None,
-) -> tuple[list[Turn], list[Start]]:
+) -> Measured:
     """Run the plan.
 
     If a server does not start or exits, the rest of its turn is left out and reported.
@@ -91,35 +98,38 @@ def measure(
     Args:
         engines: by name; each opens one engine.
         servers: measured over HTTP.
-        texts: sent to every subject.
-        plan: the loads.
-        report: receives the figures, one line each.
         lengths: tokens of each text; with them, latencies are also counted per class of length.
     """
     groups = [length_class(length) for length in lengths] if lengths else [""] * len(texts)
-    turns: list[Turn] = []
-    starts: list[Start] = []
+    result = Measured()
+
+    def leave_out(number: int, server: MeasuredServer, reason: object) -> None:
+        line = f"turn {number}: {server.name} is left out: {reason}"
+        result.left_out.append(line)
+        report(line)
+
     for number in range(plan.turns):
         for name, open_engine in engines.items():
             measured = _measure_engine(name, open_engine(), plan, number)
-            turns += measured
+            result.turns += measured
             _report_turns(measured, report)
         for server in servers:
             if plan.texts_per_request > server.max_texts:
-                limit = f"takes {server.max_texts} texts per request"
-                report(f"turn {number}: {server.name} is left out: it {limit}")
+                leave_out(number, server, f"it takes {server.max_texts} texts per request")
                 continue
             try:
                 with server.start() as process:
-                    starts.append(Start(server.name, process.ready_s, process.rss_mb()))
+                    result.starts.append(
+                        ServerStart(server.name, process.ready_s, process.rss_mb())
+                    )
                     loads = _ServerLoads(server, process, texts, groups, plan, number)
                     measured = uvloop.run(loads.measure())
             except BenchError as error:
-                report(f"turn {number}: {server.name} is left out: {error}")
+                leave_out(number, server, error)
             else:
-                turns += measured
+                result.turns += measured
                 _report_turns(measured, report)
-    return turns, starts
+    return result
 
 
 def length_class(tokens: int) -> str:
@@ -147,12 +157,12 @@ def _measure_engine(name: str, engine: EngineAlone, plan: Plan, number: int) -> 
         count = latencies.get_total_count()
         single = LoadResult(plan.seconds, requests=count, texts=count, latencies=latencies)
         usage = ResourceUsage(stolen=stolen)
-        turns.append(make_turn(name, plan.closed(1), number, single, usage))
+        turns.append(make_turn(name, name, plan.closed(1), number, single, usage))
     # One client with single texts gives no batch.
     if plan.texts_per_request > 1 or max(plan.clients) > 1:
         load = plan.closed(max(plan.clients))
         rate, stolen = _quietest(lambda: engine.texts_per_s(plan.seconds), plan)
-        turns.append(Turn(name, load, number, rate, stolen=stolen))
+        turns.append(Turn(name, load.name, number, rate, stolen=stolen, engine=name, arrivals=load))
     return turns
 
 
@@ -168,16 +178,7 @@ def _quietest(measure_once: Callable[[], T], plan: Plan) -> tuple[T, float]:
 
 
 class _ServerLoads:
-    """All loads of a plan on one running server, in one turn.
-
-    Args:
-        server: what is measured.
-        process: the server's process.
-        texts: what is sent.
-        groups: group of each text.
-        plan: the loads.
-        number: of the turn.
-    """
+    """All loads of a plan on one running server, in one turn."""
 
     def __init__(
         self,
@@ -207,7 +208,7 @@ class _ServerLoads:
         if capacity:
             await self._open_loops(capacity)
         if self._plan.bulk and self._server.max_texts >= _BULK_TEXTS:
-            load = self._plan.named("single beside bulk")
+            load = self._plan.load(LoadKind.BESIDE_BULK)
             await self._record(load, self._beside_bulk, parts=False)
         return self._turns
 
@@ -215,16 +216,16 @@ class _ServerLoads:
         """Return the requests per second of the most clients."""
         capacity = 0.0
         for clients in sorted(self._plan.clients):
-            load = partial(self._closed_loop, clients, self._plan.seconds)
-            turn = await self._record(self._plan.closed(clients), load)
+            run = partial(self._closed_loop, clients, self._plan.seconds)
+            turn = await self._record(self._plan.closed(clients), run)
             capacity = turn.requests_per_s
         return capacity
 
     async def _open_loops(self, capacity: float) -> None:
         for share in self._plan.shares:
             for kind, times in _arrivals(capacity * share, self._plan, self._number):
-                load = partial(open_loop, self._process.url, self._requests, times)
-                await self._record(self._plan.named(f"{kind} {share:g}"), load)
+                run = partial(open_loop, self._process.url, self._requests, times)
+                await self._record(self._plan.load(kind, share), run)
 
     async def _closed_loop(self, clients: int, seconds: float) -> LoadResult:
         return await closed_loop(
@@ -232,30 +233,31 @@ class _ServerLoads:
         )
 
     async def _record(
-        self, name: str, load: Callable[[], Awaitable[LoadResult]], *, parts: bool = True
+        self, load: Load, run: Callable[[], Awaitable[LoadResult]], *, parts: bool = True
     ) -> Turn:
         """Run a load, again while other guests take too much, and keep the quietest run."""
-        found = [await self._run_once(name, load, parts=parts)]
+        found = [await self._run_once(load, run, parts=parts)]
         while len(found) < _ATTEMPTS and found[-1].stolen > self._plan.max_stolen:
-            found.append(await self._run_once(name, load, parts=parts))
+            found.append(await self._run_once(load, run, parts=parts))
         turn = min(found, key=lambda turn: turn.stolen)
         self._turns.append(turn)
         return turn
 
     async def _run_once(
-        self, name: str, load: Callable[[], Awaitable[LoadResult]], *, parts: bool
+        self, load: Load, run: Callable[[], Awaitable[LoadResult]], *, parts: bool
     ) -> Turn:
         process, url = self._process, self._process.url
         cpu_s, ticks = process.cpu_s(), processor_time()
         before = scrape(url) if self._server.parts and parts else None
-        measured = await load()
+        measured = await run()
         usage = ResourceUsage(
             cpu_s=process.cpu_s() - cpu_s,
             rss_mb=process.rss_mb(),
             parts_ms={} if before is None else parts_ms(before, scrape(url)),
             stolen=stolen_share(ticks, processor_time()),
         )
-        return make_turn(self._server.name, name, self._number, measured, usage)
+        server = self._server
+        return make_turn(server.name, server.engine, load, self._number, measured, usage)
 
     async def _beside_bulk(self) -> LoadResult:
         """Measure one client with single texts while another client sends bulk requests.
@@ -276,9 +278,9 @@ class _ServerLoads:
         return single
 
 
-def _arrivals(rate: float, plan: Plan, number: int) -> list[tuple[str, NDArray[np.float64]]]:
+def _arrivals(rate: float, plan: Plan, number: int) -> list[tuple[LoadKind, NDArray[np.float64]]]:
     """Return the kinds of arrivals at `rate` per second, and the times of each."""
-    kinds = [("poisson", poisson(rate, plan.seconds, seed=number))]
+    kinds = [(LoadKind.POISSON, poisson(rate, plan.seconds, seed=number))]
     if plan.arrivals is not None:
-        kinds.append(("recorded", rescaled(plan.arrivals, rate, plan.seconds)))
+        kinds.append((LoadKind.RECORDED, rescaled(plan.arrivals, rate, plan.seconds)))
     return kinds

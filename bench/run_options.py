@@ -30,25 +30,7 @@ class RunOptions:
     """What ``cloze bench run`` was asked to measure, as on the command line.
 
     Attributes:
-        models: bundles to compare.
-        model_store: folder of the bundles.
-        task: name of the task.
         texts: sets of texts, measured one after the other: files, or names of `MADE_TEXTS`.
-        count: largest number of texts.
-        clients: see `Plan`.
-        shares: see `Plan`.
-        arrivals: CSV file of recorded arrival times.
-        bulk: see `Plan`.
-        each: texts per request.
-        seconds: of each load.
-        turns: number of repetitions.
-        precisions: of engines and servers, to compare.
-        device: of engines and servers.
-        frontends: of the servers, to compare.
-        checkpoint: the weights for the peers.
-        backends: of sentence-transformers.
-        max_stolen: see `Plan`.
-        peers: the program of each peer to measure, by the peer's option.
     """
 
     models: tuple[str, ...]
@@ -56,42 +38,13 @@ class RunOptions:
     task: str
     texts: tuple[str, ...]
     count: int
-    clients: tuple[int, ...]
-    shares: tuple[float, ...]
-    arrivals: Path | None
-    bulk: bool
-    each: int
-    seconds: float
-    turns: int
     precisions: tuple[str, ...]
     device: str
     frontends: tuple[int, ...]
     checkpoint: Path | None
     backends: tuple[str, ...]
-    max_stolen: float
     peers: Mapping[str, str]
-
-    def plan(self, label: str = "") -> Plan:
-        """Return the loads.
-
-        Args:
-            label: see `Plan`.
-
-        Raises:
-            ValueError: the file of arrival times is unusable.
-            OSError: the file cannot be read.
-        """
-        return Plan(
-            clients=self.clients,
-            shares=self.shares,
-            arrivals=read_arrivals(self.arrivals) if self.arrivals else None,
-            texts_per_request=self.each,
-            bulk=self.bulk,
-            seconds=self.seconds,
-            turns=self.turns,
-            label=label,
-            max_stolen=self.max_stolen,
-        )
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +54,6 @@ class Selection:
     Attributes:
         texts: sets of texts by label; all subjects get each of them.
         engines: by name; each opens one engine for texts.
-        servers: ours, then the peers.
-        versions: of packages, by environment.
     """
 
     texts: dict[str, Texts]
@@ -193,6 +144,10 @@ def read_arrivals(file: Path) -> NDArray[np.float64]:
 
     Returns:
         float64 [n] seconds since the first arrival, ascending.
+
+    Raises:
+        ValueError: the file has no such column, or fewer than two times.
+        OSError: the file cannot be read.
     """
     with file.open(newline="") as stream:
         reader = csv.DictReader(stream)

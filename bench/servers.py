@@ -17,16 +17,12 @@ class MeasuredServer:
     """How to start a server, and how to send texts to the server.
 
     Attributes:
-        name: in tables.
         command: starts the server; ``{port}`` stands for the port.
-        path: receives the texts.
         ready_path: answers 200 when the server is ready.
         field: of the body, holds the texts.
-        extra: further fields of the body.
         environment: further variables beside this process's variables without ``CLOZE_*``.
+        engine: name of the engine alone on the same model; "" for a peer.
         parts: whether the server's ``/metrics`` has the duration of each part of a request.
-        max_texts: most texts in a request.
-        ready_timeout_s: for the server to become ready.
     """
 
     name: str
@@ -39,6 +35,7 @@ class MeasuredServer:
     parts: bool = False
     max_texts: int = 2048
     ready_timeout_s: float = 180.0
+    engine: str = ""
 
     def start(self) -> AbstractContextManager[RunningServer]:
         """Run the server until the context ends.

@@ -66,10 +66,8 @@ def squad_lengths(count: int, longest: int, seed: int = 0) -> NDArray[np.int64]:
     """Draw lengths in tokens with the distribution of SQuAD.
 
     Args:
-        count: number of lengths.
         longest: tokens of the model's longest sequence; if SQuAD's longest does not fit, all
             lengths are scaled down by the same factor.
-        seed: of the random numbers.
 
     Returns:
         int64 [count].
@@ -85,10 +83,6 @@ def flops(config: EncoderConfig, lengths: Sequence[int] | NDArray[np.int64]) -> 
 
     The count includes the matrix products and the two products of attention, ``4 S H`` per token
     and layer. The count excludes embeddings, norms and heads.
-
-    Args:
-        config: sizes of the encoder.
-        lengths: tokens of each sequence.
     """
     sizes = np.asarray(lengths, np.float64)
     matrices = 2 * (4 * config.hidden_size**2 + 2 * config.hidden_size * config.intermediate_size)
@@ -101,8 +95,6 @@ def random_bundle(name: str, folder: Path, *, cuda: bool) -> tuple[Bundle, Check
     """Export an embedding model with random weights, verified against torch as every bundle is.
 
     Args:
-        name: of one of `SIZES`, and of the bundle.
-        folder: receives the checkpoint and the store.
         cuda: export the packed fp16 graph too, and compare the graph with torch on CUDA.
 
     Returns:

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hdrh.histogram import HdrHistogram
@@ -11,29 +11,24 @@ from hdrh.histogram import HdrHistogram
 from cloze.bench.load import histogram
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.throughput import batches_for, rounds_per_s, run_all
-from cloze.model_store import Manifest, Store
+from cloze.model_store import Store
 from cloze.model_store.batch import Encoding
 from cloze.service.core import Device, RequestedPrecision
+from cloze.service.pipeline import task_limits
 from cloze.service.served_models import batch_tokens, onnx_engine
 from cloze.service.settings import Settings
-from cloze.service.tasks import Task, TaskContext, TaskLimits
+from cloze.service.tasks import Task, TaskContext
 from cloze.service.tokenizer import Tokenizer
 
 _WARM_UP_RUNS = 20
 """Runs of the engine before its latencies count."""
 
+_UNLIMITED = 2**31
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredModel:
-    """A bundle, what is requested of it, and how it runs.
-
-    Attributes:
-        bundle: the bundle's name.
-        store: folder of the model store.
-        task: of every request.
-        precision: of the graph.
-        device: where the graph runs.
-    """
+    """A bundle, what is requested of it, and how it runs."""
 
     bundle: str
     store: Path
@@ -47,7 +42,6 @@ def cloze_server(title: str, model: MeasuredModel, frontends: int = 0) -> Measur
 
     Args:
         title: begins the server's name; the number of front ends and "server" follow.
-        model: what to serve.
         frontends: number of front end processes; 0: one process does everything.
     """
     options = {
@@ -63,36 +57,24 @@ def cloze_server(title: str, model: MeasuredModel, frontends: int = 0) -> Measur
         name = f"{title} {frontends} front end{'s' * (frontends > 1)} server"
     arguments = [part for option in options.items() for part in option]
     command = (sys.executable, "-m", "cloze", "serve", *arguments)
-    return MeasuredServer(name, command, model.task.route, "/readyz", parts=True)
-
-
-def _task_limits(manifest: Manifest, settings: Settings) -> TaskLimits:
-    unlimited = 2**31
-    return TaskLimits(
-        max_tokens=manifest.limits.max_tokens,
-        max_masks=settings.max_masks,
-        max_top_k=settings.max_top_k,
-        max_results=unlimited,
-        max_request_tokens=unlimited,
-        max_text_characters=settings.max_text_characters,
-        max_request_texts=unlimited,
-    )
+    engine = f"{title} engine"
+    return MeasuredServer(name, command, model.task.route, "/readyz", parts=True, engine=engine)
 
 
 class EngineAlone:
-    """A bundle's engine without a server: the upper bound for a server on the same texts.
-
-    Args:
-        model: what to measure.
-        texts: inputs of the task.
-    """
+    """A bundle's engine without a server: the upper bound for a server on the same texts."""
 
     def __init__(self, model: MeasuredModel, texts: Sequence[str]) -> None:
         bundle = Store(model.store).open(model.bundle)
         settings = Settings()
         self._engine = onnx_engine(settings)(bundle, model.device, model.precision)
         self._workers = settings.worker_count(self._engine.device)
-        limits = _task_limits(bundle.manifest, settings)
+        limits = replace(
+            task_limits(settings, bundle.manifest),
+            max_results=_UNLIMITED,
+            max_request_tokens=_UNLIMITED,
+            max_request_texts=_UNLIMITED,
+        )
         context = TaskContext(bundle.manifest, Tokenizer(bundle), limits)
         prepared = model.task.prepare(list(texts), model.task.parameters(), context)
         self._encodings: list[Encoding] = prepared.encodings

@@ -55,10 +55,6 @@ class Texts:
 def read_texts(file: Path, limit: int) -> Texts:
     """Read one text per line, or JSON lines with ``text`` or ``question``; also from ``.xz``.
 
-    Args:
-        file: the file to read.
-        limit: largest number of texts.
-
     Raises:
         ValueError: the file has no text, or a line is not such an object.
         OSError: the file cannot be read.
@@ -81,14 +77,7 @@ def _text_of(line: str) -> str:
 
 
 def make_texts(words: Sequence[str], count: int, kind: str = "mixed", seed: int = 0) -> Texts:
-    """Make `count` texts of random words; the same seed gives the same texts.
-
-    Args:
-        words: to choose from.
-        count: number of texts.
-        kind: a key of `MADE_TEXTS`.
-        seed: of the random numbers.
-    """
+    """Make `count` texts of random words; the same seed gives the same texts."""
     shares, description = MADE_TEXTS[kind]
     rng = np.random.default_rng(seed)
     lengths = np.fromiter((_word_count(rng, shares) for _ in range(count)), int, count)

@@ -10,12 +10,7 @@ from cloze.service.core import Engine
 
 
 def rounds_per_s(play_round: Callable[[], object], seconds: float) -> float:
-    """Return how many rounds run per second.
-
-    Args:
-        play_round: runs one round; at least one round runs, and every round runs to its end.
-        seconds: approximate duration.
-    """
+    """Return how many rounds run per second."""
     rounds, started = 0, time.perf_counter()
     while not rounds or time.perf_counter() - started < seconds:
         play_round()

@@ -1,9 +1,11 @@
 """``cloze ask``: sends inputs to a task, and prints the results as a table."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +16,7 @@ from cloze.options import json_option
 from cloze.tables import print_rows
 
 if TYPE_CHECKING:
-    from cloze.client import AsyncClient
+    from cloze.client import AsyncClient, Rank
 
 _SHOWN_NUMBERS = 6
 
@@ -25,135 +27,96 @@ Rows = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Server:
-    """The server that the user names.
-
-    Attributes:
-        url: its address; None: the default one, or this process if nothing listens there.
-        key: an API key; None: none.
-    """
-
-    url: str | None
-    key: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class _Asking:
-    """How the command line asks for one task.
+    """How the command line asks for one task. The client's method has the name of the task.
 
     Attributes:
+        rows: (result of the method, arguments) -> the rows of the table.
         arguments: names of the first arguments; the last of them may be repeated if ``repeats``.
-        ask: (client, arguments, options that the user gave) -> the rows of the answer.
-        repeats: whether the last argument may be repeated.
-        options: names of the options that the task has.
+        inputs: arguments -> the positional arguments of the method.
     """
 
-    arguments: tuple[str, ...]
-    ask: Callable[["AsyncClient", Sequence[str], dict[str, Any]], Awaitable[Rows]]
+    rows: Callable[[Any, Sequence[str]], Rows]
+    arguments: tuple[str, ...] = ("TEXT",)
+    inputs: Callable[[Sequence[str]], tuple[Any, ...]] = lambda texts: (texts,)
     repeats: bool = True
-    options: tuple[str, ...] = ("model",)
 
 
-async def _fill_mask(client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]) -> Rows:
-    return [
-        {"text": i, "mask": j, "score": p.score, "token": p.token_str, "sequence": p.sequence}
-        for i, masks in enumerate(await client.fill_mask(texts, **options))
-        for j, predictions in enumerate(masks)
-        for p in predictions
-    ]
+def _table(
+    *indices: str | None, **columns: str | Callable[[Any], Any]
+) -> Callable[[Any, Sequence[str]], Rows]:
+    """Return a function from nested lists of results to rows.
 
+    Args:
+        indices: the column of the index in each list; None: it has no column.
+        columns: of each result: the field, or what computes the value.
+    """
+    values = {
+        name: attrgetter(value) if isinstance(value, str) else value
+        for name, value in columns.items()
+    }
 
-async def _score(client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]) -> Rows:
-    return [
-        {"text": i, "log_probability": t.log_probability, "start": t.start, "token": t.token}
-        for i, score in enumerate(await client.score(texts, **options))
-        for t in score.tokens
-    ]
+    def nested(results: Any, indices: Sequence[str | None]) -> Iterator[dict[str, Any]]:
+        if not indices:
+            yield {name: value(results) for name, value in values.items()}
+            return
+        for number, part in enumerate(results):
+            index = {} if indices[0] is None else {indices[0]: number}
+            yield from (index | row for row in nested(part, indices[1:]))
 
-
-async def _embed(client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]) -> Rows:
-    vectors = await client.embed(texts, **options)
-    return [
-        {"text": i, "dimensions": len(vector), "vector": _start(vector)}
-        for i, vector in enumerate(vectors)
-    ]
-
-
-async def _embed_all(client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]) -> Rows:
-    return [
-        {"text": i, "token": j, "dimensions": len(vector), "vector": _start(vector)}
-        for i, vectors in enumerate(await client.embed_all(texts, **options))
-        for j, vector in enumerate(vectors)
-    ]
-
-
-async def _embed_sparse(
-    client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]
-) -> Rows:
-    return [
-        {"text": i, "weight": word.value, "index": word.index, "token": word.token}
-        for i, words in enumerate(await client.embed_sparse(texts, **options))
-        for word in words
-    ]
+    return lambda results, _: list(nested(results, indices))
 
 
 def _start(vector: Sequence[float]) -> str:
     return " ".join(f"{number:.4f}" for number in vector[:_SHOWN_NUMBERS]) + " ..."
 
 
-async def _similarity(client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]) -> Rows:
-    cosines = await client.similarity(texts[0], texts[1:], **options)
-    return [
-        {"cosine": float(cosine), "text": text}
-        for cosine, text in zip(cosines, texts[1:], strict=True)
-    ]
+_SCORED = _table("text", None, log_probability="log_probability", start="start", token="token")
 
 
-async def _nsp(client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]) -> Rows:
-    follows = float((await client.nsp((texts[0], texts[1]), **options))[0])
-    return [{"label": "IsNext", "score": follows}, {"label": "NotNext", "score": 1 - follows}]
+def _cosines(cosines: Sequence[float], texts: Sequence[str]) -> Rows:
+    pairs = zip(cosines, texts[1:], strict=True)
+    return [{"cosine": float(cosine), "text": text} for cosine, text in pairs]
 
 
-async def _qa(client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]) -> Rows:
-    answers = (await client.qa((texts[0], texts[1]), **options))[0]
-    return [{"score": a.score, "start": a.start, "end": a.end, "answer": a.answer} for a in answers]
-
-
-async def _classify(client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]) -> Rows:
-    return [
-        {"text": i, "score": label.score, "label": label.label}
-        for i, labels in enumerate(await client.classify(texts, **options))
-        for label in labels
-    ]
-
-
-async def _token_classification(
-    client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]
-) -> Rows:
-    return [
-        {"text": i, "score": e.score, "entity": e.entity, "start": e.start, "word": e.word}
-        for i, entities in enumerate(await client.token_classification(texts, **options))
-        for e in entities
-    ]
-
-
-async def _rerank(client: "AsyncClient", texts: Sequence[str], options: dict[str, Any]) -> Rows:
-    ranks = await client.rerank(texts[0], texts[1:], **options)
+def _ranks(ranks: "Sequence[Rank]", texts: Sequence[str]) -> Rows:
     return [{"score": r.score, "index": r.index, "text": texts[1 + r.index]} for r in ranks]
 
 
+def _pair_labels(scores: Sequence[float], _: Sequence[str]) -> Rows:
+    follows = float(scores[0])
+    return [{"label": "IsNext", "score": follows}, {"label": "NotNext", "score": 1 - follows}]
+
+
+def _one_pair(texts: Sequence[str]) -> tuple[Any, ...]:
+    return ((texts[0], texts[1]),)
+
+
+def _first_and_rest(texts: Sequence[str]) -> tuple[Any, ...]:
+    return texts[0], texts[1:]
+
+
 _ASKING = {
-    "fill-mask": _Asking(("TEXT",), _fill_mask, options=("model", "top_k", "targets")),
-    "score": _Asking(("TEXT",), _score),
-    "embed": _Asking(("TEXT",), _embed),
-    "embed-all": _Asking(("TEXT",), _embed_all),
-    "embed-sparse": _Asking(("TEXT",), _embed_sparse, options=("model", "top_k")),
-    "similarity": _Asking(("TEXT", "OTHER"), _similarity),
-    "nsp": _Asking(("TEXT", "NEXT"), _nsp, repeats=False),
-    "qa": _Asking(("QUESTION", "CONTEXT"), _qa, repeats=False, options=("model", "top_k")),
-    "classify": _Asking(("TEXT",), _classify, options=("model", "top_k")),
-    "token-classification": _Asking(("TEXT",), _token_classification),
-    "rerank": _Asking(("QUERY", "TEXT"), _rerank),
+    "fill-mask": _Asking(
+        _table("text", "mask", None, score="score", token="token_str", sequence="sequence")
+    ),
+    "score": _Asking(lambda scores, texts: _SCORED([score.tokens for score in scores], texts)),
+    "embed": _Asking(_table("text", dimensions=len, vector=_start)),
+    "embed-all": _Asking(_table("text", "token", dimensions=len, vector=_start)),
+    "embed-sparse": _Asking(_table("text", None, weight="value", index="index", token="token")),
+    "similarity": _Asking(_cosines, ("TEXT", "OTHER"), _first_and_rest),
+    "nsp": _Asking(_pair_labels, ("TEXT", "NEXT"), _one_pair, repeats=False),
+    "qa": _Asking(
+        _table(None, None, score="score", start="start", end="end", answer="answer"),
+        ("QUESTION", "CONTEXT"),
+        _one_pair,
+        repeats=False,
+    ),
+    "classify": _Asking(_table("text", None, score="score", label="label")),
+    "token-classification": _Asking(
+        _table("text", None, score="score", entity="entity", start="start", word="word")
+    ),
+    "rerank": _Asking(_ranks, ("QUERY", "TEXT"), _first_and_rest),
 }
 
 
@@ -188,20 +151,18 @@ def ask(
     """
     asking = _ASKING[task]
     _check_arguments(task, asking, texts)
-    options = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in flags.items()
-        if value not in (None, ())
-    }
-    for name in options.keys() - set(asking.options):
-        option = "target" if name == "targets" else name.replace("_", "-")
-        fail(f"{task} has no option --{option}", code=2)
     try:
         from cloze.client import ClientError
     except ModuleNotFoundError as error:
         fail(f"ask needs {error.name}; install it with: {install_command('client')}", code=2)
+    options = _options(task, flags)
+
+    async def ask_one(client: "AsyncClient") -> Rows:
+        result = await _method(client, task)(*asking.inputs(texts), **options)
+        return asking.rows(result, texts)
+
     try:
-        rows = asyncio.run(_answer(asking, texts, options, _Server(url, key)))
+        rows = asyncio.run(_answer(ask_one, url, key))
     except ClientError as error:
         fail(str(error))
     if as_json:
@@ -217,21 +178,39 @@ def _check_arguments(task: str, asking: _Asking, texts: Sequence[str]) -> None:
         fail(f"{task} takes {usage}; there are {given} arguments", code=2)
 
 
+def _method(client: Any, task: str) -> Callable[..., Any]:
+    method: Callable[..., Any] = getattr(client, task.replace("-", "_"))
+    return method
+
+
+def _options(task: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that the user gave; fail if the client's method lacks one of them."""
+    from cloze.client import AsyncClient
+
+    known = inspect.signature(_method(AsyncClient, task)).parameters
+    given = {name: value for name, value in flags.items() if value not in (None, ())}
+    for name in given.keys() - known.keys():
+        option = "target" if name == "targets" else name.replace("_", "-")
+        fail(f"{task} has no option --{option}", code=2)
+    return given
+
+
 async def _answer(
-    asking: _Asking, texts: Sequence[str], options: dict[str, Any], server: _Server
+    ask_one: "Callable[[AsyncClient], Awaitable[Rows]]", url: str | None, key: str | None
 ) -> Rows:
+    """Return the answer of the server at `url`; without an address, of the default one or ours."""
     from cloze.client import AsyncClient, ServerUnreachable
 
-    headers = {"authorization": f"Bearer {server.key}"} if server.key else {}
-    async with AsyncClient(server.url or _DEFAULT_URL, retries=0, headers=headers) as client:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    async with AsyncClient(url or _DEFAULT_URL, retries=0, headers=headers) as client:
         try:
-            return await asking.ask(client, texts, options)
+            return await ask_one(client)
         except ServerUnreachable as error:
-            if server.url is not None:
+            if url is not None:
                 raise
             click.echo(f"{error}; answering in this process", err=True)
     async with _in_process() as client:
-        return await asking.ask(client, texts, options)
+        return await ask_one(client)
 
 
 @asynccontextmanager

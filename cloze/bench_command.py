@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,14 +14,13 @@ from click.core import ParameterSource
 
 from cloze.bench.peers import PEERS
 from cloze.bench.peers.sentence_transformers_peer import BACKENDS
-from cloze.bench_output import create_out, now, present, repeating_command, report, write
+from cloze.bench_output import create_out, now, present, repeating_command, write
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
-from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.model_store.manifest import Precision
 from cloze.model_store.store import Store, StoreError
-from cloze.options import json_option
-from cloze.tables import print_rows
+from cloze.options import json_option, store_option
+from cloze.tables import print_rows, report
 
 if TYPE_CHECKING:
     from cloze.bench.device import DeviceFigures, DevicePlan
@@ -33,6 +32,9 @@ _PROGRAMS = {"BINARY": "The program", "PYTHON": "Interpreter of an environment w
 """Begins the help text of a peer's option, by kind of program."""
 
 _INSTALL = f"which the serving install leaves out; install it with: {install_command('bench')}"
+
+_LOADS = ("clients", "shares", "bulk", "seconds", "turns", "max_stolen")
+"""Options of ``cloze bench run`` that are fields of a `Plan`."""
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -143,7 +145,10 @@ def bench(context: click.Context, /, out: Path | None, as_json: bool, **argument
       cloze bench --device cuda --out results/my-card
       cloze bench run --model cloze-bert
     """
-    _clear_settings()
+    # Measured servers start without CLOZE_* variables, so the engine alone has none either.
+    for name in [name for name in os.environ if name.startswith("CLOZE_")]:
+        if name != "CLOZE_MODEL_STORE":
+            del os.environ[name]
     given = [
         f"--{name.replace('_', '-')}"
         for name in context.params
@@ -163,20 +168,11 @@ def bench(context: click.Context, /, out: Path | None, as_json: bool, **argument
         click.echo(context.get_help())
 
 
-def _clear_settings() -> None:
-    """Remove ``CLOZE_*`` variables, so that the engine alone has the settings of the servers.
-
-    Measured servers start without these variables.
-    """
-    for name in list(os.environ):
-        if name.startswith("CLOZE_") and name != "CLOZE_MODEL_STORE":
-            del os.environ[name]
-
-
 def _measure_device(arguments: dict[str, Any], out: Path | None, *, as_json: bool) -> None:
     try:
         from cloze.bench.device import DeviceFigures, DevicePlan, measure_device
         from cloze.bench.errors import BenchError
+        from cloze.bench.machine import installed_versions
         from cloze.bench.sizes import SIZES
         from cloze.service.core import Device
     except ModuleNotFoundError as error:
@@ -188,7 +184,7 @@ def _measure_device(arguments: dict[str, Any], out: Path | None, *, as_json: boo
             f"{unknown[0]!r} is none of {', '.join(SIZES)}", param_hint="--sizes"
         )
     plan = DevicePlan(**arguments | {"device": Device(arguments["device"]), "sizes": sizes})
-    describe = _device_describer(plan)
+    describe = partial(_device_result, plan, installed_versions())
 
     def save(figures: DeviceFigures) -> None:
         write(describe(figures), out)
@@ -204,34 +200,31 @@ def _measure_device(arguments: dict[str, Any], out: Path | None, *, as_json: boo
         fail(f"failed: {'; '.join(figures.failed)}; the lines above and the notes have the reasons")
 
 
-def _device_describer(plan: "DevicePlan") -> "Callable[[DeviceFigures], Result]":
-    """Return a function that adds the plan, the machine and the versions to the figures."""
+def _device_result(
+    plan: "DevicePlan", versions: dict[str, str], figures: "DeviceFigures"
+) -> "Result":
+    """Return the figures with the plan, the machine and the versions."""
     from cloze.bench.device import gpu_name
-    from cloze.bench.machine import describe_machine, installed_versions
+    from cloze.bench.machine import describe_machine
     from cloze.bench.result import Result
     from cloze.service.settings import available_cpus
 
-    versions = {"Cloze": installed_versions()}
-
-    def describe(figures: "DeviceFigures") -> Result:
-        gpu = {"GPU": name} if (name := gpu_name(plan.device)) else {}
-        return Result(
-            command=repeating_command(),
-            date=now(),
-            machine=gpu | describe_machine(available_cpus()),
-            versions=versions,
-            model=f"{', '.join(plan.sizes)}, embed, on {gpu.get('GPU', 'a CPU')}",
-            texts={
-                "from": "random words",
-                "lengths": "SQuAD 1.1's; short: mostly those of search questions",
-            },
-            turns=figures.turns,
-            starts=figures.starts,
-            cells=figures.cells,
-            notes=figures.notes,
-        )
-
-    return describe
+    gpu = {"GPU": name} if (name := gpu_name(plan.device)) else {}
+    return Result(
+        command=repeating_command(),
+        date=now(),
+        machine=gpu | describe_machine(available_cpus()),
+        versions={"Cloze": versions},
+        model=f"{', '.join(plan.sizes)}, embed, on {gpu.get('GPU', 'a CPU')}",
+        texts={
+            "from": "random words",
+            "lengths": "SQuAD 1.1's; short: mostly those of search questions",
+        },
+        turns=figures.turns,
+        starts=figures.starts,
+        cells=figures.cells,
+        notes=figures.notes,
+    )
 
 
 @bench.command()
@@ -242,13 +235,7 @@ def _device_describer(plan: "DevicePlan") -> "Callable[[DeviceFigures], Result]"
     default=("cloze-bert",),
     help="Name of a bundle; may be repeated, to compare bundles.",
 )
-@click.option(
-    "--model-store",
-    type=click.Path(path_type=Path),
-    default=DEFAULT_ROOT,
-    envvar="CLOZE_MODEL_STORE",
-    help="Folder of the bundles.",
-)
+@store_option
 @click.option("--task", type=click.Choice(["embed", "fill-mask"]), default="embed")
 @click.option(
     "--texts",
@@ -327,23 +314,22 @@ def run(out: Path | None, as_json: bool, **arguments: Any) -> None:
     """Measure and print a table; with --out, write the table, the figures as JSON, and plots."""
     try:
         from cloze.bench.errors import BenchError
-        from cloze.bench.run_options import RunOptions
+        from cloze.bench.run import Plan
+        from cloze.bench.run_options import RunOptions, read_arrivals
         from cloze.service.core import StartupError
     except ModuleNotFoundError as error:
         fail(f"bench needs {error.name}, {_INSTALL}")
     given = {peer.option: arguments.pop(peer.option.replace("-", "_")) for peer in PEERS}
     peers = {option: program for option, program in given.items() if program is not None}
-    options = RunOptions(peers=peers, **arguments)
+    arrivals, each = arguments.pop("arrivals"), arguments.pop("each")
+    loads = {name: arguments.pop(name) for name in _LOADS}
     try:
+        times = read_arrivals(arrivals) if arrivals else None
+        plan = Plan(**loads, arrivals=times, texts_per_request=each)
+        options = RunOptions(**arguments, peers=peers, plan=plan)
         create_out(out)
         result = _measure_run(options)
-    except (
-        BenchError,
-        StoreError,
-        StartupError,
-        ValueError,
-        OSError,
-    ) as error:
+    except (BenchError, StoreError, StartupError, ValueError, OSError) as error:
         fail(str(error))
     present(result, out, as_json=as_json)
 
@@ -363,10 +349,10 @@ def _measure_run(options: "RunOptions") -> "Result":
         mean = sum(lengths) / len(lengths)
         described[name] = f"({texts.source}; {len(lengths)} of {mean:.1f} tokens on average)"
         engines = {title: partial(open_, texts.texts) for title, open_ in selection.engines.items()}
-        plan = options.plan(name if len(selection.texts) > 1 else "")
+        plan = replace(options.plan, label=name if len(selection.texts) > 1 else "")
         measured = measure(engines, selection.servers, texts.texts, plan, report, lengths)
-        turns += measured[0]
-        starts += measured[1]
+        turns += measured.turns
+        starts += measured.starts
     store = Store(options.model_store)
     references = [store.manifest(name).reference for name in options.models]
     return Result(

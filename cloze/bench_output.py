@@ -1,4 +1,4 @@
-"""The output of ``cloze bench``: progress, tables, and the files of ``--out``."""
+"""The output of ``cloze bench``: tables, and the files of ``--out``."""
 
 import shlex
 import sys
@@ -10,11 +10,6 @@ import click
 
 if TYPE_CHECKING:
     from cloze.bench.result import Result
-
-
-def report(line: str) -> None:
-    """Print a line of progress to standard error."""
-    click.echo(line, err=True)
 
 
 def repeating_command() -> str:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,6 +12,7 @@ import click
 from cloze.failing import fail
 from cloze.model_store.installation import install_command
 from cloze.options import json_option, store_option
+from cloze.tables import report
 
 if TYPE_CHECKING:
     from cloze.bulk.run import RunShards, Watcher
@@ -147,8 +149,7 @@ def embed(**options: Any) -> None:
       cloze bulk embed articles.parquet --output vectors
       cloze bulk embed logs/ --text-column message --id-column id --output vectors
     """
-    names = ("long_text", "dimensions", "normalize", "prompt_name")
-    _run("embed", ("text",), names, options)
+    _run("embed", options)
 
 
 @bulk.command("fill-mask")
@@ -164,8 +165,7 @@ def fill_mask(**options: Any) -> None:
     \b
       cloze bulk fill-mask gaps.jsonl --top-k 3 --output predictions
     """
-    options["targets"] = list(options["targets"]) or None
-    _run("fill-mask", ("text",), ("long_text", "top_k", "targets"), options)
+    _run("fill-mask", options)
 
 
 @bulk.command()
@@ -176,7 +176,7 @@ def classify(**options: Any) -> None:
     \b
       cloze bulk classify reviews.csv --model my-classifier --output labels
     """
-    _run("classify", ("text",), ("long_text", "top_k"), options)
+    _run("classify", options)
 
 
 @bulk.command()
@@ -192,26 +192,18 @@ def qa(**options: Any) -> None:
     \b
       cloze bulk qa questions.jsonl --output answers
     """
-    _run("qa", ("question", "context"), ("long_text", "top_k"), options)
+    _run("qa", options)
 
 
-def _run(
-    command: str, texts: tuple[str, ...], parameters: tuple[str, ...], values: dict[str, Any]
-) -> None:
-    """Run a task, and print the summary.
-
-    Args:
-        command: the command.
-        texts: the parts of an input.
-        parameters: names of the task's parameters among the values.
-        values: the values of all options.
-    """
+def _run(command: str, values: dict[str, Any]) -> None:
+    """Run a task with the values of all options, and print the summary."""
     try:
         from cloze.bulk.errors import BulkError
         from cloze.bulk.job import JobOptions
         from cloze.bulk.plan import FileFormat
         from cloze.bulk.run import run_job
         from cloze.bulk.sources import input_files
+        from cloze.bulk.tasks import BULK_TASKS
         from cloze.service.core import StartupError
     except ModuleNotFoundError as error:
         fail(f"bulk needs {error.name}; install it with: {install_command('cpu', 'bulk')}", code=2)
@@ -221,10 +213,15 @@ def _run(
         if file_format is None:
             is_jsonl = input_files(values["paths"])[0] is FileFormat.JSONL
             file_format = "jsonl" if is_jsonl else "parquet"
+        task = BULK_TASKS[command]
         options = JobOptions(
             command,
-            tuple(values[f"{text}_column"] for text in texts),
-            {name: values[name] for name in parameters if values[name] is not None},
+            tuple(values[f"{text}_column"] for text in task.inputs),
+            {
+                name: list(value) if isinstance(value, tuple) else value
+                for name in task.task.parameters.model_fields
+                if (value := values.get(name)) not in (None, ())
+            },
             values["id_column"],
             values["prefix"],
             FileFormat(file_format),
@@ -283,17 +280,15 @@ def _watcher(*, shown: bool) -> Iterator["Watcher"]:
     with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as bar:
         rows = bar.add_task("rows", total=None)
         yield Watcher(
-            report=lambda line: click.echo(line, err=True),
+            report=report,
             on_plan=lambda total, done: bar.update(rows, total=total, completed=done),
             on_rows=lambda count: bar.advance(rows, count),
         )
 
 
 def _print(summary: "Summary", *, as_json: bool) -> None:
-    from cloze.bulk.summary import as_values
-
     if as_json:
-        click.echo(json.dumps(as_values(summary)))
+        click.echo(json.dumps(asdict(summary)))
     else:
         click.echo("\n".join(summary.lines()))
     if summary.errors:

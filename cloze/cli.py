@@ -31,6 +31,7 @@ from cloze.model_store.manifest import (
 from cloze.model_store.store import Bundle, Store, StoreError
 from cloze.options import json_option, store_option
 from cloze.store_command import gates, measured, store
+from cloze.tables import report
 from cloze.train import train
 
 T = TypeVar("T")
@@ -166,18 +167,13 @@ def export(
             pairs=tuple(read_pairs(list(gate_pairs))) if gate_pairs else (),
             cuda=device == "cuda",
         )
-        bundle = export_checkpoint(source, name, Store(model_store), options, report=_report)
+        bundle = export_checkpoint(source, name, Store(model_store), options, report=report)
     except (ExportError, DataError, StoreError) as error:
         fail(str(error))
     if as_json:
         click.echo(json.dumps(bundle.manifest.model_dump(mode="json")))
     else:
         _print_exported(bundle)
-
-
-def _report(line: str) -> None:
-    """Print a line about the progress of a command."""
-    click.echo(line, err=True)
 
 
 def _print_exported(bundle: Bundle) -> None:
@@ -257,7 +253,7 @@ def serve(**flags: Any) -> None:
         fail(f"serve needs {error.name}, which is not installed", code=2)
     try:
         settings = load_settings({**flags, **{name: flags[name] or None for name in _REPEATED}})
-        models = bundles_to_serve(settings, _report)
+        models = bundles_to_serve(settings, report)
         settings = settings.model_copy(update={"model": models})
         if settings.frontends or settings.gpus > 1:
             from cloze.service.processes.supervisor import supervise  # which needs msgspec

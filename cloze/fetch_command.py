@@ -8,6 +8,7 @@ from cloze.failing import fail
 from cloze.model_sources import SourceError, bundles_to_serve, parse_address
 from cloze.model_store.store import Store, StoreError
 from cloze.options import store_option
+from cloze.tables import report
 
 
 @click.command()
@@ -47,7 +48,7 @@ def fetch(models: tuple[str, ...], sha256: str | None, model_store: Path) -> Non
         if not settings.model:
             fail("name a model to fetch, or set CLOZE_MODEL", code=2)
         store = Store(model_store)
-        for reference in bundles_to_serve(settings, lambda line: click.echo(line, err=True)):
+        for reference in bundles_to_serve(settings, report):
             click.echo(store.open(reference).manifest.reference)
     except (SourceError, StartupError, StoreError) as error:
         fail(str(error))

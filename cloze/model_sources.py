@@ -44,10 +44,6 @@ class SourceError(Exception):
 def bundles_to_serve(settings: "Settings", report: Report) -> tuple[str, ...]:
     """Return the bundles of the setting `model`; directories and repositories are exported first.
 
-    Args:
-        settings: the operator's settings.
-        report: receives progress messages, one line each.
-
     Raises:
         SourceError: a name has no known form, or what it names cannot be exported.
     """
@@ -112,15 +108,7 @@ def _made_once(
     name: str,
     report: Report,
 ) -> str:
-    """Return the bundle of a source; make it unless it is there or another process makes it.
-
-    Args:
-        root: the folder of the store.
-        made: returns the recorded bundle, or None.
-        make: makes and records the bundle.
-        name: the source, for messages.
-        report: receives a message before this process waits.
-    """
+    """Return the bundle of a source; make it unless it is there or another process makes it."""
     if (reference := made()) is not None:
         return reference
     with one_at_a_time(
@@ -134,7 +122,6 @@ class Address:
     """The address of an archive or of a folder, with the expected hash.
 
     Attributes:
-        url: the address.
         sha256: the hash in hexadecimal digits; None accepts any.
     """
 

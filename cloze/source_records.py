@@ -27,9 +27,7 @@ class SourceRecord:
     """What was exported or fetched from a source, in a file of the store.
 
     Args:
-        root: the folder of the store.
         source: a directory, an address, or ``hub:`` and a repository.
-        revision: the revision of a repository.
         shown: the source without secrets, for the file; None: it has none.
     """
 
@@ -47,7 +45,6 @@ class SourceRecord:
         """Return the recorded bundle; None if there is none, or the source has changed since.
 
         Args:
-            store: the store.
             folder: the source's directory; None for a repository, whose commit was recorded.
             precisions: the precisions that the bundle must have besides fp32.
         """
@@ -74,7 +71,6 @@ class SourceRecord:
         """Return the bundle that was fetched; None if there is none, or its hash is another one.
 
         Args:
-            store: the store.
             sha256: the expected hash; None accepts any.
             precisions: the precisions that an exported bundle must have besides fp32.
         """

@@ -1,4 +1,4 @@
-"""Prints results: a table with lines on a terminal, plain columns to a pipe, or JSON."""
+"""Prints progress, and results: a table on a terminal, plain columns to a pipe, or JSON."""
 
 import json
 import sys
@@ -11,6 +11,11 @@ Row = Mapping[str, Any]
 """The values of a row by column; every row of a table has the same columns."""
 
 
+def report(line: str) -> None:
+    """Print a line of progress to standard error."""
+    click.echo(line, err=True)
+
+
 def print_rows(
     rows: Sequence[Row],
     *,
@@ -21,9 +26,7 @@ def print_rows(
     """Print rows.
 
     Args:
-        rows: the rows, in order.
         as_json: print one JSON object per row instead of a table.
-        right: columns to align to the right.
         headings: begin plain columns with their names, too.
     """
     if as_json:

@@ -31,7 +31,6 @@ DATA_FOLDER = os.environ.get(DATA_VARIABLE)
 COMPUTING = {
     f"test_{name}.py"
     for name in (
-        "admission_study",
         "answers",
         "audit",
         "balancer",
@@ -78,7 +77,6 @@ COMPUTING = {
         "reload",
         "repository",
         "request_path",
-        "scaling_study",
         "schedules",
         "score",
         "security",

@@ -10,9 +10,9 @@ import orjson
 import pytest
 import uvloop
 
+from cloze.bench.haproxy import balancing, load_with_a_loss
 from cloze.bench.http_client import Request, post
 from cloze.bench.processes import RunningServer
-from cloze.bench.studies.balancer import balancing, load_with_a_loss
 from tests.serving import Server, running_server
 
 

@@ -26,10 +26,20 @@ from cloze.bench import device, one_size, run, sizes
 from cloze.bench.compare import compare
 from cloze.bench.errors import BenchError
 from cloze.bench.http_client import Connection, Request, post
-from cloze.bench.load import closed_loop, open_loop, poisson, rescaled
+from cloze.bench.load import LoadResult, closed_loop, open_loop, poisson, rescaled
+from cloze.bench.plots import draw
 from cloze.bench.processes import running
 from cloze.bench.report import table
-from cloze.bench.result import COMPARED, ONE_LENGTH, Result, Turn
+from cloze.bench.result import (
+    COMPARED,
+    ONE_LENGTH,
+    Load,
+    LoadKind,
+    ResourceUsage,
+    Result,
+    Turn,
+    make_turn,
+)
 from cloze.bench.texts import make_texts, mask_a_word, read_texts
 from cloze.cli import cli
 from cloze.export.graph.reference import ReferenceSession
@@ -218,7 +228,7 @@ def result(*turns: Turn) -> Result:
     return Result(
         "cloze bench run",
         "2026-01-01 00:00",
-        {"processor": "one"},
+        {"processor": "one", "cores": "2"},
         {"Cloze": {"cloze": "0"}},
         "m@1",
         {"count": 1},
@@ -295,6 +305,37 @@ def test_a_load_runs_again_while_other_guests_take_too_much(
     monkeypatch.setattr(run, "processor_time", lambda: next(ticks))
     figures = itertools.count()
     assert run._quietest(lambda: next(figures), run.Plan(max_stolen=0.05)) == expected
+
+
+def test_a_server_stands_beside_its_engine_and_the_peers(tmp_path: Path) -> None:
+    """Names do not decide what is what: only the records do."""
+    load = Load(LoadKind.CLOSED, 4, "closed texts")
+    assert load.name == "closed 4 closed texts"
+    usage, measured = ResourceUsage(), LoadResult(seconds=1.0)
+    found = result(
+        *(
+            replace(make_turn(name, engine, load, 0, measured, usage), texts_per_s=speed)
+            for name, engine, speed in (
+                ("an engine", "an engine", 100.0),
+                ("a server", "an engine", 80.0),
+                ("a server engine", "", 40.0),
+            )
+        )
+    )
+    assert "| closed 4 closed texts | a server | an engine | 0.80 |" in table(found)
+    assert "| closed 4 closed texts | a server | a server engine | 2.00 |" in table(found)
+    (tmp_path / "result.json").write_text(found.to_json())
+    assert Result.from_json(tmp_path / "result.json") == found
+    draw(found, tmp_path / "plots.png")
+    assert (tmp_path / "plots.png").stat().st_size > 1000
+
+
+def test_a_file_of_an_earlier_version_is_read() -> None:
+    """Its turns have no record of their load."""
+    found = Result.from_json(Path(__file__).parents[1] / "bench/results/minilm-cpu.json")
+    assert found.loads()
+    assert found.arrivals() == []
+    assert {row.verdict for row in compare(found, found)} == {"same"}
 
 
 def test_failures_are_in_the_table() -> None:

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloze.bench.studies.admission_queues import Clock, virtual_time
 from cloze.service.batching.fair_queue import FairQueue
 from cloze.service.batching.lines import LineKey
 from cloze.service.batching.measures import Demand
@@ -24,6 +23,7 @@ from cloze.service.core import (
 from tests.encodings import submit
 from tests.fake_engine import FakeEngine
 from tests.test_scheduler import sized
+from tests.virtual_time import Clock, virtual_time
 
 RATE = 1000.0
 """Tokens per second of the worker."""

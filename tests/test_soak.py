@@ -8,12 +8,12 @@ import orjson
 import pytest
 
 from cloze.bench.http_client import Request, Response
-from cloze.bench.load import Answer
+from cloze.bench.load import Answer, allow_many_connections
 from cloze.bench.soak.answers import Answers, Outcome
 from cloze.bench.soak.faults import KINDS, Fault, schedule
+from cloze.bench.soak.run import SoakPlan, soak
 from cloze.bench.soak.verdict import GROWTH_MB, MORE_FILES, Check, Observed, checks
 from cloze.bench.soak.watch import ProcessSample, Sample
-from cloze.bench.studies.soak import SoakPlan, raise_file_limit, soak
 
 SECONDS = 300.0
 
@@ -50,7 +50,7 @@ def test_a_killed_engine_process_costs_no_answer(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_every_fault_in_turn(tmp_path: Path) -> None:
-    raise_file_limit()
+    allow_many_connections()
     kinds = tuple(kind for name, kind in KINDS.items() if name != "reload")
     plan = SoakPlan(seconds=80.0, rate=60, faults=kinds, fault_every_s=8.0, sample_every_s=2.0)
     observed, results = soak(plan, tmp_path)

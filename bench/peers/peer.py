@@ -24,9 +24,6 @@ class PeerModel:
 
     Attributes:
         checkpoint: absolute path of a Hugging Face directory.
-        task: name of our task.
-        pooling: of the embeddings: ``mean``, ``cls``, …
-        backends: of sentence-transformers.
     """
 
     checkpoint: Path
@@ -42,7 +39,6 @@ class Peer:
     Attributes:
         option: the option of ``cloze bench run`` that names the peer's program.
         program: the kind of program in the help text: ``PYTHON`` or ``BINARY``.
-        title: in the help text and in errors.
         tasks: names of our tasks that the peer serves.
         servers: returns the servers to measure, from the program and the model. It raises a
             `BenchError` if the checkpoint lacks what the peer needs.
@@ -60,11 +56,6 @@ class Peer:
 
 def package_versions(python: str, title: str, required: tuple[str, ...]) -> Mapping[str, str]:
     """Return the versions of the packages in an interpreter's environment.
-
-    Args:
-        python: the interpreter.
-        title: of the peer, for the errors.
-        required: packages that the peer needs.
 
     Raises:
         BenchError: the interpreter does not start, or lacks a package.

@@ -42,10 +42,8 @@ class TorchEncoder:
 
     Args:
         model: the weights; changed in place.
-        device: where the encoder runs.
         nested: run a batch as one nested tensor without padding; else pad every sequence to the
             longest of its batch.
-        compiled: compile with `torch.compile` for dynamic shapes.
     """
 
     def __init__(
@@ -70,11 +68,7 @@ class TorchEncoder:
         )
 
     def prepare(self, sequences: Sequence[NDArray[np.int32]]) -> Prepared:
-        """Copy a batch to the device.
-
-        Args:
-            sequences: token ids of each sequence.
-        """
+        """Copy a batch to the device."""
         lengths = [len(sequence) for sequence in sequences]
         offsets = torch.tensor(np.cumsum([0, *lengths]), device=self._device)
         if self._nested:

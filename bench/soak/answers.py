@@ -51,34 +51,20 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """An answer that is not right, for the report.
-
-    Attributes:
-        at_s: when it came, in seconds from the start.
-        outcome: what it was.
-        group: the task.
-        text: what was expected and received, shortened.
-    """
+    """An answer that is not right, for the report."""
 
     at_s: float
     outcome: Outcome
-    group: str
     text: str
 
 
 class Answers:
     """All answers of a soak.
 
-    Args:
-        requests: of the load.
-        statuses: that each request must get.
-
     Attributes:
         outcomes: number of answers by outcome.
-        buckets: by number of the bucket.
         lost_at: seconds from the start at which connections ended before an answer.
         refused_at: seconds from the start at which requests were refused.
-        examples: the first unexpected and wrong answers.
     """
 
     def __init__(self, requests: Sequence[Request], statuses: Sequence[int]) -> None:
@@ -118,7 +104,7 @@ class Answers:
             expected = self._references.get(answer.number, b"").decode()[:200]
             text = f"expected {self._statuses[answer.number]} {expected}, received "
             text += f"{answer.response.status} {answer.response.body.decode()[:200]}"
-            self.examples.append(Example(ended_s, outcome, group, text))
+            self.examples.append(Example(ended_s, outcome, text))
 
     def _outcome(self, answer: Answer) -> Outcome:
         response = answer.response

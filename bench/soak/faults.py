@@ -23,9 +23,7 @@ class FaultKind:
     """A signal to one kind of process.
 
     Attributes:
-        name: for the report.
         role: what the role of the process begins with.
-        number: the signal.
         loses_s: seconds in which connections of the process may end; 0: none may.
     """
 
@@ -58,8 +56,6 @@ class Fault:
 
     Attributes:
         at_s: seconds from the start of the load.
-        kind: what was done.
-        role: to which process.
         replaced_s: seconds until another process had its role; None: none in time.
     """
 
@@ -87,12 +83,7 @@ def schedule(
 
 
 async def inject(server: RunningServer, plan: Sequence[tuple[float, FaultKind]]) -> list[Fault]:
-    """Send the signals, and wait until all processes are replaced.
-
-    Args:
-        server: was started by this program.
-        plan: seconds from now, and the kind of each fault.
-    """
+    """Send the signals, and wait until all processes are replaced."""
     start = time.perf_counter()
     faults: list[Fault] = []
     turns: dict[str, itertools.count[int]] = {kind.role: itertools.count() for _, kind in plan}

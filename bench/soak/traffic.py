@@ -31,12 +31,6 @@ def make_requests(
 ) -> tuple[list[Request], list[int]]:
     """Make distinct requests, so that an answer to another request is noticed.
 
-    Args:
-        words: to make texts of.
-        mask: the mask token of the default model of fill-mask.
-        count: number of requests.
-        seed: of the random numbers.
-
     Returns:
         The requests, whose groups are tasks or `BAD`, and the status that each one must get.
     """
@@ -86,12 +80,6 @@ async def leave(
     url: str, requests: Sequence[Request], arrivals: NDArray[np.float64], seed: int = 0
 ) -> int:
     """Send requests whose clients close their connections before the answer.
-
-    Args:
-        url: of the server.
-        requests: sent in order; the first follows the last.
-        arrivals: float64 [n] seconds, ascending.
-        seed: of the random numbers.
 
     Returns:
         The number of clients that left.

@@ -50,14 +50,8 @@ class Observed:
     """What a soak observed.
 
     Attributes:
-        seconds: duration of the load.
         warm_up_s: after which memory counts.
-        sent: number of requests.
-        answers: what became of them.
-        faults: in the order of time.
-        samples: of the processes during the load.
         rest: before the load and after it, without connections.
-        log: of the server.
     """
 
     seconds: float
@@ -184,14 +178,7 @@ def _growth_check(
     first: tuple[float, float],
     last: tuple[float, float],
 ) -> Check:
-    """Compare the median memory of two spans of time.
-
-    Args:
-        name: of the check.
-        life: all samples of the role or the process.
-        first: begin and end of the first span, in seconds.
-        last: begin and end of the last span, in seconds.
-    """
+    """Compare the median memory of two spans of time."""
     before, after = _between(life, *first), _between(life, *last)
     if not before or not after:
         return Check(name, passed=False, figures="no sample in one of the two")

@@ -23,11 +23,7 @@ class ProcessSample:
 
     Attributes:
         role: `SERVER`, or the name that the supervisor gave to a child, without its generation.
-        pid: of the process.
-        rss_mb: resident memory.
         pss_mb: resident memory; each shared page counts in equal parts for its processes.
-        files: number of open descriptors.
-        threads: number of threads.
     """
 
     role: str
@@ -44,7 +40,6 @@ class Sample:
 
     Attributes:
         at_s: seconds from the start.
-        processes: those that ran.
     """
 
     at_s: float

@@ -7,74 +7,23 @@ and every twentieth request has 64. Then one replica is killed in the middle of 
 """
 
 import argparse
-import asyncio
-import os
-import re
-import signal
-import socket
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import uvloop
 
-from cloze.bench.errors import BenchError
+from cloze.bench.haproxy import CLIENTS, balancing, load_with_a_loss
 from cloze.bench.http_client import Request
 from cloze.bench.load import LoadResult, closed_loop
-from cloze.bench.processes import RunningServer
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.texts import make_texts, words_of
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
 
-CONFIGURATION: Final = Path(__file__).resolve().parents[2] / "docs" / "haproxy.cfg"
-CLIENTS: Final = 24
 _SHORT, _LONG = "one text", "64 texts"
-
-
-def configuration(addresses: Sequence[str], port: int, balance: str = "leastconn") -> str:
-    """Return the documented configuration, for other addresses."""
-    text = re.sub(r"^    server .*\n", "", CONFIGURATION.read_text(), flags=re.MULTILINE)
-    text = re.sub(r"^    bind .*$", f"    bind 127.0.0.1:{port}", text, flags=re.MULTILINE)
-    text = re.sub(r"^    balance .*$", f"    balance {balance}", text, flags=re.MULTILINE)
-    servers = (f"    server replica{n} {address}\n" for n, address in enumerate(addresses))
-    return text.rstrip() + "\n" + "".join(servers)
-
-
-@contextmanager
-def balancing(addresses: Sequence[str], folder: Path, balance: str = "leastconn") -> Iterator[str]:
-    """Run HAProxy before servers, and return its URL.
-
-    Raises:
-        BenchError: HAProxy does not start.
-    """
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        port = chosen.getsockname()[1]
-    file = folder / "haproxy.cfg"
-    file.write_text(configuration(addresses, port, balance))
-    process = subprocess.Popen(
-        ["haproxy", "-db", "-f", str(file)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-    )
-    try:
-        deadline = time.monotonic() + 10
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
-                break
-            except OSError:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise BenchError("HAProxy does not start") from None
-                time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.communicate()
 
 
 def requests_of(subject: MeasuredServer, texts: Sequence[str]) -> list[Request]:
@@ -84,16 +33,6 @@ def requests_of(subject: MeasuredServer, texts: Sequence[str]) -> list[Request]:
         (several,) = subject.requests(texts[number : number + 64], each=64)
         single[number] = replace(several, group=_LONG)
     return single
-
-
-async def load_with_a_loss(
-    url: str, requests: Sequence[Request], victim: RunningServer, seconds: float
-) -> LoadResult:
-    """Return the result of a load during which a replica is killed."""
-    load = asyncio.create_task(closed_loop(url, requests, clients=CLIENTS, seconds=seconds))
-    await asyncio.sleep(seconds / 2)
-    os.kill(victim.pid, signal.SIGKILL)
-    return await load
 
 
 def _row(name: str, load: LoadResult) -> str:

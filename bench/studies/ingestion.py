@@ -1,6 +1,6 @@
 """Does the openai client's bulk ingestion end without failures? Threads, at default settings.
 
-    python bench/studies/ingestion.py BUNDLE --store DIR [--tei BINARY CHECKPOINT]
+    python bench/studies/ingestion.py [BUNDLE] [--store DIR] [--tei BINARY CHECKPOINT]
 
 Each thread calls `embeddings.create` again and again, with the client's own timeout and its two
 retries. "No patience stated": without the header in which the client states its read timeout, as
@@ -8,22 +8,17 @@ clients of other makers send none. Then the server refuses, and the client comes
 `Retry-After` says.
 """
 
-import argparse
-import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import openai
 
 from cloze.bench.processes import RunningServer
-from cloze.bench.servers import MeasuredServer
-from cloze.bench.studies.mix import tei_server
+from cloze.bench.studies.overload import servers, subjects_parser
 from cloze.bench.texts import words_of
 from cloze.model_store import Store
-from cloze.model_store.locations import DEFAULT_ROOT
 
 LOADS = {"128 threads, 1 passage": (128, 1, 1000), "64 threads, 32 passages": (64, 32, 128)}
 """Threads, passages per call, calls."""
@@ -69,22 +64,12 @@ def ingest(
 
 def main() -> None:
     """Measure, and print the table."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("bundle")
-    parser.add_argument("--store", type=Path, default=DEFAULT_ROOT)
-    parser.add_argument("--precision", default="fp32")
+    parser = subjects_parser(precision="fp32")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
-    parser.add_argument("--tei", nargs=2, metavar=("BINARY", "CHECKPOINT"))
     options = parser.parse_args()
-    bundle = Store(options.store).open(options.bundle)
-    command = (sys.executable, "-m", "cloze", "serve", "--port", "{port}")
-    store = ("--model-store", str(options.store), "--precision", options.precision)
-    server = MeasuredServer(
-        "Cloze", (*command, "--model", options.bundle, *store), "/embed", "/healthz"
-    )
-    subjects = [(server, False), (server, True)]
-    if options.tei:
-        subjects.append((tei_server(*options.tei), False))
+    bundle = Store(options.store).open(options.bundle or "cloze-bert")
+    ours, *peers = servers(options)
+    subjects = [(ours, False), (ours, True), *((peer, False) for peer in peers)]
     print("| server | load | failed of calls | p50 / most s | texts/s | outcomes |")
     print("|---|---|---|---|---|---|")
     for subject, says_nothing in subjects:
@@ -92,7 +77,7 @@ def main() -> None:
             load = LOADS[name]
             with subject.start() as running:
                 outcomes, seconds, all_s = ingest(
-                    running, options.bundle, words_of(bundle), load, says_nothing=says_nothing
+                    running, bundle.manifest.name, words_of(bundle), load, says_nothing=says_nothing
                 )
             failed = load[2] - outcomes["answered"]
             p50, most = np.percentile(seconds or [0.0], [50, 100])

@@ -10,24 +10,29 @@ that were neither answered nor refused with 429, as a share of all work.
 """
 
 import argparse
-import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import orjson
 import uvloop
 
 from cloze.bench.http_client import Request, post
-from cloze.bench.load import Answer, LoadResult, closed_loop, open_loop, poisson
+from cloze.bench.load import (
+    MANY_CONNECTIONS,
+    Answer,
+    LoadResult,
+    allow_many_connections,
+    closed_loop,
+    open_loop,
+    poisson,
+)
 from cloze.bench.processes import RunningServer
 from cloze.bench.servers import MeasuredServer
-from cloze.bench.studies.overload import CONNECTIONS, allow_connections, watching
+from cloze.bench.studies.overload import servers, subjects_parser, watching
 from cloze.bench.texts import make_texts, words_of
 from cloze.model_store import Store
-from cloze.model_store.locations import DEFAULT_ROOT
 
 CLIENTS = 32
 SHARES = {"question": 0.6, "list of 32": 0.2, "long QA": 0.1, "fill-mask": 0.1}
@@ -160,7 +165,7 @@ async def measure(
             arrivals = poisson(times * capacity, options.seconds)
             with watching(server, subject.server.ready_path) as watch:
                 load = await open_loop(
-                    server.url, requests, arrivals, connections=CONNECTIONS, on_answer=note
+                    server.url, requests, arrivals, connections=MANY_CONNECTIONS, on_answer=note
                 )
             print("\n".join(lines(times, load, answers, work)))
             p50, p99 = (watch.probes.get_value_at_percentile(p) / 1e3 for p in (50, 99))
@@ -175,36 +180,20 @@ TABLE = """\
 
 def main() -> None:
     """Measure, and print the tables."""
-    allow_connections()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("bundle", nargs="?")
-    parser.add_argument("--store", type=Path, default=DEFAULT_ROOT)
-    parser.add_argument("--precision", default="auto")
+    allow_many_connections()
+    parser = subjects_parser()
     parser.add_argument("--times", type=float, nargs="+", default=[1.1, 3.0, 10.0])
     parser.add_argument("--timeouts-ms", type=int, nargs="+", default=[0])
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--closed", type=float, default=15.0, help="seconds of the closed loop")
-    parser.add_argument("--tei", nargs=2, metavar=("BINARY", "CHECKPOINT"))
     options = parser.parse_args()
     bundle = Store(options.store).open(options.bundle or "cloze-bert")
     shares = EMBED_SHARES if options.bundle else SHARES
-    command = (sys.executable, "-m", "cloze", "serve", "--port", "{port}")
-    store = ("--model-store", str(options.store), "--precision", options.precision)
-    model = ("--model", options.bundle) if options.bundle else ()
-    subjects = [
-        Subject(MeasuredServer("Cloze", (*command, *model, *store), "/embed", "/healthz"), shares)
-    ]
-    if options.tei:
-        subjects.append(Subject(tei_server(*options.tei), EMBED_SHARES))
+    ours, *peers = servers(options)
+    subjects = [Subject(ours, shares), *(Subject(peer, EMBED_SHARES) for peer in peers)]
     made = bodies(words_of(bundle), bundle.manifest.tokenizer.mask_token or "")
     for subject in subjects:
         uvloop.run(measure(subject, made, options))
-
-
-def tei_server(binary: str, checkpoint: str) -> MeasuredServer:
-    """Return text-embeddings-inference at its default settings."""
-    command = (binary, "--model-id", checkpoint, "--port", "{port}", "--hostname", "127.0.0.1")
-    return MeasuredServer("text-embeddings-inference", command, "/embed", "/health")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ almost every request, shows how long the event loop takes for a refusal.
 import argparse
 import multiprocessing
 import os
-import resource
 import sys
 import threading
 import time
@@ -32,7 +31,15 @@ import uvloop
 from hdrh.histogram import HdrHistogram
 
 from cloze.bench.http_client import Request
-from cloze.bench.load import LoadResult, closed_loop, histogram, open_loop, poisson
+from cloze.bench.load import (
+    MANY_CONNECTIONS,
+    LoadResult,
+    allow_many_connections,
+    closed_loop,
+    histogram,
+    open_loop,
+    poisson,
+)
 from cloze.bench.processes import RunningServer
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.soak.traffic import BAD, make_requests
@@ -49,9 +56,6 @@ GOOD_S = 5.0
 
 CLIENTS = 32
 PROBE_EVERY_S = 0.1
-
-CONNECTIONS = 4096
-"""With fewer, requests would wait in the generator, and the server would meet no overload."""
 
 
 @dataclass(slots=True)
@@ -145,7 +149,7 @@ async def measure(
         cpu_s = server.cpu_s()
         before = server.rss_mb()
         with watching(server, subject.ready_path) as watch:
-            load = await open_loop(server.url, requests, arrivals, connections=CONNECTIONS)
+            load = await open_loop(server.url, requests, arrivals, connections=MANY_CONNECTIONS)
         cpu_s = server.cpu_s() - cpu_s
         after = await closed_loop(server.url, requests, clients=CLIENTS, seconds=3)
     good = _good(load, good_s) / load.seconds
@@ -188,48 +192,40 @@ statuses | probe p50 / p99 ms | memory MB before / most | cores of server / gene
 |---|---|---|---|---|---|---|---|---|---|---|---|"""
 
 
-def allow_connections() -> None:
-    """Let this process, and the servers that it starts, open `CONNECTIONS` connections."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 3 * CONNECTIONS), hard))
+def subjects_parser(precision: str = "auto") -> argparse.ArgumentParser:
+    """Return a parser of the options that say which servers are measured."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("bundle", nargs="?", help="all bundled models without it")
+    parser.add_argument("--store", type=Path, default=DEFAULT_ROOT)
+    parser.add_argument("--precision", default=precision)
+    parser.add_argument("--tei", nargs=2, metavar=("BINARY", "CHECKPOINT"))
+    return parser
+
+
+def servers(options: argparse.Namespace) -> list[MeasuredServer]:
+    """Return ours, and text-embeddings-inference if asked for, both with their default settings."""
+    command = (sys.executable, "-m", "cloze", "serve", "--port", "{port}")
+    store = ("--model-store", str(options.store), "--precision", options.precision)
+    model = ("--model", options.bundle) if options.bundle else ()
+    found = [MeasuredServer("Cloze", (*command, *model, *store), "/embed", "/healthz")]
+    if options.tei:
+        binary, checkpoint = options.tei
+        peer = (binary, "--model-id", checkpoint, "--port", "{port}", "--hostname", "127.0.0.1")
+        found.append(MeasuredServer("text-embeddings-inference", peer, "/embed", "/health"))
+    return found
 
 
 def main() -> None:
     """Measure, and print the table."""
-    allow_connections()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("bundle", nargs="?")
-    parser.add_argument("--store", type=Path, default=DEFAULT_ROOT)
+    allow_many_connections()
+    parser = subjects_parser()
     parser.add_argument("--texts", default="questions")
     parser.add_argument("--times", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--stated-ms", type=int, help="time limit that each request states")
-    parser.add_argument("--precision", default="auto")
-    parser.add_argument("--tei", nargs=2, metavar=("BINARY", "CHECKPOINT"))
     options = parser.parse_args()
     bundle = Store(options.store).open(options.bundle or "cloze-bert")
-    command = (sys.executable, "-m", "cloze", "serve", "--port", "{port}")
-    store = ("--model-store", str(options.store), "--precision", options.precision)
-    model = ("--model", options.bundle) if options.bundle else ()
-    subjects = [MeasuredServer("Cloze", (*command, *model, *store), "/embed", "/healthz")]
-    if options.tei:
-        binary, checkpoint = options.tei
-        subjects.append(
-            MeasuredServer(
-                "text-embeddings-inference",
-                (
-                    binary,
-                    "--model-id",
-                    checkpoint,
-                    "--port",
-                    "{port}",
-                    "--max-concurrent-requests",
-                    "512",
-                ),
-                "/embed",
-                "/health",
-            )
-        )
+    subjects = servers(options)
     if options.bundle:
         texts = make_texts(words_of(bundle), 2000, options.texts).texts
         requests = subjects[0].single_requests(texts, ["" for _ in texts])

@@ -19,10 +19,15 @@ import numpy as np
 import uvloop
 
 from cloze.bench.http_client import Request, post
-from cloze.bench.load import closed_loop, open_loop, poisson
+from cloze.bench.load import (
+    MANY_CONNECTIONS,
+    allow_many_connections,
+    closed_loop,
+    open_loop,
+    poisson,
+)
 from cloze.bench.servers import MeasuredServer
 from cloze.bench.studies.mix import CLIENTS, bodies
-from cloze.bench.studies.overload import CONNECTIONS, allow_connections
 from cloze.bench.texts import words_of
 from cloze.model_store import Store
 from cloze.model_store.locations import DEFAULT_ROOT
@@ -49,7 +54,7 @@ async def measure(
         steadily = EVERY_S * np.arange(len(polite), dtype=np.float64)
         loads = await asyncio.gather(
             open_loop(running.url, polite, steadily, connections=CLIENTS),
-            open_loop(running.url, greedy, arrivals, connections=CONNECTIONS),
+            open_loop(running.url, greedy, arrivals, connections=MANY_CONNECTIONS),
         )
     print(f"capacity {capacity:.0f} requests per second")
     for name, load in zip(("polite", "greedy"), loads, strict=True):
@@ -63,7 +68,7 @@ def main() -> None:
     parser.add_argument("--times", type=float, default=5.0)
     parser.add_argument("--seconds", type=float, default=30.0)
     options = parser.parse_args()
-    allow_connections()
+    allow_many_connections()
     bundle = Store(DEFAULT_ROOT).open("cloze-bert")
     made = bodies(words_of(bundle), bundle.manifest.tokenizer.mask_token or "")
     questions, lists = made["question"], made["list of 32"]

@@ -28,7 +28,7 @@ COLUMNS: Final = {
 
 
 @dataclass(frozen=True)
-class Start:
+class Origin:
     """One of the two starts.
 
     Attributes:
@@ -47,7 +47,7 @@ class Start:
 
 
 STARTS: Final = (
-    Start(
+    Origin(
         "from a checkpoint",
         "[model]\ndropout = 0.0\n[[phases]]\ntokens = 64\nsequences = 48\nsteps = 140\n",
         {
@@ -63,7 +63,7 @@ STARTS: Final = (
         {"embedding_learning_rate": 2e-4, "head_learning_rate": 2e-3},
         keeps_embeddings=True,
     ),
-    Start(
+    Origin(
         "from nothing",
         "[vocabulary]\nsize = 4000\n"
         "[model]\nhidden_size = 128\nlayers = 2\nheads = 2\nintermediate_size = 512\n"
@@ -80,7 +80,7 @@ STARTS: Final = (
 )
 
 
-def changes(start: Start) -> dict[str, dict[str, dict[str, Any]]]:
+def changes(start: Origin) -> dict[str, dict[str, dict[str, Any]]]:
     """Return what each run changes in the plain recipe, by the name of its row."""
     alone: dict[str, dict[str, dict[str, Any]]] = {
         "Muon for the layers' matrices": {"optimisation": {"optimizer": "muon"}},
@@ -97,7 +97,7 @@ def changes(start: Start) -> dict[str, dict[str, dict[str, Any]]]:
     return {"plain": {}, "plain, another seed": {}, **alone, "all of them": every}
 
 
-def recipe(start: Start, change: dict[str, dict[str, Any]], seed: int) -> str:
+def recipe(start: Origin, change: dict[str, dict[str, Any]], seed: int) -> str:
     """Return a recipe's text."""
     lines = [f"seed = {seed}", f"held_out = {HELD_OUT}"]
     for table, plain in start.plain.items():

@@ -5,17 +5,17 @@
 Without MODEL_STORE, the server serves the default models.
 """
 
-import http.client
-import itertools
+import asyncio
 import json
 import statistics
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from cloze.bench.http_client import Request, post
+from cloze.bench.load import closed_loop
 from cloze.bench.processes import RunningServer, free_port, running
 
 STARTS, CLIENTS, SECONDS = 7, 8, 60.0
@@ -41,7 +41,7 @@ def main() -> None:
             time.sleep(1)
             at_rest, private = server.rss_mb(), private_mb(server)
             if len(ready) == STARTS:
-                largest, answers = under_load(server)
+                largest, answers = asyncio.run(under_load(server))
     print("# The start and the memory of the server\n")
     print("    python bench/studies/start_and_memory.py\n")
     print("The default models with 2 workers per model, on 2 cores of an AMD EPYC.\n")
@@ -62,35 +62,15 @@ def private_mb(server: RunningServer) -> float:
     return int(fields["RssAnon"].split()[0]) * 1024 / 1e6
 
 
-def under_load(server: RunningServer) -> tuple[float, Counter[int]]:
+async def under_load(server: RunningServer) -> tuple[float, Counter[int]]:
     """Return the largest resident memory in MB while clients ask, and the number of each status."""
-    answers: Counter[int] = Counter()
-    end = time.monotonic() + SECONDS
-    clients = [
-        threading.Thread(target=_ask, args=(server.url, number, end, answers))
-        for number in range(CLIENTS)
-    ]
-    for client in clients:
-        client.start()
+    requests = [Request(post(path, json.dumps(body).encode())) for path, body in REQUESTS]
+    load = asyncio.create_task(closed_loop(server.url, requests, clients=CLIENTS, seconds=SECONDS))
     largest = 0.0
-    while time.monotonic() < end:
+    while not load.done():
         largest = max(largest, server.rss_mb())
-        time.sleep(0.05)
-    for client in clients:
-        client.join()
-    return largest, answers
-
-
-def _ask(url: str, first: int, end: float, answers: Counter[int]) -> None:
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
-    for path, body in itertools.islice(itertools.cycle(REQUESTS), first, None):
-        if time.monotonic() > end:
-            return
-        connection.request("POST", path, json.dumps(body))
-        response = connection.getresponse()
-        response.read()
-        answers[response.status] += 1
+        await asyncio.sleep(0.05)
+    return largest, load.result().statuses
 
 
 if __name__ == "__main__":

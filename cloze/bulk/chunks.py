@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import orjson
@@ -52,13 +53,7 @@ ReadRow = tuple[dict[str, Any] | None, str | None]
 
 
 def chunk_of_rows(rows: Sequence[ReadRow], texts: Sequence[str], schema: pa.Schema) -> Chunk:
-    """Return a chunk of rows of a text file.
-
-    Args:
-        rows: the rows.
-        texts: names of the text columns.
-        schema: the columns to keep.
-    """
+    """Return a chunk of rows of a text file."""
     values = [row or {} for row, _ in rows]
     arrays = [_array([row.get(field.name) for row in values], field) for field in schema]
     kept = pa.RecordBatch.from_arrays(arrays, schema=schema)
@@ -108,11 +103,5 @@ def _decoded(value: bytes | None) -> object:
 
 def grouped(rows: Iterator[ReadRow]) -> Iterator[list[ReadRow]]:
     """Yield the rows in groups of `CHUNK_ROWS`."""
-    group: list[ReadRow] = []
-    for row in rows:
-        group.append(row)
-        if len(group) == CHUNK_ROWS:
-            yield group
-            group = []
-    if group:
+    while group := list(islice(rows, CHUNK_ROWS)):
         yield group

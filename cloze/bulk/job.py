@@ -18,13 +18,8 @@ class JobOptions:
     """What the user asks for.
 
     Attributes:
-        command: name of the bulk task.
         columns: names of the text columns, in the order of the task's inputs.
-        parameters: parameters of the task, by name.
         id_column: the only column of the input to keep; None: all.
-        prefix: text before the names of the result columns.
-        format: the format of the output files.
-        shard_rows: most rows per shard.
     """
 
     command: str
@@ -46,12 +41,7 @@ class BulkJob:
     """A job.
 
     Attributes:
-        options: what the user asks for.
         model: full name of the bundle.
-        digest: digest of the bundle's manifest.
-        settings: the settings of the engine.
-        plan: the input.
-        output: the folder of the results.
     """
 
     options: JobOptions

@@ -17,9 +17,7 @@ def run_locally(job: BulkJob, shards: Sequence[Shard], on_rows: Progress) -> lis
     """Write the results of shards, and return their reports.
 
     Args:
-        job: the job.
         shards: the shards that are not complete.
-        on_rows: called after rows have been written.
 
     Raises:
         BulkError: the run cannot go on.

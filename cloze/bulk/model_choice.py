@@ -22,8 +22,6 @@ def choose_bundle(settings: Settings, task: BulkTask, report: Callable[[str], No
 
     Args:
         settings: the settings; `model` may name a bundle, a directory or a repository.
-        task: the task.
-        report: receives progress messages of an export.
 
     Raises:
         BulkError: there is no such model, or it lacks the task.

@@ -38,14 +38,7 @@ class ParquetReader:
     def read(
         self, path: Path, columns: Sequence[str], first: int, rows: int
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the columns of some rows, in batches of at most `CHUNK_ROWS` rows.
-
-        Args:
-            path: the file.
-            columns: names of the columns.
-            first: index of the first row.
-            rows: number of rows.
-        """
+        """Yield the columns of some rows, in batches of at most `CHUNK_ROWS` rows."""
         key = (path, tuple(columns))
         if key != self._key or first < self._position:
             self._open(path, columns, first)

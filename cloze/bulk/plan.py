@@ -25,8 +25,6 @@ class InputFile:
 
     Attributes:
         path: the absolute path.
-        size: its size in bytes.
-        mtime_ns: time of its last change.
     """
 
     path: str
@@ -39,10 +37,7 @@ class Shard:
     """Neighbouring rows of one input file, whose results are one output file.
 
     Attributes:
-        number: index of the shard in its run.
-        file: index of the input file.
         first_row: index of the first row in the file.
-        rows: number of rows.
         start: first byte of the rows in a text file; 0 for Parquet.
         end: byte after the rows in a text file; 0 for Parquet.
     """
@@ -57,14 +52,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The input of a run, divided into shards.
-
-    Attributes:
-        format: the format of all input files.
-        files: the input files, in order.
-        schema: the columns of the input.
-        shards: the shards, in the order of the rows.
-    """
+    """The input of a run, divided into shards."""
 
     format: FileFormat
     files: tuple[InputFile, ...]

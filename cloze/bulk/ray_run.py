@@ -46,7 +46,6 @@ class RayOptions:
         address: address of the cluster, or "local" for a new one on this machine; None: the
             cluster of this job or machine, or else a new one.
         workers: number of workers; 0: as many as the cluster has room for when the run begins.
-        worker_cpus: cores per worker.
     """
 
     address: str | None = None
@@ -152,9 +151,6 @@ class ShardWriters:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Write the results of shards.
-
-        Args:
-            batch: numbers of shards, in the column ``shard``.
 
         Returns:
             The reports as JSON, in the column ``report``.

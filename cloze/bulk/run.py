@@ -24,7 +24,6 @@ class Watcher:
     """What a run reports while it runs.
 
     Attributes:
-        report: receives a line.
         on_plan: called with the number of rows that are to be written, and of those that are.
         on_rows: called after rows have been written.
     """
@@ -45,12 +44,8 @@ def run_job(
     """Run a job, or what is left of it.
 
     Args:
-        paths: files and folders of the input.
         output: the folder of the results.
-        options: what the user asks for.
         settings: the settings of the engine, and the model.
-        run_shards: runs shards in this process or elsewhere.
-        watcher: hears about the run.
 
     Raises:
         BulkError: the run cannot begin or go on.

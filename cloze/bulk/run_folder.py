@@ -27,17 +27,14 @@ _REPORTS = "_reports"
 _UNFINISHED = "_part-"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ShardReport:
-    """What became of the rows of a shard.
+    """What became of the rows of a shard so far.
 
     Attributes:
-        shard: index of the shard.
-        rows: number of rows.
         errors: number of rows that have an error instead of a result.
         truncated: number of rows whose text was cut.
         tokens: number of tokens that the engine ran.
-        precision: precision of the engine's graph.
         first_error: the first error with its row; "" without errors.
     """
 
@@ -51,12 +48,7 @@ class ShardReport:
 
 
 class RunFolder:
-    """The output folder of a run.
-
-    Args:
-        path: the folder.
-        file_format: the format of the results.
-    """
+    """The output folder of a run."""
 
     def __init__(self, path: Path, file_format: FileFormat) -> None:
         self.path, self._format = path, file_format
@@ -118,10 +110,6 @@ class RunFolder:
         """Assign the locked folder to a run, or check that the folder belongs to this run.
 
         A folder without results may be assigned to another run.
-
-        Args:
-            identity: what a resumed run must have in common with this one.
-            plan: the plan of the run.
 
         Raises:
             BulkError: the folder cannot be written, or belongs to another run.

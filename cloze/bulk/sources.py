@@ -22,14 +22,9 @@ _SUFFIXES = {
 
 _KNOWN = "Parquet (.parquet), JSON lines (.jsonl, .ndjson) and CSV (.csv) are read"
 
-Report = Callable[[str], None]
-
 
 def input_files(paths: Sequence[Path]) -> tuple[FileFormat, list[InputFile]]:
     """Return the files of a run, in order, and their format.
-
-    Args:
-        paths: files, or folders whose files are read, and those of their folders.
 
     Raises:
         BulkError: a path does not exist, there is no file, or the formats are unknown or differ.
@@ -71,15 +66,12 @@ def _described(file: Path) -> InputFile:
 
 
 def make_plan(
-    file_format: FileFormat, files: Sequence[InputFile], shard_rows: int, report: Report
+    file_format: FileFormat,
+    files: Sequence[InputFile],
+    shard_rows: int,
+    report: Callable[[str], None],
 ) -> Plan:
     """Divide the rows of the files into shards. A text file is read once for this.
-
-    Args:
-        file_format: the format of the files.
-        files: the files.
-        shard_rows: most rows per shard.
-        report: receives a line before a pass over large text files.
 
     Raises:
         BulkError: a file cannot be read, or the files have different columns.
@@ -144,13 +136,7 @@ def _differing(first: InputFile, schema: pa.Schema, other: InputFile, own: pa.Sc
 
 
 class ShardReader:
-    """Reads the rows of shards.
-
-    Args:
-        plan: the plan of the run.
-        texts: names of the text columns.
-        kept: the columns that the output keeps.
-    """
+    """Reads the rows of shards."""
 
     def __init__(self, plan: Plan, texts: Sequence[str], kept: pa.Schema) -> None:
         self._plan, self._texts, self._kept = plan, texts, kept

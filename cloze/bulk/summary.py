@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cloze.bulk.job import BulkJob
 from cloze.bulk.run_folder import ShardReport
@@ -13,13 +12,8 @@ class Summary:
     """What a run has done.
 
     Attributes:
-        output: the folder of the results.
-        model: full name of the bundle.
-        precisions: precisions of the graphs that ran.
         rows: rows of the input, which are the rows of the output.
         errors: rows that have an error instead of a result.
-        truncated: rows whose text was cut.
-        files: number of files with results.
         resumed_files: how many of them an earlier run had completed.
         seconds: time of this run, in which the model was opened.
         texts_per_s: answered rows of this run per second.
@@ -57,14 +51,7 @@ def summarize(
     reports: Sequence[ShardReport],
     seconds: float,
 ) -> Summary:
-    """Return the summary of a run.
-
-    Args:
-        job: the job.
-        earlier: reports of the shards that an earlier run had completed.
-        reports: reports of the shards of this run.
-        seconds: time of this run, in which the model was opened.
-    """
+    """Return the summary of a run."""
     both = sorted([*earlier, *reports], key=lambda report: report.shard)
     answered = sum(report.rows - report.errors for report in reports)
     per_s = 1 / max(seconds, 1e-9)
@@ -87,8 +74,3 @@ def summarize(
 def _located(job: BulkJob, report: ShardReport) -> str:
     file = job.plan.files[job.plan.shards[report.shard].file].path
     return f"{file}, {report.first_error}"
-
-
-def as_values(summary: Summary) -> dict[str, Any]:
-    """Return a summary as JSON values."""
-    return {name: getattr(summary, name) for name in Summary.__dataclass_fields__}

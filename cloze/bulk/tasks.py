@@ -1,8 +1,8 @@
 """The tasks of bulk runs: which columns they read, and which column they write."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import asdict, dataclass
+from typing import Any, Final, get_type_hints
 
 import pyarrow as pa
 
@@ -18,10 +18,7 @@ class BulkTask:
     """A task of bulk runs.
 
     Attributes:
-        task: the task of the service.
         inputs: names of the parts of an input.
-        result: name of the result column.
-        type: type of the result column.
         to_input: texts of a row -> an input of the task.
         to_values: result of a list of inputs -> one value per input, for the result column.
         probe: context -> an input that every model answers, to check the parameters.
@@ -47,37 +44,24 @@ def _pair(texts: Sequence[str]) -> QaPair:
 def _masks(results: list[list[Any]]) -> list[Any]:
     """Return one list of predictions per mask, also for texts with one mask."""
     per_text = [[r] if r and isinstance(r[0], Prediction) else r for r in results]
-    return [[[_prediction(p) for p in mask] for mask in masks] for masks in per_text]
-
-
-def _prediction(p: Prediction) -> dict[str, Any]:
-    return {"score": p.score, "token": p.token, "token_str": p.token_str, "sequence": p.sequence}
+    return [[list(map(asdict, mask)) for mask in masks] for masks in per_text]
 
 
 def _labels(results: list[list[LabelScore]]) -> list[Any]:
-    return [[{"label": s.label, "score": s.score} for s in labels] for labels in results]
+    return [list(map(asdict, labels)) for labels in results]
 
 
 def _answers(results: list[Any]) -> list[Any]:
-    per_question = [[r] if isinstance(r, QaAnswer) else r for r in results]
-    return [
-        [{"answer": a.answer, "score": a.score, "start": a.start, "end": a.end} for a in answers]
-        for answers in per_question
-    ]
+    return [list(map(asdict, r if isinstance(r, list) else [r])) for r in results]
 
 
-_PREDICTION: Final = pa.struct(
-    {
-        "score": pa.float64(),
-        "token": pa.int32(),
-        "token_str": pa.string(),
-        "sequence": pa.string(),
-    }
-)
-_ANSWER: Final = pa.struct(
-    {"answer": pa.string(), "score": pa.float64(), "start": pa.int32(), "end": pa.int32()}
-)
-_LABEL: Final = pa.struct({"label": pa.string(), "score": pa.float64()})
+_ARROW_TYPES: Final = {str: pa.string(), float: pa.float64(), int: pa.int32()}
+
+
+def _structs(kind: type) -> pa.DataType:
+    """Return the Arrow type of a list of dataclasses."""
+    return pa.list_(pa.struct({name: _ARROW_TYPES[t] for name, t in get_type_hints(kind).items()}))
+
 
 BULK_TASKS: Final[dict[str, BulkTask]] = {
     "embed": BulkTask(
@@ -93,7 +77,7 @@ BULK_TASKS: Final[dict[str, BulkTask]] = {
         TASKS["fill-mask"],
         ("text",),
         "predictions",
-        pa.list_(pa.list_(_PREDICTION)),
+        pa.list_(_structs(Prediction)),
         _first,
         _masks,
         lambda context: context.tokenizer.mask_token,
@@ -102,7 +86,7 @@ BULK_TASKS: Final[dict[str, BulkTask]] = {
         TASKS["text-classification"],
         ("text",),
         "labels",
-        pa.list_(_LABEL),
+        _structs(LabelScore),
         _first,
         _labels,
         lambda _: "a",
@@ -111,7 +95,7 @@ BULK_TASKS: Final[dict[str, BulkTask]] = {
         TASKS["qa"],
         ("question", "context"),
         "answers",
-        pa.list_(_ANSWER),
+        _structs(QaAnswer),
         _pair,
         _answers,
         lambda _: QaPair(question="a", context="a"),

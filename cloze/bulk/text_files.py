@@ -2,6 +2,10 @@
 
 One pass over a file finds the bytes of each shard and the types of the columns. The parser of the
 pass is the parser that reads a shard, so both see the same rows.
+
+A copy of the rows as Parquet would need no bytes, but took 2.9 s of processor time and 76 MB of
+disk for 200 MB of JSONL, where the pass takes 0.9 s. Reading the shards takes 1.2 s, and took 0.9 s
+from the copy. The types of the columns are known only at the end, so a copy needs this pass, too.
 """
 
 import csv
@@ -109,9 +113,6 @@ def scan(
     """Return the bytes of each shard of a file.
 
     Args:
-        path: the file.
-        file_format: JSONL or CSV.
-        shard_rows: most rows per shard.
         types: receives the columns of a JSONL file.
 
     Returns:
@@ -147,10 +148,7 @@ def read(path: Path, file_format: FileFormat, place: Range, header: list[str]) -
     """Yield the rows of a shard.
 
     Args:
-        path: the file.
-        file_format: JSONL or CSV.
         place: the bytes of the shard.
-        header: the columns of a CSV file.
     """
     with path.open("rb") as stream:
         lines = _Lines(stream, path, place.start, place.end)

@@ -52,10 +52,6 @@ Progress = Callable[[int], None]
 class BulkWorker:
     """Turns shards into files of results with one engine.
 
-    Args:
-        job: the job.
-        on_rows: called after rows have been written.
-
     Raises:
         BulkError: the model cannot be opened, or is not the one of the job.
     """
@@ -93,12 +89,11 @@ class BulkWorker:
         unfinished = self._folder.unfinished(shard)
         try:
             writer = open_writer(unfinished, self._job.options.format, self._job.schema)
-            totals = _Totals(shard)
+            report = ShardReport(shard.number, 0, 0, 0, 0, str(self._pipeline.model.precision()))
             try:
-                await self._write_rows(shard, writer, totals)
+                await self._write_rows(shard, writer, report)
             finally:
                 await asyncio.to_thread(writer.close)
-            report = totals.report(str(self._pipeline.model.precision()))
             await asyncio.to_thread(self._folder.complete, unfinished, shard, report)
             return report
         except OSError as error:
@@ -109,7 +104,7 @@ class BulkWorker:
             with suppress(OSError):
                 unfinished.unlink(missing_ok=True)
 
-    async def _write_rows(self, shard: Shard, writer: ShardWriter, totals: "_Totals") -> None:
+    async def _write_rows(self, shard: Shard, writer: ShardWriter, report: ShardReport) -> None:
         """Read, answer and write the rows of a shard, in order."""
         pending: deque[tuple[Chunk, asyncio.Task[list[RowResult]]]] = deque()
         in_flight = 0
@@ -119,7 +114,7 @@ class BulkWorker:
             results = await answers
             pending.popleft()
             await asyncio.to_thread(writer.write, chunk, results)
-            totals.add(results)
+            _count(report, shard.first_row, results)
             self._on_rows(len(chunk))
             return chunk.characters
 
@@ -132,7 +127,7 @@ class BulkWorker:
                         len(pending) >= _CHUNKS_IN_FLIGHT or in_flight > _CHARACTERS_IN_FLIGHT
                     ):
                         in_flight -= await write_first()
-                    answers = asyncio.create_task(self._answer(chunk, totals))
+                    answers = asyncio.create_task(self._answer(chunk, report))
                     pending.append((chunk, answers))
             while pending:
                 await write_first()
@@ -141,7 +136,7 @@ class BulkWorker:
                 answers.cancel()
             await asyncio.gather(*(answers for _, answers in pending), return_exceptions=True)
 
-    async def _answer(self, chunk: Chunk, totals: "_Totals") -> list[RowResult]:
+    async def _answer(self, chunk: Chunk, report: ShardReport) -> list[RowResult]:
         """Return the results of a chunk, in the order of its rows."""
         results: list[RowResult | None] = [None] * len(chunk)
         rows: list[int] = []
@@ -154,7 +149,7 @@ class BulkWorker:
 
         async def answer(indices: Sequence[int]) -> None:
             texts: list[Any] = [chunk.inputs[index] for index in indices]
-            answered = await self._answer_rows(texts, totals)
+            answered = await self._answer_rows(texts, report)
             for index, result in zip(indices, answered, strict=True):
                 results[index] = result
 
@@ -162,7 +157,7 @@ class BulkWorker:
         return [result for result in results if result is not None]
 
     async def _answer_rows(
-        self, texts: Sequence[Sequence[str]], totals: "_Totals"
+        self, texts: Sequence[Sequence[str]], report: ShardReport
     ) -> list[RowResult]:
         """Return the results of rows that are one request, or one each if a row is wrong."""
         call = TaskCall([self._task.to_input(row) for row in texts], self._parameters)
@@ -171,13 +166,13 @@ class BulkWorker:
             result = await self._pipeline.run(self._task.task, call, size=size, terms=_TERMS)
         except (RequestError, EngineFailed) as error:
             if len(texts) > 1:
-                singles = await asyncio.gather(*(self._answer_rows([row], totals) for row in texts))
+                singles = await asyncio.gather(*(self._answer_rows([row], report) for row in texts))
                 return [answer for single in singles for answer in single]
             message = _with_columns(error, self._job.options.columns)
             return [RowResult(None, None, None, message)]
         except ServiceError as error:
             raise BulkError(f"{error}; run the command again to continue") from None
-        totals.tokens += result.tokens
+        report.tokens += result.tokens
         assert result.usage is not None
         values = self._task.to_values(result.value)
         return [
@@ -186,35 +181,15 @@ class BulkWorker:
         ]
 
 
-class _Totals:
-    """Counts the results of a shard."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        self._rows = self._errors = self._truncated = 0
-        self._first_error = ""
-        self.tokens = 0
-
-    def add(self, results: Sequence[RowResult]) -> None:
-        for result in results:
-            if result.error is not None:
-                if not self._errors:
-                    row = self._shard.first_row + self._rows + 1
-                    self._first_error = f"row {row}: {result.error}"
-                self._errors += 1
-            self._truncated += bool(result.truncated)
-            self._rows += 1
-
-    def report(self, precision: str) -> ShardReport:
-        return ShardReport(
-            self._shard.number,
-            self._rows,
-            self._errors,
-            self._truncated,
-            self.tokens,
-            precision,
-            self._first_error,
-        )
+def _count(report: ShardReport, first_row: int, results: Sequence[RowResult]) -> None:
+    """Count the results of the next rows of a shard that begins with the row `first_row`."""
+    for result in results:
+        report.rows += 1
+        report.truncated += bool(result.truncated)
+        if result.error is not None:
+            report.errors += 1
+            if not report.first_error:
+                report.first_error = f"row {first_row + report.rows}: {result.error}"
 
 
 def _open_pipeline(job: BulkJob) -> Pipeline:

@@ -49,8 +49,6 @@ def open_writer(path: Path, file_format: FileFormat, schema: pa.Schema) -> Shard
     """Return a writer.
 
     Args:
-        path: the new file.
-        file_format: Parquet or JSONL.
         schema: the columns of the file; the last four are of a `RowResult`.
     """
     if file_format is FileFormat.PARQUET:

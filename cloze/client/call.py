@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import httpx
@@ -20,8 +21,6 @@ class Call(Generic[T]):
     """A task call, which the client divides into requests.
 
     Attributes:
-        route: path of the route.
-        inputs: all inputs.
         body: some inputs -> the body of a request.
         read: (response, number of the request's first input) -> the results of one request.
         join: the results of all requests -> the result.
@@ -36,15 +35,26 @@ class Call(Generic[T]):
     accept: str = "application/json"
 
 
-def many(texts: str | Sequence[str]) -> list[str]:
-    """Return one text or many as a list."""
-    return [texts] if isinstance(texts, str) else list(texts)
+def json_call(
+    route: str,
+    inputs: Sequence[Any],
+    read: Callable[[Any], R],
+    model: str | None,
+    **parameters: Any,
+) -> Call[list[R]]:
+    """Return the call of a task whose options are parameters, and whose results are JSON.
+
+    Args:
+        read: the JSON value of one input -> its result.
+        model: a field of the body, beside the parameters.
+    """
+    options = given(parameters=given(**parameters) or None, model=model)
+    return Call(route, inputs, partial(body_with, options), partial(_read_each, read), chain)
 
 
-def pairs_of(pairs: Pair | Sequence[Pair]) -> list[Any]:
-    """Return one pair or many as a list."""
-    is_one = isinstance(pairs, tuple) and len(pairs) == 2 and isinstance(pairs[0], str)
-    return [pairs] if is_one else list(pairs)
+def body_with(options: Mapping[str, Any], inputs: Sequence[Any]) -> Mapping[str, Any]:
+    """Return the body of a request, with options beside the inputs."""
+    return {"inputs": inputs, **options}
 
 
 def given(**options: Any) -> dict[str, Any]:
@@ -52,20 +62,8 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def request_body(
-    parameters: Mapping[str, Any], model: str | None, inputs: Sequence[Any]
-) -> Mapping[str, Any]:
-    """Return the body of a request, without what is not given."""
-    return {
-        "inputs": inputs,
-        **({"parameters": parameters} if parameters else {}),
-        **given(model=model),
-    }
-
-
-def body_at_root(options: Mapping[str, Any], inputs: Sequence[Any]) -> Mapping[str, Any]:
-    """Return the body of a request whose options are fields of the body itself."""
-    return {"inputs": inputs, **options}
+def _read_each(read: Callable[[Any], R], response: httpx.Response, _: int) -> list[R]:
+    return [read(value) for value in response.json()]
 
 
 def result(kind: type[R], values: Mapping[str, Any]) -> R:
@@ -73,11 +71,23 @@ def result(kind: type[R], values: Mapping[str, Any]) -> R:
     return kind(**{field.name: values[field.name] for field in fields(kind)})  # type: ignore[arg-type]
 
 
+def results(kind: type[R], values: Sequence[Mapping[str, Any]]) -> list[R]:
+    """Return a result per JSON object."""
+    return [result(kind, value) for value in values]
+
+
 def chain(parts: list[list[R]]) -> list[R]:
     """Return the results of all requests as one list."""
     return [item for part in parts for item in part]
 
 
-def stack(parts: list[Float32]) -> Float32:
-    """Return the arrays of all requests as one."""
-    return np.concatenate(parts)
+def many(texts: str | Sequence[str]) -> list[str]:
+    """Return one text or many as a list."""
+    return [texts] if isinstance(texts, str) else list(texts)
+
+
+def pairs_of(pairs: Pair | Sequence[Pair], first: str, second: str) -> list[dict[str, str]]:
+    """Return one pair or many as a list of objects with two fields."""
+    is_one = isinstance(pairs, tuple) and len(pairs) == 2 and isinstance(pairs[0], str)
+    many: Sequence[Any] = [pairs] if is_one else pairs
+    return [{first: one, second: other} for one, other in many]

@@ -6,7 +6,7 @@ server's routes return other shapes for one input than for many; here the shape 
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import httpx
 import numpy as np
@@ -15,13 +15,13 @@ from cloze.client.call import (
     Call,
     Float32,
     Pair,
+    body_with,
     chain,
     given,
+    json_call,
     many,
     pairs_of,
-    request_body,
-    result,
-    stack,
+    results,
 )
 from cloze.client.results import (
     Answer,
@@ -34,6 +34,8 @@ from cloze.client.results import (
     ScoredToken,
     WordPrediction,
 )
+
+R = TypeVar("R")
 
 LongText = Literal["error", "truncate", "window"]
 
@@ -53,19 +55,10 @@ def fill_mask(
         top_k: number of predictions per mask; None selects the server's default, 5.
         targets: tokens to choose among; None selects the whole vocabulary.
         long_text: whether to refuse, cut or divide a long text; None selects "truncate".
-        model: a served model; None selects the task's default.
     """
-
-    def read(response: httpx.Response, _: int) -> list[list[list[Prediction]]]:
-        return [
-            [[result(Prediction, p) for p in predictions] for predictions in _masks(item)]
-            for item in response.json()
-        ]
-
-    parameters = given(
-        long_text=long_text, top_k=top_k, targets=None if targets is None else list(targets)
-    )
-    return Call("/fill-mask", many(texts), partial(request_body, parameters, model), read, chain)
+    read, chosen = partial(_per_mask, Prediction), None if targets is None else list(targets)
+    options = {"top_k": top_k, "targets": chosen, "long_text": long_text}
+    return json_call("/fill-mask", many(texts), read, model, **options)
 
 
 def fill_mask_words(
@@ -83,17 +76,10 @@ def fill_mask_words(
         targets: the words, of one or more sub-tokens.
         top_k: number of words per mask; None selects the server's default, 5.
         long_text: whether to refuse, cut or divide a long text; None selects "error".
-        model: a served model; None selects the task's default.
     """
-
-    def read(response: httpx.Response, _: int) -> list[list[list[WordPrediction]]]:
-        return [
-            [[result(WordPrediction, word) for word in words] for words in _masks(item)]
-            for item in response.json()
-        ]
-
-    parameters = given(long_text=long_text, top_k=top_k, targets=list(targets), targets_as="words")
-    return Call("/fill-mask", many(texts), partial(request_body, parameters, model), read, chain)
+    read, options = partial(_per_mask, WordPrediction), {"top_k": top_k, "long_text": long_text}
+    words = {"targets": list(targets), "targets_as": "words"}
+    return json_call("/fill-mask", many(texts), read, model, **words, **options)
 
 
 def fill_mask_jointly(
@@ -111,14 +97,9 @@ def fill_mask_jointly(
         decode: how the masks are filled together.
         top_k: number of fillings per text; None selects the server's default, 5.
         long_text: whether to refuse, cut or divide a long text; None selects "error".
-        model: a served model; None selects the task's default.
     """
-
-    def read(response: httpx.Response, _: int) -> list[list[Filling]]:
-        return [[result(Filling, one) for one in fillings] for fillings in response.json()]
-
-    parameters = given(long_text=long_text, top_k=top_k, decode=decode)
-    return Call("/fill-mask", many(texts), partial(request_body, parameters, model), read, chain)
+    read, options = partial(results, Filling), {"top_k": top_k, "long_text": long_text}
+    return json_call("/fill-mask", many(texts), read, model, decode=decode, **options)
 
 
 def score(
@@ -127,20 +108,13 @@ def score(
     """Return the pseudo-log-likelihood of each text, with that of each token.
 
     Args:
-        texts: a text or many.
         long_text: whether to refuse, cut or divide a long text; None selects "error".
-        model: a served model; None selects the task's default.
     """
 
-    def read(response: httpx.Response, _: int) -> list[Score]:
-        return [
-            Score(item["score"], [result(ScoredToken, token) for token in item["tokens"]])
-            for item in response.json()
-        ]
+    def read(item: Mapping[str, Any]) -> Score:
+        return Score(item["score"], results(ScoredToken, item["tokens"]))
 
-    return Call(
-        "/score", many(texts), partial(request_body, given(long_text=long_text), model), read, chain
-    )
+    return json_call("/score", many(texts), read, model, long_text=long_text)
 
 
 def nsp(
@@ -152,18 +126,15 @@ def nsp(
     """Return the probability that the second text of a pair follows the first, [n] float32.
 
     Args:
-        pairs: a pair of texts or many.
         long_text: whether to refuse or cut a long pair; None selects "truncate".
-        model: a served model; None selects the task's default.
     """
 
     def read(response: httpx.Response, _: int) -> Float32:
         return np.array([labels[0]["score"] for labels in response.json()], np.float32)
 
-    inputs = [{"text": first, "next": second} for first, second in pairs_of(pairs)]
-    return Call(
-        "/nsp", inputs, partial(request_body, given(long_text=long_text), model), read, stack
-    )
+    options = given(parameters=given(long_text=long_text) or None, model=model)
+    inputs = pairs_of(pairs, "text", "next")
+    return Call("/nsp", inputs, partial(body_with, options), read, np.concatenate)
 
 
 def qa(
@@ -185,24 +156,22 @@ def qa(
         max_answer_len: most tokens per answer.
         handle_impossible_answer: whether the empty text, "no answer", is a candidate.
         long_text: whether to refuse, cut or divide a long text; None selects "window".
-        model: a served model; None selects the task's default.
     """
-    parameters = given(
+
+    def read(item: Any) -> list[Answer]:
+        return results(Answer, item if isinstance(item, list) else [item])
+
+    return json_call(
+        "/qa",
+        pairs_of(pairs, "question", "context"),
+        read,
+        model,
         long_text=long_text,
         top_k=top_k,
         doc_stride=doc_stride,
         max_answer_len=max_answer_len,
         handle_impossible_answer=handle_impossible_answer,
     )
-
-    def read(response: httpx.Response, _: int) -> list[list[Answer]]:
-        return [
-            [result(Answer, answer) for answer in (item if isinstance(item, list) else [item])]
-            for item in response.json()
-        ]
-
-    inputs = [{"question": question, "context": context} for question, context in pairs_of(pairs)]
-    return Call("/qa", inputs, partial(request_body, parameters, model), read, chain)
 
 
 def classify(
@@ -220,16 +189,13 @@ def classify(
         top_k: number of labels per text; None selects all.
         function_to_apply: function from logits to scores; None selects the model's.
         long_text: whether to refuse, cut or divide a long text; None selects "truncate".
-        model: a served model; None selects the task's default.
     """
-
-    def read(response: httpx.Response, _: int) -> list[list[Label]]:
-        return [[result(Label, label) for label in labels] for labels in response.json()]
-
-    many = [texts] if isinstance(texts, str | tuple) else texts
-    inputs = [t if isinstance(t, str) else {"text": t[0], "text_pair": t[1]} for t in many]
-    parameters = given(long_text=long_text, top_k=top_k, function_to_apply=function_to_apply)
-    return Call("/classify", inputs, partial(request_body, parameters, model), read, chain)
+    listed = [texts] if isinstance(texts, str | tuple) else texts
+    inputs = [t if isinstance(t, str) else {"text": t[0], "text_pair": t[1]} for t in listed]
+    read, options = partial(results, Label), {"top_k": top_k, "long_text": long_text}
+    return json_call(
+        "/classify", inputs, read, model, function_to_apply=function_to_apply, **options
+    )
 
 
 def token_classification(
@@ -243,21 +209,23 @@ def token_classification(
     """Return the entities of each text, in their order.
 
     Args:
-        texts: a text or many.
         aggregation_strategy: how tokens form entities; None selects "simple".
         stride: number of tokens that neighbouring windows of a long text share; None cuts it.
         long_text: whether to refuse, cut or divide a long text; None selects "truncate".
-        model: a served model; None selects the task's default.
     """
 
-    def read(response: httpx.Response, _: int) -> list[list[Entity]]:
-        return [[_entity(item) for item in entities] for entities in response.json()]
+    def read(entities: Sequence[Mapping[str, Any]]) -> list[Entity]:
+        return results(Entity, [{"entity": e.get("entity_group"), **e} for e in entities])
 
-    parameters = given(
-        long_text=long_text, aggregation_strategy=aggregation_strategy, stride=stride
+    return json_call(
+        "/token-classification",
+        many(texts),
+        read,
+        model,
+        aggregation_strategy=aggregation_strategy,
+        stride=stride,
+        long_text=long_text,
     )
-    body = partial(request_body, parameters, model)
-    return Call("/token-classification", many(texts), body, read, chain)
 
 
 def rerank(
@@ -270,8 +238,6 @@ def rerank(
     """Return the texts' ranks by relevance to a query, best first.
 
     Args:
-        query: the query.
-        texts: a text or many.
         raw_scores: whether the scores of a classifier are its logits.
         model: a served model; None selects a classifier with one label, or similarity.
     """
@@ -289,11 +255,7 @@ def rerank(
     return Call("/rerank", many(texts), body, read, join)
 
 
-def _masks(item: list[Any]) -> list[list[dict[str, Any]]]:
+def _per_mask(kind: type[R], values: list[Any]) -> list[list[R]]:
     """Return the predictions per mask; the server omits the outer list for one mask."""
-    return item if item and isinstance(item[0], list) else [item]
-
-
-def _entity(values: Mapping[str, Any]) -> Entity:
-    label = values["entity_group"] if "entity_group" in values else values["entity"]
-    return result(Entity, {**values, "entity": label})
+    masks = values if values and isinstance(values[0], list) else [values]
+    return [results(kind, predictions) for predictions in masks]

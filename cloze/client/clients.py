@@ -71,13 +71,7 @@ def _with_self(method: F) -> F:
 
 
 class _Options:
-    """The options that both clients share.
-
-    Args:
-        batch_size: most inputs per request; a longer list becomes several requests.
-        retries: number of times that a request is sent again if the server is busy or unreachable.
-        progress: whether to show a progress bar for lists of several requests; needs tqdm.
-    """
+    """The options that both clients share."""
 
     def __init__(self, *, batch_size: int, retries: int, progress: bool) -> None:
         if batch_size < 1:
@@ -143,7 +137,8 @@ def _prepared(call: Call[Any], part: Sequence[Any]) -> dict[str, Any]:
 class Client:
     """A client of a Cloze server. Several threads may use one.
 
-    Every task method takes one input or a list, and returns one result per input.
+    Every task method takes one input or a list, and returns one result per input. Its option
+    ``model`` names a served model; without it, the default model of the task answers.
 
     Args:
         url: the server's address.
@@ -234,14 +229,7 @@ class AsyncClient:
     same time, up to ``concurrency``.
 
     Args:
-        url: see `Client`.
-        timeout_s: see `Client`.
-        batch_size: see `Client`.
-        retries: see `Client`.
         concurrency: most requests of one call at the same time.
-        progress: see `Client`.
-        headers: see `Client`.
-        transport: see `Client`.
 
     Raises:
         ValueError: a number is out of its limits.

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from cloze.client.call import Call, Float32, body_at_root, chain, given, many, result, stack
+from cloze.client.call import Call, Float32, body_with, chain, given, many, results
 from cloze.client.results import Word
 
 Direction = Literal["left", "right"]
@@ -37,7 +37,6 @@ def embed(
     """Return one vector per text, [n, D] float32; with dtype ubinary [n, ceil(D / 8)] uint8.
 
     Args:
-        texts: a text or many.
         normalize: whether to scale vectors to length 1; None selects the model's default.
         dimensions: number of leading dimensions to keep.
         truncate: whether to cut a long text; False refuses it.
@@ -48,7 +47,6 @@ def embed(
         layers: the layers to pool; None selects the last.
         dtype: type of the numbers on their way. float16 and int8 are less exact, and take a half
             and a quarter of the bytes; the result is float32 all the same. ubinary has only signs.
-        model: a served model; None selects the task's default.
     """
     options = given(
         normalize=normalize,
@@ -62,11 +60,8 @@ def embed(
         model=model,
     )
 
-    def read(response: httpx.Response, _: int) -> NDArray[Any]:
-        return _vectors(response)
-
-    body, accept = partial(body_at_root, options), f"{_VECTORS}; dtype={dtype}"
-    return Call("/embed", many(texts), body, read, stack, accept)
+    body, accept = partial(body_with, options), f"{_VECTORS}; dtype={dtype}"
+    return Call("/embed", many(texts), body, _vectors, np.concatenate, accept)
 
 
 def embed_all(
@@ -80,11 +75,9 @@ def embed_all(
     """Return one vector per token of each text, [S, H] float32, special tokens included.
 
     Args:
-        texts: a text or many.
         truncate: whether to cut a long text; False refuses it.
         truncation_direction: the end of a long text to cut.
         prompt_name: name of a prompt of the model, which is put before each text.
-        model: a served model; None selects the task's default.
     """
     options = given(
         truncate=truncate,
@@ -95,10 +88,10 @@ def embed_all(
 
     def read(response: httpx.Response, _: int) -> list[Float32]:
         lengths = list(map(int, response.headers["x-lengths"].split(",")))
-        parts = np.split(_vectors(response), np.cumsum(lengths)[:-1])
+        parts = np.split(_vectors(response, 0), np.cumsum(lengths)[:-1])
         return [part.copy() for part in parts]
 
-    body = partial(body_at_root, options)
+    body = partial(body_with, options)
     return Call("/embed_all", many(texts), body, read, chain, _VECTORS)
 
 
@@ -114,12 +107,10 @@ def embed_sparse(
     """Return the words of the vocabulary that each text is about, the heaviest first.
 
     Args:
-        texts: a text or many.
         top_k: most words per text; None selects the server's limit.
         truncate: whether to cut a long text; False refuses it.
         truncation_direction: the end of a long text to cut.
         prompt_name: name of a prompt of the model, which is put before each text.
-        model: a served model; None selects the task's default.
     """
     options = given(
         top_k=top_k,
@@ -131,21 +122,15 @@ def embed_sparse(
     )
 
     def read(response: httpx.Response, _: int) -> list[list[Word]]:
-        return [[result(Word, word) for word in words] for words in response.json()]
+        return [results(Word, words) for words in response.json()]
 
-    return Call("/embed_sparse", many(texts), partial(body_at_root, options), read, chain)
+    return Call("/embed_sparse", many(texts), partial(body_with, options), read, chain)
 
 
 def similarity(
     source: str, texts: str | Sequence[str], *, model: str | None = None
 ) -> Call[Float32]:
-    """Return the cosine between a text and each of other texts, [n] float32.
-
-    Args:
-        source: the text to compare with.
-        texts: a text or many.
-        model: a served model; None selects the task's default.
-    """
+    """Return the cosine between a text and each of other texts, [n] float32."""
 
     def body(part: Sequence[str]) -> Mapping[str, Any]:
         return {"inputs": {"source_sentence": source, "sentences": part}, **given(model=model)}
@@ -153,10 +138,10 @@ def similarity(
     def read(response: httpx.Response, _: int) -> Float32:
         return np.array(response.json(), np.float32)
 
-    return Call("/similarity", many(texts), body, read, stack)
+    return Call("/similarity", many(texts), body, read, np.concatenate)
 
 
-def _vectors(response: httpx.Response) -> NDArray[Any]:
+def _vectors(response: httpx.Response, _: int) -> NDArray[Any]:
     """Return the rows of a response: float32, or uint8 for signs."""
     rows, columns = map(int, response.headers["x-shape"].split(","))
     dtype = response.headers["x-dtype"]

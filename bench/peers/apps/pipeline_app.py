@@ -22,12 +22,7 @@ class Inputs(BaseModel):
 
 
 def make_app(checkpoint: str, task: str) -> FastAPI:
-    """Return the application for one task.
-
-    Args:
-        checkpoint: a Hugging Face directory.
-        task: ``embed`` or ``fill-mask``.
-    """
+    """Return the application for one task."""
     app = FastAPI()
     if task == "fill-mask":
         fill = pipeline("fill-mask", model=checkpoint)

@@ -21,12 +21,7 @@ class Inputs(BaseModel):
 
 
 def make_app(checkpoint: str, backend: Any) -> FastAPI:
-    """Return the application.
-
-    Args:
-        checkpoint: a directory with a model of sentence-transformers.
-        backend: ``torch``, ``onnx`` or ``openvino``.
-    """
+    """Return the application."""
     app = FastAPI()
     model = SentenceTransformer(checkpoint, backend=backend, device="cpu")
 

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from cloze.bulk.errors import BulkError
 from cloze.bulk.job import BulkJob, JobOptions
 from cloze.bulk.plan import FileFormat, InputFile, Plan, Shard
 from cloze.bulk.run_folder import RunFolder, ShardReport
-from cloze.bulk.summary import as_values, summarize
+from cloze.bulk.summary import summarize
 from cloze.bulk.tasks import BULK_TASKS
-from cloze.bulk.work import _problem, _requests, _Totals, _with_columns
+from cloze.bulk.work import _count, _problem, _requests, _with_columns
 from cloze.bulk.writers import RowResult, open_writer
+from cloze.bulk_command import bulk
 from cloze.service.core import EngineFailed, InvalidRequest, Location, RequestError
 from cloze.service.settings import Settings
 from cloze.service.tasks.answer_spans import QaAnswer
@@ -240,7 +242,7 @@ def test_a_summary_counts_both_runs_and_measures_this_one() -> None:
     earlier = [report(0, errors=1, truncated=1, precision="int8", first_error="row 2: no")]
     now = [report(1, rows=3, errors=1, tokens=50, first_error="row 1: bad")]
     summary = summarize(job(), earlier, now, 0.5)
-    assert as_values(summary) == {
+    assert asdict(summary) == {
         "output": "/out", "model": "tiny@1", "precisions": ["fp32", "int8"], "rows": 5, "errors": 2,
         "truncated": 1, "files": 2, "resumed_files": 1, "seconds": 0.5, "texts_per_s": 4.0,
         "tokens_per_s": 100.0, "first_error": "/in/a.csv, row 2: no",
@@ -387,11 +389,10 @@ def test_errors_name_the_columns(
 
 
 def test_totals_of_a_shard() -> None:
-    totals = _Totals(Shard(4, 0, 100, 3))
-    totals.add([GOOD, BAD])
-    totals.add([RowResult(1, 2, True, None), RowResult(None, None, None, "later")])
-    totals.tokens += 7
-    assert totals.report("fp32") == ShardReport(4, 4, 2, 1, 7, "fp32", "row 102: no")
+    counted = ShardReport(4, 0, 0, 0, 0, "fp32")
+    _count(counted, 100, [GOOD, BAD])
+    _count(counted, 100, [RowResult(1, 2, True, None), RowResult(None, None, None, "later")])
+    assert counted == ShardReport(4, 4, 2, 1, 0, "fp32", "row 102: no")
 
 
 # ---- tasks -------------------------------------------------------------------------------------
@@ -423,3 +424,16 @@ def test_inputs_of_the_tasks() -> None:
         "classify": (("text",), "labels"),
         "qa": (("question", "context"), "answers"),
     }
+
+
+def test_every_option_of_a_task_is_one_of_its_parameters() -> None:
+    """The command passes what the task's parameters name, so another option would have no effect."""
+    assert bulk.commands.keys() == BULK_TASKS.keys()
+    options = {
+        name: {option.name for option in command.params} for name, command in bulk.commands.items()
+    }
+    shared = set.intersection(*options.values()) - {"long_text"}
+    for name, task in BULK_TASKS.items():
+        columns = {f"{part}_column" for part in task.inputs}
+        assert options[name] - shared - columns <= task.task.parameters.model_fields.keys()
+        assert columns <= options[name]

@@ -38,7 +38,4 @@ FAMILIES: Final[Mapping[str, Family]] = {
 PRETRAINED: Final = bert.FAMILY
 """The family of models that are trained from nothing."""
 
-STUDENT: Final = distilbert.FAMILY
-"""The family of distilled students."""
-
-__all__ = ["FAMILIES", "PRETRAINED", "STUDENT", "Family", "HeadSpec", "WordPieceKind"]
+__all__ = ["FAMILIES", "PRETRAINED", "Family", "HeadSpec", "WordPieceKind"]

@@ -4,6 +4,7 @@ Source: google-research/bert, and transformers' ``BertFor*``.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 from cloze.export.blocks.config import EncoderConfig
@@ -88,6 +89,11 @@ def write_sizes(config: EncoderConfig, architecture: str, **others: Any) -> dict
     } | others
 
 
+def student(config: EncoderConfig) -> EncoderConfig:
+    """Return the sizes of a DistilBERT (Sanh et al. 2019, section 3)."""
+    return replace(config, family="distilbert", type_vocab_size=0, layer_norm_eps=1e-12)
+
+
 LAYER_RULES: Final = layer_rules(
     "encoder.layer.*",
     {
@@ -170,4 +176,5 @@ FAMILY: Final = Family(
     classes=head_classes("Bert"),
     class_prefix="Bert",
     wordpiece=WordPieceKind("BertTokenizer"),
+    student=student,
 )

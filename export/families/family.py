@@ -229,6 +229,7 @@ class Family:
         sentencepiece_class: transformers' class of the family's SentencePiece tokenizer; None: the
             family has another kind.
         layouts: the layouts that the family's attention allows.
+        student: a teacher's sizes -> those of its distilled student with as many layers.
     """
 
     name: str
@@ -243,6 +244,7 @@ class Family:
     sentencepiece_class: str | None = None
     classes: Mapping[frozenset[str], str] = field(default_factory=dict)
     layouts: frozenset[Layout] = frozenset(Layout)
+    student: Callable[[EncoderConfig], EncoderConfig] = lambda sizes: sizes
 
     def read(self, tensor: str, config: EncoderConfig) -> list[Target]:
         """Return what a checkpoint's tensor becomes; nothing if our modules lack the tensor.

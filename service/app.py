@@ -25,20 +25,19 @@ from cloze.service.core import (
     ShuttingDown,
     StartupError,
 )
-from cloze.service.http.access import Callers
 from cloze.service.http.errors import STATUSES_FROM_ZERO
 from cloze.service.http.gate import Gate, Paths, Starts
+from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.keys import Keys
 from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
-from cloze.service.http.record import RECORD, RequestRecord
-from cloze.service.http.recorder import Recorder
+from cloze.service.http.record import RECORD, Callers
+from cloze.service.http.routes import Recorder
 from cloze.service.http.watch import RequestWatch
 from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline, task_limits
 from cloze.service.protocols import (
     PROTOCOLS,
-    ApiLimits,
     ErrorResponder,
     ProtocolContext,
     WireProtocol,
@@ -186,7 +185,12 @@ class Service:
             models,
             self._metrics,
             self,
-            ApiLimits.of(settings),
+            BodyLimits.of_requests(
+                settings.max_request_bytes,
+                settings.max_request_texts,
+                settings.max_request_tokens,
+            ),
+            settings.max_request_texts,
             self._watch,
             has_keys,
         )
@@ -218,7 +222,7 @@ class Service:
             await self._live(receive, send)
             return
         if RECORD not in scope:  # uvicorn's protocol is not ours
-            scope[RECORD] = self.record(scope)
+            scope[RECORD] = self._callers.record(scope, self.snapshot.paths.route(scope["path"]))
         snapshot = self.snapshot
         self.starts.begun(scope[RECORD])
         snapshot.running += 1
@@ -229,13 +233,12 @@ class Service:
             if snapshot is not self.snapshot and not snapshot.running:
                 self._keep(self._end(snapshot))
 
-    def record(self, scope: Scope) -> RequestRecord:
-        """Return the record of a request whose headers have arrived."""
-        return self._callers.record(scope, self.snapshot.paths.route(scope["path"]))
-
-    def refusal(self, request: RequestRecord) -> bytes | None:
-        """Return the response that refuses a request; see `Gate.refusal`."""
-        return self.snapshot.gate.refusal(request)
+    def admit(self, scope: Scope) -> bytes | None:
+        """Make the record of a request, and return the response if its gate refuses the request."""
+        snapshot = self.snapshot
+        record = self._callers.record(scope, snapshot.paths.route(scope["path"]))
+        scope[RECORD] = record
+        return snapshot.gate.refusal(record) if record.method == "POST" else None
 
     # ---- begin and end --------------------------------------------------------------------------
 
@@ -257,6 +260,9 @@ class Service:
         self._metrics.model_infos = lambda: self.snapshot.model_infos()
         if self.reopens:
             self._metrics.queues = lambda: self.snapshot.queues()
+        if (keys := self._callers.keys) is not None:
+            self._metrics.keys_readable = lambda: keys.is_readable
+        self._metrics.certificate_end = lambda: self.certificate.end
         self._metrics.begin()
         self._add_series(self.snapshot)
 
@@ -328,6 +334,7 @@ class Service:
             return_memory_later()
             if not isinstance(error, StartupError):
                 raise
+            self._metrics.observe_reload(ok=False)
             log.error("nothing was reloaded: %s", error)
             raise ReloadRefused(f"nothing was reloaded: {error}") from error
         self._add_series(new)
@@ -335,6 +342,7 @@ class Service:
         if not old.running:
             self._keep(self._end(old))
         changes = Changes.between(old.by_name, new.by_name)
+        self._metrics.observe_reload(ok=True)
         log.info("reloaded: %s", changes)
         return changes
 

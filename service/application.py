@@ -20,13 +20,11 @@ from starlette.types import ASGIApp
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import QueueState, ServiceError
-from cloze.service.http.access import Access, accepted_hosts
 from cloze.service.http.gate import Gate, Paths
 from cloze.service.http.keys import Permission
-from cloze.service.http.openapi import document
-from cloze.service.http.page import ASSETS, docs_handler, docs_paths, part_handlers
-from cloze.service.http.recorder import Respond
-from cloze.service.http.routes import JSON, DirectRoutes, Handler, Route
+from cloze.service.http.pages import ASSETS, docs_handler, docs_paths, document, part_handlers
+from cloze.service.http.record import Access, accepted_hosts
+from cloze.service.http.routes import JSON, DirectRoutes, Handler, Respond, Route
 from cloze.service.metrics import ModelInfo
 from cloze.service.pipeline import Models
 from cloze.service.protocols import operations
@@ -118,6 +116,7 @@ def create_app(
         open_routes=operations.PROBES | pages,
         permissions=(("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN)),
         hosts=accepted_hosts(settings.host, settings.allowed_hosts),
+        by_address=operations.QUIET_ROUTES,
     )
     app: ASGIApp = DirectRoutes(_router(routes, respond), direct, access, respond)
     if not settings.cors_origins:

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from cloze.model_store import Manifest
 from cloze.service.abandonment import run_on_thread
 from cloze.service.batching.admission import PromiseKey, Promises
-from cloze.service.batching.lines import LineKey
+from cloze.service.batching.fair_queue import LineKey
 from cloze.service.core import (
     BatchResult,
     Overloaded,

@@ -19,7 +19,7 @@ import uvloop
 
 from cloze.service.app import DEFAULT_REGISTRIES, Registries, Service, single_process
 from cloze.service.http.acceptor import Acceptor, ConnectionLimits, ConnectionTable, Probes
-from cloze.service.http.access import OF_ADMIN_SOCKET, accepted_hosts
+from cloze.service.http.record import OF_ADMIN_SOCKET, accepted_hosts
 from cloze.service.http.server_protocol import ServerProtocol
 from cloze.service.logs import start_logging
 from cloze.service.protocols import operations
@@ -222,8 +222,7 @@ class _Server(uvicorn.Server):
 
         def make_protocol(*, is_admin: bool) -> asyncio.Protocol:
             return ServerProtocol(
-                make_record=service.record,
-                refusal=service.refusal,
+                admit=service.admit,
                 table=self._table,
                 answers=service.answers,
                 starts=service.starts,

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cloze.service.core import StartupError
-from cloze.service.http.access import is_loopback
+from cloze.service.http.record import is_loopback
 from cloze.service.logs import announce
 from cloze.service.settings import Settings
 
@@ -119,11 +119,13 @@ class Certificate:
 
     Attributes:
         context: for connections that open from now on; None: no TLS, or `use` was not called.
+        end: when the certificate of `context` ends, as Unix time; None: there is none.
     """
 
     def __init__(self, certificate: Path | None, key: Path | None) -> None:
         self._certificate, self._key = certificate, key
         self.context: ssl.SSLContext | None = None
+        self.end: float | None = None
 
     def check(self) -> None:
         """Read the files without a further effect.
@@ -140,6 +142,8 @@ class Certificate:
             StartupError: a file cannot be read, or the key is not the certificate's.
         """
         self.context = self._loaded(self.context)
+        if self._certificate is not None:
+            self.end = _end_of(self._certificate)
 
     def _loaded(self, context: ssl.SSLContext | None) -> ssl.SSLContext | None:
         """Read the files into a context, or into a new one; return the context."""
@@ -154,3 +158,12 @@ class Certificate:
                 f"{error.strerror or error}"
             ) from None
         return context
+
+
+def _end_of(certificate: Path) -> float:
+    """Return when the first certificate of a PEM file ends, as Unix time.
+
+    Python has no public function for this; `tests/test_metrics.py` compares it with openssl.
+    """
+    decoded = ssl._ssl._test_decode_cert(os.fspath(certificate))  # type: ignore[attr-defined]
+    return float(ssl.cert_time_to_seconds(decoded["notAfter"]))

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -16,24 +17,44 @@ import yaml
 MONITORING = Path(__file__).parents[1] / "monitoring"
 
 
+_FAST = {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "1s"}
+
+
 @contextmanager
-def running_prometheus(folder: Path, targets: Sequence[str]) -> Iterator[str]:
-    """Run Prometheus with other targets and a shorter interval; return its URL."""
+def running_prometheus(folder: Path, targets: Sequence[str], key: str = "") -> Iterator[str]:
+    """Run Prometheus with the shipped configuration, but other targets and a shorter interval.
+
+    Args:
+        folder: for its files.
+        targets: URLs of servers, all with TLS or none.
+        key: the API key of Prometheus; "" for servers without keys.
+    """
+    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
+    (folder / "metrics-key").write_text(key)
+    for job in config["scrape_configs"]:
+        scheme = urlsplit(targets[0]).scheme
+        # As the comment in the file says.
+        job |= {"scheme": scheme, "tls_config": {"insecure_skip_verify": True}}
+        job["static_configs"] = [{"targets": [urlsplit(url).netloc for url in targets]}]
+    with running_with(folder, config) as url:
+        yield url
+
+
+@contextmanager
+def running_with(folder: Path, config: dict[str, Any]) -> Iterator[str]:
+    """Run Prometheus with a configuration, but the shipped rules, and a shorter interval.
+
+    Returns:
+        The URL of Prometheus.
+    """
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not installed (Debian's package prometheus)")
-    config = yaml.safe_load((MONITORING / "prometheus.yml").read_text())
-    config["global"] = {
-        "scrape_interval": "200ms",
-        "scrape_timeout": "200ms",
-        "evaluation_interval": "1s",
-    }
-    config["rule_files"] = [str(MONITORING / name) for name in config["rule_files"]]
+    config = config | {"global": _FAST, "rule_files": [str(MONITORING / "rules.yml")]}
     for job in config["scrape_configs"]:
-        job["static_configs"] = [{"targets": [url.removeprefix("http://") for url in targets]}]
+        for name in ("scrape_interval", "scrape_timeout"):
+            job.pop(name, None)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     process = subprocess.Popen(
         [
             "prometheus",
@@ -68,3 +89,10 @@ def query(url: str, expression: str) -> list[Any]:
     assert answer["status"] == "success", (expression, answer.get("error"))
     result: list[Any] = answer["data"]["result"]
     return result
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from cloze.service.http.access import Callers
-from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.record import RECORD, Callers, RequestRecord
 
 
 def pairs(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
@@ -28,6 +27,26 @@ def recorded(
         "headers": pairs(headers),
     }
     return (callers or Callers()).record(scope, path if route is None else route)
+
+
+class Open:
+    """An open connection whose client has read all answers."""
+
+    def unread_bytes(self) -> int:
+        return 0
+
+    def unsent_bytes(self) -> int:
+        return 0
+
+    def end(self, reason: str) -> None:
+        raise NotImplementedError
+
+
+def connected(client: str) -> RequestRecord:
+    """Return the record of a request whose connection is open."""
+    record = recorded(client=client)
+    record.connection = Open()
+    return record
 
 
 def scope_of(record: RequestRecord) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import pytest
 from starlette.types import Scope
 
-from cloze.service.http.access import Callers
+from cloze.service.http.record import Callers
 
 PROXY, OTHER_PROXY = "10.0.0.1", "10.0.0.2"
 

@@ -2,7 +2,8 @@
 
 import json
 import os
-import socket
+import re
+import shutil
 import subprocess
 import sys
 import uuid
@@ -16,18 +17,21 @@ import pytest
 import yaml
 
 from tests import containers
-from tests.prometheus import query
+from tests.prometheus import free_port, query
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[1]
 COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
 SERVICES = COMPOSE["services"]
+WITH_KEYS = yaml.safe_load((ROOT / "docker-compose.keys.yml").read_text())
 GRAFANA = ROOT / "monitoring/grafana"
 
 
 def mounts(service: str) -> dict[PurePosixPath, str]:
     """Return the source of each mount of a service by its target."""
-    pairs = [volume.split(":") for volume in SERVICES[service]["volumes"] if ":" in volume]
+    # A variable that is not set has its default.
+    volumes = [re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", each) for each in SERVICES[service]["volumes"]]
+    pairs = [volume.split(":") for volume in volumes if ":" in volume]
     return {PurePosixPath(words[1]): words[0] for words in pairs}
 
 
@@ -81,6 +85,22 @@ def test_only_the_default_services_start_without_a_profile() -> None:
     assert gpu["networks"]["default"]["aliases"] == ["cloze"], "prometheus.yml scrapes this name"
 
 
+def test_prometheus_has_the_key_that_its_configuration_names() -> None:
+    config = yaml.safe_load((ROOT / "monitoring/prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+    file = PurePosixPath("/etc/prometheus") / job["authorization"]["credentials_file"]
+    assert (ROOT / mounts("prometheus")[file]).read_text() == "", "no key is committed"
+
+
+def test_the_keys_lie_where_the_setting_says() -> None:
+    for name, service in WITH_KEYS["services"].items():
+        assert name in SERVICES
+        (volume,) = service["volumes"]
+        _, folder, mode = volume.split(":")
+        assert mode == "ro"
+        assert PurePosixPath(service["environment"]["CLOZE_KEYS_FILE"]).parent.as_posix() == folder
+
+
 # ---- run --------------------------------------------------------------------------------------------
 
 
@@ -108,17 +128,28 @@ def podman_compose(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(venv / "bin/podman-compose")
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def make_keys(folder: Path) -> None:
+    """Do what the first lines of docker-compose.yml say."""
+    folder.mkdir()
+    file = folder / "keys.toml"
+    words = ["keys", "add", "prometheus", "--scope", "metrics", "--file", str(file)]
+    done = subprocess.run(
+        [sys.executable, "-m", "cloze", *words], capture_output=True, text=True, check=True
+    )
+    (folder / "metrics-key").write_text(done.stdout)
+    for each in folder.iterdir():
+        each.chmod(0o644)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("has_keys", [False, True], ids=["open", "keys"])
 def test_prometheus_scrapes_the_service_and_has_the_rules(
-    cpu_image: str, prometheus_image: str, podman_compose: str
+    cpu_image: str, prometheus_image: str, podman_compose: str, tmp_path: Path, has_keys: bool
 ) -> None:
+    for file in ("docker-compose.yml", "docker-compose.keys.yml"):
+        shutil.copy(ROOT / file, tmp_path)
+    shutil.copytree(ROOT / "monitoring", tmp_path / "monitoring")
     serving, prometheus = free_port(), free_port()
     environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     environment |= {
@@ -128,11 +159,16 @@ def test_prometheus_scrapes_the_service_and_has_the_rules(
         "PROMETHEUS_PORT": str(prometheus),
     }
     project = f"cloze-test-{uuid.uuid4().hex[:8]}"
-    command = [podman_compose, "--file", str(ROOT / "docker-compose.yml"), "--project-name"]
+    command = [podman_compose, "--file", str(tmp_path / "docker-compose.yml")]
+    if has_keys:
+        make_keys(tmp_path / "keys")
+        environment["METRICS_KEY"] = "./keys/metrics-key"
+        command += ["--file", str(tmp_path / "docker-compose.keys.yml")]
 
     def compose(*words: str) -> str:
         done = subprocess.run(
-            [*command, project, *words],
+            [*command, "--project-name", project, *words],
+            cwd=tmp_path,
             env=environment,
             capture_output=True,
             text=True,
@@ -151,6 +187,8 @@ def test_prometheus_scrapes_the_service_and_has_the_rules(
         # Two intervals of prometheus.yml, and the time of an evaluation.
         wait_until(lambda: values(url, 'up{job="cloze"}') == ["1"], 60)
         wait_until(lambda: values(url, "cloze_ready") == ["1"], 60)
+        status = httpx.get(f"http://127.0.0.1:{serving}/metrics").status_code
+        assert status == (401 if has_keys else 200)
         groups = httpx.get(f"{url}/api/v1/rules").json()["data"]["groups"]
         written = yaml.safe_load((ROOT / "monitoring/rules.yml").read_text())["groups"]
         assert {group["name"] for group in groups} == {group["name"] for group in written}

@@ -42,6 +42,18 @@ def test_the_series_of_models_begin_with_the_service(tiny_store: Path) -> None:
     assert service.unready() is not None, "the end of the application ends the service"
 
 
+def test_the_limits_of_bodies_are_those_of_the_settings(tiny_store: Path) -> None:
+    limits = {"max_request_texts": 1, "max_request_tokens": 1000, "max_request_bytes": 80_000}
+    service = single_process(fake(tiny_store, **limits), lambda *_: FakeEngine())
+    with TestClient(service, base_url="http://localhost") as client:
+        info = client.get("/info").json()
+        many = client.post("/embed", content=b'{"inputs": [' + b"1," * 34_000 + b"1]}")
+        large = client.post("/embed", content=b" " * 80_001)
+    assert (info["max_client_batch_size"], info["max_request_bytes"]) == (1, 80_000)
+    assert many.json()["error"] == "the body has over 33768 values, the limit"
+    assert large.json()["error"] == "the body has 80001 bytes; the limit is 80000"
+
+
 def test_a_start_that_fails_ends_its_engines(tiny_store: Path) -> None:
     before = threading.enumerate()
     with pytest.raises(StartupError, match="there is no task 'poetry'"):

@@ -8,9 +8,11 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,8 @@ from kubernetes_validate import utils as kubernetes
 from cloze.model_store.locations import DEFAULT_ROOT
 from cloze.service.server import _DRAIN_MARGIN_S
 from cloze.service.settings import ENV_PREFIX, Settings, load_settings
-from tests.serving import Server, running_server
+from tests.certificates import make_certificate
+from tests.serving import Server, bare_environment, running_server
 
 ROOT = Path(__file__).parents[1]
 NOT_IN_THE_IMAGE = (
@@ -94,13 +97,6 @@ def image_environment() -> dict[str, str]:
         for word in shlex.split(value)
     ]
     return dict(word.split("=", 1) for word in words)
-
-
-def healthcheck_url() -> str:
-    (check,) = values_of("HEALTHCHECK", IMAGE)
-    found = re.search(r"http://[^'\"]+", check)
-    assert found
-    return found[0]
 
 
 ENVIRONMENTS = {
@@ -214,38 +210,81 @@ def test_the_service_accepts_its_variables(place: str, monkeypatch: pytest.Monke
     "path",
     sorted(
         {probe["httpGet"]["path"] for probe in PROBES.values()}
-        | {
-            urlsplit(healthcheck_url()).path,
-            SCRAPE["metrics_path"],
-            ANNOTATIONS["prometheus.io/path"],
-        }
+        | {SCRAPE["metrics_path"], ANNOTATIONS["prometheus.io/path"]}
     ),
 )
 def test_every_path_asked_for_is_answered(server: Server, path: str) -> None:
     assert httpx.get(server.url + path).status_code == 200
 
 
-def test_the_healthcheck_tells_ready_from_not(server: Server) -> None:
+def health(**environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run the image's health check with settings."""
     (check,) = values_of("HEALTHCHECK", IMAGE)
-    _, *arguments = json.loads(check.split("CMD", 1)[1])
+    program, *arguments = json.loads(check.split("CMD", 1)[1])
+    assert program == "python"
     # A proxy that the container inherits must not be asked for loopback.
-    env = {**os.environ, "http_proxy": "http://127.0.0.1:9", "no_proxy": ""}
+    env = bare_environment(http_proxy="http://127.0.0.1:9", no_proxy="", **environment)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=env | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
 
-    def exit_code(url: str) -> int:
-        words = [word.replace("http://127.0.0.1:8000", url) for word in arguments]
-        return subprocess.run(
-            [sys.executable, *words], env=env, capture_output=True, timeout=30, check=False
-        ).returncode
 
-    assert exit_code(server.url) == 0
-    assert exit_code(server.url + "/nowhere") == 1
-    assert exit_code("http://127.0.0.1:9") == 1
+def test_the_health_check_asks_the_server_as_it_is_configured(
+    server: Server, tiny_store: Path, tmp_path: Path
+) -> None:
+    """Another port, an address that means all of them, TLS, and names that clients must use."""
+    port = str(urlsplit(server.url).port)
+    done = health(CLOZE_HOST="0.0.0.0", CLOZE_PORT=port)
+    assert (done.returncode, done.stderr) == (0, ""), done
+    files = make_certificate(tmp_path)
+    tls = {
+        "CLOZE_TLS_CERTIFICATE": str(files.public),
+        "CLOZE_TLS_KEY": str(files.private),
+        "CLOZE_HOST": "0.0.0.0",
+        "CLOZE_ALLOWED_HOSTS": "embed.example",
+    }
+    with running_server(tiny_store, "--model", "bert", **tls) as secured:
+        tls["CLOZE_PORT"] = str(urlsplit(secured.url).port)
+        done = health(**tls)
+        assert done.returncode == 0, done
+        plain = health(CLOZE_PORT=tls["CLOZE_PORT"])
+        assert plain.returncode == 1
+        assert "does not answer" in plain.stderr
+    assert health(**tls).returncode == 1, "it has ended"
+
+
+def test_the_health_check_tells_ready_from_not() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
+
+        refusing = pool.submit(refuse)
+        done = health(CLOZE_PORT=str(listener.getsockname()[1]))
+        refusing.result()
+    assert done.returncode == 1
+    assert "status 503" in done.stderr
+
+
+def test_the_health_check_has_the_defaults_of_the_settings() -> None:
+    text = (ROOT / "cloze/health.py").read_text()
+    for name, default in re.findall(r'environ.get\("CLOZE_(\w+)", "([^"]*)"\)', text):
+        assert str(Settings.model_fields[name.lower()].default) == default
+    named = set(re.findall(rf"{ENV_PREFIX}([A-Z_]+)", text))
+    assert named == {"HOST", "PORT", "TLS_CERTIFICATE"}
 
 
 def test_probes_ask_what_they_are_for() -> None:
     paths = {kind: probe["httpGet"]["path"] for kind, probe in PROBES.items()}
     assert paths == {"startup": "/readyz", "readiness": "/readyz", "liveness": "/healthz"}
-    assert urlsplit(healthcheck_url()).path == "/readyz"
 
 
 @pytest.mark.parametrize("place", ENVIRONMENTS)
@@ -257,7 +296,6 @@ def test_ports_agree(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     by_name = {container_port["name"]: container_port["containerPort"]}
     assert {
         int(values_of("EXPOSE", IMAGE)[0]),
-        urlsplit(healthcheck_url()).port,
         int(published.split(":")[-1]),
         urlsplit(f"//{SCRAPE_TARGET}").port,
         int(ANNOTATIONS["prometheus.io/port"]),

@@ -1,5 +1,7 @@
 """The status and the type of every error, in every protocol, from a table of this test."""
 
+from dataclasses import asdict
+
 import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -76,7 +78,7 @@ def test_an_error_has_its_status_and_its_type(
         "open-inference": (only_400, {"error": message}),
     }
     usual = (status, {"error": message, "error_type": error_type})
-    assert (written, body) == expected.get(protocol.name, usual)
+    assert (written, asdict(body)) == expected.get(protocol.name, usual)
 
 
 @pytest.mark.parametrize("status", [404, 405])

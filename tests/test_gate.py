@@ -1,5 +1,6 @@
 """The gate and its promises: who is refused before the body, and who comes back as told."""
 
+import asyncio
 import json
 import logging
 import time
@@ -12,11 +13,10 @@ from cloze.service.batching import admission as module
 from cloze.service.batching.admission import PromiseKey, Promises
 from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import InvalidRequest, ServiceError
-from cloze.service.http.access import timeout_s
 from cloze.service.http.gate import Gate, GateModel, Starts
 from cloze.service.http.memory_limit import UnreadAnswers
-from cloze.service.http.record import RequestRecord
-from cloze.service.http.recorder import Recorder
+from cloze.service.http.record import RequestRecord, timeout_s
+from cloze.service.http.routes import Recorder
 from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
 from tests.encodings import submit
@@ -70,7 +70,6 @@ def test_the_gate_judges_a_request_by_its_own_line() -> None:
             request(x_request_timeout_ms="soon"),  # the handler says why
         ):
             assert gated.refusal(passing) is None
-            gated._starts.begun(passing)
         submit(scheduler, [sized(10)] * 12, later(5), client="a", timeout_s=5)
         assert gated.refusal(request(x_request_timeout_ms="5000")) is None
         stated = request(x_request_timeout_ms="4000")
@@ -81,12 +80,20 @@ def test_the_gate_judges_a_request_by_its_own_line() -> None:
 def test_what_has_passed_counts_until_it_is_submitted() -> None:
     with gate(max_wait_s=0.1) as (gated, scheduler, _):
         submit(scheduler, [sized(10)], later(), client="a")
-        requests = [request() for _ in range(40)]
-        passed = [each for each in requests if gated.refusal(each) is None]
-        assert 5 <= len(passed) < 40
-        for each in passed:
-            gated._starts.begun(each)
-        assert not gated._starts.unsubmitted
+        starts = gated._starts
+
+        async def play() -> None:
+            passed = []
+            for each in (request() for _ in range(40)):
+                if gated.refusal(each) is None:
+                    starts.start(each, lambda: None)
+                    passed.append(each)
+            assert 5 <= len(passed) < 40
+            for each in passed:
+                starts.begun(each)
+            assert not starts.unsubmitted
+
+        asyncio.run(play())
 
 
 def test_a_refusal_promises_a_time_and_keeps_it() -> None:
@@ -162,10 +169,10 @@ def test_promises_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_client_states_its_patience(headers: dict[str, str], expected: float | None) -> None:
     pairs = [(name.encode(), value.encode()) for name, value in headers.items()]
-    assert timeout_s(pairs, 300.0) == expected
+    assert timeout_s(dict(pairs), 300.0) == expected
 
 
 def test_a_wrong_time_limit_of_ours_is_an_error() -> None:
     headers = [(b"x-stainless-read-timeout", b"5"), (b"x-request-timeout-ms", b"x")]
     with pytest.raises(InvalidRequest):
-        timeout_s(headers, 300.0)
+        timeout_s(dict(headers), 300.0)

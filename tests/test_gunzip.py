@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from cloze.service.core import DeadlineExceeded, MalformedRequest, RequestTooLarge
-from cloze.service.http.bodies import MAX_MEMBERS, Gunzip, read_body
-from cloze.service.http.memory_limit import MemoryLimit
+from cloze.service.http.gunzip import MAX_MEMBERS, Gunzip
+from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
 from cloze.service.http.watch import RequestWatch
 from tests.records import recorded, scope_of
 
@@ -117,9 +117,9 @@ def test_the_work_ends_with_the_request() -> None:
 
     async def run() -> float:
         request = request_of(data)
-        watch = RequestWatch(0.1)
+        watch = RequestWatch(0.1, MemoryLimit("bodies", 2**40), UnreadAnswers(1))
         with pytest.raises(DeadlineExceeded), watch.request(request) as watched:
-            await read_body(request, 2**31, watched)
+            await watched.read_body(2**31)
         started = time.process_time()
         await asyncio.get_running_loop().shutdown_default_executor()
         return time.process_time() - started
@@ -131,8 +131,8 @@ def test_memory_is_held_as_the_content_appears_and_released_at_the_end() -> None
     async def run() -> None:
         bodies = MemoryLimit("bodies", 64 * MB)
         request = request_of(gzip.compress(bytes(3 * MB)))
-        with RequestWatch(30.0, bodies).request(request) as watched:
-            await read_body(request, 8 * MB, watched)
+        with RequestWatch(30.0, bodies, UnreadAnswers(1)).request(request) as watched:
+            await watched.read_body(8 * MB)
             assert bodies._held == 3 * MB
         assert bodies._held == 0
 

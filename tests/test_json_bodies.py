@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cloze.service.core import MalformedRequest, RequestTooLarge
 from cloze.service.http.json_bodies import PIECE_BYTES, BodyLimits, load
-from cloze.service.protocols.native import task_route
+from cloze.service.protocols.native import body_type
 from cloze.service.tasks import TASKS
 
 NO_LIMITS = BodyLimits(10**9, 10**9, 10**9)
@@ -121,7 +121,7 @@ def test_the_limits_admit_every_body_of_one_piece(texts: int) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_validation_stops_at_the_first_error_everywhere(name: str) -> None:
-    kinds = list(parts_of(task_route(TASKS[name]).body.__pydantic_core_schema__))
+    kinds = list(parts_of(body_type(TASKS[name]).__pydantic_core_schema__))
     repeating = [part for part in kinds if part["type"] in ("list", "tuple", "dict", "set")]
     assert all(part.get("fail_fast") for part in repeating)
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from urllib.parse import urlsplit
 
 import click
 import httpx
@@ -18,7 +18,9 @@ import yaml
 from kubernetes_validate import utils as kubernetes
 
 from cloze.bulk_command import bulk
+from cloze.service.server import _DRAIN_MARGIN_S
 from cloze.service.settings import ENV_PREFIX, load_settings
+from tests.kustomize import Object, of_kind, rendered
 from tests.serving import Server
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +32,8 @@ FURTHER = (
     ("keys",),
     ("keys", "ingress"),
     ("models",),
-    ("monitoring", "keys", "ingress", "models"),
+    ("tls", "monitoring"),
+    ("keys", "monitoring-with-key", "ingress", "models", "traces", "tls"),
 )
 COMBINATIONS = [
     (overlay, (*scaling, *further))
@@ -42,35 +45,17 @@ SCHEMAS = {file.stem: json.loads(file.read_text()) for file in (ROOT / "tests/sc
 # The first version that has the sleep of preStop without a feature gate, and the newest known.
 VERSIONS = ("1.30", kubernetes.latest_version())
 
-Object = dict[str, Any]
-
 
 @pytest.fixture(scope="module")
 def renders(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[tuple[str, tuple[str, ...]], list[Object]]:
     """The objects of every combination."""
-    if shutil.which("kubectl") is None:
-        pytest.skip("kubectl is not installed (Debian's package kubernetes-client)")
     root = tmp_path_factory.mktemp("k8s")
-    shutil.copytree(ROOT / "k8s", root / "k8s")
-    rendered = {}
-    for number, (overlay, components) in enumerate(COMBINATIONS):
-        folder = root / f"mine-{number}"
-        folder.mkdir()
-        body = {
-            "apiVersion": "kustomize.config.k8s.io/v1beta1",
-            "kind": "Kustomization",
-            "resources": [f"../k8s/overlays/{overlay}"],
-            "components": [f"../k8s/components/{name}" for name in components],
-        }
-        (folder / "kustomization.yaml").write_text(yaml.safe_dump(body))
-        done = subprocess.run(
-            ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60
-        )
-        assert done.returncode == 0, (overlay, components, done.stderr)
-        rendered[overlay, components] = list(yaml.safe_load_all(done.stdout))
-    return rendered
+    return {
+        (overlay, components): rendered(root, overlay, components)
+        for overlay, components in COMBINATIONS
+    }
 
 
 @pytest.fixture(params=COMBINATIONS, ids=lambda c: "+".join((c[0], *c[1])))
@@ -80,11 +65,6 @@ def objects(
 ) -> list[Object]:
     """The objects of one combination."""
     return renders[request.param]
-
-
-def of_kind(objects: list[Object], kind: str) -> Object:
-    (found,) = [each for each in objects if each["kind"] == kind]
-    return found
 
 
 def pod_of(objects: list[Object]) -> Object:
@@ -115,7 +95,7 @@ def test_the_settings_are_settings(objects: list[Object], monkeypatch: pytest.Mo
     loaded = load_settings()
     grace_s = pod_of(objects)["terminationGracePeriodSeconds"]
     sleep_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
-    assert sleep_s + loaded.shutdown_grace_ms / 1000 + 5 < grace_s
+    assert sleep_s + loaded.shutdown_grace_ms / 1000 + _DRAIN_MARGIN_S < grace_s
 
 
 def test_ports_and_selectors_fit(objects: list[Object]) -> None:
@@ -133,11 +113,13 @@ def test_ports_and_selectors_fit(objects: list[Object]) -> None:
     for selector in selectors:
         assert selector.items() <= labels.items()
     assert {p["port"] for rule in policy["ingress"] for p in rule["ports"]} == {port["name"]}
-    if pod_of(objects).get("initContainers"):
-        ports = {port["port"] for rule in policy["egress"] for port in rule["ports"]}
-        assert ports == {53, 443}, "names, and what is fetched"
-    else:
-        assert policy["egress"] == []
+    out = {port["port"] for rule in policy["egress"] for port in rule["ports"]}
+    fetches = "initContainers" in pod_of(objects)
+    collector = of_kind(objects, "ConfigMap")["data"].get("CLOZE_TRACES_ENDPOINT")
+    wanted = {53} if fetches or collector else set()
+    wanted |= {443} if fetches else set()
+    wanted |= {urlsplit(collector).port} if collector else set()
+    assert out == wanted, "names, what is fetched, and spans"
     monitors = [each for each in objects if each["kind"] == "ServiceMonitor"]
     service = of_kind(objects, "Service")
     for monitor in monitors:
@@ -164,6 +146,17 @@ def test_the_service_of_kserve_is_valid(version: str) -> None:
     kubernetes.validate(pod, version, strict=True)
 
 
+def test_the_pod_of_kserve_drains_as_the_others_do() -> None:
+    predictor = yaml.safe_load((ROOT / "k8s/kserve/inferenceservice.yaml").read_text())["spec"][
+        "predictor"
+    ]
+    (container,) = predictor["containers"]
+    environment = {each["name"]: each["value"] for each in container["env"]}
+    grace_s = int(environment["CLOZE_SHUTDOWN_GRACE_MS"]) / 1000
+    sleep_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert sleep_s + grace_s + _DRAIN_MARGIN_S < predictor["terminationGracePeriodSeconds"]
+
+
 def test_the_ingress_lets_in_every_route_of_clients(server: Server) -> None:
     ingress = yaml.safe_load((ROOT / "k8s/components/ingress/ingress.yaml").read_text())
     (rule,) = ingress["spec"]["rules"]
@@ -187,19 +180,45 @@ def test_an_autoscaler_owns_the_replicas(objects: list[Object]) -> None:
         assert scaler["spec"]["scaleTargetRef"]["name"] == deployment["metadata"]["name"]
 
 
-def test_keys_are_mounted_where_the_setting_says(objects: list[Object]) -> None:
+def test_secrets_are_mounted_where_the_settings_say(objects: list[Object]) -> None:
+    """The keys, and the certificate; the files of a Secret of type TLS have fixed names."""
     settings = of_kind(objects, "ConfigMap")["data"]
     (container,) = pod_of(objects)["containers"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     secrets = {v["name"]: v["secret"] for v in pod_of(objects)["volumes"] if "secret" in v}
-    if "CLOZE_KEYS_FILE" not in settings:
-        assert not secrets
-        return
-    assert "cloze-models" not in secrets
-    (name,) = secrets
-    assert settings["CLOZE_KEYS_FILE"] == f"{mounts[name]}/keys.toml"
-    assert secrets[name]["defaultMode"] == 0o440
-    assert pod_of(objects)["securityContext"]["fsGroup"] == 10001
+    files = {"keys": {"KEYS_FILE": "keys.toml"}}
+    files["tls"] = {"TLS_CERTIFICATE": "tls.crt", "TLS_KEY": "tls.key"}
+    for name, by_setting in files.items():
+        for setting, file in by_setting.items():
+            assert settings.get(f"CLOZE_{setting}") == (
+                f"{mounts[name]}/{file}" if name in secrets else None
+            )
+    assert secrets.keys() <= files.keys()
+    for secret in secrets.values():
+        assert secret["defaultMode"] == 0o440
+        assert pod_of(objects)["securityContext"]["fsGroup"] == 10001
+
+
+def test_all_ask_by_the_scheme_that_the_server_speaks(objects: list[Object]) -> None:
+    speaks_tls = "CLOZE_TLS_KEY" in of_kind(objects, "ConfigMap")["data"]
+    (container,) = pod_of(objects)["containers"]
+    for kind in ("startup", "readiness", "liveness"):
+        scheme = container[f"{kind}Probe"]["httpGet"].get("scheme", "HTTP")
+        assert scheme == ("HTTPS" if speaks_tls else "HTTP")
+    scheme = "https" if speaks_tls else "http"
+    template = of_kind(objects, "Deployment")["spec"]["template"]
+    assert template["metadata"]["annotations"]["prometheus.io/scheme"] == scheme
+    assert of_kind(objects, "Service")["spec"]["ports"][0]["appProtocol"] == scheme
+    for ingress in (each for each in objects if each["kind"] == "Ingress"):
+        backend = "nginx.ingress.kubernetes.io/backend-protocol"
+        assert ingress["metadata"]["annotations"].get(backend) == ("HTTPS" if speaks_tls else None)
+
+
+def test_prometheus_has_a_key_where_the_server_has_keys(objects: list[Object]) -> None:
+    has_keys = "CLOZE_KEYS_FILE" in of_kind(objects, "ConfigMap")["data"]
+    for monitor in (each for each in objects if each["kind"] == "ServiceMonitor"):
+        (endpoint,) = monitor["spec"]["endpoints"]
+        assert ("authorization" in endpoint) == has_keys
 
 
 def test_models_are_fetched_to_where_they_are_served_from(objects: list[Object]) -> None:
@@ -242,6 +261,24 @@ def test_the_prometheus_rule_has_the_rules() -> None:
     rule = yaml.safe_load((ROOT / "k8s/components/monitoring/prometheusrule.yaml").read_text())
     rules = yaml.safe_load((ROOT / "monitoring/rules.yml").read_text())
     assert rule["spec"] == rules
+
+
+def test_an_operator_sets_the_address_of_the_runbooks(tmp_path: Path) -> None:
+    for folder in ("scripts", "monitoring", "k8s/components/monitoring"):
+        shutil.copytree(ROOT / folder, tmp_path / folder)
+    script, address = tmp_path / "scripts/make-prometheusrule", "https://wiki.example/cloze"
+    for wrong in ("docs/runbooks.md", "https://wiki.example/#x"):
+        done = subprocess.run(
+            [sys.executable, script, "--runbooks", wrong], capture_output=True, timeout=60
+        )
+        assert done.returncode == 2, wrong
+    subprocess.run([sys.executable, script, "--runbooks", address], check=True, timeout=60)
+    for file in ("monitoring/rules.yml", "monitoring/rules.test.yml"):
+        addresses = re.findall(r"runbook_url: ([^#\s]+)#\w", (tmp_path / file).read_text())
+        assert set(addresses) == {address}
+    text = (tmp_path / "k8s/components/monitoring/prometheusrule.yaml").read_text()
+    assert text.count(address) == text.count("- alert:") == text.count("runbook_url")
+    assert subprocess.run([sys.executable, script, "--check"], timeout=60).returncode == 0
 
 
 # ---- a bulk run on Ray ---------------------------------------------------------------------------

@@ -1,10 +1,12 @@
 """What Prometheus sees: valid, there before the first request, bounded, and right."""
 
+import hashlib
 import math
 import os
 import re
 import shutil
 import signal
+import ssl
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +29,7 @@ from cloze.service.core import (
 )
 from cloze.service.http.errors import rejection
 from cloze.service.metrics.metrics import observe_all
+from tests.certificates import make_certificate
 from tests.crafted import read_body, seal
 from tests.prometheus import query, running_prometheus
 from tests.serving import Server, children, running_server
@@ -48,7 +51,10 @@ FAMILIES = {
     "cloze_truncated_texts": "counter",
     "cloze_queue_tokens": "gauge",
     "cloze_ready": "gauge",
+    "cloze_reloads": "counter",
     "process_resident_memory_bytes": "gauge",
+    "process_cpu_seconds": "counter",
+    "process_start_time_seconds": "gauge",
 }
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -73,14 +79,10 @@ def fresh(request: pytest.FixtureRequest, tiny_store: Path) -> Server:  # type: 
         yield server
 
 
-def test_every_family_is_there_before_the_first_request(
-    fresh: Server, request: pytest.FixtureRequest
-) -> None:
+def test_every_family_is_there_before_the_first_request(fresh: Server) -> None:
     text = httpx.get(f"{fresh.url}/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}
     for name, kind in FAMILIES.items():
-        if name.startswith("process_") and request.node.callspec.id == "front-ends":
-            continue  # of which of the processes?
         if name == "cloze_request_duration_seconds":
             continue  # begins with the first request
         assert families[name].type == kind, name
@@ -274,6 +276,79 @@ def test_a_rejection_has_its_reason(tiny_store: Path) -> None:
         assert value(scrape(server), "cloze_rejected_requests_total", reason="wait") == refused
 
 
+def seconds_of(pid: int) -> float:
+    """The processor time of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_what_all_processes_use_is_shown(fresh: Server) -> None:
+    """The supervisor and its children, or the one process."""
+    for _ in range(4):
+        httpx.post(f"{fresh.url}/embed", json={"inputs": ["walk " * 400] * 16})
+    pid = fresh.process.pid
+    pids = [pid, *children(pid, "")]
+    before_s = sum(map(seconds_of, pids))
+    seen = scrape(fresh)
+    after_s = sum(map(seconds_of, pids))
+    assert before_s <= value(seen, "process_cpu_seconds_total") <= after_s + 0.1
+    status = [Path(f"/proc/{each}/status").read_text() for each in pids]
+    resident = sum(int(re.search(r"VmRSS:\s+(\d+)", text)[1]) for text in status) * 1024
+    assert 0.5 * resident < value(seen, "process_resident_memory_bytes") < 1.5 * resident
+
+
+def test_the_start_is_the_same_in_every_scrape_and_another_one_after_a_restart(
+    fresh: Server,
+) -> None:
+    """Else `changes()` would count the front ends that a Prometheus meets."""
+    starts = {value(scrape(fresh), "process_start_time_seconds") for _ in range(12)}
+    (started,) = starts
+    age_s = time.time() - Path(f"/proc/{fresh.process.pid}").stat().st_ctime
+    assert abs(time.time() - started - age_s) < 5
+
+
+def test_the_files_of_an_operator_are_shown(tiny_store: Path, tmp_path: Path) -> None:
+    """Whether the keys file can be read, and when the certificate ends."""
+    keys, files = tmp_path / "keys.toml", make_certificate(tmp_path)
+    digest = hashlib.sha256(b"mine").hexdigest()
+    text = f'[prometheus]\nsha256 = "{digest}"\nscopes = ["metrics"]\n'
+    keys.write_text(text)
+    shown = subprocess.run(
+        ["openssl", "x509", "-enddate", "-noout", "-in", str(files.public)],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    end = ssl.cert_time_to_seconds(shown.strip().removeprefix("notAfter="))
+    settings = {
+        "CLOZE_KEYS_FILE": str(keys),
+        "CLOZE_TLS_CERTIFICATE": str(files.public),
+        "CLOZE_TLS_KEY": str(files.private),
+    }
+    with (
+        running_server(tiny_store, "--frontends", "1", "--model", "bert", **settings) as several,
+        running_server(tiny_store, "--model", "bert", **settings) as single,
+        httpx.Client(verify=False, headers={"authorization": "Bearer mine"}) as client,
+    ):
+
+        def shown_by(server: Server, name: str) -> float:
+            (found,) = re.findall(f"^{name} (.*)", client.get(f"{server.url}/metrics").text, re.M)
+            return float(found)
+
+        for server in (several, single):
+            assert shown_by(server, "cloze_certificate_end_timestamp_seconds") == end
+
+        def both_show(readable: int) -> bool:
+            servers = (several, single)
+            return all(shown_by(each, "cloze_keys_file_readable") == readable for each in servers)
+
+        assert both_show(1)
+        keys.unlink()
+        wait_until(lambda: both_show(0))
+        keys.write_text(text)
+        wait_until(lambda: both_show(1))
+        keys.write_text("no TOML")
+        wait_until(lambda: both_show(0))
+
+
 def test_restarts_of_processes_are_counted(tiny_store: Path) -> None:
     name = "cloze_process_restarts_total"
     with running_server(tiny_store, "--frontends", "1", "--model", "bert") as server:
@@ -282,8 +357,10 @@ def test_restarts_of_processes_are_counted(tiny_store: Path) -> None:
         assert value(before, name, kind="engine") == value(before, name, kind="frontend") == 0
         assert (name, frozenset({"kind": "engine"}.items())) in before
         (engine,) = children(server.process.pid, "engine")
+        used_s = value(scrape(server), "process_cpu_seconds_total")
         os.kill(engine, signal.SIGKILL)
         wait_until(lambda: value(scrape(server), name, kind="engine") == 1)
+        assert value(scrape(server), "process_cpu_seconds_total") >= used_s > 0
 
 
 def test_a_scrape_of_many_models_does_not_hold_up_requests(

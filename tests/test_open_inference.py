@@ -11,8 +11,7 @@ import orjson
 import pytest
 
 from cloze.service.http.gate import Paths
-from cloze.service.protocols import binary
-from cloze.service.protocols.tensors import TaskTensors, Tensor
+from cloze.service.protocols.tensors import TaskTensors, read_texts, write_tensor
 from cloze.service.tasks import TASKS
 from tests.serving import Server, running_server
 
@@ -283,8 +282,8 @@ def test_paths() -> None:
 
 def test_the_length_of_a_binary_text_is_in_bytes() -> None:
     texts = ["é", "", "北京", "a"]
-    data = binary.write_tensor(Tensor("text", "BYTES", texts))
+    data = write_tensor(texts)
     assert data == b"\x02\0\0\0\xc3\xa9" + b"\0\0\0\0" + (
         b"\x06\0\0\0\xe5\x8c\x97\xe4\xba\xac" + b"\x01\0\0\0a"
     )
-    assert binary.read_texts(memoryview(data), "text", 2048) == texts
+    assert read_texts(memoryview(data), "text", 2048) == texts

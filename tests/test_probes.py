@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cloze.service.http.acceptor import Probes
-from cloze.service.http.access import accepted_hosts
+from cloze.service.http.record import accepted_hosts
 from tests.serving import running_server
 
 PROBE = (
@@ -40,6 +40,13 @@ def test_a_plain_probe_is_answered() -> None:
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
         assert answer.endswith(b"\r\nconnection: close\r\n\r\n{}")
         assert ours.recv(4096) == b"", "the connection has ended"
+
+
+def test_a_probe_under_an_address_is_answered() -> None:
+    """A kubelet asks a pod by its address, which no setting names."""
+    with connection(PROBE.replace(b"localhost:8000", b"10.0.0.7:8000")) as (ours, theirs):
+        assert probes().answers(theirs)
+        assert ours.recv(4096).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 @pytest.mark.parametrize(

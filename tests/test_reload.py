@@ -175,6 +175,13 @@ def test_what_is_bad_is_refused_and_the_old_stays(
         manifest.write_text(good)
         assert reload(server)["added"] == ["bert@2"]
 
+        def counted() -> dict[str, float]:
+            text = httpx.get(f"{server.url}/metrics").text
+            counts = re.findall(r'^cloze_reloads_total\{result="(\w+)"\} (.*)', text, re.M)
+            return {result: float(count) for result, count in counts}
+
+        wait_until(lambda: counted() == {"ok": 1, "failed": 1})
+
 
 def test_models_come_stay_and_go(serve: Start, store: Store, checkpoints: dict[str, Path]) -> None:
     """By SIGHUP, which the log answers."""

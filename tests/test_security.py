@@ -18,8 +18,8 @@ from huggingface_hub import InferenceClient
 
 from cloze.client import Client
 from cloze.service.core import Overloaded, StartupError
-from cloze.service.http.access import accepted_hosts, is_loopback
 from cloze.service.http.keys import Key, KeyEntry, Keys
+from cloze.service.http.record import accepted_hosts, is_loopback
 from tests.certificates import Certificate, make_certificate
 from tests.serving import Server, bare_environment, failed_start, running_server
 from tests.waiting import wait_until
@@ -254,6 +254,19 @@ def test_on_loopback_other_hosts_are_refused(every_task: Server, host: str, stat
     """A page of another site cannot reach the server by a name of its own."""
     answer = httpx.get(f"{every_task.url}/readyz", headers={"host": host})
     assert answer.status_code == status
+
+
+def test_what_a_kubelet_and_a_prometheus_ask_is_answered_under_an_address(
+    every_task: Server,
+) -> None:
+    """They ask a pod by its address. No page of another site has that as its name."""
+    headers = {"host": "10.0.0.7:8000"}
+    for path in ("/healthz", "/readyz", "/health", "/metrics", "/v2/health/live"):
+        assert httpx.get(every_task.url + path, headers=headers).status_code == 200, path
+    for path in ("/", "/info", "/docs"):
+        assert httpx.get(every_task.url + path, headers=headers).status_code == 403, path
+    refused = httpx.post(f"{every_task.url}/embed", json={"inputs": "a"}, headers=headers)
+    assert refused.status_code == 403
 
 
 def test_which_hosts_are_accepted() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from cloze.service.http import gate as module
 from cloze.service.http.gate import Starts
+from tests.records import connected
 from tests.serving import running_server
 
 PER_TURN = module._PER_TURN
@@ -28,16 +29,16 @@ def test_a_few_start_per_turn_and_clients_take_turns() -> None:
     async def play() -> None:
         starts, begun = Starts(), []
         for number in range(3 * PER_TURN):
-            started = starts.start("heavy", lambda number=number: begun.append(("heavy", number)))
-            assert started == (number < PER_TURN)
-        assert not starts.start("light", lambda: begun.append(("light", 0)))
+            starts.start(connected("heavy"), lambda number=number: begun.append(("heavy", number)))
+        starts.start(connected("light"), lambda: begun.append(("light", 0)))
         assert begun == [("heavy", number) for number in range(PER_TURN)]
         await turns(1)
         assert len(begun) == 2 * PER_TURN
         assert begun.index(("light", 0)) in (PER_TURN, PER_TURN + 1), "not behind the others"
         await turns(5)
         assert sorted(begun)[:-1] == [("heavy", number) for number in range(3 * PER_TURN)]
-        assert starts.start("heavy", lambda: begun.append(("heavy", -1))), "the line is empty"
+        starts.start(connected("heavy"), lambda: begun.append(("heavy", -1)))
+        assert ("heavy", -1) in begun, "the line is empty"
 
     asyncio.run(play())
 
@@ -49,7 +50,7 @@ def test_the_wait_is_that_of_the_line_and_of_the_share(monkeypatch: pytest.Monke
     async def play() -> None:
         starts = Starts()
         for _ in range(20 * PER_TURN):
-            starts.start("heavy", lambda: None)
+            starts.start(connected("heavy"), lambda: None)
         assert starts.expected_wait_s("heavy") == 0.0, "nothing is measured yet"
         for _ in range(10):
             clock[0] += 0.1

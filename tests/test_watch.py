@@ -10,8 +10,7 @@ from starlette.types import Message, Receive
 
 from cloze.service.core import ClientGone, DeadlineExceeded, ServiceError, SlowRequest
 from cloze.service.http import memory_limit
-from cloze.service.http.bodies import read_body
-from cloze.service.http.memory_limit import Hold, MemoryLimit
+from cloze.service.http.memory_limit import Hold, MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD
 from cloze.service.http.watch import RequestWatch
 from tests.leaping_loop import run_leaping
@@ -23,7 +22,17 @@ async def never() -> Message:
 
 
 def watch_of(limit_s: float) -> RequestWatch:
-    return RequestWatch(limit_s)
+    return RequestWatch(limit_s, MemoryLimit("bodies", 10**9), UnreadAnswers(1))
+
+
+def after_a_body(receive: Receive) -> Receive:
+    """Return a function that receives an empty body, and then what another one receives."""
+    messages: list[Message] = [{"type": "http.request", "body": b""}]
+
+    async def receive_both() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return receive_both
 
 
 def leaves_after(seconds: float) -> Receive:
@@ -40,10 +49,10 @@ async def ended(
     """Return why a request ended, and after how many seconds."""
     started = time.monotonic()
     try:
-        request = Request(scope_of(recorded()), receive)
+        request = Request(scope_of(recorded()), after_a_body(receive))
         with watch.request(request) as watched:
             await asyncio.sleep(body_s)
-            watched.body_complete()
+            await watched.read_body(0)
             await asyncio.sleep(answer_s)
     except ServiceError as error:
         return type(error), time.monotonic() - started
@@ -90,7 +99,7 @@ class Sender:
         request = Request(scope, self.receive)
         try:
             with watch.request(request) as watched:
-                assert len(await read_body(request, 400_000, watched)) == 300_000
+                assert len(await watched.read_body(400_000)) == 300_000
         finally:
             self.took_s = asyncio.get_running_loop().time() - started
         return self.took_s
@@ -112,7 +121,7 @@ def test_a_slow_body_arrives_whole_while_nobody_needs_its_memory() -> None:
 def test_a_slow_body_ends_soon_if_others_need_its_memory() -> None:
     async def play() -> None:
         bodies = MemoryLimit("bodies", 1_400_000)
-        watch = RequestWatch(3000.0, bodies)
+        watch = RequestWatch(3000.0, bodies, UnreadAnswers(1))
         slow, quick = Sender(2 * memory_limit.RATE, 150_000), Sender(2 * memory_limit.HURRIED_RATE)
         slow_sends = asyncio.create_task(slow.send(watch))
         await asyncio.sleep(60)

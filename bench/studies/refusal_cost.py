@@ -84,8 +84,7 @@ async def main() -> None:
 
     def refusing() -> HttpToolsProtocol:
         return ServerProtocol(
-            make_record=service.record,
-            refusal=service.refusal,
+            admit=service.admit,
             table=table,
             answers=service.answers,
             starts=service.starts,

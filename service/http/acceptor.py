@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from random import getrandbits
 from ssl import SSLContext
-from typing import Final, Protocol
+from typing import Final
 
-from cloze.service.http.access import is_accepted
+from cloze.service.http.memory_limit import Reader
+from cloze.service.http.record import is_accepted, is_address
 
 log = logging.getLogger("cloze")
 
@@ -39,16 +40,6 @@ _PROBE_HEADERS: Final = frozenset(
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-class Accepted(Protocol):
-    """An accepted connection."""
-
-    address: str
-
-    def end(self, reason: str) -> None:
-        """Close the connection."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     """The limits of connections.
@@ -56,7 +47,6 @@ class ConnectionLimits:
     Attributes:
         header_timeout_s: longest time from the first byte of a request to the end of its headers.
         idle_timeout_s: longest time without a request.
-        max_connections: most open connections.
         max_per_address: most open connections of one address; 0: no such limit.
     """
 
@@ -69,11 +59,7 @@ class ConnectionLimits:
 class ConnectionTable:
     """The open connections of a process.
 
-    Args:
-        limits: the limits of connections.
-
     Attributes:
-        limits: the limits of connections.
         is_draining: whether a connection that opens now ends at once. Its client began to connect
             before the drain, for example by a TLS handshake.
         closed_count: number of connections that have closed; the owner may reset it.
@@ -86,14 +72,10 @@ class ConnectionTable:
         self.closed_count = 0
         self._open = 0
         self._by_address: Counter[str] = Counter()
-        self.idle: dict[Accepted, None] = {}
+        self.idle: dict[Reader, None] = {}
 
-    def opened(self, connection: Accepted) -> str | None:
-        """Count a new connection, and close the oldest idle one if there are too many.
-
-        Returns:
-            Why the connection is refused; None if it is not.
-        """
+    def opened(self, connection: Reader) -> str | None:
+        """Count a new connection, which may end an idle one; return why it is refused, or None."""
         self._open += 1
         address = connection.address
         self._by_address[address] += 1
@@ -109,7 +91,7 @@ class ConnectionTable:
             oldest.end("it made room for a new one")
         return None
 
-    def closed(self, connection: Accepted) -> None:
+    def closed(self, connection: Reader) -> None:
         """Forget a connection."""
         self._open -= 1
         self.closed_count += 1
@@ -131,7 +113,7 @@ class Probes:
     Args:
         bodies: path -> a function that returns the body of the answer with status 200; None: the
             usual way answers.
-        hosts: names in the Host header that are accepted; empty: any.
+        hosts: names in the Host header that are accepted besides addresses; empty: any.
     """
 
     def __init__(
@@ -141,9 +123,6 @@ class Probes:
 
     def answers(self, connection: socket.socket) -> bool:
         """Answer a probe that has arrived, and close its connection.
-
-        Args:
-            connection: a connection that does not block.
 
         Returns:
             Whether it was a probe. If not, nothing was read from the connection.
@@ -165,18 +144,19 @@ class Probes:
             return None
         line, *headers = received[:-4].split(b"\r\n")
         path, _, version = line.removeprefix(b"GET ").partition(b" ")
-        if path not in self._bodies or version != b"HTTP/1.1":
-            return None
         pairs = [header.partition(b":") for header in headers]
         values = {name.lower(): value.strip() for name, _, value in pairs}
-        if len(values) < len(pairs) or not _PROBE_HEADERS.issuperset(values):
-            return None
-        if values.get(b"connection", b"").lower() != b"close":
-            return None
         host = values.get(b"host")
-        if host is None or (self._hosts and not is_accepted(host, self._hosts)):
-            return None
-        if (body := self._bodies[path]()) is None:
+        is_probe = (
+            path in self._bodies
+            and version == b"HTTP/1.1"
+            and len(values) == len(pairs)
+            and _PROBE_HEADERS.issuperset(values)
+            and values.get(b"connection", b"").lower() == b"close"
+            and host is not None
+            and (not self._hosts or is_accepted(host, self._hosts) or is_address(host))
+        )
+        if not is_probe or (body := self._bodies[path]()) is None:
             return None
         head = (
             f"HTTP/1.1 200 OK\r\ndate: {formatdate(usegmt=True)}\r\n"
@@ -214,12 +194,9 @@ class Acceptor:
         self._closed = False
 
     def begin(self) -> None:
-        """Begin to accept connections."""
-        self._listener.setblocking(False)
-        self._resume()
-
-    def _resume(self) -> None:
+        """Begin to accept connections, or go on after a pause."""
         if not self._closed:
+            self._listener.setblocking(False)
             self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
@@ -233,7 +210,7 @@ class Acceptor:
                     raise
                 log.error("connections wait: %s", error.strerror)
                 self._loop.remove_reader(self._listener)
-                self._loop.call_later(_PAUSE_S, self._resume)
+                self._loop.call_later(_PAUSE_S, self.begin)
                 return
             connection.setblocking(False)
             if self._tls is None and self._probes.answers(connection):

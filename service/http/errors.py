@@ -51,23 +51,22 @@ _REJECTIONS: dict[type[Exception], core.Rejection] = {
     core.EngineDead: core.Rejection.ENGINE_DEAD,
 }
 
-_UNAVAILABLE_S = "1"
-"""``Retry-After`` of a 503: another replica can answer at once, and an engine restarts in about a
-second.
-"""
+# Another replica can answer at once, and an engine restarts in about a second.
+_UNAVAILABLE: Final = {"retry-after": "1"}
+
+_HEADERS: Final[dict[type[Exception], dict[str, str]]] = {
+    core.ShuttingDown: _UNAVAILABLE,
+    core.EngineDead: _UNAVAILABLE,
+    core.Unauthorized: {"www-authenticate": "Bearer"},
+    core.UnsupportedEncoding: {"accept-encoding": "gzip"},  # RFC 9110, section 12.5.3
+    # Otherwise the server would parse the rest of the body as the next request.
+    core.SlowRequest: {"connection": "close"},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorInfo:
-    """The values of an error response, independent of the protocol.
-
-    Attributes:
-        status: HTTP status.
-        kind: text-embeddings-inference's ``error_type``, as in `STATUS`.
-        message: message for the client.
-        error: the exception.
-        headers: headers of the response.
-    """
+    """The values of an error response, independent of the protocol; see `STATUS` for the kind."""
 
     status: int
     kind: str
@@ -81,6 +80,8 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
 
     The message for a bug does not contain the exception.
     """
+    if isinstance(error, core.ServiceError):
+        return describe_service_error(error)
     if isinstance(error, HTTPException):
         messages = {
             404: f"there is no route {ascii(request.url.path)[:120]}; see /docs",
@@ -89,39 +90,19 @@ def describe_error(request: Request, error: Exception) -> ErrorInfo:
         message = messages.get(error.status_code, str(error.detail))
         headers = dict(error.headers or {})
         return ErrorInfo(error.status_code, "Validation", message, error, headers)
-    if isinstance(error, core.ServiceError):
-        return describe_service_error(error)
     return ErrorInfo(500, "Backend", "an internal error; it was logged", error)
-
-
-def retry_headers(seconds: float) -> dict[str, str]:
-    """Return the headers that say when to come back, in whole seconds and exactly."""
-    return {
-        "retry-after": str(max(1, math.ceil(seconds))),
-        "retry-after-ms": str(max(1, math.ceil(seconds * 1000))),
-    }
 
 
 def rejection(error: Exception) -> core.Rejection | None:
     """Return why the server's own state lets a request fail; None if it is not its state."""
-    if isinstance(error, core.Overloaded):
-        return error.reason
-    return _REJECTIONS.get(type(error))
+    return error.reason if isinstance(error, core.Overloaded) else _REJECTIONS.get(type(error))
 
 
 def describe_service_error(error: core.ServiceError) -> ErrorInfo:
     """Return the response values of an error of the service."""
     status, kind = STATUS[type(error)]
-    headers: dict[str, str] = {}
+    headers = dict(_HEADERS.get(type(error), {}))
     if isinstance(error, core.Overloaded):
-        headers |= retry_headers(error.retry_after_s)
-    elif isinstance(error, core.ShuttingDown | core.EngineDead):
-        headers["retry-after"] = _UNAVAILABLE_S
-    elif isinstance(error, core.Unauthorized):
-        headers["www-authenticate"] = "Bearer"
-    elif isinstance(error, core.UnsupportedEncoding):
-        headers["accept-encoding"] = "gzip"  # RFC 9110, section 12.5.3
-    elif isinstance(error, core.SlowRequest):
-        # Otherwise the server would parse the rest of the body as the next request.
-        headers["connection"] = "close"
+        for name, per_s in (("retry-after", 1), ("retry-after-ms", 1000)):
+            headers[name] = str(max(1, math.ceil(error.retry_after_s * per_s)))
     return ErrorInfo(status, kind, str(error), error, headers)

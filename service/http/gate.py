@@ -13,20 +13,18 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
-import httptools
-
-from cloze.service.batching.admission import PromiseKey, Promises, longest_wait_s, too_long
-from cloze.service.batching.lines import LineKey
-from cloze.service.batching.measures import DrainRate
-from cloze.service.core import Overloaded, Queue, Rejection, ServiceError
-from cloze.service.http.access import is_first_try
-from cloze.service.http.record import RequestRecord
-from cloze.service.http.recorder import Recorder
-
-ErrorBytes = Callable[[str, ServiceError], bytes]
-"""(path, error) -> the body of the error, in the shape of the path's protocol."""
+from cloze.service.batching.admission import (
+    DrainRate,
+    PromiseKey,
+    Promises,
+    longest_wait_s,
+    too_long,
+)
+from cloze.service.batching.fair_queue import LineKey
+from cloze.service.core import Overloaded, Rejection, ServiceError
+from cloze.service.http.record import RequestRecord, is_first_try
+from cloze.service.http.routes import GateModel, Recorder
 
 _BYTES_PER_TOKEN = 5
 """Bytes of a body per token of its texts: English words, and numbers of tokens."""
@@ -38,11 +36,8 @@ _RATE_LASTS_S = 2.0
 """Time after which a measured rate is forgotten: later requests may cost less."""
 
 
-class GateModel(NamedTuple):
-    """A served model of a route: its full name and its queue."""
-
-    reference: str
-    queue: Queue
+_Start = tuple[RequestRecord, Callable[[], None]]
+"""A request that waits, and the function that starts it."""
 
 
 class Starts:
@@ -53,84 +48,74 @@ class Starts:
     refusals would wait for seconds.
 
     Attributes:
-        unsubmitted: (client, line) -> tokens of requests that are admitted and have not started.
+        unsubmitted: (client, line) -> tokens of requests whose handlers have not begun.
+        waiting: number of requests that wait for a later turn.
     """
 
     def __init__(self) -> None:
         self.unsubmitted: Counter[tuple[str, LineKey]] = Counter()
-        self._lines: dict[str, deque[Callable[[], None]]] = {}  # by client, the next one first
-        self._waiting = 0
+        self._lines: dict[str, deque[_Start]] = {}  # by client, the next one first
+        self.waiting = 0
         self._started = 0  # in this turn
         self._rate = DrainRate()
         self._measured = 0.0  # `time.monotonic` time of the last turn with a line
 
-    def admit(self, request: RequestRecord, line: LineKey, tokens: int) -> None:
-        """Count the tokens of a request until its handler begins, and submits them.
-
-        The headers of hundreds of requests may arrive before the handler of the first one runs.
-        """
-        self.unsubmitted[request.client, line] += tokens
-        request.unstarted = line, tokens
-
     def begun(self, request: RequestRecord) -> None:
         """Note that the handler of a request begins, or that its client has gone."""
-        if request.unstarted is None:
-            return
-        line, tokens = request.unstarted
-        request.unstarted = None
-        self.unsubmitted[request.client, line] -= tokens
-        if not self.unsubmitted[request.client, line]:
-            del self.unsubmitted[request.client, line]
+        if request.unstarted is not None:
+            line, tokens = request.unstarted
+            request.unstarted = None
+            self.unsubmitted[request.client, line] -= tokens
+            if not self.unsubmitted[request.client, line]:
+                del self.unsubmitted[request.client, line]
 
-    def start(self, client: str, begin: Callable[[], None]) -> bool:
-        """Call a function in this turn or in a later one.
+    def start(self, request: RequestRecord, begin: Callable[[], None]) -> None:
+        """Start a request in this turn or later.
 
-        Args:
-            client: the client of the request.
-            begin: starts the request.
-
-        Returns:
-            Whether the request has started.
+        Its tokens count until its handler begins, and submits them: the headers of hundreds of
+        requests may arrive before the handler of the first one runs.
         """
-        if self._waiting or self._started >= _PER_TURN:
-            self._lines.setdefault(client, deque()).append(begin)
-            self._waiting += 1
-            return False
+        if request.unstarted is not None:
+            line, tokens = request.unstarted
+            self.unsubmitted[request.client, line] += tokens
+        if self.waiting or self._started >= _PER_TURN:
+            self._lines.setdefault(request.client, deque()).append((request, begin))
+            self.waiting += 1
+            return
         if not self._started:
             asyncio.get_running_loop().call_soon(self._turn)
         self._started += 1
         begin()
-        return True
 
     def expected_wait_s(self, client: str) -> float:
         """Return the seconds until a request of a client that arrives now starts."""
         rate = self._rate.per_s
-        if not self._waiting or not rate or time.monotonic() - self._measured > _RATE_LASTS_S:
+        if not rate or time.monotonic() - self._measured > _RATE_LASTS_S:
             return 0.0
         own = len(self._lines.get(client, ())) + 1
         clients = len(self._lines) + (own == 1)
-        return min(self._waiting, own * clients) / rate
+        return min(self.waiting, own * clients) / rate
 
     def _turn(self) -> None:
         """Start the requests of the next turn."""
         self._started = 0
-        if not self._waiting:
+        if not self.waiting:
             return
-        while self._waiting and self._started < _PER_TURN:
+        while self.waiting and self._started < _PER_TURN:
             client, line = next(iter(self._lines.items()))
-            begin = line.popleft()
+            request, begin = line.popleft()
             del self._lines[client]
             if line:
                 self._lines[client] = line  # behind the other clients
-            self._waiting -= 1
+            self.waiting -= 1
             self._started += 1
-            begin()
+            if request.connection is None:  # its client has gone
+                self.begun(request)
+            else:
+                begin()
         self._measured = time.monotonic()
-        self._rate.batch_ended(self._measured, self._started, waiting=self._waiting > 0)
+        self._rate.batch_ended(self._measured, self._started, waiting=self.waiting > 0)
         asyncio.get_running_loop().call_soon(self._turn)
-
-
-# ---- the gate ------------------------------------------------------------------------------------
 
 
 class Gate:
@@ -138,17 +123,14 @@ class Gate:
 
     Args:
         routes: route, as in `Paths` -> the served models, the default first.
-        error_bytes: writes the body of a refusal.
+        error_bytes: (path, error) -> the body of the error, in the shape of the path's protocol.
         max_wait_s: longest expected wait of a request that states no time limit; 0: no limit.
-        starts: the requests of the process that have not started.
-        promises: when refused requests of the process may come back.
-        recorder: records refusals.
     """
 
     def __init__(
         self,
         routes: Mapping[str, Sequence[GateModel]],
-        error_bytes: ErrorBytes,
+        error_bytes: Callable[[str, ServiceError], bytes],
         max_wait_s: float,
         starts: Starts,
         promises: Promises,
@@ -158,7 +140,10 @@ class Gate:
         self._starts, self._promises, self._recorder = starts, promises, recorder
 
         @lru_cache(4096)
-        def answer(path: str, message: str, retry_after_s: int) -> bytes:
+        def answer(path: str, wait_s: float, limit_s: float, retry_after_s: int) -> bytes:
+            message = "requests that were refused before go first"
+            if wait_s:
+                message = too_long(wait_s, limit_s)
             body = error_bytes(path, Overloaded(message, retry_after_s))
             head = (
                 "HTTP/1.1 429 Too Many Requests\r\ncontent-type: application/json\r\n"
@@ -169,19 +154,14 @@ class Gate:
         self._answer = answer
 
     def refusal(self, request: RequestRecord) -> bytes | None:
-        """Return the response that refuses a request; None admits the request.
-
-        Args:
-            request: a POST request whose headers have arrived.
-        """
-        route = request.route
+        """Return the response that refuses a POST request; None admits the request."""
+        route, client, stated_s = request.route, request.client, request.stated_s
         if route is None or not (served := self._routes.get(route)):
             return None
-        client, stated_s = request.client, request.stated_s
         tokens = 1 + (request.length or 0) // _BYTES_PER_TOKEN
         line = LineKey.of(tokens, stated_s)
+        request.unstarted = line, tokens
         if request.limit_problem:  # the handler writes that error
-            self._starts.admit(request, line, tokens)
             return None
         unstarted = self._starts.unsubmitted[client, line]
         wait, model = min(
@@ -189,46 +169,27 @@ class Gate:
             for each in served
         )
         key = PromiseKey(model, client, line.patience)
-        wait_s = wait.seconds + self._starts.expected_wait_s(client)
+        wait_s = wait.seconds
+        if self._starts.waiting:
+            wait_s += self._starts.expected_wait_s(client)
         limit_s = longest_wait_s(stated_s, self._max_wait_s)
         now = time.monotonic()
         admitted_s = limit_s / 2 if self._promises.outstanding(key, now) else limit_s
         if wait_s <= admitted_s or served[0].queue.draining:
-            self._starts.admit(request, line, tokens)
             return None
         if not is_first_try(request.headers) and self._promises.redeem(key, now):
             request.is_returning = True
-            self._starts.admit(request, line, tokens)
             return None
+        request.unstarted = None
         after_s = self._promises.promise(key, now, wait_s - admitted_s, wait.per_request_s)
         request.model, request.error = model, Overloaded.__name__
         request.rejection = Rejection.WAIT
         self._recorder.add(request, 429)
-        message = (
-            too_long(round(wait_s, 1), limit_s)
-            if wait_s > limit_s
-            else "requests that were refused before go first"
-        )
-        answer = self._answer(route, message, math.ceil(after_s))
+        told_s = round(wait_s, 1) if wait_s > limit_s else 0.0
+        answer = self._answer(route, told_s, limit_s, math.ceil(after_s))
         headers = b"\r\nretry-after-ms: %d\r\nx-request-id: %s\r\n\r\n"
         filled = headers % (math.ceil(after_s * 1000), request.identity)
         return answer.replace(b"\r\n\r\n", filled, 1)
-
-
-# ---- paths ---------------------------------------------------------------------------------------
-
-
-def sent_path(target: bytes) -> str:
-    """Return the path of a request as it was sent.
-
-    Args:
-        target: the target of the request line, for example ``/embed?x`` or ``http://host/embed``.
-
-    Raises:
-        httptools.HttpParserError: the target is no URL.
-    """
-    path: bytes = httptools.parse_url(target).path
-    return path.decode("ascii")
 
 
 class Paths:
@@ -244,15 +205,14 @@ class Paths:
 
     def __init__(self, routes: Iterable[str]) -> None:
         self._routes = frozenset(routes)
-        self._patterns = {route: _pattern(route) for route in self._routes if "{" in route}
+        self._patterns = {
+            route: re.compile("[^/]+".join(map(re.escape, re.split(r"\{.*?\}", route))))
+            for route in self._routes
+            if "{" in route
+        }
 
     def route(self, path: str) -> str | None:
         """Return the route of a path; None if there is none."""
         if path in self._routes:
             return path
         return next((route for route, p in self._patterns.items() if p.fullmatch(path)), None)
-
-
-def _pattern(route: str) -> re.Pattern[str]:
-    parts = re.split(r"\{.*?\}", route)
-    return re.compile("[^/]+".join(map(re.escape, parts)))

@@ -1,4 +1,4 @@
-"""Parses JSON within limits, and in pieces, so that no body keeps the interpreter for long.
+"""Parses JSON bodies within limits, and in pieces, so that no body holds up the other threads.
 
 A parser in C holds Python's global interpreter lock until it returns, so all other threads, the
 event loop included, wait meanwhile. A large body is therefore divided at commas, and the parser
@@ -7,14 +7,18 @@ gets one piece after another. A scan in front of the parser counts what the body
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
+from pydantic import BaseModel, ValidationError
 
-from cloze.service.abandonment import check_awaited
-from cloze.service.core import MalformedRequest, RequestTooLarge
+from cloze.service.abandonment import check_awaited, run_on_thread
+from cloze.service.core import InvalidRequest, Location, MalformedRequest, RequestTooLarge
+
+B = TypeVar("B", bound=BaseModel)
+T = TypeVar("T")
 
 PIECE_BYTES = 65_536
 """Bytes of a piece. Shorter bodies are parsed at once, and stay below all limits."""
@@ -28,6 +32,19 @@ _MAX_NUMBER = 1024
 _LONG_NUMBER = re.compile(rb"[-+.0-9eE]{%d}" % (_MAX_NUMBER + 1))
 _BRACKET = re.compile(rb"[][{}]")
 _NOT_JSON = "the body is not JSON"
+
+_LONGEST_NAME = 80
+"""Most characters of a field's name in errors."""
+
+_BODY = Location()
+
+_JSON_MESSAGES = {
+    "dict_type": "Input should be an object",
+    "list_type": "Input should be a valid array",
+    "model_type": "Input should be an object",
+    "tuple_type": "Input should be a valid array",
+}
+"""Errors in the terms of JSON, where pydantic's message has those of Python."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +66,68 @@ class BodyLimits:
         """Return limits that admit every request within the limits of texts and tokens.
 
         A text may be one of several in an object, and each token may be a number.
-
-        Args:
-            max_bytes: most bytes per body.
-            max_texts: most texts per request.
-            max_tokens: most tokens per request.
         """
         max_parts = max(16 * max_texts, PIECE_BYTES // 2)
         return cls(max_bytes, max_parts, max_tokens + max_parts)
+
+
+async def run_anywhere(size: int, function: Callable[..., T], *arguments: object) -> T:
+    """Return the result of a function; it runs on a thread if the body has many bytes."""
+    if size <= PIECE_BYTES:
+        return function(*arguments)
+    return await run_on_thread(function, *arguments)
+
+
+def parse(model: type[B], data: bytes, limits: BodyLimits) -> B:
+    """Parse a JSON body.
+
+    Raises:
+        MalformedRequest: the body is not JSON.
+        RequestTooLarge: the body has too many values.
+        InvalidRequest: the JSON does not have the shape of the model.
+    """
+    return validate(model, load(data, limits))
+
+
+def validate(model: type[B], value: Any, at: Location = _BODY) -> B:
+    """Return a JSON value, which is at a place in the body, as a model.
+
+    Raises:
+        InvalidRequest: the value does not have the shape of the model.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False, include_input=False)
+        raise InvalidRequest(_describe(problems, value, at)) from None
+
+
+def _describe(problems: Sequence[Any], value: Any, at: Location) -> str:
+    """Return the message for validation errors, without the values that the client sent.
+
+    If a field accepts several types, the message lists up to four errors of the first field.
+    """
+    lines: dict[str, None] = {}
+    for problem in problems:
+        if problem["loc"][:1] == problems[0]["loc"][:1]:
+            place = at.below(*_place(problem, value))
+            shown = ".".join(str(part)[:_LONGEST_NAME] for part in place) or "the body"
+            lines[f"{shown}: {_JSON_MESSAGES.get(problem['type'], problem['msg'])}"] = None
+    return "; ".join(list(lines)[:4])
+
+
+def _place(problem: Any, value: Any) -> list[str | int]:
+    """Return the place of a validation error in a value.
+
+    pydantic's places also name the members of unions, which the value does not have.
+    """
+    place: list[str | int] = []
+    for part in problem["loc"]:
+        fields = range(len(value)) if isinstance(value, list) else value
+        if isinstance(fields, dict | range) and part in fields:
+            value = value[part]
+            place.append(part)
+    return [*place, problem["loc"][-1]] if problem["type"] == "missing" else place
 
 
 def load(data: bytes, limits: BodyLimits, piece_bytes: int = PIECE_BYTES) -> Any:
@@ -65,7 +136,7 @@ def load(data: bytes, limits: BodyLimits, piece_bytes: int = PIECE_BYTES) -> Any
     Args:
         data: the body.
         limits: the limits of bodies above ``piece_bytes``.
-        piece_bytes: bytes of a piece, at least 2.
+        piece_bytes: at least 2.
 
     Raises:
         MalformedRequest: the body is not JSON.
@@ -74,8 +145,27 @@ def load(data: bytes, limits: BodyLimits, piece_bytes: int = PIECE_BYTES) -> Any
     """
     if not data.strip():
         raise MalformedRequest("the body is empty; send a JSON object")
-    if len(data) <= piece_bytes:
-        return _parse(data, 0)
+    if len(data) > piece_bytes:
+        return _load_pieces(data, limits, piece_bytes)
+    try:
+        return orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise _malformed(error, 0) from None
+
+
+def _malformed(error: orjson.JSONDecodeError, start: int) -> MalformedRequest:
+    """Return the error of a part of the body that begins at the byte ``start``."""
+    surrogate = "; \\ud800 to \\udfff, surrogates, must come in pairs"
+    hint = surrogate if "surrogate" in error.msg else ""
+    place = start + len(error.doc[: error.pos].encode())
+    problem = error.msg.partition(": line")[0]
+    return MalformedRequest(f"{_NOT_JSON}: {problem} at byte {place}{hint}")
+
+
+# ---- large bodies --------------------------------------------------------------------------------
+
+
+def _load_pieces(data: bytes, limits: BodyLimits, piece_bytes: int) -> Any:
     document = _Document()
     start = 0
     for masked in _masked_pieces(data, limits, piece_bytes):
@@ -83,19 +173,6 @@ def load(data: bytes, limits: BodyLimits, piece_bytes: int = PIECE_BYTES) -> Any
         document.read(data[start : start + len(masked)], masked, start)
         start += len(masked)
     return document.value()
-
-
-def _parse(text: bytes, start: int) -> Any:
-    """Return the value of JSON, or raise with its place in the body, of which it is a part."""
-    try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        surrogate = "; \\ud800 to \\udfff, surrogates, must come in pairs"
-        hint = surrogate if "surrogate" in error.msg else ""
-        place = start + len(error.doc[: error.pos].encode())
-        raise MalformedRequest(
-            f"{_NOT_JSON}: {error.msg.partition(': line')[0]} at byte {place}{hint}"
-        ) from None
 
 
 def _masked_pieces(data: bytes, limits: BodyLimits, size: int) -> Iterator[bytes]:
@@ -130,13 +207,9 @@ def _masked_pieces(data: bytes, limits: BodyLimits, size: int) -> Iterator[bytes
 
 
 def _mask(chunk: bytes, *, in_string: bool) -> bytes:
-    """Return JSON with ``_`` for each byte inside a string.
+    """Return JSON, which may begin in a string, with ``_`` for each byte inside a string.
 
     The result lacks the last byte if that is a backslash, whose character is in the next chunk.
-
-    Args:
-        chunk: at least one byte.
-        in_string: whether the chunk begins inside a string.
     """
     chunk = chunk.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     if chunk.endswith(b"\\") and len(chunk) > 1:
@@ -148,7 +221,7 @@ def _mask(chunk: bytes, *, in_string: bool) -> bytes:
 
 
 class _Document:
-    """A JSON document that is read in pieces.
+    """A JSON document that is read in pieces. Errors are `MalformedRequest`.
 
     A list or an object that is not within one piece is *open*: its elements are parsed in several
     parts. In each part, a placeholder stands for an open child, and for what the parts before had.
@@ -161,11 +234,7 @@ class _Document:
         self._name = secrets.token_hex(8)  # no client can guess it
 
     def value(self) -> Any:
-        """Return the value of the document, all of which has been read.
-
-        Raises:
-            MalformedRequest: the document is cut, or more than one value.
-        """
+        """Return the value of the document, all of which has been read."""
         if len(self._open) > 1:
             raise MalformedRequest(f"{_NOT_JSON}: unexpected end of data")
         if len(self._root) != 1:
@@ -173,16 +242,7 @@ class _Document:
         return self._root[0]
 
     def read(self, piece: bytes, masked: bytes, start: int) -> None:
-        """Read the next piece.
-
-        Args:
-            piece: the piece.
-            masked: the piece with masked strings.
-            start: first byte of the piece in the document, for errors.
-
-        Raises:
-            MalformedRequest: the piece is no part of a JSON document.
-        """
+        """Read the next piece; it begins at the byte ``start``, and ``masked`` has no strings."""
         first = 0
         for place in _unmatched_brackets(masked):
             text, is_list = piece[first:place], masked[place] in b"[]"
@@ -219,7 +279,7 @@ class _Document:
         if isinstance(parent, list):
             before = b"[" if self._is_empty else b"[null"
             after = b"]" if child is None else b"null]"
-            elements = _parse(before + text + after, start - len(before))
+            elements = self._parsed(before, text, after, start)
             parent += elements if self._is_empty else elements[1:]
             if child is not None:
                 parent[-1] = child
@@ -227,12 +287,19 @@ class _Document:
             quoted = b'"%s"' % name.encode()
             before = b"{" if self._is_empty else b"{%s:null" % quoted
             after = b"}" if child is None else quoted + b"}"
-            members = _parse(before + text + after, start - len(before))
+            members = self._parsed(before, text, after, start)
             members.pop(name, None)
             if child is not None:
                 members[next(key for key in members if members[key] == name)] = child
             parent |= members
         self._is_empty = False
+
+    @staticmethod
+    def _parsed(before: bytes, text: bytes, after: bytes, start: int) -> Any:
+        try:
+            return orjson.loads(before + text + after)
+        except orjson.JSONDecodeError as error:
+            raise _malformed(error, start - len(before)) from None
 
 
 def _unmatched_brackets(masked: bytes) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cloze.service.core import Forbidden, Overloaded, Rejection, StartupError, Unauthorized
+from cloze.service.core import Overloaded, Rejection, StartupError
 
 log = logging.getLogger("cloze")
 
@@ -51,16 +51,7 @@ class KeyEntry(BaseModel):
 
 
 class Key:
-    """A key of the file, with the requests that it may still send.
-
-    Args:
-        name: name of the key.
-        entry: its description.
-
-    Attributes:
-        name: name of the key.
-        entry: its description.
-    """
+    """A key of the file, with the requests that it may still send."""
 
     def __init__(self, name: str, entry: KeyEntry) -> None:
         self.name, self.entry = name, entry
@@ -68,10 +59,7 @@ class Key:
         self._counted: float | None = None
 
     def count(self, now: float) -> None:
-        """Count a request (token bucket of a minute's size).
-
-        Args:
-            now: `time.monotonic` time of the request.
+        """Count a request at a `time.monotonic` time (token bucket of a minute's size).
 
         Raises:
             Overloaded: the key has sent too many requests.
@@ -92,8 +80,9 @@ class Key:
 class Keys:
     """The keys of a file.
 
-    Args:
-        path: the file.
+    Attributes:
+        is_readable: whether the file could be read when it was last looked at; if not, the old keys
+            stay.
 
     Raises:
         StartupError: the file cannot be read, or is malformed.
@@ -101,6 +90,7 @@ class Keys:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.is_readable = True
         self._changed, self._keys = _read(path)
         self._looked = time.monotonic()
         if not self._keys:
@@ -115,11 +105,8 @@ class Keys:
             return None
         self._look()
         digest = hashlib.sha256(authorization[len(_BEARER) :].strip()).hexdigest()
-        found = None
-        for key in self._keys:
-            if hmac.compare_digest(key.entry.sha256, digest):
-                found = key
-        return found
+        same = [key for key in self._keys if hmac.compare_digest(key.entry.sha256, digest)]
+        return same[-1] if same else None
 
     def reload(self) -> None:
         """Read the file again; a file without keys allows nobody.
@@ -143,33 +130,17 @@ class Keys:
             return
         self._looked = now
         try:
-            if self._path.stat().st_mtime_ns != self._changed:
+            changed = self._path.stat().st_mtime_ns
+            if changed != self._changed or not os.access(self._path, os.R_OK):
                 self.reload()
+            self.is_readable = True
         except (OSError, StartupError) as error:
+            self.is_readable = False
             log.error("the old keys stay: %s", error)
 
 
-def check_key(key: Key | None, needed: Permission) -> None:
-    """Raise unless a key allows a request, and count the request.
-
-    Raises:
-        Unauthorized: there is no key.
-        Forbidden: the key lacks the scope.
-        Overloaded: the key has sent too many requests.
-    """
-    if key is None:
-        raise Unauthorized("send a key of this server: Authorization: Bearer KEY")
-    if needed not in key.entry.scopes:
-        raise Forbidden(f"the key {key.name} lacks the scope {needed}")
-    key.count(time.monotonic())
-
-
 def _read(path: Path) -> tuple[int, list[Key]]:
-    """Return the time of a file's last change in ns, and its keys.
-
-    Raises:
-        StartupError: the file cannot be read, or is malformed.
-    """
+    """Return the time of a file's last change in ns, and its keys, or raise `StartupError`."""
     try:
         with path.open() as file:
             described = os.fstat(file.fileno())

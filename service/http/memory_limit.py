@@ -12,7 +12,7 @@ moving faster, as with Apache's mod_reqtimeout.
 
 import asyncio
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from cloze.service.core import Overloaded, Rejection
@@ -52,15 +52,16 @@ class _Waiter:
     has_grown: bool = False
 
 
+def _size(waiter: _Waiter) -> int:
+    return waiter.hold.size
+
+
+@dataclass(slots=True)
 class _Line:
     """The holds of one client that wait: those that hold a part already, and the others."""
 
-    def __init__(self) -> None:
-        self.growing: dict[_Waiter, None] = {}  # few, since each has more than `SMALL_BYTES`
-        self.beginning: dict[_Waiter, None] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self.growing or self.beginning)
+    growing: dict[_Waiter, None] = field(default_factory=dict)  # few: each has `SMALL_BYTES`
+    beginning: dict[_Waiter, None] = field(default_factory=dict)
 
     def place(self, waiter: _Waiter) -> dict[_Waiter, None]:
         """Return where a hold waits."""
@@ -69,19 +70,7 @@ class _Line:
     @property
     def first(self) -> _Waiter:
         """The hold that is nearest to its end, else the one that has waited for longest."""
-        if self.growing:
-            return max(self.growing, key=lambda waiter: waiter.hold.size)
-        return next(iter(self.beginning))
-
-    @property
-    def last(self) -> _Waiter:
-        """The growing hold that loses least if it is refused."""
-        return min(reversed(self.growing), key=lambda waiter: waiter.hold.size)
-
-    @property
-    def stuck_bytes(self) -> int:
-        """The bytes that are released only if a hold of the line gets what it waits for."""
-        return sum(waiter.hold.size for waiter in self.growing)
+        return max(self.growing, key=_size, default=None) or next(iter(self.beginning))
 
 
 class MemoryLimit:
@@ -116,7 +105,19 @@ class MemoryLimit:
         waiter = _Waiter(hold, more, asyncio.get_running_loop().create_future())
         self._lines.setdefault(hold.client, _Line()).place(waiter)[waiter] = None
         self._wake()
-        await self._wait(waiter)
+        try:
+            async with asyncio.timeout(self._max_wait_s or None):
+                await waiter.decided
+        except (TimeoutError, asyncio.CancelledError) as error:
+            line = self._lines.get(hold.client)
+            if waiter.has_grown:
+                self.shrink(hold, hold.size - waiter.more)
+            elif line is not None and waiter in line.place(waiter):
+                self._leave(waiter)
+                self._wake()
+            if isinstance(error, TimeoutError):
+                raise self._refusal(waiter) from None
+            raise
 
     def grow_now(self, hold: Hold, size: int) -> None:
         """Let a hold have ``size`` bytes even if there is no room."""
@@ -157,37 +158,16 @@ class MemoryLimit:
     def _leave(self, waiter: _Waiter) -> None:
         line = self._lines[waiter.hold.client]
         del line.place(waiter)[waiter]
-        if not line:
+        if not line.growing and not line.beginning:
             del self._lines[waiter.hold.client]
-
-    async def _wait(self, waiter: _Waiter) -> None:
-        """Wait in line until a hold has grown."""
-        try:
-            async with asyncio.timeout(self._max_wait_s or None):
-                await waiter.decided
-        except (TimeoutError, asyncio.CancelledError) as error:
-            line = self._lines.get(waiter.hold.client)
-            if waiter.has_grown:
-                self.shrink(waiter.hold, waiter.hold.size - waiter.more)
-            elif line is not None and waiter in line.place(waiter):
-                self._leave(waiter)
-                self._wake()
-            if isinstance(error, TimeoutError):
-                raise self._refusal(waiter) from None
-            raise
 
     def _refusal(self, waiter: _Waiter) -> Overloaded:
         own, more = self._by_client[waiter.hold.client], waiter.more
+        whose, held, limit = "all clients", self._held, f"the limit of {self._most}"
         if own + more > self._share:
-            message = (
-                f"the {self._what} of this client hold {own} bytes; with {more} more they would "
-                f"pass its share of {self._share}"
-            )
-        else:
-            message = (
-                f"the {self._what} of all clients hold {self._held} bytes; with {more} more they "
-                f"would pass the limit of {self._most}"
-            )
+            whose, held, limit = "this client", own, f"its share of {self._share}"
+        holding = f"the {self._what} of {whose} hold {held} bytes"
+        message = f"{holding}; with {more} more they would pass {limit}"
         return Overloaded(message, 1, Rejection.MEMORY)
 
     def _wake(self) -> None:
@@ -210,9 +190,10 @@ class MemoryLimit:
         Args:
             fitting: the firsts of lines for which the whole memory, not a share, has no room.
         """
-        stuck = {client: line.stuck_bytes for client, line in self._lines.items()}
+        # Bytes that are released only if a hold of the line gets what it waits for.
+        stuck = {client: sum(map(_size, line.growing)) for client, line in self._lines.items()}
         if fitting and sum(stuck.values()) == self._held:
-            client = max(stuck, key=lambda client: stuck[client])
+            client = max(stuck, key=stuck.__getitem__)
         else:
             waiting_for_all = {waiter.hold.client for waiter in fitting}
             for client, size in stuck.items():
@@ -220,7 +201,7 @@ class MemoryLimit:
                     break
             else:
                 return
-        waiter = self._lines[client].last
+        waiter = min(reversed(self._lines[client].growing), key=_size)  # it loses least
         self._leave(waiter)
         if not waiter.decided.done():
             waiter.decided.set_exception(self._refusal(waiter))
@@ -235,19 +216,15 @@ class Transfer(Protocol):
     @property
     def holder(self) -> str | None:
         """The client whose memory the transfer holds; None: it holds none."""
-        ...
 
     def moved_bytes(self) -> int | None:
         """Return the bytes since the last call; None: the transfer waits for this server."""
-        ...
 
     def slowed(self) -> None:
         """Note that the transfer is slower than `HURRIED_RATE`."""
-        ...
 
     def end_slow(self) -> None:
         """End the transfer, which is too slow."""
-        ...
 
 
 @dataclass(slots=True)
@@ -259,11 +236,7 @@ class _Grace:
 
 
 class Pace:
-    """The transfers of one process that take longer than a moment.
-
-    Args:
-        memory: the memory that the transfers hold.
-    """
+    """The transfers of one process that take longer than a moment, and hold a memory."""
 
     def __init__(self, memory: MemoryLimit) -> None:
         self._memory = memory
@@ -303,59 +276,44 @@ class Pace:
 
 
 class Reader(Protocol):
-    """A connection whose client reads an answer."""
+    """A connection whose client reads answers."""
+
+    address: str
 
     def unread_bytes(self) -> int:
-        """Return how many bytes of answers wait in this process."""
-        ...
+        """Return the bytes of answers that wait in this process."""
 
     def unsent_bytes(self) -> int:
-        """Return how many bytes of answers wait in this process and in the kernel."""
-        ...
+        """Return the bytes of answers that wait in this process and in the kernel."""
 
     def end(self, reason: str) -> None:
         """Close the connection."""
-        ...
 
 
+@dataclass(slots=True, eq=False)
 class _Unread:
-    """The answers that a connection has still to read.
+    """The answers that a connection has still to read; its holder is the client of the first."""
 
-    Args:
-        reader: the connection.
-        holder: the client of its first answer.
-    """
-
-    def __init__(self, reader: Reader, holder: str) -> None:
-        self.holder = holder
-        self.holds: list[Hold] = []
-        self._reader = reader
-        self._left = 0
-
-    def add(self, hold: Hold) -> None:
-        """Note that a further answer waits for the client."""
-        self.holds.append(hold)
-        self._left = self._reader.unsent_bytes()
+    reader: Reader
+    holder: str
+    holds: list[Hold] = field(default_factory=list)
+    left: int = 0
 
     def moved_bytes(self) -> int:
         """Return the bytes that the client has read since the last call; see `Transfer`."""
-        before, self._left = self._left, self._reader.unsent_bytes()
-        return max(0, before - self._left)
+        before, self.left = self.left, self.reader.unsent_bytes()
+        return max(0, before - self.left)
 
     def slowed(self) -> None:
         """Do nothing: an unread answer holds its bytes; see `Transfer`."""
 
     def end_slow(self) -> None:
         """Close the connection; see `Transfer`."""
-        self._reader.end("it reads its answer too slowly")
+        self.reader.end("it reads its answer too slowly")
 
 
 class UnreadAnswers:
-    """The answers of one process that are written or not yet read.
-
-    Args:
-        most: bytes of all large answers; one client has half of them at most.
-    """
+    """The answers of one process that are written or not yet read, of ``most`` bytes at most."""
 
     def __init__(self, most: int) -> None:
         self._memory = MemoryLimit("unread answers", most)
@@ -374,16 +332,7 @@ class UnreadAnswers:
         self._writers.shrink(turn)
 
     async def hold(self, client: str, size: int, *, waits: bool) -> Hold | None:
-        """Hold the bytes of an answer until `sent`.
-
-        Args:
-            client: the client that gets the answer.
-            size: the bytes.
-            waits: whether to wait for room.
-
-        Returns:
-            What the answer holds; None for a small answer.
-        """
+        """Hold the bytes of a client's answer until `sent`; None: the answer is small."""
         if size <= SMALL_BYTES:
             return None
         hold = Hold(client)
@@ -394,19 +343,15 @@ class UnreadAnswers:
         return hold
 
     def sent(self, reader: Reader | None, hold: Hold) -> None:
-        """Release the bytes of an answer when the client has read it.
-
-        Args:
-            reader: the connection; None: it is closed.
-            hold: what `hold` returned.
-        """
+        """Release the bytes of an answer when its client has read it, or has gone (None)."""
         if reader is None or not reader.unread_bytes():
             self._memory.shrink(hold)
             return
         if (unread := self._unread.get(reader)) is None:
             unread = self._unread[reader] = _Unread(reader, hold.client)
             self._pace.add(unread)
-        unread.add(hold)
+        unread.holds.append(hold)
+        unread.left = reader.unsent_bytes()
 
     def was_read(self, reader: Reader) -> None:
         """Note that a client has read its answers, or that its connection is closed."""

@@ -1,11 +1,19 @@
-"""What is noted of one request, from the end of its headers to the end of its answer."""
+"""The record of a request: who sends it, what it asks for, and whether it may be sent."""
 
+import ipaddress
+import random
+import re
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
-from cloze.service.batching.lines import LineKey
-from cloze.service.core import Rejection
-from cloze.service.http.keys import Key
+from starlette.types import Scope
+
+from cloze.service.batching.fair_queue import LineKey
+from cloze.service.core import Forbidden, InvalidRequest, Rejection, Unauthorized
+from cloze.service.http.keys import Key, Keys, Permission
 from cloze.service.http.memory_limit import Hold, Reader
 from cloze.service.logs import RequestCost
 from cloze.service.tracing import RequestTrace
@@ -13,38 +21,47 @@ from cloze.service.tracing import RequestTrace
 RECORD: Final = "cloze.record"
 """Key of an ASGI scope: the `RequestRecord` of the request."""
 
+OF_ADMIN_SOCKET: Final = "cloze.admin_socket"
+"""Key of a request's state: whether the request came through the admin socket."""
+
+TIMEOUT_HEADER: Final = b"x-request-timeout-ms"
+
+_READ_TIMEOUT_HEADER: Final = b"x-stainless-read-timeout"
+"""Seconds that the openai client waits for an answer; it sends the header with every request."""
+
+_SECONDS: Final = re.compile(rb"[0-9]{1,9}(\.[0-9]{1,9})?")
+
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
+"""Request ids that the server accepts from a client and returns in a header."""
+
+_LOOPBACK_NAMES: Final = ("localhost", "127.0.0.1", "[::1]")
+
 Headers = list[tuple[bytes, bytes]]
 """The headers of a request, with names in lower case."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RequestRecord:
-    """One request.
+    """What is noted of one request, from the end of its headers to the end of its answer.
 
     The headers say the first part, and `Callers.record` fills it. The second part is noted later.
 
     Attributes:
-        method, path: as they were sent; a path is never decoded, see `Paths`.
-        route: the route of the path; None if there is none.
-        headers: its headers.
-        length: the bytes of its body that the headers announce; None if they announce none.
-        identity: its id.
-        key: its API key; None if it has none.
+        path: as it was sent; a path is never decoded, see `Paths`.
+        length: the bytes of its body that the headers announce.
         client: the client, which has a fair share and limits: a key or an address; "" if unknown.
-        stated_s: the time limit that it states, in seconds; None if it states none.
+        stated_s: the time limit that it states, in seconds.
         limit_problem: what is wrong with the stated time limit; "" if nothing is.
         arrived: `time.monotonic` time at which its headers had arrived and its turn had come.
 
         connection: the connection that it came by; None if that is closed.
-        unstarted: its line and its estimated tokens, from `Starts.admit` to the begin of its
-            handler; None otherwise.
+        unstarted: its line and its estimated tokens, from its admission by the gate to the begin of
+            its handler.
         is_returning: whether it comes back when a refusal said so.
-        trace: its span; None if it is not traced.
         model: full name of the model; "" if none was chosen.
-        cost: the cost of its result; None if it has none.
         error: the kind of error; "" for a result.
-        rejection: why the server's own state let it fail; None if that did not.
-        hold: the memory that its answer holds; None if it holds none.
+        rejection: why the server's own state let it fail.
+        hold: the memory that its answer holds.
     """
 
     method: str
@@ -68,3 +85,193 @@ class RequestRecord:
     error: str = ""
     rejection: Rejection | None = None
     hold: Hold | None = None
+
+
+class Callers:
+    """Reads what the headers of requests say about their clients.
+
+    Args:
+        trusted_proxies: addresses and networks whose ``X-Forwarded-For`` is believed.
+        keys: the API keys; None: there are none.
+        max_timeout_s: largest time limit that a request may state.
+
+    Raises:
+        ValueError: a string is neither an address nor a network.
+    """
+
+    def __init__(
+        self,
+        trusted_proxies: Sequence[str] = (),
+        keys: Keys | None = None,
+        max_timeout_s: float = 300.0,
+    ) -> None:
+        self.keys = keys
+        self._max_timeout_s = max_timeout_s
+        self._trusted = [ipaddress.ip_network(proxy, strict=False) for proxy in trusted_proxies]
+        self._trusts = lru_cache(1024)(self._is_trusted)
+
+    def record(self, scope: Scope, route: str | None) -> RequestRecord:
+        """Return the record of a request whose headers have arrived."""
+        headers: Headers = scope["headers"]
+        first = dict(reversed(headers))  # the first value of each header
+        length = first.get(b"content-length", b"")
+        identity = first.get(b"x-request-id")
+        if identity is None or _REQUEST_ID.fullmatch(identity) is None:
+            identity = b"%016x" % random.getrandbits(64)
+        peer, key = scope.get("client"), None
+        client: str = peer[0] if peer else ""
+        if self._trusted and self._trusts(client):
+            client = self._forwarded(headers, client)
+        if self.keys is not None and (authorization := first.get(b"authorization")) is not None:
+            key = self.keys.find(authorization)
+        stated_s, limit_problem = None, ""
+        if TIMEOUT_HEADER in first or _READ_TIMEOUT_HEADER in first:
+            try:
+                stated_s = timeout_s(first, self._max_timeout_s)
+            except InvalidRequest as error:
+                limit_problem = error.problem
+        return RequestRecord(
+            method=scope["method"],
+            path=scope["path"],
+            route=route,
+            headers=headers,
+            length=int(length) if length.isdigit() and len(length) <= 20 else None,
+            identity=identity,
+            key=key,
+            client=f"key {key.name}" if key is not None else client,
+            stated_s=stated_s,
+            limit_problem=limit_problem,
+            arrived=time.monotonic(),
+        )
+
+    def _forwarded(self, headers: Headers, address: str) -> str:
+        """Return the last address of the last ``X-Forwarded-For`` that no trusted proxy has."""
+        value = dict(headers).get(b"x-forwarded-for")
+        for hop in reversed(value.decode("latin-1").split(",")) if value is not None else ():
+            address = hop.strip()[:64]
+            if not self._trusts(address):
+                break
+        return address
+
+    def _is_trusted(self, address: str) -> bool:
+        try:
+            parsed = ipaddress.ip_address(address)
+        except ValueError:
+            return False
+        return any(parsed in network for network in self._trusted)
+
+
+def timeout_s(headers: Mapping[bytes, bytes], most_s: float) -> float | None:
+    """Return the time limit that a request states, in seconds; None if it states none.
+
+    `TIMEOUT_HEADER` is for this server. Without it, `_READ_TIMEOUT_HEADER` counts, up to the
+    largest limit.
+
+    Raises:
+        InvalidRequest: the header is no whole number of milliseconds, or above the largest limit.
+    """
+    if (stated := headers.get(TIMEOUT_HEADER)) is None:
+        waits = headers.get(_READ_TIMEOUT_HEADER, b"")
+        seconds = float(waits) if _SECONDS.fullmatch(waits) else 0.0
+        return min(seconds, most_s) if seconds >= 0.001 else None
+    milliseconds = int(stated) if stated.isdigit() and len(stated) < 16 else 0
+    if not 1 <= milliseconds <= most_s * 1000:
+        raise InvalidRequest(
+            f"x-request-timeout-ms: a whole number from 1 to {most_s * 1000:.0f}, "
+            f"got {ascii(stated.decode('latin-1'))[:40]}"
+        )
+    return milliseconds / 1000
+
+
+def is_first_try(headers: Headers) -> bool:
+    """Return whether the client says that it sends a request for the first time.
+
+    The openai client counts its retries in a header. Other clients say nothing.
+    """
+    return (b"x-stainless-retry-count", b"0") in headers
+
+
+# ---- access --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Refuses requests without a key, and requests for another host.
+
+    Attributes:
+        needs_keys: whether the server has API keys; otherwise everybody may send requests.
+        open_routes: paths whose GET needs no key: probes, and pages without data.
+        permissions: (prefix of a path, what a key must allow); other paths need
+            `Permission.INFERENCE`.
+        hosts: names in the Host header that are accepted; empty: any. A page of another site cannot
+            send requests to a server on loopback by a name of its own (DNS rebinding).
+        by_address: paths that are also answered to a Host header with any IP address, which no page
+            has as its name: a kubelet and a Prometheus ask a pod by its address.
+    """
+
+    needs_keys: bool
+    open_routes: frozenset[str]
+    permissions: Sequence[tuple[str, Permission]]
+    hosts: frozenset[bytes]
+    by_address: frozenset[str] = frozenset()
+
+    def check(self, request: RequestRecord) -> None:
+        """Raise unless a request may go on, and count it for its key.
+
+        Raises:
+            ServiceError: the host, the key, its permission or its rate is wrong.
+        """
+        for name, value in request.headers if self.hosts else ():
+            if name != b"host" or is_accepted(value, self.hosts):
+                continue
+            if not (request.path in self.by_address and is_address(value)):
+                raise Forbidden(
+                    f"the Host header {ascii(value.decode('latin-1'))[:80]} is not of this "
+                    "server; name it in allowed_hosts"
+                )
+        key, path = request.key, request.path
+        is_open = request.method in ("GET", "HEAD") and path in self.open_routes
+        if is_open or not self.needs_keys:
+            return
+        fitting = (needed for begin, needed in self.permissions if path.startswith(begin))
+        needed = next(fitting, Permission.INFERENCE)
+        if key is None:
+            raise Unauthorized("send a key of this server: Authorization: Bearer KEY")
+        if needed not in key.entry.scopes:
+            raise Forbidden(f"the key {key.name} lacks the scope {needed}")
+        key.count(time.monotonic())
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address to listen on is reached from this machine only."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def accepted_hosts(host: str, allowed: Sequence[str]) -> frozenset[bytes]:
+    """Return the names that the Host header may have, for an address to listen on; empty: any."""
+    if not allowed and not is_loopback(host):
+        return frozenset()
+    own = f"[{host}]" if ":" in host else host
+    return frozenset(name.lower().encode() for name in (*_LOOPBACK_NAMES, *(allowed or [own])))
+
+
+def is_accepted(value: bytes, hosts: frozenset[bytes]) -> bool:
+    """Return whether the value of a Host header names one of the hosts, with or without a port."""
+    name = value.strip().lower()
+    if name.startswith(b"["):
+        return name.partition(b"]")[0] + b"]" in hosts
+    return name.partition(b":")[0] in hosts
+
+
+def is_address(value: bytes) -> bool:
+    """Return whether the value of a Host header is an IP address, with or without a port."""
+    name = value.strip().decode("latin-1")
+    host = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,19 +1,21 @@
-"""A route: its path, its handler and its documentation; the way to the handlers of POST routes."""
+"""Routes, and how their requests are answered and recorded."""
 
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloze.service.core import ServiceError
-from cloze.service.http.access import Access
-from cloze.service.http.gate import GateModel
-from cloze.service.http.record import RECORD
-from cloze.service.http.recorder import Respond
+from cloze.service.core import Queue, ServiceError
+from cloze.service.http.memory_limit import UnreadAnswers
+from cloze.service.http.record import RECORD, Access, RequestRecord
+from cloze.service.logs import AccessLog, AccessRecord
+from cloze.service.metrics import Metrics
+from cloze.service.tracing import Tracing
 
 JSON = "application/json"
 RAW = "application/octet-stream"
@@ -21,16 +23,20 @@ NPY = "application/x-npy"
 TEXT = "text/plain"
 HTML = "text/html"
 
+OTHER_ROUTE = "other"
+"""Metric label of requests to unknown routes, so that the number of labels is bounded."""
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+Respond = Callable[[Request, Exception], Awaitable[Response]]
+"""(request, error) -> the response to the error."""
+
 
 class BytesResponse(Response):
     """A response with a body of bytes.
 
-    Starlette encodes each header of each response; here the headers are bytes already.
-
-    Args:
-        body: the body.
-        media_type: the value of ``content-type``.
-        headers: further headers, with names in lower case.
+    Starlette encodes each header of each response. Here the headers are bytes already, with names
+    in lower case.
     """
 
     def __init__(
@@ -46,7 +52,11 @@ class BytesResponse(Response):
         ]
 
 
-Handler = Callable[[Request], Awaitable[Response]]
+class GateModel(NamedTuple):
+    """A served model of a route, by its full name."""
+
+    reference: str
+    queue: Queue
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,6 @@ class RouteDoc:
     """The documentation of a route in OpenAPI.
 
     Attributes:
-        summary: one line.
         tag: the group of the route in the documentation.
         result: the type of the response's JSON; None if the response has no JSON.
         error_body: the type of an error's JSON.
@@ -81,10 +90,6 @@ class Route:
     """A path of the HTTP interface with its handler.
 
     Attributes:
-        method: HTTP method.
-        path: the path, which begins with ``/``.
-        handler: returns the response to a request.
-        doc: the documentation of the route.
         models: the served models that may answer, the default first. Their gate refuses requests
             of the route while the server is full. None: the route is for operators.
     """
@@ -104,7 +109,6 @@ class DirectRoutes:
     Args:
         router: answers all other requests.
         handlers: the handlers of POST routes by path.
-        access: decides who may send a request.
         respond: returns the response to a `ServiceError` of a handler.
     """
 
@@ -127,3 +131,76 @@ class DirectRoutes:
         except ServiceError as error:
             response = await self._respond(request, error)
         await response(scope, receive, send)
+
+
+class Recorder:
+    """Records the requests of one process: their metrics, their spans and their log lines.
+
+    Args:
+        tracing: makes the spans of requests; None: there are none.
+        respond: returns the response to an error that nothing else has handled.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        access_log: AccessLog,
+        tracing: Tracing | None,
+        answers: UnreadAnswers,
+        respond: Respond,
+    ) -> None:
+        self._metrics, self._access_log, self._tracing = metrics, access_log, tracing
+        self._answers, self._respond = answers, respond
+
+    async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let an application answer a request, add its id and its model, and record the answer."""
+        record: RequestRecord = scope[RECORD]
+        status = 0
+        if self._tracing is not None:
+            record.trace = self._tracing.begin(
+                record.method, record.path, record.headers, record.arrived
+            )
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", record.identity)]
+                if record.model:
+                    message["headers"].append((b"x-model", record.model.encode("ascii")))
+            await send(message)
+
+        self._metrics.in_flight += 1
+        try:
+            await app(scope, receive, send_with_id)
+        except Exception as error:
+            # Starlette's own handler is outside of this one, so its answer would have no id.
+            response = await self._respond(Request(scope), error)
+            if not status:
+                await response(scope, receive, send_with_id)
+            raise  # so that uvicorn logs the traceback
+        finally:
+            self._metrics.in_flight -= 1
+            if record.hold is not None:
+                self._answers.sent(record.connection, record.hold)
+                record.hold = None
+            self.add(record, status or 500)
+
+    def add(self, record: RequestRecord, status: int) -> None:
+        """Record a request that is answered with a status."""
+        answered = AccessRecord(
+            time.time(),
+            record.identity.decode("ascii"),
+            record.method,
+            record.route or OTHER_ROUTE,
+            record.model,
+            status,
+            time.monotonic() - record.arrived,
+            record.cost,
+            record.error,
+            record.rejection,
+        )
+        self._metrics.observe_request(answered)
+        if record.trace is not None:
+            record.trace.end(answered)
+        self._access_log.add(answered)

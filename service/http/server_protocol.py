@@ -13,22 +13,23 @@ import termios
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, cast
 
+import httptools
 import orjson
 from starlette.types import Scope
 
 from cloze.service.http.acceptor import ConnectionTable
-from cloze.service.http.gate import Starts, sent_path
+from cloze.service.http.gate import Starts
 from cloze.service.http.memory_limit import UnreadAnswers
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.uvicorn_internals import (
     ASGI3Application,
     FlowControl,
     HttpToolsProtocol,
-    OneWrite,
     RequestResponseCycle,
 )
 
@@ -46,6 +47,9 @@ uvloop passes up to 256,000 bytes at once: 40,000 chunks of a body, or 14,000 re
 _DRAIN_BODY_S = 5.0
 """Longest time in which the rest of a body arrives after SIGTERM."""
 
+_LARGE: Final = 65_536
+"""A body of more bytes is not copied behind its head."""
+
 
 class State(Enum):
     """What a connection waits for. The value says why it ends if that takes too long.
@@ -60,12 +64,45 @@ class State(Enum):
     DISCARDING = "the body of its refused request did not arrive in time"
 
 
-class _Flow(FlowControl):
-    """Flow control that resumes only when the requests of a pipeline have been started.
+@dataclass(slots=True, eq=False)
+class OneWrite:
+    """The transport of one request; it holds the head of its answer until the body follows.
 
-    Args:
-        connection: the connection.
+    uvicorn writes them one after the other: two system calls and two packets for each small answer.
+    A process that was killed between them left half an answer, which a balancer cannot send again
+    to another replica. Not for HEAD: no body follows.
     """
+
+    transport: asyncio.Transport
+    head: bytes | None = None  # None: not written yet; empty: written
+
+    def write(self, data: bytes) -> None:
+        """Hold the head, or write a part of the body; see `asyncio.WriteTransport`."""
+        if self.head is None and not data.startswith(b"HTTP/1.1 100 "):
+            self.head = data
+            return
+        if self.head:
+            if len(data) <= _LARGE:
+                data = self.head + data
+            else:
+                self.transport.write(self.head)
+            self.head = b""
+        self.transport.write(data)
+
+    def is_closing(self) -> bool:
+        """Whether the connection is closed; see `asyncio.BaseTransport`."""
+        return self.transport.is_closing()
+
+    def close(self) -> None:
+        """Write a held head and close the connection; see `asyncio.BaseTransport`."""
+        if self.head:
+            self.transport.write(self.head)
+            self.head = b""
+        self.transport.close()
+
+
+class _Flow(FlowControl):
+    """Flow control that resumes only when the requests of a pipeline have been started."""
 
     def __init__(self, connection: "ServerProtocol") -> None:
         super().__init__(connection.transport)
@@ -75,40 +112,36 @@ class _Flow(FlowControl):
         """Parse what was received meanwhile, and then read on."""
         if self.read_paused and not self._connection.pipeline:
             self.read_paused = False
-            self._connection.parse_soon()
+            self._connection.loop.call_soon(self._connection.parse)
 
 
 class ServerProtocol(HttpToolsProtocol):
     """One connection; see the module.
 
     Args:
-        make_record: returns the record of a request whose turn has come.
-        refusal: returns the response that refuses a request, or None; see `Gate.refusal`.
-        table: the open connections of this process.
-        answers: the unread answers of this process.
-        starts: the requests of this process that have not started.
+        admit: makes the record of a request whose turn has come; returns the response that refuses
+            the request, or None.
         arguments: those of uvicorn's protocol.
     """
 
     def __init__(
         self,
         *,
-        make_record: Callable[[Scope], RequestRecord],
-        refusal: Callable[[RequestRecord], bytes | None],
+        admit: Callable[[Scope], bytes | None],
         table: ConnectionTable,
         answers: UnreadAnswers,
         starts: Starts,
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
-        self._make_record, self._refusal = make_record, refusal
-        self._table = table
+        self._admit, self._table = admit, table
         self._answers, self._starts = answers, starts
+        self._record: RequestRecord | None = None  # of the last request that has started
         self._unparsed = b""
         self._header_bytes = 0
         self._progress = False  # whether received bytes have caused a parser event
         self._state = State.IDLE
-        self._deadline = math.inf  # `loop.time` at which the connection ends by its state
+        self._since = 0.0  # `loop.time` at which the state began
         self._timer: asyncio.TimerHandle | None = None
         self.address = ""
 
@@ -134,8 +167,8 @@ class ServerProtocol(HttpToolsProtocol):
         self._stop_timer()
         self._table.closed(self)
         self._answers.was_read(self)
-        if self.scope is not None and (record := cast(Scope, self.scope).get(RECORD)) is not None:
-            record.connection = None  # else a cycle
+        if self._record is not None:
+            self._record.connection = None  # else a cycle
         super().connection_lost(exc)
 
     def end(self, reason: str) -> None:
@@ -167,34 +200,31 @@ class ServerProtocol(HttpToolsProtocol):
         self._answers.was_read(self)
 
     def _enter(self, state: State) -> None:
-        """Enter a state, and set the time at which the connection ends if the state lasts."""
-        self._state, table = state, self._table
-        seconds = table.limits.header_timeout_s
+        """Enter a state, from which its time begins."""
+        self._state, self._since = state, self.loop.time()
         if state is State.IDLE:
-            table.idle[self] = None
-            seconds = table.limits.idle_timeout_s
+            self._table.idle[self] = None
         elif state is not State.HEADERS:
-            table.idle.pop(self, None)
-            if state is State.RUNNING:
-                seconds = math.inf
-            elif state is State.DRAINING:
-                seconds = _DRAIN_BODY_S
-        self._deadline = self.loop.time() + seconds
+            self._table.idle.pop(self, None)
 
     def _check_time(self) -> None:
-        """End the connection if its time is over, else look again.
+        """End the connection if its state has lasted for too long, else look again.
 
         A timer per wait would cost more than the other work of a refusal. This one runs at least
         as often as the shortest wait, so that no end is late.
         """
-        left_s = self._deadline - self.loop.time()
-        if left_s <= 0 and self._answers.is_reading(self):
-            left_s = self._table.limits.idle_timeout_s  # it is not idle
-            self._deadline = self.loop.time() + left_s
-        elif left_s <= 0:
-            self.end(self._state.value)
-            return
-        seconds = min(left_s, self._table.limits.header_timeout_s, _DRAIN_BODY_S)
+        limits, now = self._table.limits, self.loop.time()
+        longest_s = {
+            State.IDLE: limits.idle_timeout_s,
+            State.RUNNING: math.inf,
+            State.DRAINING: _DRAIN_BODY_S,
+        }.get(self._state, limits.header_timeout_s)
+        if self._since + longest_s <= now:
+            if not self._answers.is_reading(self):
+                self.end(self._state.value)
+                return
+            self._since = now  # it is not idle
+        seconds = min(self._since + longest_s - now, limits.header_timeout_s, _DRAIN_BODY_S)
         self._timer = self.loop.call_later(seconds, self._check_time)
 
     def _stop_timer(self) -> None:
@@ -215,22 +245,16 @@ class ServerProtocol(HttpToolsProtocol):
         is_waiting = bool(self._unparsed)
         self._unparsed += data
         if not is_waiting:
-            self._parse()
+            self.parse()
 
-    def parse_soon(self) -> None:
-        """Parse the bytes that wait, and read on."""
-        if self._unparsed:
-            self.loop.call_soon(self._parse)
-        else:
-            self.transport.resume_reading()
-
-    def _parse(self) -> None:
+    def parse(self) -> None:
         """Parse a slice of the received bytes, unless reading is paused."""
         if self.flow.read_paused or self.transport.is_closing():
             return
         data, self._unparsed = self._unparsed[:_SLICE_BYTES], self._unparsed[_SLICE_BYTES:]
         self._progress = False
-        super().data_received(data)
+        if data:  # none is left if reading only goes on after a pause
+            super().data_received(data)
         self._header_bytes = 0 if self._progress else self._header_bytes + len(data)
         if self._header_bytes > MAX_HEADER_BYTES:
             message = f"the request's headers have more than {MAX_HEADER_BYTES} bytes, the limit"
@@ -238,8 +262,10 @@ class ServerProtocol(HttpToolsProtocol):
             self._answer_and_close(431, "Request Header Fields Too Large", message)
         if self._unparsed:
             self.transport.pause_reading()
-        if not self.flow.read_paused:
-            self.parse_soon()
+            if not self.flow.read_paused:
+                self.loop.call_soon(self.parse)
+        elif not self.flow.read_paused:
+            self.transport.resume_reading()
 
     def on_message_begin(self) -> None:
         """Note the first byte of a request, whose headers must arrive in time."""
@@ -252,19 +278,13 @@ class ServerProtocol(HttpToolsProtocol):
         self._progress = True
         is_next = self.cycle is None or self.cycle.response_complete
         if is_next and self.parser.get_method() == b"POST":
-            scope = cast(Scope, self.scope)
-            scope["method"], scope["path"] = "POST", sent_path(self.url)
+            scope, path = cast(Scope, self.scope), httptools.parse_url(self.url).path
+            scope["method"], scope["path"] = "POST", path.decode("ascii")
             if (answer := self._admit(scope)) is not None:
                 self._refuse(answer)
                 return
         self._enter(State.RUNNING)
         super().on_headers_complete()
-
-    def _admit(self, scope: Scope) -> bytes | None:
-        """Make the record of a request; return the response that refuses the request, or None."""
-        record = scope[RECORD] = self._make_record(scope)
-        record.connection = self
-        return self._refusal(record) if record.method == "POST" else None
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         """Start a request, or let it wait behind others; see `Starts`."""
@@ -274,18 +294,13 @@ class ServerProtocol(HttpToolsProtocol):
             self._refuse_cycle(cycle, answer)
             return
         record: RequestRecord = scope[RECORD]
+        record.connection, self._record = self, record
         if record.method != "HEAD":  # whose answer is a head alone
             cycle.transport = cast(asyncio.Transport, OneWrite(self.transport))
         if record.unstarted is None:  # not a request of the gate's
             super()._start_asgi_task(cycle, app)
         else:
-            self._starts.start(record.client, partial(self._begin, cycle, app))
-
-    def _begin(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        if cycle.disconnected:
-            self._starts.begun(cast(Scope, cycle.scope)[RECORD])
-        else:
-            super()._start_asgi_task(cycle, app)
+            self._starts.start(record, partial(super()._start_asgi_task, cycle, app))
 
     def on_body(self, body: bytes) -> None:
         """Take a part of the body, or discard it if the request was refused."""

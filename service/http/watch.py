@@ -1,16 +1,17 @@
-"""Ends requests that exceed their time limit, and requests whose client disconnects or stalls.
+"""Reads the bodies of requests, and ends those that exceed their time limit or whose client leaves.
 
 One timer serves all requests of the application. It looks at the requests in progress every
 `_TICK_S`, so that a request that is answered sooner needs no timer and no task of its own.
 """
 
 import asyncio
-import sys
 import time
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from cloze.service.core import (
     ClientGone,
@@ -18,10 +19,13 @@ from cloze.service.core import (
     InvalidRequest,
     Overloaded,
     Rejection,
+    RequestTooLarge,
     ServiceError,
     SlowRequest,
     Submission,
+    UnsupportedEncoding,
 )
+from cloze.service.http.gunzip import Gunzip
 from cloze.service.http.memory_limit import (
     HURRIED_RATE,
     RATE,
@@ -36,74 +40,44 @@ from cloze.service.http.record import RECORD, RequestRecord
 _TICK_S = 0.05
 """Age in seconds from which a request has a timer and a watcher of its own."""
 
+_DISCARD_FACTOR = 8
+"""Multiple of the size limit up to which an oversized body of unknown length is discarded.
 
+Many clients read the error response only after they have sent the whole body.
+"""
+
+
+@dataclass(slots=True, eq=False)
 class WatchedRequest:
-    """A request in progress, as a context manager that raises the reason of an early end.
-
-    Args:
-        watch: the watch of the application.
-        request: the request.
+    """A request in progress, with the time and the memory that it takes.
 
     Attributes:
-        record: what is noted of the request.
         timeout_s: longest time of each phase, in seconds.
         deadline: `time.monotonic` time at which the current phase ends. The first phase reads the
-            body. The second phase begins with `body_complete`.
+            body. The second phase begins when the body is complete.
         received_bytes: number of bytes of the body that have arrived.
-
-    Raises:
-        SlowRequest: the body did not arrive in time, or arrives too slowly.
-        InvalidRequest: the time limit that the request states is malformed or too long.
-        DeadlineExceeded: the request has a body, but no answer in time.
-        ClientGone: the client closed its connection after it had sent its body.
+        error: why the request ends early; None if it does not.
+        hold: what its body holds of the memory of bodies.
+        turn: its turn to write a large answer.
+        timer, watcher: end it at its deadline, and when its client leaves.
     """
 
-    def __init__(self, watch: "RequestWatch", request: Request) -> None:
-        self._watch = watch
-        self._receive = request.receive
-        self.record: RequestRecord = request.scope[RECORD]
-        if self.record.limit_problem:
-            raise InvalidRequest(self.record.limit_problem)
-        stated_s = self.record.stated_s
-        self.timeout_s = watch.timeout_s if stated_s is None else stated_s
-        self.deadline = self.record.arrived + self.timeout_s
-        self.received_bytes = 0
-        self._hold: Hold | None = None  # of the memory of bodies
-        self._turn: Hold | None = None  # to write a large answer
-        self._moved = 0  # the bytes at the last look at the pace
-        self._is_slow = False
-        self._waits = False  # for the memory of the body
-        self._reading = True
-        self._is_old = False
-        self._error: ServiceError | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._watcher: asyncio.Task[None] | None = None
-
-    def __enter__(self) -> Self:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._watch.add(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
-        self._watch.remove(self)
-        if self._hold is not None:
-            self._watch.bodies.shrink(self._hold)
-        if self._turn is not None:
-            self._watch.answers.done(self._turn)
-        if self._is_old:
-            self._watch.arriving.remove(self)
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._watcher is not None:
-                self._watcher.cancel()
-                self._watcher = None  # the task refers to this object, and a cycle would need gc
-            if self._error is not None and kind is asyncio.CancelledError:
-                self._task.uncancel()
-                raise self._error from None
+    watch: "RequestWatch"
+    receive: Receive
+    record: RequestRecord
+    task: asyncio.Task[object]
+    timeout_s: float
+    deadline: float
+    received_bytes: int = 0
+    error: ServiceError | None = None
+    hold: Hold | None = None
+    turn: Hold | None = None
+    _moved: int = 0  # the bytes at the last look at the pace
+    _is_slow: bool = False
+    _waits: bool = False  # for the memory of the body
+    _reading: bool = True
+    timer: asyncio.TimerHandle | None = None
+    watcher: asyncio.Task[None] | None = None
 
     @property
     def terms(self) -> Submission:
@@ -119,58 +93,109 @@ class WatchedRequest:
 
     async def begin_answer(self) -> None:
         """Wait until a large answer may be decoded; see `UnreadAnswers.begin`."""
-        self._turn = await self._watch.answers.begin(self.record.client)
+        self.turn = await self.watch.answers.begin(self.record.client)
 
     async def hold_answer(self, size: int) -> None:
         """Hold the memory of an answer until its client has read it; see `UnreadAnswers`."""
-        waits = self._turn is not None
-        self.record.hold = await self._watch.answers.hold(self.record.client, size, waits=waits)
+        waits = self.turn is not None
+        self.record.hold = await self.watch.answers.hold(self.record.client, size, waits=waits)
 
     # ---- the body -------------------------------------------------------------------------------
 
-    async def received(self, count: int, expected: int) -> None:
-        """Note that a part of the body has arrived, and wait until there is memory for the body.
-
-        Args:
-            count: bytes of the part.
-            expected: bytes of the whole body; 0: not known. A body that arrives quickly holds them,
-                so that large bodies do not wait for each other half-sent. A slow one holds what
-                has arrived.
+    async def read_body(self, limit: int) -> bytes:
+        """Return the body, decompressed.
 
         Raises:
-            Overloaded: other bodies need the memory.
+            RequestTooLarge: the body, or what it is decompressed to, has more than ``limit`` bytes.
+                If its announced length is larger, it is refused before it arrives.
+            UnsupportedEncoding: the body is compressed, but not by gzip.
+            MalformedRequest: the body cannot be decompressed.
+            Overloaded: the bodies of other requests need the memory.
+            ClientGone: the client closed its connection.
         """
-        self.received_bytes += count
-        held = self._hold.size if self._hold is not None else SMALL_BYTES
-        if self.received_bytes > held:
-            size = self.received_bytes
-            await self.hold_body(size if self._is_slow else max(size, expected))
+        announced = self.record.length or 0
+        if announced > limit:
+            raise RequestTooLarge(f"the body has {announced} bytes; the limit is {limit}")
+        encoding = dict(self.record.headers).get(b"content-encoding", b"identity").strip().lower()
+        if encoding not in (b"identity", b"gzip"):
+            shown = ascii(encoding.decode("latin-1"))[:60]
+            raise UnsupportedEncoding(f"the body's Content-Encoding is {shown}; send gzip, or none")
+        chunks: list[bytes] = []
+        more = True
+        while more and self.received_bytes <= limit * _DISCARD_FACTOR:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone("the client closed its connection before its body was whole")
+            chunk, more = message.get("body", b""), message.get("more_body", False)
+            self.received_bytes += len(chunk)
+            if self.received_bytes > limit:
+                chunks.clear()
+                self.release_body(0)
+                continue
+            if self.received_bytes > SMALL_BYTES:
+                await self.hold_arrived(announced)
+            chunks.append(chunk)
+        if self.received_bytes > limit:
+            sent = self.received_bytes
+            raise RequestTooLarge(f"the body has at least {sent} bytes; the limit is {limit}")
+        self._reading = False
+        if self.hold is not None:
+            self.release_body(self.received_bytes)
+        if self.timer is not None:  # the time limit starts anew, and the client may disconnect
+            self.watch.arriving.remove(self)
+            self.deadline = time.monotonic() + self.timeout_s
+            self._start_timers()
+        data = b"".join(chunks)
+        return await self._decompress(data, limit) if encoding == b"gzip" else data
+
+    async def _decompress(self, data: bytes, limit: int) -> bytes:
+        """Return the content of gzip data, of ``limit`` bytes at most.
+
+        A thread decompresses a piece at a time, so that the end of the request ends the work.
+        Memory is held for the data and for the content, and from the end on for the content alone.
+        """
+        gunzip = Gunzip(data)
+        pieces, size = [], 0
+        while not gunzip.is_done:
+            pieces.append(await asyncio.to_thread(gunzip.piece))
+            size += len(pieces[-1])
+            if size > limit:
+                raise RequestTooLarge(f"the decompressed body has over {limit} bytes, the limit")
+            await self.hold_body(len(data) + size)
+        self.release_body(size)
+        return b"".join(pieces)
+
+    async def hold_arrived(self, announced: int) -> None:
+        """Wait until there is memory for what has arrived of the body.
+
+        A body that arrives quickly holds as much as is announced, so that large bodies do not wait
+        for each other half-sent. A slow one holds what has arrived, as does one without a length.
+        """
+        if self.received_bytes > (self.hold.size if self.hold is not None else SMALL_BYTES):
+            expected = 0 if self._is_slow else announced
+            await self.hold_body(max(self.received_bytes, expected))
 
     async def hold_body(self, size: int) -> None:
-        """Wait until the body may hold ``size`` bytes; a small body holds nothing.
-
-        Raises:
-            Overloaded: other bodies need the memory.
-        """
+        """Wait until the body may hold ``size`` bytes; a small body holds nothing."""
         if size <= SMALL_BYTES:
             return
-        if self._hold is None:
-            self._hold = Hold(self.record.client)
+        if self.hold is None:
+            self.hold = Hold(self.record.client)
         self._waits = True
         try:
-            await self._watch.bodies.grow(self._hold, size)
+            await self.watch.bodies.grow(self.hold, size)
         finally:
             self._waits = False
 
     def release_body(self, size: int) -> None:
         """Release what the body holds above ``size`` bytes."""
-        if self._hold is not None:
-            self._watch.bodies.shrink(self._hold, size if size > SMALL_BYTES else 0)
+        if self.hold is not None:
+            self.watch.bodies.shrink(self.hold, size if size > SMALL_BYTES else 0)
 
     @property
     def holder(self) -> str | None:
         """The client, if the body holds memory; see `Transfer`."""
-        return self.record.client if self._hold is not None and self._hold.size else None
+        return self.record.client if self.hold is not None and self.hold.size else None
 
     def moved_bytes(self) -> int | None:
         """Return the bytes of the body since the last call; see `Transfer`."""
@@ -186,37 +211,25 @@ class WatchedRequest:
 
     def end_slow(self) -> None:
         """End the request, whose body arrives too slowly; see `Transfer`."""
-        size = self.received_bytes
-        self._end(
-            SlowRequest(
-                f"the body arrives too slowly: {size} bytes so far; at least {RATE} bytes per "
-                f"second must arrive, and {HURRIED_RATE} while other requests need the memory"
-            )
+        message = (
+            f"the body arrives too slowly: {self.received_bytes} bytes so far; at least {RATE} "
+            f"bytes per second must arrive, and {HURRIED_RATE} while other requests need the memory"
         )
-
-    def body_complete(self) -> None:
-        """Begin the second phase: the time limit starts anew, and the client may disconnect."""
-        self._reading = False
-        self.release_body(self.received_bytes)
-        if self._is_old:
-            self._watch.arriving.remove(self)
-            self.deadline = time.monotonic() + self.timeout_s
-            self._start_timers()
+        self._end(SlowRequest(message))
 
     def grow_old(self) -> None:
         """Start the timer and the watcher of a request that takes longer than a tick."""
-        self._is_old = True
         if self._reading:
-            self._watch.arriving.add(self)
+            self.watch.arriving.add(self)
         self._start_timers()
 
     def _start_timers(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        if self.timer is not None:
+            self.timer.cancel()
         left_s = max(0.0, self.deadline - time.monotonic())
-        self._timer = asyncio.get_running_loop().call_later(left_s, self._time_out)
+        self.timer = asyncio.get_running_loop().call_later(left_s, self._time_out)
         if not self._reading:
-            self._watcher = asyncio.create_task(self._watch_client())
+            self.watcher = asyncio.create_task(self._watch_client())
 
     def _time_out(self) -> None:
         limit = f"the limit of {self.timeout_s * 1000:.0f} ms"
@@ -230,59 +243,75 @@ class WatchedRequest:
             self._end(DeadlineExceeded(f"no answer within {limit}"))
 
     async def _watch_client(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.receive())["type"] != "http.disconnect":
             pass
         self._end(ClientGone("the client closed its connection"))
 
     def _end(self, error: ServiceError) -> None:
-        if self._error is None:
-            self._error = error
-            self._task.cancel()
+        if self.error is None:
+            self.error = error
+            self.task.cancel()
 
 
 class RequestWatch:
     """The requests in progress of one application, on one event loop.
 
     Args:
-        timeout_s: longest time of each phase of a request that states none, in seconds.
-        bodies: bounds the memory of bodies; None: nothing does.
-        answers: bounds the memory of answers; None: nothing does.
+        timeout_s: longest time of each phase of a request that states none.
+        bodies: bounds the memory of bodies.
+        answers: bounds the memory of answers.
     """
 
-    def __init__(
-        self,
-        timeout_s: float,
-        bodies: MemoryLimit | None = None,
-        answers: UnreadAnswers | None = None,
-    ) -> None:
-        self.timeout_s = timeout_s
-        self.bodies = bodies or MemoryLimit("bodies", sys.maxsize)
-        self.answers = answers or UnreadAnswers(sys.maxsize)
-        self.arriving = Pace(self.bodies)
+    def __init__(self, timeout_s: float, bodies: MemoryLimit, answers: UnreadAnswers) -> None:
+        self.timeout_s, self.bodies, self.answers = timeout_s, bodies, answers
+        self.arriving = Pace(bodies)
         self._young: dict[WatchedRequest, None] = {}  # in the order of their start
         self._ticking = False
 
-    def request(self, request: Request) -> WatchedRequest:
-        """Return the context manager of a request of the current task.
+    @contextmanager
+    def request(self, request: Request) -> Iterator[WatchedRequest]:
+        """Watch a request of the current task, and raise the reason of an early end.
 
         Raises:
+            SlowRequest: the body did not arrive in time, or arrives too slowly.
             InvalidRequest: the time limit that the request states is malformed or too long.
+            DeadlineExceeded: the request has a body, but no answer in time.
+            ClientGone: the client closed its connection after it had sent its body.
         """
-        return WatchedRequest(self, request)
-
-    def add(self, request: WatchedRequest) -> None:
-        """Begin to watch a request."""
-        if request.timeout_s < 2 * _TICK_S:  # the next tick would be too late
-            request.grow_old()
-            return
-        self._young[request] = None
-        if not self._ticking:
-            self._ticking = True
-            asyncio.get_running_loop().call_later(_TICK_S, self._tick)
-
-    def remove(self, request: WatchedRequest) -> None:
-        """End the watch of a request."""
-        self._young.pop(request, None)
+        record: RequestRecord = request.scope[RECORD]
+        if record.limit_problem:
+            raise InvalidRequest(record.limit_problem)
+        task = asyncio.current_task()
+        assert task is not None
+        limit_s = self.timeout_s if record.stated_s is None else record.stated_s
+        deadline = record.arrived + limit_s
+        watched = WatchedRequest(self, request.receive, record, task, limit_s, deadline)
+        if limit_s < 2 * _TICK_S:  # the next tick would be too late
+            watched.grow_old()
+        else:
+            self._young[watched] = None
+            if not self._ticking:
+                self._ticking = True
+                asyncio.get_running_loop().call_later(_TICK_S, self._tick)
+        try:
+            yield watched
+        except asyncio.CancelledError:
+            if watched.error is None:
+                raise
+            task.uncancel()
+            raise watched.error from None
+        finally:
+            self._young.pop(watched, None)
+            if watched.hold is not None:
+                self.bodies.shrink(watched.hold)
+            if watched.turn is not None:
+                self.answers.done(watched.turn)
+            if watched.timer is not None:
+                self.arriving.remove(watched)
+                watched.timer.cancel()
+            if watched.watcher is not None:
+                watched.watcher.cancel()
+                watched.watcher = None  # the task refers to the request, and a cycle would need gc
 
     def _tick(self) -> None:
         """Give the requests that are older than a tick timers of their own."""

@@ -4,8 +4,8 @@ from cloze.service.metrics.metrics import Metrics, ModelInfo
 from cloze.service.metrics.processes import (
     forget_other_models,
     forget_process,
-    restart_counters,
     share_folder,
+    supervisor_metrics,
     write_as,
 )
 
@@ -14,7 +14,7 @@ __all__ = [
     "ModelInfo",
     "forget_other_models",
     "forget_process",
-    "restart_counters",
     "share_folder",
+    "supervisor_metrics",
     "write_as",
 ]

@@ -5,6 +5,7 @@ The label values are bounded: known routes, served models, HTTP statuses, and th
 
 import atexit
 import functools
+import os
 import threading
 import time
 from collections import defaultdict, deque
@@ -29,6 +30,7 @@ from prometheus_client.samples import Exemplar
 
 from cloze.service.core import BatchFill, BatchReport, QueueState, Rejection
 from cloze.service.logs import AccessRecord
+from cloze.service.metrics.usage import used_by_all
 
 # Two samples per series less; Prometheus does not need them.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -44,6 +46,9 @@ _TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 MODEL = ("model", "version")
 """Labels of a served model: its name, and its version in the store."""
+
+RELOADS = ("cloze_reloads", "Reloads that were asked for, by result.", ("result",))
+RELOAD_RESULTS = {True: "ok", False: "failed"}
 
 _WRITE_EVERY_S = 0.1
 """Seconds between writes to a folder that processes share; another process may be scraped."""
@@ -108,6 +113,8 @@ class Families:
             ("reason",),
         )
         self.rejected = {reason: rejected.labels(reason.value) for reason in Rejection}
+        reloads = counter(*RELOADS)
+        self.reloads = {ok: reloads.labels(name) for ok, name in RELOAD_RESULTS.items()}
         self.parts = histogram(
             "cloze_request_part_duration_seconds",
             "Parts of a request's time: tokenize, queue, inference.",
@@ -171,6 +178,8 @@ class Metrics(Collector):
         unready: returns why the server admits no request; None if it admits requests.
         model_infos: returns the labels of each served model; all have labels of the same names.
         queues: returns the state of each queue of this process, by the model's full name.
+        keys_readable: returns whether the keys file can be read; None if there is none.
+        certificate_end: returns the end of the served certificate, as Unix time; None without TLS.
     """
 
     def __init__(self, models: Sequence[str] = (), *, shared: bool = False) -> None:
@@ -179,6 +188,8 @@ class Metrics(Collector):
         self.unready: Callable[[], object | None] = lambda: "the service has not begun"
         self.model_infos: Callable[[], Sequence[ModelInfo]] = tuple
         self.queues: Callable[[], Mapping[str, QueueState]] = dict
+        self.keys_readable: Callable[[], bool | None] = lambda: None
+        self.certificate_end: Callable[[], float | None] = lambda: None
         self._registry = CollectorRegistry()
         if shared:
             multiprocess.MultiProcessCollector(self._registry)  # type: ignore[no-untyped-call]
@@ -266,6 +277,10 @@ class Metrics(Collector):
                 series(families.truncated, model).inc(cost.truncated)
         self._observed.extend(observed)
 
+    def observe_reload(self, *, ok: bool) -> None:
+        """Record a reload of this process, or one that could not be served."""
+        self._families.reloads[ok].inc()
+
     def observe_batch(self, model: str, report: BatchReport) -> None:
         """Record a batch of the engine. Called on a worker thread."""
         if model not in self._models:
@@ -293,6 +308,14 @@ class Metrics(Collector):
             for reference, labels in infos:
                 info.add_metric((*model_labels(reference), *labels.values()), 1)
             yield info
+        if (readable := self.keys_readable()) is not None:
+            text = "1 if the keys file can be read, 0 while the old keys stay."
+            yield GaugeMetricFamily("cloze_keys_file_readable", text, float(readable))
+        if (end := self.certificate_end()) is not None:
+            text = "End of the certificate that is served, as Unix time."
+            yield GaugeMetricFamily("cloze_certificate_end_timestamp_seconds", text, end)
+        if self._shared:
+            yield from used_by_all(os.getppid())
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics, and their content type.

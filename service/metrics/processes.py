@@ -2,13 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from prometheus_client import Counter, multiprocess, values
+from prometheus_client import Counter, Gauge, multiprocess, values
 from prometheus_client.mmap_dict import MmapedDict
 
-from cloze.service.metrics.metrics import MODEL, model_labels
+from cloze.service.metrics.metrics import MODEL, RELOAD_RESULTS, RELOADS, model_labels
 
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -57,25 +58,48 @@ def forget_other_models(folder: Path, name: str, models: Iterable[str]) -> None:
         unfinished.replace(file)  # so that a scrape reads the one or the other
 
 
-def restart_counters(folder: Path, kinds: Iterable[str]) -> dict[str, Counter]:
-    """Return the counters of the restarts of processes, by their kind. The supervisor has them.
+class SupervisorMetrics(NamedTuple):
+    """What only the supervisor counts.
+
+    Attributes:
+        restarts: restarts of processes, by their kind.
+        reloads: reloads that were served (True), and that could not be (False).
+    """
+
+    restarts: Mapping[str, Counter]
+    reloads: Mapping[bool, Counter]
+
+
+def supervisor_metrics(folder: Path, kinds: Iterable[str]) -> SupervisorMetrics:
+    """Return the counters of the supervisor, and note that the server has started.
 
     Args:
         folder: the metrics of all processes. The environment of the supervisor does not name it
             afterwards, since the folder ends with the server.
-        kinds: the kinds of processes, whose counts start from zero.
+        kinds: the kinds of processes, whose restarts are counted from zero.
     """
     class_before, folder_before = values.ValueClass, os.environ.get(_FOLDER)
     os.environ[_FOLDER] = str(folder)
     write_as("supervisor")
     try:
-        counter = Counter(
+        started = Gauge(
+            "process_start_time_seconds",
+            "Start time of the server since unix epoch in seconds.",
+            registry=None,
+            multiprocess_mode="max",
+        )
+        started.set_to_current_time()
+        restarts = Counter(
             "cloze_process_restarts",
             "Processes that ended or hung and were started again.",
             ("kind",),
             registry=None,
         )
-        return {kind: counter.labels(kind) for kind in kinds}
+        reloads = Counter(*RELOADS, registry=None)
+        return SupervisorMetrics(
+            {kind: restarts.labels(kind) for kind in kinds},
+            {ok: reloads.labels(name) for ok, name in RELOAD_RESULTS.items()},
+        )
     finally:
         values.ValueClass = class_before
         if folder_before is None:

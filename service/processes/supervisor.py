@@ -30,7 +30,7 @@ from cloze.service.core import (
     ShuttingDown,
     StartupError,
 )
-from cloze.service.metrics import forget_other_models, forget_process, restart_counters
+from cloze.service.metrics import forget_other_models, forget_process, supervisor_metrics
 from cloze.service.processes.children import (
     ENGINE_COMMAND,
     KINDS,
@@ -111,7 +111,7 @@ class Supervisor:
     ) -> None:
         self._settings, self._folder, self._engine_command = settings, folder, engine_command
         self._listener, self._admin_listeners = listener, admin_listeners
-        self._restarts = restart_counters(folder, KINDS)
+        self._metrics = supervisor_metrics(folder, KINDS)
         self._generations: list[Generation] = []
         self._serving = self._add_generation()
         self._stopping = self._hung_up = self._reloading = False
@@ -182,10 +182,12 @@ class Supervisor:
             reason = error.strerror if isinstance(error, OSError) else error
             report.error, report.busy = f"nothing was reloaded: {reason}", False
             report.write(self._folder)
+            self._metrics.reloads[False].inc()
             log.error("%s", report.error)
             return
         report.changes = earlier.changes(self._serving)
         report.write(self._folder)
+        self._metrics.reloads[True].inc()
         log.info("reloaded: %s", report.changes)
         earlier.retire()
 
@@ -268,7 +270,7 @@ class Supervisor:
                     if (code := child.process.poll()) is not None:
                         child.note_end(code, self._folder)
                         if child.is_kept:
-                            self._restarts[child.kind].inc()
+                            self._metrics.restarts[child.kind].inc()
                 elif child.is_kept and time.monotonic() >= child.started:
                     try:  # its peers see when it is ready
                         child.start(generation.sockets, generation.settings, self._folder)

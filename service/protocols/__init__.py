@@ -15,7 +15,7 @@ from cloze.service.http.errors import describe_error, describe_service_error, re
 from cloze.service.http.record import RECORD, RequestRecord
 from cloze.service.http.routes import JSON
 from cloze.service.protocols import native, open_inference, openai, tei
-from cloze.service.protocols.protocol import ApiLimits, ProtocolContext, WireProtocol
+from cloze.service.protocols.protocol import ProtocolContext, WireProtocol
 
 PROTOCOLS: Final[tuple[WireProtocol, ...]] = (
     native.PROTOCOL,
@@ -57,4 +57,4 @@ class ErrorResponder:
         )
 
 
-__all__ = ["PROTOCOLS", "ApiLimits", "ErrorResponder", "ProtocolContext", "WireProtocol"]
+__all__ = ["PROTOCOLS", "ErrorResponder", "ProtocolContext", "WireProtocol"]

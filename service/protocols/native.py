@@ -1,32 +1,60 @@
-"""The native protocol: one POST route per task, and the routes for operators.
+"""The native protocol: one POST route per task, ``POST /``, and the routes for operators.
 
 Bodies have the shape of huggingface_hub: ``{"inputs", "parameters"?, "model"?}``. Four routes have
 the bodies of text-embeddings-inference, which huggingface_hub sends too; see `_SHARED`. Errors have
 the shape of text-embeddings-inference: ``{"error", "error_type"}``.
+
+Vectors have the format that a client accepts: JSON, raw bytes or NumPy's file format. The bytes may
+have fewer bits per number than float32: ``Accept: application/octet-stream; dtype=int8``.
 """
 
-from collections.abc import Mapping, Sequence
+import io
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, Final
 
-from pydantic import BaseModel, Field, create_model
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from starlette.requests import Request
 
+from cloze.service.core import Float32, InvalidRequest, WrongTask
 from cloze.service.http.errors import ERROR_STATUSES
-from cloze.service.http.routes import NPY, RAW, BytesResponse, Route, RouteDoc
+from cloze.service.http.json_bodies import load, validate
+from cloze.service.http.routes import JSON, NPY, RAW, BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
-from cloze.service.protocols import binary, operations
-from cloze.service.protocols.dispatch import DispatchBody, Dispatcher
+from cloze.service.protocols import operations
 from cloze.service.protocols.protocol import (
+    TIMING_HEADERS,
     ErrorBody,
     LenientModel,
     ProtocolContext,
+    TaskRoute,
     WireProtocol,
-    ignored_fields,
+    answer_task,
+    gate_models,
+    json_response,
     write_error,
 )
-from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
-from cloze.service.tasks import Task, TaskCall, embed, embed_all, embed_sparse, similarity
-from cloze.service.tasks.task import NoParameters, TextUsage, WireModel
+from cloze.service.tasks import (
+    Task,
+    TaskCall,
+    embed,
+    embed_all,
+    embed_sparse,
+    fill_mask,
+    similarity,
+    text_classification,
+    token_classification,
+)
+from cloze.service.tasks.task import (
+    INPUTS,
+    NoParameters,
+    NotEmpty,
+    NotEmptyText,
+    TextUsage,
+    WireModel,
+)
 from cloze.service.tasks.texts import UsageParameters
 
 ModelName = Annotated[
@@ -42,69 +70,79 @@ _PARAMETERS_AT_ROOT: Final = frozenset(
 _SHARED: Final = _PARAMETERS_AT_ROOT | {similarity.TASK.name}
 """Tasks whose routes text-embeddings-inference has. They ignore unknown fields, and name them."""
 
+_VECTOR_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
+    "x-dtype": ("string", "type of the numbers of raw vectors, little-endian"),
+    "x-shape": ("string", "shape of raw vectors: rows,columns"),
+    "x-scale": ("number", "what int8 numbers are multiplied by"),
+    "x-lengths": ("string", "rows of each text, if a text has a vector per token"),
+}
+
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
-    """Return one route per task, and the routes for operators."""
-    task_routes = {task.name: task_route(task) for task in context.tasks.values()}
-    bound = [route.bind(context) for route in task_routes.values()]
-    dispatcher = Dispatcher(task_routes, context).route(_dispatch_doc(task_routes))
-    return [*bound, dispatcher, *operations.routes(context, ErrorBody)]
+    """Return one route per task, ``POST /``, and the routes for operators."""
+    by_task = {task.name: _NativeRoute(task, context) for task in context.tasks.values()}
+    bound = [route.bind(route.task.route) for route in by_task.values()]
+    return [*bound, _Dispatcher(by_task, context).route(), *operations.routes(context)]
 
 
-def _dispatch_doc(task_routes: Mapping[str, TaskRoute]) -> RouteDoc:
-    examples: dict[str, Mapping[str, Any]] = {}
-    for name, route in task_routes.items():
-        title, body = next(iter(route.doc.examples.items()))
-        examples[f"{name}: {title}"] = body
-    return RouteDoc(
-        summary="The task that fits the body, for clients that know only this address",
-        tag="tasks",
-        result=Any,
-        error_body=ErrorBody,
-        body=DispatchBody,
-        examples=examples,
-        media_types=(RAW, NPY),
-        headers={**TIMING_HEADERS, **binary.VECTOR_HEADERS},
-        errors=ERROR_STATUSES,
-    )
+class _NativeRoute(TaskRoute):
+    """The native route of a task."""
 
+    def __init__(self, task: Task, context: ProtocolContext) -> None:
+        self.task, self.body = task, body_type(task)
+        self.check = accepted if task.vectors else None
+        self.doc = RouteDoc(
+            summary=task.summary,
+            tag="tasks",
+            result=_result_type(task),
+            error_body=ErrorBody,
+            examples=task.examples,
+            media_types=(RAW, NPY) if task.vectors else (),
+            headers=_VECTOR_HEADERS if task.vectors else {},
+        )
+        super().__init__(context)
 
-def task_route(task: Task) -> TaskRoute:
-    """Return the native route of a task."""
-    at_root = task.name in _PARAMETERS_AT_ROOT
-    body = _body(task, at_root=at_root)
+    def to_call(self, body: Any) -> TaskCall:
+        if self.task.name in _PARAMETERS_AT_ROOT:
+            return TaskCall(body.inputs, body)
+        parameters = getattr(body, "parameters", None) or self.task.parameters()
+        return TaskCall(body.inputs, parameters)
 
-    def respond(request: Request, request_body: Any, result: TaskResult) -> BytesResponse:
+    def respond(self, request: Request, body: Any, result: TaskResult) -> BytesResponse:
         value = result.value
-        if isinstance(request_body.inputs, task.alone):
+        if isinstance(body.inputs, self.task.alone):
             [value] = value
         if result.usage is not None:
-            value = {"result": value, "usage": result.usage}
-        return binary.respond(request, value)
+            return json_response({"result": value, "usage": result.usage})
+        kind, dtype = accepted(request) if self.task.vectors else (JSON, "")
+        return json_response(value) if kind == JSON else vector_bytes(value, kind, dtype)
 
-    def to_call(request_body: Any) -> TaskCall:
-        if at_root:
-            return TaskCall(request_body.inputs, request_body)
-        parameters = getattr(request_body, "parameters", None) or task.parameters()
-        return TaskCall(request_body.inputs, parameters)
 
-    doc = RouteDoc(
-        summary=task.summary,
-        tag="tasks",
-        result=_result(task),
-        error_body=ErrorBody,
-        body=body,
-        examples=task.examples,
-        media_types=(RAW, NPY) if task.vectors else (),
-        headers={**TIMING_HEADERS, **(binary.VECTOR_HEADERS if task.vectors else {})},
-        errors=ERROR_STATUSES,
+def body_type(task: Task) -> type[BaseModel]:
+    """Return the model of the body of a task's native route."""
+    base: Any = WireModel
+    parameters = task.parameters
+    if task.name in _SHARED:
+        base = LenientModel
+        parameters = create_model(
+            f"Lenient{parameters.__name__}",
+            __base__=(parameters, base),
+            __doc__=parameters.__doc__,
+        )
+    examples = [example["inputs"] for example in task.examples.values()]
+    inputs = Annotated[task.inputs, Field(examples=examples[:1])] if examples else task.inputs
+    fields: dict[str, Any] = {"inputs": (inputs, ...)}
+    if task.name in _PARAMETERS_AT_ROOT:
+        base = parameters
+    elif task.parameters is not NoParameters:
+        fields["parameters"] = (parameters | None, None)
+    fields["model"] = (ModelName, None)
+    return create_model(
+        f"{_title(task)}Body", __base__=base, __doc__=f"``POST {task.route}``.", **fields
     )
-    warnings = ignored_fields if task.name in _SHARED else None
-    check = binary.accepted if task.vectors else None
-    return TaskRoute(task.route, task, body, to_call, respond, doc, warnings, check)
 
 
-def _result(task: Task) -> Any:
+def _result_type(task: Task) -> Any:
     """Return the type of a task's response, with the report that clients may ask for."""
     if not issubclass(task.parameters, UsageParameters):
         return task.result
@@ -118,32 +156,177 @@ def _title(task: Task) -> str:
     return "".join(part.title() for part in task.name.split("-"))
 
 
-def _body(task: Task, *, at_root: bool) -> type[BaseModel]:
-    """Return the model of a task's request body.
+# ---- vectors as bytes ----------------------------------------------------------------------------
+
+
+_ANY = (b"", b"*/*", b"application/json")
+"""Frequent values of ``Accept`` that select JSON, so that they need no parsing."""
+
+_LARGEST_INT8 = 127
+
+Convert = Callable[[Float32], tuple[NDArray[Any], float | None]]
+
+
+def _int8(values: Float32) -> tuple[NDArray[Any], float]:
+    """Return integers and their scale: the largest absolute value becomes 127."""
+    scale = float(np.abs(values).max(initial=0.0)) / _LARGEST_INT8 or 1.0
+    return np.rint(values / np.float32(scale)).astype(np.int8), scale
+
+
+DTYPES: Final[Mapping[str, Convert]] = {
+    "float32": lambda values: (values.astype("<f4", copy=False), None),
+    "float16": lambda values: (values.astype("<f2"), None),
+    "int8": _int8,
+    "ubinary": lambda values: (np.packbits(values > 0, axis=1), None),
+}
+"""Conversions of vectors [n, D]. ``ubinary`` has the signs of 8 numbers per byte, the last one
+filled up with zeros: [n, ceil(D / 8)]."""
+
+
+def accepted(request: Request) -> tuple[str, str]:
+    """Return the media type that a request prefers, JSON, raw bytes or NumPy, and its dtype.
+
+    The type is JSON unless another type has a higher weight (RFC 9110, section 12.5.1).
+
+    Raises:
+        InvalidRequest: there is no such dtype.
+    """
+    accept = next((value for name, value in request.scope["headers"] if name == b"accept"), b"")
+    if accept in _ANY:
+        return JSON, "float32"
+    best, best_weight = (JSON, "float32"), 0.0
+    for item in accept.decode("latin-1").lower().split(","):
+        kind, *rest = (part.strip() for part in item.split(";"))
+        if kind in ("*/*", "application/*"):
+            kind = JSON
+        if kind not in (JSON, RAW, NPY):
+            continue
+        parameters = dict(part.partition("=")[::2] for part in rest)
+        weight = _weight(parameters.get("q", "1"))
+        if weight > best_weight or (weight == best_weight > 0 and kind == JSON):
+            best, best_weight = (kind, parameters.get("dtype", "float32").strip('"')), weight
+    kind, dtype = best
+    if dtype not in DTYPES:
+        raise InvalidRequest(f"Accept asks for dtype {dtype[:40]!a}; there are {', '.join(DTYPES)}")
+    return kind, dtype
+
+
+def _weight(text: str) -> float:
+    """Return the value of a weight; 1 if it is no number."""
+    return float(text) if text.replace(".", "", 1).isdecimal() else 1.0
+
+
+def vector_bytes(value: Float32 | list[Float32], kind: str, dtype: str) -> BytesResponse:
+    """Return vectors [n, D], or arrays [S, D] one after another, as raw bytes or for NumPy.
 
     Args:
-        task: the task.
-        at_root: whether the parameters are fields of the body itself.
+        value: the vectors.
+        kind: the media type, `RAW` or `NPY`.
+        dtype: a key of `DTYPES`.
     """
-    base: Any = WireModel
-    parameters = task.parameters
-    if task.name in _SHARED:
-        base = LenientModel
-        parameters = create_model(
-            f"Lenient{parameters.__name__}",
-            __base__=(parameters, base),
-            __doc__=parameters.__doc__,
+    rows = np.concatenate(value) if isinstance(value, list) else value
+    converted, scale = DTYPES[dtype](rows)
+    content = io.BytesIO()
+    if kind == NPY:
+        np.save(content, converted)
+    else:
+        content.write(converted.tobytes())
+    headers = [(b"x-dtype", dtype.encode()), (b"x-shape", b"%d,%d" % converted.shape)]
+    if scale is not None:
+        headers.append((b"x-scale", b"%.9g" % scale))
+    if isinstance(value, list):
+        headers.append((b"x-lengths", b",".join(b"%d" % len(rows) for rows in value)))
+    return BytesResponse(content.getvalue(), kind.encode(), *headers)
+
+
+# ---- POST / --------------------------------------------------------------------------------------
+
+
+_CLASSIFYING: Final = (text_classification.TASK, token_classification.TASK)
+"""Tasks whose bodies look the same."""
+
+
+class DispatchBody(WireModel):
+    """A body of any task that ``POST /`` knows; the route of the task documents its fields."""
+
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    inputs: Annotated[Any, NotEmptyText, NotEmpty] = Field(description="the inputs of the task")
+    parameters: dict[str, Any] | None = Field(None, description="its parameters")
+
+
+class _Dispatcher:
+    """The route ``POST /``, which chooses the task from the body.
+
+    Clients that know only a base address send every task there: ``InferenceClient(base_url=...)``
+    of huggingface_hub, and text-embeddings-inference's own users.
+    """
+
+    def __init__(self, routes: Mapping[str, _NativeRoute], context: ProtocolContext) -> None:
+        self._routes, self._context = routes, context
+
+    def route(self) -> Route:
+        """Return the route."""
+        first = [(name, *next(iter(r.task.examples.items()))) for name, r in self._routes.items()]
+        doc = RouteDoc(
+            summary="The task that fits the body, for clients that know only this address",
+            tag="tasks",
+            result=Any,
+            error_body=ErrorBody,
+            body=DispatchBody,
+            examples={f"{name}: {title}": body for name, title, body in first},
+            media_types=(RAW, NPY),
+            headers={**TIMING_HEADERS, **_VECTOR_HEADERS},
+            errors=ERROR_STATUSES,
         )
-    examples = [example["inputs"] for example in task.examples.values()]
-    inputs = Annotated[task.inputs, Field(examples=examples[:1])] if examples else task.inputs
-    fields: dict[str, Any] = {"inputs": (inputs, ...)}
-    if not at_root and task.parameters is not NoParameters:
-        fields["parameters"] = (parameters | None, None)
-    fields["model"] = (ModelName, None)
-    base = parameters if at_root else base
-    return create_model(
-        f"{_title(task)}Body", __base__=base, __doc__=f"``POST {task.route}``.", **fields
-    )
+        handler = partial(answer_task, self._context, self._parse)
+        return Route("POST", "/", handler, doc, gate_models(self._context.models.pipelines))
+
+    def _parse(self, _: Request, data: bytes) -> tuple[TaskRoute, BaseModel]:
+        """Return the route of the task that a body asks for, and the body of that task."""
+        value = load(data, self._context.body_limits)
+        task = self._choose(validate(DispatchBody, value))
+        route = self._routes.get(task.name)
+        if route is None:
+            raise WrongTask(f"this server does not offer {task.name}")
+        return route, validate(route.body, value)
+
+    def _choose(self, body: DispatchBody) -> Task:
+        """Return the task that a body asks for.
+
+        A body that fits text and token classification needs exactly one of the two to be served.
+        """
+        models = self._context.models
+        texts = body.inputs if isinstance(body.inputs, list) else [body.inputs]
+        for item in texts:
+            if isinstance(item, dict):
+                return self._task_of_fields(item)
+        masks = models.default(fill_mask.TASK)
+        mask = masks.manifest.tokenizer.mask_token if masks else None
+        if mask and any(isinstance(text, str) and mask in text for text in texts):
+            return fill_mask.TASK
+        if body.parameters is None:
+            return embed.TASK
+        served = [task for task in _CLASSIFYING if models.serving(task)]
+        if len(served) == 1:
+            return served[0]
+        addresses = " or ".join(task.route for task in _CLASSIFYING)
+        kinds = "both" if served else "neither"
+        raise InvalidRequest(
+            f"without a mask and with parameters may be for {addresses}, and {kinds} of them "
+            "is served; send the request to the route of its task",
+            INPUTS,
+        )
+
+    def _task_of_fields(self, item: Mapping[str, Any]) -> Task:
+        """Return the task that inputs with the fields of an object are for."""
+        tasks = self._context.tasks.values()
+        by_field = {field: task for task in tasks for field in task.own_fields}
+        for field, task in by_field.items():
+            if field in item:
+                return task
+        known = ", ".join(by_field)
+        raise InvalidRequest(f"has an object that fits no task: it has none of {known}", INPUTS)
 
 
 PROTOCOL: Final = WireProtocol("native", ("/",), routes, write_error)

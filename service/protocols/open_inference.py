@@ -7,82 +7,175 @@ Source: https://github.com/kserve/open-inference-protocol, ``specification/proto
 binary tensor data extension of Triton.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any, Final, Literal
 from urllib.parse import unquote
 
-import orjson
+from pydantic import BaseModel, Field, create_model
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service.core import InvalidRequest, Location, UnknownModel, WrongTask
-from cloze.service.http.bodies import parse, read_body, run_anywhere, validate
-from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
-from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.errors import ErrorInfo, without_422
+from cloze.service.http.json_bodies import load, validate
+from cloze.service.http.record import RECORD
 from cloze.service.http.routes import RAW, BytesResponse, Handler, Route, RouteDoc
 from cloze.service.pipeline import Pipeline, TaskResult
-from cloze.service.protocols.binary import JSON_LENGTH, read_texts, split, write_tensor
-from cloze.service.protocols.open_inference_types import (
-    ErrorBody,
-    InferAnswer,
-    InferBody,
-    InferInput,
-    Live,
-    ModelMetadata,
-    ModelNames,
-    ModelReady,
-    Ready,
-    ServerMetadata,
-    TensorMetadata,
-)
 from cloze.service.protocols.protocol import (
-    ApiLimits,
+    STATUSES_WITHOUT_422,
+    TIMING_HEADERS,
     ProtocolContext,
+    TaskRoute,
     WireProtocol,
-    check,
+    answer_probe,
+    answer_task,
+    gate_models,
     json_response,
 )
-from cloze.service.protocols.task_route import TIMING_HEADERS, Endpoint, TaskRoute, gate_models
-from cloze.service.protocols.tensors import TaskTensors, Tensor, TensorInfo
+from cloze.service.protocols.tensors import (
+    JSON_LENGTH,
+    TaskTensors,
+    TensorMetadata,
+    read_texts,
+    split,
+    write_tensor,
+)
 from cloze.service.tasks import Task, TaskCall
-from cloze.service.tasks.task import INPUTS
+from cloze.service.tasks.task import INPUTS, WireModel
 
 _TAG: Final = "Open Inference Protocol"
-_EXTENSIONS: Final = ("binary_tensor_data",)
-_PLATFORM: Final = "onnxruntime_onnx"
-
-_OWN_PARAMETERS: Final = ("binary_data_output",)
-"""Parameters of a request that belong to the protocol, not to the task."""
 
 
-def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
+class InferInput(WireModel):
+    """An input tensor; ``data`` is absent if the tensor follows the JSON as bytes."""
+
+    name: str
+    shape: list[int] = Field(max_length=8)
+    datatype: Literal["BYTES"]
+    parameters: dict[str, Any] | None = None
+    data: list[str | list[str]] | None = None
+
+
+class InferOutput(WireModel):
+    """An output tensor that a client asks for."""
+
+    name: str
+    parameters: dict[str, Any] | None = None
+
+
+class InferBody(WireModel):
+    """The body of ``POST /v2/models/{model}/infer``."""
+
+    inputs: list[InferInput]
+    id: str | None = Field(None, max_length=1024, description="returned with the answer")
+    outputs: list[InferOutput] | None = Field(None, description="the default is all")
+    parameters: dict[str, Any] | None = Field(
+        None, description="parameters of the task, and binary_data_output"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """An output tensor; ``data`` is absent if the tensor follows the JSON as bytes."""
+
+    name: str
+    shape: list[int]
+    datatype: str
+    parameters: dict[str, int] | None = None
+    data: list[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InferAnswer:
+    """The response to ``POST /v2/models/{model}/infer``."""
+
+    model_name: str
+    model_version: str
+    outputs: list[OutputTensor]
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenInferenceErrorBody:
+    """An error in the protocol's shape."""
+
+    error: str
+
+
+def _answer_type(title: str, path: str, **fields: Any) -> type[BaseModel]:
+    """Return the type of the response to a GET request, for the documentation."""
+    described: dict[str, Any] = {name: (kind, ...) for name, kind in fields.items()}
+    return create_model(title, __doc__=f"The response to ``GET {path}``.", **described)
+
+
+_MODEL: Final = "/v2/models/{model}"
+
+_SERVER = _answer_type("ServerMetadata", "/v2", name=str, version=str, extensions=list[str])
+_LIVE = _answer_type("Live", "/v2/health/live", live=Literal[True])
+_READY = _answer_type("Ready", "/v2/health/ready", ready=Literal[True])
+_NAMES = _answer_type("ModelNames", "/v2/models", models=list[str])
+_MODEL_READY = _answer_type("ModelReady", f"{_MODEL}/ready", name=str, ready=Literal[True])
+_METADATA = _answer_type(
+    "ModelMetadata",
+    _MODEL,
+    name=str,
+    versions=list[str],
+    platform=str,
+    inputs=list[TensorMetadata],
+    outputs=list[TensorMetadata],
+)
+
+
+def write_error(error: ErrorInfo) -> tuple[int, OpenInferenceErrorBody]:
     """Return the status and the body of an error. The protocol uses status 400 instead of 422."""
-    return without_422(error.status), {"error": error.message}
+    return without_422(error.status), OpenInferenceErrorBody(error.message)
 
 
-class _TaskModel:
-    """One task, as the models of the protocol that do it.
+class _TaskModel(TaskRoute):
+    """One task, as the models of the protocol that do it."""
 
-    Args:
-        task: the task.
-        context: the parts of the service that the handler uses.
-    """
+    body = InferBody
 
     def __init__(self, task: Task, context: ProtocolContext) -> None:
         self.task, self.tensors = task, TaskTensors(task)
-        doc = RouteDoc(task.summary, _TAG, InferAnswer, ErrorBody)
-        route = TaskRoute("", task, InferBody, self._to_call, self._respond, doc)
-        self.endpoint = Endpoint(route, context)
+        super().__init__(context)
 
-    def _to_call(self, body: InferBody) -> TaskCall:
-        known = {info.name for info in self.tensors.outputs}
+    def parse(self, request: Request, data: bytes) -> tuple[TaskRoute, Any]:
+        """Return the route, and a body whose tensors have the data that follows the JSON."""
+        head, binary = split(data, request.headers.get(JSON_LENGTH))
+        body = validate(InferBody, load(head, self.context.body_limits))
+        tensors, start = [], 0
+        for tensor in body.inputs:
+            size = (tensor.parameters or {}).get("binary_data_size")
+            if size is not None:
+                at = _place(tensor)
+                if not isinstance(size, int):
+                    raise InvalidRequest("has a binary_data_size that is no whole number", at)
+                if size < 0 or start + size > len(binary):
+                    raise InvalidRequest(
+                        f"has the binary_data_size {size}; {len(binary) - start} bytes are left", at
+                    )
+                if tensor.data is not None:
+                    raise InvalidRequest("has both data and binary_data_size", at)
+                part = binary[start : start + size]
+                texts = read_texts(part, at, self.context.max_request_texts)
+                tensor = tensor.model_copy(update={"data": texts})
+                start += size
+            tensors.append(tensor)
+        if start != len(binary):
+            raise InvalidRequest(f"{len(binary) - start} bytes after the JSON belong to no tensor")
+        return self, body.model_copy(update={"inputs": tensors})
+
+    def to_call(self, body: InferBody) -> TaskCall:
+        known = [tensor.name for tensor in self.tensors.outputs]
         for output in body.outputs or ():
             if output.name not in known:
                 raise InvalidRequest(
-                    f"names {ascii(output.name)[:80]}; {self.task.name} has "
-                    f"{', '.join(info.name for info in self.tensors.outputs)}",
+                    f"names {ascii(output.name)[:80]}; {self.task.name} has {', '.join(known)}",
                     Location(("outputs",)),
                 )
         texts: dict[str, list[str]] = {}
@@ -90,46 +183,39 @@ class _TaskModel:
             if tensor.name in texts:
                 raise InvalidRequest(f"has {ascii(tensor.name)[:80]} twice", INPUTS)
             texts[tensor.name] = _texts(tensor)
-        given = body.parameters or {}
-        given = {name: value for name, value in given.items() if name not in _OWN_PARAMETERS}
+        given = dict(body.parameters or {})
+        given.pop("binary_data_output", None)  # of the protocol, not of the task
         parameters = validate(self.task.parameters, given, Location(("parameters",)))
         return TaskCall(self.tensors.to_inputs(texts), parameters)
 
-    def _respond(self, request: Request, body: InferBody, result: TaskResult) -> BytesResponse:
-        asked = None if not body.outputs else {output.name for output in body.outputs}
-        record: RequestRecord = request.scope[RECORD]
-        manifest_name, _, manifest_version = record.model.rpartition("@")
-        default = bool((body.parameters or {}).get("binary_data_output"))
-        binary = {
-            output.name: bool((output.parameters or {}).get("binary_data", default))
-            for output in body.outputs or ()
-        }
+    def respond(self, request: Request, body: InferBody, result: TaskResult) -> BytesResponse:
+        model, _, number = request.scope[RECORD].model.rpartition("@")
+        default = (body.parameters or {}).get("binary_data_output", False)
+        asked = {output.name: output.parameters or {} for output in body.outputs or ()}
+        outputs = self.tensors.to_outputs(result.value, asked, body.inputs[0].shape[0])
+        datatypes = {tensor.name: tensor.datatype for tensor in self.tensors.outputs}
         rows, parts = [], []
-        inputs = body.inputs[0].shape[0]
-        for tensor in self.tensors.to_outputs(result.value, asked, inputs):
-            row: dict[str, Any] = {
-                "name": tensor.name,
-                "shape": list(tensor.shape),
-                "datatype": tensor.datatype,
-            }
-            if binary.get(tensor.name, default):
-                parts.append(write_tensor(tensor))
+        for name, data in outputs.items():
+            shape = [len(data)] if isinstance(data, list) else list(data.shape)
+            row: dict[str, Any] = {"name": name, "shape": shape, "datatype": datatypes[name]}
+            if asked.get(name, {}).get("binary_data", default):
+                parts.append(write_tensor(data))
                 row["parameters"] = {"binary_data_size": len(parts[-1])}
             else:
-                row["data"] = _flat(tensor)
+                row["data"] = data if isinstance(data, list) else data.reshape(-1)
             rows.append(row)
         answer: dict[str, Any] = {
-            "model_name": f"{manifest_name}.{self.task.name}",
-            "model_version": manifest_version,
+            "model_name": f"{model}.{self.task.name}",
+            "model_version": number,
             "outputs": rows,
         }
         if body.id is not None:
             answer["id"] = body.id
-        head = orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+        head = json_response(answer)
         if not parts:
-            return BytesResponse(head)
-        length = (JSON_LENGTH.encode(), b"%d" % len(head))
-        return BytesResponse(b"".join((head, *parts)), RAW.encode(), length)
+            return head
+        length = (JSON_LENGTH.encode(), b"%d" % len(head.body))
+        return BytesResponse(b"".join((head.body, *parts)), RAW.encode(), length)
 
 
 def _place(tensor: InferInput) -> Location:
@@ -137,17 +223,8 @@ def _place(tensor: InferInput) -> Location:
     return Location((ascii(tensor.name)[1:-1][:80],))
 
 
-def _flat(tensor: Tensor) -> Any:
-    """Return the data of a tensor in one list, row by row."""
-    return tensor.data if isinstance(tensor.data, list) else tensor.data.reshape(-1)
-
-
 def _texts(tensor: InferInput) -> list[str]:
-    """Return the texts of an input tensor [n] or [n, 1].
-
-    Raises:
-        InvalidRequest: it has another shape, or no data.
-    """
+    """Return the texts of an input tensor [n] or [n, 1]."""
     at = _place(tensor)
     if len(tensor.shape) not in (1, 2) or tensor.shape[1:] not in ([], [1]):
         raise InvalidRequest(f"has the shape {str(tensor.shape)[:80]}; send [n] or [n, 1]", at)
@@ -162,22 +239,14 @@ def _texts(tensor: InferInput) -> list[str]:
 
 
 class _Server:
-    """The handlers of the routes.
-
-    Args:
-        context: the parts of the service that the handlers use.
-    """
+    """The handlers of the routes."""
 
     def __init__(self, context: ProtocolContext) -> None:
         self._context = context
         self._tasks = {name: _TaskModel(task, context) for name, task in context.tasks.items()}
 
     def _find(self, request: Request) -> tuple[_TaskModel, Pipeline]:
-        """Return the task and the served model that a path names.
-
-        Raises:
-            UnknownModel: there is none.
-        """
+        """Return the task and the served model that a path names."""
         name, number = unquote(request.path_params["model"]), request.path_params.get("version")
         bundle, _, task = name.rpartition(".")
         model = self._tasks.get(task)
@@ -195,155 +264,93 @@ class _Server:
 
     def _names(self) -> list[str]:
         models = self._context.models
-        return list(
-            dict.fromkeys(
-                f"{pipeline.manifest.name}.{task}"
-                for pipeline in models.pipelines
-                for task in models.tasks_of(pipeline)
-            )
-        )
+        pairs = [(p.manifest.name, task) for p in models.pipelines for task in models.tasks_of(p)]
+        return list(dict.fromkeys(f"{bundle}.{task}" for bundle, task in pairs))
 
     async def server(self, _: Request) -> Response:
-        return json_response(ServerMetadata("cloze", version(DISTRIBUTION), list(_EXTENSIONS)))
-
-    async def live(self, _: Request) -> Response:
-        check(self._context.state.broken())
-        return json_response(Live(True))
-
-    async def ready(self, _: Request) -> Response:
-        check(self._context.state.unready())
-        return json_response(Ready(True))
+        extensions = ["binary_tensor_data"]
+        return json_response(
+            {"name": "cloze", "version": version(DISTRIBUTION), "extensions": extensions}
+        )
 
     async def models(self, _: Request) -> Response:
-        return json_response(ModelNames(self._names()))
+        return json_response({"models": self._names()})
 
     async def model(self, request: Request) -> Response:
         model, pipeline = self._find(request)
-        manifest = pipeline.manifest
-        name = f"{manifest.name}.{model.task.name}"
-        versions = [
-            str(other.manifest.version)
-            for other in self._context.models.serving(model.task)
-            if other.manifest.name == manifest.name
-        ]
-        tensors = model.tensors
-        described = (
-            [_metadata(t) for t in tensors.inputs],
-            [_metadata(t) for t in tensors.outputs],
-        )
-        return json_response(ModelMetadata(name, versions, _PLATFORM, *described))
+        bundle = pipeline.manifest.name
+        served = [other.manifest for other in self._context.models.serving(model.task)]
+        answer = {
+            "name": f"{bundle}.{model.task.name}",
+            "versions": [str(other.version) for other in served if other.name == bundle],
+            "platform": "onnxruntime_onnx",
+            "inputs": model.tensors.inputs,
+            "outputs": model.tensors.outputs,
+        }
+        return json_response(answer)
 
     async def model_ready(self, request: Request) -> Response:
         model, pipeline = self._find(request)
-        check(self._context.state.unready())
-        return json_response(ModelReady(f"{pipeline.manifest.name}.{model.task.name}", True))
+        answer = {"name": f"{pipeline.manifest.name}.{model.task.name}", "ready": True}
+        return await answer_probe(self._context.state.unready, answer, request)
 
     async def infer(self, request: Request) -> Response:
         """Answer a request for any model."""
         model, pipeline = self._find(request)
-        with self._context.watch.request(request) as watched:
-            limits = self._context.limits
-            data = await read_body(request, limits.body.max_bytes, watched)
-            length = request.headers.get(JSON_LENGTH)
-            body = await run_anywhere(len(data), _parse, data, length, limits)
-            return await model.endpoint.answer_body(request, body, len(data), watched, pipeline)
-
-
-def _metadata(info: TensorInfo) -> TensorMetadata:
-    return TensorMetadata(info.name, info.datatype, list(info.shape))
-
-
-def _parse(data: bytes, length: str | None, limits: ApiLimits) -> InferBody:
-    """Return a body whose tensors all have data.
-
-    Args:
-        data: the JSON, and the bytes of tensors after it.
-        length: the value of `JSON_LENGTH`.
-        limits: the limits of the body, and of its texts.
-
-    Raises:
-        RequestError: the body is malformed or too large, or the bytes are not those that the
-            tensors state.
-    """
-    head, binary = split(data, length)
-    body = parse(InferBody, head, limits.body)
-    tensors, start = [], 0
-    for tensor in body.inputs:
-        size = (tensor.parameters or {}).get("binary_data_size")
-        if size is not None:
-            at = _place(tensor)
-            if not isinstance(size, int):
-                raise InvalidRequest("has a binary_data_size that is no whole number", at)
-            if size < 0 or start + size > len(binary):
-                raise InvalidRequest(
-                    f"has the binary_data_size {size}; {len(binary) - start} bytes are left", at
-                )
-            if tensor.data is not None:
-                raise InvalidRequest("has both data and binary_data_size", at)
-            texts = read_texts(binary[start : start + size], at, limits.max_request_texts)
-            tensor = tensor.model_copy(update={"data": texts})
-            start += size
-        tensors.append(tensor)
-    if start != len(binary):
-        raise InvalidRequest(f"{len(binary) - start} bytes after the JSON belong to no tensor")
-    return body.model_copy(update={"inputs": tensors})
+        return await answer_task(self._context, model.parse, request, pipeline)
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
     """Return the routes of the protocol."""
-    server = _Server(context)
-
-    def get(path: str, handler: Handler, summary: str, result: Any, *errors: int) -> Route:
-        return Route(
-            "GET", path, handler, RouteDoc(summary, _TAG, result, ErrorBody, errors=errors)
-        )
-
-    infer = RouteDoc(
-        summary="The results of one task of one model, as tensors",
-        tag=_TAG,
-        result=InferAnswer,
-        error_body=ErrorBody,
-        body=InferBody,
-        examples={"Two texts": _EXAMPLE},
-        media_types=(RAW,),
-        headers={
-            **TIMING_HEADERS,
-            JSON_LENGTH: ("integer", "bytes of the JSON before the tensors"),
-        },
-        errors=tuple(sorted(set(map(without_422, ERROR_STATUSES)))),
-    )
+    server, state = _Server(context), context.state
+    live = partial(answer_probe, state.broken, {"live": True})
+    ready = partial(answer_probe, state.unready, {"ready": True})
     found = [
-        get("/v2", server.server, "The server and its extensions", ServerMetadata),
-        get("/v2/health/live", server.live, "Liveness: 503 once an engine is dead", Live, 503),
-        get("/v2/health/ready", server.ready, "Readiness: 503 while draining or dead", Ready, 503),
-        get("/v2/models", server.models, "The names of the models", ModelNames),
+        _get("/v2", server.server, "The server and its extensions", _SERVER),
+        _get("/v2/health/live", live, "Liveness: 503 once an engine is dead", _LIVE, 503),
+        _get("/v2/health/ready", ready, "Readiness: 503 while draining or dead", _READY, 503),
+        _get("/v2/models", server.models, "The names of the models", _NAMES),
     ]
     every_model = gate_models(context.models.pipelines)
-    for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
+    for path in (_MODEL, f"{_MODEL}/versions/{{version}}"):
         found += [
-            get(path, server.model, "The tensors of a model", ModelMetadata, 404),
-            get(
+            _get(path, server.model, "The tensors of a model", _METADATA, 404),
+            _get(
                 f"{path}/ready",
                 server.model_ready,
                 "Readiness of a model",
-                ModelReady,
+                _MODEL_READY,
                 404,
                 503,
             ),
-            Route("POST", f"{path}/infer", server.infer, infer, every_model),
+            Route("POST", f"{path}/infer", server.infer, _INFER, every_model),
         ]
     return found
 
 
-_EXAMPLE: Final = {
-    "inputs": [
-        {
-            "name": "text",
-            "shape": [2],
-            "datatype": "BYTES",
-            "data": ["What is deep learning?", "A cat sat."],
-        }
-    ]
+def _get(path: str, handler: Handler, summary: str, result: Any, *errors: int) -> Route:
+    return Route(
+        "GET", path, handler, RouteDoc(summary, _TAG, result, OpenInferenceErrorBody, errors=errors)
+    )
+
+
+_TWO_TEXTS: Final = {
+    "name": "text",
+    "shape": [2],
+    "datatype": "BYTES",
+    "data": ["What is deep learning?", "A cat sat."],
 }
+
+_INFER: Final = RouteDoc(
+    summary="The results of one task of one model, as tensors",
+    tag=_TAG,
+    result=InferAnswer,
+    error_body=OpenInferenceErrorBody,
+    body=InferBody,
+    examples={"Two texts": {"inputs": [_TWO_TEXTS]}},
+    media_types=(RAW,),
+    headers={**TIMING_HEADERS, JSON_LENGTH: ("integer", "bytes of the JSON before the tensors")},
+    errors=STATUSES_WITHOUT_422,
+)
 
 PROTOCOL: Final = WireProtocol("open-inference", ("/v2",), routes, write_error)

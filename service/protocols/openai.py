@@ -1,9 +1,9 @@
 """OpenAI's protocol: ``/v1/embeddings`` and ``/v1/models``, with OpenAI's errors."""
 
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal
 from urllib.parse import unquote
 
 from pydantic import Field
@@ -12,11 +12,17 @@ from starlette.responses import Response
 
 from cloze.model_store import Manifest
 from cloze.service.core import UnknownModel
-from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
+from cloze.service.http.errors import ErrorInfo, without_422
 from cloze.service.http.routes import BytesResponse, Route, RouteDoc
 from cloze.service.pipeline import TaskResult
-from cloze.service.protocols.protocol import ProtocolContext, WireProtocol, json_response
-from cloze.service.protocols.task_route import TIMING_HEADERS, TaskRoute
+from cloze.service.protocols.protocol import (
+    STATUSES_WITHOUT_422,
+    Names,
+    ProtocolContext,
+    TaskRoute,
+    WireProtocol,
+    json_response,
+)
 from cloze.service.tasks import TaskCall, embed
 from cloze.service.tasks.task import Count, WireModel
 from cloze.service.tasks.texts import TextsOrIds
@@ -85,77 +91,62 @@ class ModelList:
     data: list[ModelRow]
 
 
+ErrorType = Literal["invalid_request_error", "rate_limit_error", "server_error"]
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorDetails:
     """The details of an error."""
 
     message: str
-    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    type: ErrorType
     param: str | None
     code: str | None
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorBody:
+class OpenAiErrorBody:
     """An error in OpenAI's shape."""
 
     error: ErrorDetails
 
 
-def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
+def write_error(error: ErrorInfo) -> tuple[int, OpenAiErrorBody]:
     """Return the status and the body of an error. OpenAI uses status 400 instead of 422."""
     status = without_422(error.status)
     code = "model_not_found" if isinstance(error.error, UnknownModel) else None
-    kind = _error_type(status)
-    return status, {"error": {"message": error.message, "type": kind, "param": None, "code": code}}
+    kind: ErrorType = "invalid_request_error" if status < 500 else "server_error"
+    kind = "rate_limit_error" if status == 429 else kind
+    return status, OpenAiErrorBody(ErrorDetails(error.message, kind, None, code))
 
 
-def _error_type(status: int) -> str:
-    if status == 429:
-        return "rate_limit_error"
-    return "invalid_request_error" if status < 500 else "server_error"
+class _Embeddings(TaskRoute):
+    """The route of embeddings."""
 
-
-def _to_call(body: OpenAiEmbeddingsBody) -> TaskCall:
-    return TaskCall(body.input, embed.EmbedParameters(dimensions=body.dimensions))
-
-
-def _respond(_: Request, body: OpenAiEmbeddingsBody, result: TaskResult) -> BytesResponse:
-    vectors: Iterable[object] = result.value.astype("<f4", copy=False)
-    if body.encoding_format == "base64":
-        vectors = [b64encode(vector).decode() for vector in result.value.astype("<f4", copy=False)]
-    answer = {
-        "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": vector}
-            for index, vector in enumerate(vectors)
-        ],
-        "model": body.model,
-        "usage": {"prompt_tokens": result.tokens, "total_tokens": result.tokens},
-    }
-    return json_response(answer)
-
-
-_EMBEDDINGS: Final = TaskRoute(
-    path="/v1/embeddings",
-    task=embed.TASK,
-    body=OpenAiEmbeddingsBody,
-    to_call=_to_call,
-    respond=_respond,
-    doc=RouteDoc(
-        summary="One vector per text, in OpenAI's shape",
-        tag="OpenAI",
-        result=EmbeddingList,
-        error_body=ErrorBody,
-        body=OpenAiEmbeddingsBody,
+    task = embed.TASK
+    body = OpenAiEmbeddingsBody
+    names: ClassVar[Names] = {("inputs",): "input"}
+    doc = RouteDoc(
+        "One vector per text, in OpenAI's shape",
+        "OpenAI",
+        EmbeddingList,
+        OpenAiErrorBody,
         examples={
             "Two texts": {"input": ["What is deep learning?", "A cat sat."], "model": "cloze-bert"}
         },
-        headers=TIMING_HEADERS,
-        errors=tuple(sorted(set(map(without_422, ERROR_STATUSES)))),
-    ),
-    names={("inputs",): "input"},
-)
+        errors=STATUSES_WITHOUT_422,
+    )
+
+    def to_call(self, body: OpenAiEmbeddingsBody) -> TaskCall:
+        return TaskCall(body.input, embed.EmbedParameters(dimensions=body.dimensions))
+
+    def respond(self, _: Request, body: OpenAiEmbeddingsBody, result: TaskResult) -> BytesResponse:
+        vectors: Iterable[Any] = result.value.astype("<f4", copy=False)
+        if body.encoding_format == "base64":
+            vectors = [b64encode(vector).decode() for vector in vectors]
+        rows = [EmbeddingRow("embedding", index, vector) for index, vector in enumerate(vectors)]
+        usage = Usage(result.tokens, result.tokens)
+        return json_response(EmbeddingList("list", rows, body.model, usage))
 
 
 def routes(context: ProtocolContext) -> Sequence[Route]:
@@ -169,13 +160,14 @@ def routes(context: ProtocolContext) -> Sequence[Route]:
         pipeline = context.models.named(unquote(request.path_params["model"]))
         return json_response(_row(pipeline.manifest))
 
-    doc = RouteDoc("The served models, in OpenAI's shape", "OpenAI", ModelList, ErrorBody)
+    doc = RouteDoc("The served models, in OpenAI's shape", "OpenAI", ModelList, OpenAiErrorBody)
     one = RouteDoc(
-        "A served model, in OpenAI's shape", "OpenAI", ModelRow, ErrorBody, errors=(404,)
+        "A served model, in OpenAI's shape", "OpenAI", ModelRow, OpenAiErrorBody, errors=(404,)
     )
+    embeddings = _Embeddings(context)
     return [
-        _EMBEDDINGS.bind(context),
-        replace(_EMBEDDINGS, path=_ALIAS).bind(context),
+        embeddings.bind("/v1/embeddings"),
+        embeddings.bind(_ALIAS),
         Route("GET", "/v1/models", models, doc),
         Route("GET", "/v1/models/{model}", model, one),
     ]

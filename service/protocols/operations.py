@@ -14,14 +14,17 @@ from starlette.responses import Response
 
 from cloze.model_store.installation import DISTRIBUTION
 from cloze.service import core
-from cloze.service.http.access import OF_ADMIN_SOCKET
-from cloze.service.http.page import PAGE_HEADERS, page_handler
-from cloze.service.http.routes import HTML, TEXT, BytesResponse, Route, RouteDoc
-from cloze.service.protocols.protocol import ProtocolContext, ServerState, check, json_response
+from cloze.service.http.pages import PAGE_HEADERS, page_handler
+from cloze.service.http.record import OF_ADMIN_SOCKET
+from cloze.service.http.routes import HTML, TEXT, Route, RouteDoc
+from cloze.service.protocols.protocol import (
+    ErrorBody,
+    ProtocolContext,
+    ServerState,
+    answer_probe,
+    json_response,
+)
 from cloze.service.tasks import embed
-
-_TAG = "service"
-"""The group of these routes in the documentation."""
 
 PROBES: Final = frozenset({"/healthz", "/readyz", "/health", "/v2/health/live", "/v2/health/ready"})
 
@@ -36,8 +39,8 @@ class Status:
     status: str
 
 
-_ALIVE: Final = orjson.dumps(Status("alive"))
-_READY: Final = orjson.dumps(Status("ready"))
+_ALIVE: Final = Status("alive")
+_READY: Final = Status("ready")
 
 
 def probe_bodies(state: ServerState) -> dict[bytes, Callable[[], bytes | None]]:
@@ -46,45 +49,38 @@ def probe_bodies(state: ServerState) -> dict[bytes, Callable[[], bytes | None]]:
     The function returns None if the answer has another status.
     """
     return {
-        b"/healthz": lambda: _ALIVE if state.broken() is None else None,
-        b"/readyz": lambda: _READY if state.unready() is None else None,
+        b"/healthz": lambda: orjson.dumps(_ALIVE) if state.broken() is None else None,
+        b"/readyz": lambda: orjson.dumps(_READY) if state.unready() is None else None,
     }
 
 
-def routes(context: ProtocolContext, error_body: Any) -> Sequence[Route]:
-    """Return the routes for operators.
-
-    Args:
-        context: the parts of the service that the routes report on.
-        error_body: the type of an error's JSON.
-    """
-    operations = _Operations(context)
-
-    probe = partial(RouteDoc, tag=_TAG, error_body=error_body, errors=(503,))
-    report = partial(RouteDoc, tag=_TAG, error_body=error_body)
-    healthz = probe("Liveness: 503 once an engine is dead", result=Status)
-    readyz = probe("Readiness: 503 while draining or dead", result=Status)
-    health = probe("Readiness, under the path of text-embeddings-inference", result=None)
-    info = report("The served models and their limits", result=dict[str, Any])
-    metrics = report("Metrics in Prometheus's text format", result=None, media_types=(TEXT,))
-    page = report("A page on which people try the tasks", result=None, media_types=(HTML,))
+def routes(context: ProtocolContext) -> Sequence[Route]:
+    """Return the routes for operators."""
+    operations, state = _Operations(context), context.state
+    alive = partial(answer_probe, state.broken, _ALIVE)
+    ready = partial(answer_probe, state.unready, _READY)
+    page = _doc("A page on which people try the tasks", None, media_types=(HTML,))
     page = replace(page, headers=PAGE_HEADERS)
-    reload = RouteDoc(
-        "Serve what the store, the keys and the certificate hold now",
-        tag=_TAG,
-        result=core.Changes,
-        error_body=error_body,
-        errors=(401, 403, 409, 503),
-    )
+    healthz = _doc("Liveness: 503 once an engine is dead", Status, 503)
+    readyz = _doc("Readiness: 503 while draining or dead", Status, 503)
+    health = _doc("Readiness, under the path of text-embeddings-inference", None, 503)
+    info = _doc("The served models and their limits", dict[str, Any])
+    metrics = _doc("Metrics in Prometheus's text format", None, media_types=(TEXT,))
+    changes = "Serve what the store, the keys and the certificate hold now"
+    reload = _doc(changes, core.Changes, 401, 403, 409, 503)
     return [
         Route("GET", "/", page_handler(), page),
-        Route("GET", "/healthz", operations.alive, healthz),
-        Route("GET", "/readyz", operations.ready, readyz),
+        Route("GET", "/healthz", alive, healthz),
+        Route("GET", "/readyz", ready, readyz),
         Route("GET", "/health", operations.health, health),
         Route("GET", "/info", operations.info, info),
         Route("GET", "/metrics", operations.metrics, metrics),
         Route("POST", "/admin/reload", operations.reload, reload),
     ]
+
+
+def _doc(summary: str, result: Any, *errors: int, media_types: tuple[str, ...] = ()) -> RouteDoc:
+    return RouteDoc(summary, "service", result, ErrorBody, errors=errors, media_types=media_types)
 
 
 class _Operations:
@@ -94,16 +90,8 @@ class _Operations:
         self._context = context
         self._scrapes = ThreadPoolExecutor(1, "scrape")
 
-    async def alive(self, _: Request) -> Response:
-        check(self._context.state.broken())
-        return BytesResponse(_ALIVE)
-
-    async def ready(self, _: Request) -> Response:
-        check(self._context.state.unready())
-        return BytesResponse(_READY)
-
-    async def health(self, _: Request) -> Response:
-        check(self._context.state.unready())
+    async def health(self, request: Request) -> Response:
+        await answer_probe(self._context.state.unready, None, request)
         return Response()
 
     async def info(self, _: Request) -> Response:
@@ -132,7 +120,7 @@ class _Operations:
 
 def _info(context: ProtocolContext) -> dict[str, Any]:
     """Return the fields of text-embeddings-inference for the default model, and all models."""
-    models, limits = context.models, context.limits
+    models = context.models
     embeds = context.tasks.get(embed.TASK.name)
     shown = (models.default(embeds) if embeds else None) or models.pipelines[0]
     first = shown.manifest
@@ -144,8 +132,8 @@ def _info(context: ProtocolContext) -> dict[str, Any]:
         "model_dtype": shown.model.precision(),
         "model_type": {"embedding": {"pooling": embedding.pooling}} if embedding else {},
         "max_input_length": embedding.max_tokens if embedding else first.limits.max_tokens,
-        "max_client_batch_size": limits.max_request_texts,
-        "max_request_bytes": limits.body.max_bytes,
+        "max_client_batch_size": context.max_request_texts,
+        "max_request_bytes": context.body_limits.max_bytes,
         "version": version(DISTRIBUTION),
         "defaults": {name: d.manifest.reference for name, d in defaults.items() if d},
         "models": [

@@ -1,21 +1,30 @@
-"""The definition of a protocol. Each protocol module of the package defines one as `PROTOCOL`."""
+"""The definition of a protocol, and what protocols share: the route of a task.
 
+Each protocol module of the package defines its protocol as `PROTOCOL`.
+"""
+
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Final, Protocol
 
 import orjson
-from pydantic import ConfigDict
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
 
-from cloze.service.core import Changes, ServiceError
-from cloze.service.http.errors import ErrorInfo
-from cloze.service.http.json_bodies import BodyLimits
-from cloze.service.http.routes import BytesResponse, Route
+from cloze.service.abandonment import run_on_thread
+from cloze.service.core import Changes, Location, RequestError, ServiceError
+from cloze.service.http.errors import ERROR_STATUSES, ErrorInfo, without_422
+from cloze.service.http.json_bodies import BodyLimits, load, run_anywhere, validate
+from cloze.service.http.memory_limit import SMALL_BYTES
+from cloze.service.http.routes import BytesResponse, GateModel, Route, RouteDoc
 from cloze.service.http.watch import RequestWatch
+from cloze.service.logs import RequestCost
 from cloze.service.metrics import Metrics
-from cloze.service.pipeline import Models
-from cloze.service.settings import Settings
-from cloze.service.tasks import Task
+from cloze.service.pipeline import Models, Pipeline, TaskResult
+from cloze.service.tasks import Task, TaskCall
 from cloze.service.tasks.task import WireModel
 
 
@@ -39,58 +48,16 @@ class ServerState(Protocol):
         ...
 
 
-def json_response(value: Any) -> BytesResponse:
-    """Return a value as JSON; it may have dataclasses and arrays."""
-    return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
-
-
-def check(state: ServiceError | None) -> None:
-    """Raise the reason of a state that is not good."""
-    if state is not None:
-        raise state
-
-
-@dataclass(frozen=True, slots=True)
-class ApiLimits:
-    """The limits of the HTTP interface; `TaskLimits` has the limits of tasks.
-
-    Attributes:
-        body: the limits of a body.
-        max_request_texts: most texts per request.
-    """
-
-    body: BodyLimits
-    max_request_texts: int
-
-    @classmethod
-    def of(cls, settings: Settings) -> Self:
-        """Return the limits that the settings give."""
-        texts = settings.max_request_texts
-        body = BodyLimits.of_requests(
-            settings.max_request_bytes, texts, settings.max_request_tokens
-        )
-        return cls(body, texts)
-
-
 @dataclass(frozen=True, slots=True)
 class ProtocolContext:
-    """The parts of the service that routes use.
-
-    Attributes:
-        tasks: the tasks by name.
-        models: the served models.
-        metrics: the metrics that routes record and return.
-        state: the state of the server.
-        limits: the limits of the HTTP interface.
-        watch: ends requests that take too long.
-        has_keys: whether requests need API keys.
-    """
+    """The parts of the service that routes use."""
 
     tasks: Mapping[str, Task]
     models: Models
     metrics: Metrics
     state: ServerState
-    limits: ApiLimits
+    body_limits: BodyLimits
+    max_request_texts: int
     watch: RequestWatch
     has_keys: bool
 
@@ -104,13 +71,185 @@ class WireProtocol:
         prefixes: prefixes of the protocol's paths. The protocol with the longest prefix of a path
             writes the errors of the path, also if the path is unknown.
         routes: context -> the routes.
-        error: error -> the HTTP status and the JSON body.
+        error: error -> the HTTP status, and the value that becomes the JSON body.
     """
 
     name: str
     prefixes: tuple[str, ...]
     routes: Callable[[ProtocolContext], Sequence[Route]]
-    error: Callable[[ErrorInfo], tuple[int, Mapping[str, Any]]]
+    error: Callable[[ErrorInfo], tuple[int, Any]]
+
+
+def json_response(value: Any) -> BytesResponse:
+    """Return a value as JSON; it may have dataclasses and arrays."""
+    return BytesResponse(orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+async def answer_probe(
+    problem: Callable[[], ServiceError | None], value: Any, _: Request
+) -> Response:
+    """Return a value as JSON, unless the server has the problem."""
+    if (error := problem()) is not None:
+        raise error
+    return json_response(value)
+
+
+# ---- the route of a task -------------------------------------------------------------------------
+
+
+STATUSES_WITHOUT_422: Final = tuple(sorted(set(map(without_422, ERROR_STATUSES))))
+
+TIMING_HEADERS: Final[Mapping[str, tuple[str, str]]] = {
+    "x-compute-time": ("integer", "milliseconds from tokenization to the last result"),
+    "x-total-time": (
+        "integer",
+        "the value of x-compute-time, under the name of text-embeddings-inference",
+    ),
+    "x-tokenization-time": ("integer", "milliseconds of tokenization"),
+    "x-queue-time": ("integer", "milliseconds in the queue"),
+    "x-inference-time": ("integer", "milliseconds in the engine"),
+    "x-compute-tokens": ("integer", "tokens that the engine ran"),
+    "x-truncated": ("integer", "texts that were cut to the model's limit"),
+    "x-warning": ("string", "warnings about the request; absent without warnings"),
+}
+
+
+Names = Mapping[tuple[str | int, ...], str]
+"""The fields of a body, by the places of the task's inputs in the native protocol."""
+
+
+class TaskRoute(ABC):
+    """A route of a task: how a body becomes a task call, and a task result a response.
+
+    Attributes:
+        task: the task that the route serves.
+        body: the model of the request's body, with a field ``model``.
+        doc: the documentation of the route, without what all routes of tasks have.
+        names: the names that the body's fields have instead of those of the native protocol.
+        check: checks the headers of a request before its texts are tokenized; None: nothing to
+            check.
+        models: the models that may answer, the default first.
+    """
+
+    task: Task
+    body: type[BaseModel]
+    doc: RouteDoc
+    names: ClassVar[Names] = {}
+    check: Callable[[Request], object] | None = None
+
+    def __init__(self, context: ProtocolContext) -> None:
+        self.context = context
+        self.models = self.serving(context.models)
+
+    @abstractmethod
+    def to_call(self, body: Any) -> TaskCall:
+        """Return the call of the task that a body asks for."""
+
+    def respond(self, _: Request, __: Any, result: TaskResult) -> BytesResponse:
+        """Return the response to a request with a body, without timing headers."""
+        return json_response(result.value)
+
+    def serving(self, models: Models) -> Sequence[Pipeline]:
+        """Return the models that may answer, the default first."""
+        return models.serving(self.task)
+
+    def parse(self, _: Request, data: bytes) -> tuple["TaskRoute", Any]:
+        """Return the route that a body is for, this one, and the parsed body."""
+        return self, validate(self.body, load(data, self.context.body_limits))
+
+    def bind(self, path: str) -> Route:
+        """Return the route at a path."""
+        doc = replace(
+            self.doc,
+            body=self.body,
+            headers={**TIMING_HEADERS, **self.doc.headers},
+            errors=self.doc.errors or ERROR_STATUSES,
+        )
+        handler = partial(answer_task, self.context, self.parse)
+        return Route("POST", path, handler, doc, gate_models(self.models))
+
+
+def gate_models(pipelines: Sequence[Pipeline]) -> list[GateModel]:
+    """Return what the gate needs of models."""
+    return [GateModel(p.manifest.reference, p.model.queue) for p in pipelines]
+
+
+async def answer_task(
+    context: ProtocolContext,
+    parse: Callable[[Request, bytes], tuple[TaskRoute, Any]],
+    request: Request,
+    pipeline: Pipeline | None = None,
+) -> Response:
+    """Read the body of a request, choose the model, run the task, and return the response.
+
+    Args:
+        context: the parts of the service that the route uses.
+        parse: (request, data) -> the route that a body is for, and the parsed body.
+        request: the request.
+        pipeline: the model to use; None selects the one that the body names, or the default.
+
+    Raises:
+        ServiceError: the request gets no result.
+    """
+    with context.watch.request(request) as watched:
+        data = await watched.read_body(context.body_limits.max_bytes)
+        size = len(data)
+        route, body = await run_anywhere(size, parse, request, data)
+        del data  # a large body would otherwise stay in memory until the answer
+        if pipeline is None:
+            pipeline = context.models.choose(route.task, body.model, route.models)
+        watched.record.model = pipeline.manifest.reference
+        if route.check is not None:
+            route.check(request)
+        call = await run_anywhere(size, route.to_call, body)
+        try:
+            result = await pipeline.run(
+                route.task,
+                call,
+                size=size,
+                terms=watched.terms,
+                before_large=watched.begin_answer,
+            )
+        except RequestError as error:
+            raise error.moved(in_body(error.at, route.names)) from None
+        watched.record.cost = RequestCost(
+            result.texts, result.tokens, result.timings, result.truncated
+        )
+        if result.is_large:
+            response = await run_on_thread(route.respond, request, body, result)
+        else:
+            response = route.respond(request, body, result)
+        warnings = ignored_fields(body) if isinstance(body, LenientModel) else ()
+        _add_headers(response, result, warnings)
+        if len(response.body) > SMALL_BYTES:
+            await watched.hold_answer(len(response.body))
+        return response
+
+
+def in_body(at: Location | None, names: Names) -> Location | None:
+    """Return the place in the body of what the native protocol has at ``at``."""
+    for length in range(len(at or ()), 0, -1):
+        if at is not None and (name := names.get(at[:length])) is not None:
+            return Location((name, *at[length:]))
+    return at
+
+
+def _add_headers(response: BytesResponse, result: TaskResult, warnings: Sequence[str]) -> None:
+    timings = result.timings
+    total_ms = 1000 * (timings.tokenize_s + timings.queue_s + timings.inference_s)
+    # The clients of text-embeddings-inference expect whole numbers.
+    response.raw_headers += [
+        (b"x-compute-time", b"%.0f" % total_ms),
+        (b"x-total-time", b"%.0f" % total_ms),
+        (b"x-tokenization-time", b"%.0f" % (1000 * timings.tokenize_s)),
+        (b"x-queue-time", b"%.0f" % (1000 * timings.queue_s)),
+        (b"x-inference-time", b"%.0f" % (1000 * timings.inference_s)),
+        (b"x-compute-tokens", b"%d" % result.tokens),
+        (b"x-truncated", b"%d" % result.truncated),
+    ]
+    if result.warnings or warnings:
+        warning = "; ".join((*warnings, *result.warnings))[:2000].encode("ascii")
+        response.raw_headers.append((b"x-warning", warning))
 
 
 # ---- what the native protocol shares with text-embeddings-inference ------------------------------
@@ -124,12 +263,9 @@ class ErrorBody:
     error_type: str
 
 
-def write_error(error: ErrorInfo) -> tuple[int, Mapping[str, Any]]:
+def write_error(error: ErrorInfo) -> tuple[int, ErrorBody]:
     """Return the status and the body of an error."""
-    return error.status, {"error": error.message, "error_type": error.kind}
-
-
-_LONGEST_NAME, _MOST_NAMES = 40, 8
+    return error.status, ErrorBody(error.message, error.kind)
 
 
 class LenientModel(WireModel):
@@ -139,6 +275,9 @@ class LenientModel(WireModel):
     """
 
     model_config = ConfigDict(extra="allow")
+
+
+_LONGEST_NAME, _MOST_NAMES = 40, 8
 
 
 def ignored_fields(body: Any) -> Sequence[str]:

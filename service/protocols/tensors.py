@@ -1,88 +1,49 @@
-"""How the inputs and results of a task become named tensors, for the Open Inference Protocol.
+"""The inputs and results of a task as named tensors, and tensors as bytes.
 
 The tensors follow from the types of a task, so that a task needs no entry here:
 
 - An input tensor for each field of the task's inputs: ``text`` where a task takes texts, else the
   fields of its objects, such as ``question`` and ``context``.
-- A task of vectors has the output ``embedding`` [n, D], and ``count`` [n] if an input has several
-  vectors. Other tasks have ``result`` [n], the JSON of each input's result, and the columns of its
+- A task of vectors has the outputs ``embedding`` [n, D], and ``count`` [n]: the vectors of each
+  input. Other tasks have ``result`` [n], the JSON of each input's result, and the columns of its
   entries, such as ``label`` and ``score`` [m], of which ``count`` [n] belong to each input.
+
+The bytes have the binary extension of the Open Inference Protocol. The body is JSON, whose length a
+header states, and then the bytes of its binary tensors in their order. Numbers are little-endian.
+Each text is its length, 4 bytes, and its UTF-8. Source: Triton Inference Server,
+``docs/protocol/extension_binary_data.md``.
 """
 
+import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Annotated, Any, Final, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from cloze.service.core import EmptyRequest, InvalidRequest, Location
+from cloze.service.core import EmptyRequest, InvalidRequest, Location, MalformedRequest
 from cloze.service.tasks import Task
 from cloze.service.tasks.task import INPUTS, WireModel
 
-TEXT: Final = "text"
-"""The input tensor of tasks that take texts."""
-
-COUNT: Final = "count"
-RESULT: Final = "result"
-EMBEDDING: Final = "embedding"
-
 _DATATYPES: Final[Mapping[Any, str]] = {str: "BYTES", float: "FP32", int: "INT64"}
 
-
-class TensorInfo(NamedTuple):
-    """The metadata of a tensor; -1 in its shape is any size."""
-
-    name: str
-    datatype: str
-    shape: tuple[int, ...]
-
-
-class Tensor(NamedTuple):
-    """A tensor of an answer; the data are texts if the datatype is BYTES.
-
-    Attributes:
-        name: name of the tensor.
-        datatype: BYTES, FP32 or INT64.
-        data: texts [n], or an array.
-    """
-
-    name: str
-    datatype: str
-    data: list[str] | NDArray[Any]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the data."""
-        return (len(self.data),) if isinstance(self.data, list) else self.data.shape
+Data = list[str] | NDArray[Any]
+"""The data of a tensor: texts [n], or an array of float32 or int64."""
 
 
 @dataclass(frozen=True, slots=True)
-class InputFields:
-    """The input tensors of a task.
+class TensorMetadata:
+    """The name and type of a tensor; -1 in the shape is any size."""
 
-    Attributes:
-        model: the type of the task's objects; None if it takes texts only.
-        takes_texts: whether the task takes texts.
-        required: names of the tensors that a request needs.
-        optional: names of further tensors.
-        listed: the tensor that is one field of a single object, a list; None: a row of each tensor
-            makes one object.
-    """
-
-    model: type[WireModel] | None
-    takes_texts: bool
-    required: tuple[str, ...]
-    optional: tuple[str, ...] = ()
-    listed: str | None = None
+    name: str
+    datatype: str
+    shape: list[int]
 
 
 class TaskTensors:
     """The tensors of one task.
-
-    Args:
-        task: the task.
 
     Attributes:
         inputs: the metadata of the input tensors, the required ones first.
@@ -91,18 +52,27 @@ class TaskTensors:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._fields = _input_fields(task)
-        self._columns = _columns(task)
-        names = (*self._fields.required, *self._fields.optional)
-        self.inputs = [TensorInfo(name, "BYTES", (-1,)) for name in names]
-        count = TensorInfo(COUNT, "INT64", (-1,))
+        types = list(_walk(task.inputs))
+        models = [kind for kind in types if isinstance(kind, type) and issubclass(kind, WireModel)]
+        lists = [_list_field(model) for model in models]
+        self._takes_texts = str in types
+        self._model: type[WireModel] | None = None
+        self._listed: str | None = None  # the field of a single object that is a list
+        self._required, optional = ["text"], list[str]()
+        if models:
+            chosen = lists.index(None) if None in lists else 0
+            self._model, self._listed = models[chosen], lists[chosen]
+            described = self._model.model_fields
+            self._required = [name for name, field in described.items() if field.is_required()]
+            optional = [name for name in described if name not in self._required]
+        self.inputs = [TensorMetadata(name, "BYTES", [-1]) for name in self._required + optional]
+        self._columns = {} if task.vectors else _columns(task)
+        self.outputs = [TensorMetadata("result", "BYTES", [-1])]
         if task.vectors:
-            self.outputs = [TensorInfo(EMBEDDING, "FP32", (-1, -1)), count]
-        else:
-            self.outputs = [TensorInfo(RESULT, "BYTES", (-1,))]
-            if self._columns:
-                columns = (TensorInfo(name, kind, (-1,)) for name, kind in self._columns.items())
-                self.outputs += [count, *columns]
+            self.outputs = [TensorMetadata("embedding", "FP32", [-1, -1])]
+        if task.vectors or self._columns:
+            self.outputs.append(TensorMetadata("count", "INT64", [-1]))
+        self.outputs += [TensorMetadata(name, kind, [-1]) for name, kind in self._columns.items()]
 
     def to_inputs(self, tensors: Mapping[str, list[str]]) -> Any:
         """Return the inputs of a call of the task.
@@ -114,68 +84,62 @@ class TaskTensors:
             InvalidRequest: a tensor is missing or unknown, or the lengths differ.
             EmptyRequest: a tensor has no text.
         """
-        known, name = self._fields, self._task.name
-        allowed = (*known.required, *known.optional)
-        for given in tensors:
-            if given not in allowed:
+        task, allowed = self._task.name, [tensor.name for tensor in self.inputs]
+        for name in tensors:
+            if name not in allowed:
                 raise InvalidRequest(
-                    f"has a tensor {ascii(given)[:80]}; {name} takes {', '.join(allowed)}", INPUTS
+                    f"has a tensor {ascii(name)[:80]}; {task} takes {', '.join(allowed)}", INPUTS
                 )
-        for needed in known.required:
-            if needed not in tensors:
-                raise InvalidRequest(f"lacks the tensor {needed}; {name} needs it", INPUTS)
-            if not tensors[needed]:
-                raise EmptyRequest("is empty; it needs at least 1 text", Location((needed,)))
-        if known.model is None or (known.takes_texts and tensors.keys() == {TEXT}):
-            return tensors[TEXT]
-        if known.listed is not None:
-            return _one_object(known, known.model, tensors)
-        lengths = {given: len(texts) for given, texts in tensors.items()}
+        for name in self._required:
+            if name not in tensors:
+                raise InvalidRequest(f"lacks the tensor {name}; {task} needs it", INPUTS)
+            if not tensors[name]:
+                raise EmptyRequest("is empty; it needs at least 1 text", Location((name,)))
+        if self._model is None or (self._takes_texts and tensors.keys() == {"text"}):
+            return tensors["text"]
+        if self._listed is not None:
+            return self._one_object(self._model, tensors)
+        lengths = {name: len(texts) for name, texts in tensors.items()}
         if len(set(lengths.values())) > 1:
-            shown = ", ".join(f"{given} {length}" for given, length in lengths.items())
+            shown = ", ".join(f"{name} {length}" for name, length in lengths.items())
             raise InvalidRequest(f"the tensors have different numbers of texts: {shown}")
         rows = zip(*tensors.values(), strict=True)
         objects: Iterator[dict[str, Any]] = (dict(zip(tensors, row, strict=True)) for row in rows)
-        return [known.model.model_construct(**values) for values in objects]
+        return [self._model.model_construct(**values) for values in objects]
 
-    def to_outputs(self, value: Any, asked: Collection[str] | None, inputs: int) -> list[Tensor]:
-        """Return the output tensors of a result, in the order of `outputs`.
+    def _one_object(self, model: type[WireModel], tensors: Mapping[str, list[str]]) -> WireModel:
+        """Return the object of which one tensor is a list, and the others are texts."""
+        values: dict[str, Any] = dict(tensors)
+        for name, texts in tensors.items():
+            if name == self._listed:
+                continue
+            if len(texts) != 1:
+                at = Location((name,))
+                raise InvalidRequest(f"has {len(texts)} texts; it needs exactly 1", at)
+            values[name] = texts[0]
+        return model.model_construct(**values)
+
+    def to_outputs(self, value: Any, asked: Collection[str], inputs: int) -> dict[str, Data]:
+        """Return the data of the output tensors of a result, in the order of `outputs`.
 
         Args:
             value: the return value of `Task.decode` for a list of inputs.
-            asked: names of the tensors to return; None: all, without the columns that no entry has.
+            asked: names of the tensors to return; none: all, without the columns that no entry has.
             inputs: number of the inputs.
         """
         if self._task.vectors:
             tensors = _vectors(value, inputs)
-            return tensors if asked is None else [t for t in tensors if t.name in asked]
-        results = [orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY).decode() for row in value]
-        tensors = [Tensor(RESULT, "BYTES", results)]
-        if self._columns:
-            entries = [list(_entries(orjson.loads(row))) for row in results]
-            counts = np.array([len(row) for row in entries], np.int64)
-            flat = [entry for row in entries for entry in row]
-            tensors.append(Tensor(COUNT, "INT64", counts))
-            tensors += [
-                _column(name, kind, flat)
-                for name, kind in self._columns.items()
-                if asked is not None or any(_has(entry, name) for entry in flat)
-            ]
-        return tensors if asked is None else [t for t in tensors if t.name in asked]
-
-
-def _input_fields(task: Task) -> InputFields:
-    types = list(_walk(task.inputs))
-    models = [kind for kind in types if isinstance(kind, type) and issubclass(kind, WireModel)]
-    takes_texts = str in types
-    if not models:
-        return InputFields(None, takes_texts, (TEXT,))
-    lists = {model: _list_field(model) for model in models}
-    model = next((model for model in models if lists[model] is None), models[0])
-    described = model.model_fields
-    required = tuple(name for name, field in described.items() if field.is_required())
-    optional = tuple(name for name in described if name not in required)
-    return InputFields(model, takes_texts, required, optional, lists[model])
+        else:
+            texts = [orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY).decode() for row in value]
+            tensors = {"result": texts}
+            if self._columns:
+                entries = [list(_entries(orjson.loads(text))) for text in texts]
+                tensors["count"] = np.array([len(row) for row in entries], np.int64)
+                flat = [entry for row in entries for entry in row]
+                for name, kind in self._columns.items():
+                    if asked or any(name in entry for entry in flat):
+                        tensors[name] = _column([entry.get(name) for entry in flat], kind)
+        return {name: data for name, data in tensors.items() if not asked or name in asked}
 
 
 def _list_field(model: type[WireModel]) -> str | None:
@@ -186,31 +150,15 @@ def _list_field(model: type[WireModel]) -> str | None:
     return None
 
 
-def _one_object(
-    known: InputFields, model: type[WireModel], tensors: Mapping[str, list[str]]
-) -> WireModel:
-    """Return the object of which one tensor is a list, and the others are texts.
-
-    Raises:
-        InvalidRequest: another tensor has several texts.
-    """
-    for name, texts in tensors.items():
-        if name != known.listed and len(texts) != 1:
-            raise InvalidRequest(f"has {len(texts)} texts; it needs exactly 1", Location((name,)))
-    values: dict[str, Any] = {
-        name: texts if name == known.listed else texts[0] for name, texts in tensors.items()
-    }
-    return model.model_construct(**values)
-
-
 def _columns(task: Task) -> dict[str, str]:
     """Return the columns of the entries of a task's results, and their datatypes."""
     kinds = list(_walk(task.result))
     entries = [kind for kind in kinds if is_dataclass(kind)]
     if not entries:
         return {"score": "FP32"} if float in kinds else {}
-    types = {field.name: _scalar(field.type) for kind in entries for field in fields(kind)}
-    return {name: kind for name, kind in types.items() if kind is not None}
+    types = {field.name: field.type for kind in entries for field in fields(kind)}
+    texts = {name: str if get_origin(kind) is Literal else kind for name, kind in types.items()}
+    return {name: _DATATYPES[kind] for name, kind in texts.items() if kind in _DATATYPES}
 
 
 def _walk(annotation: Any) -> Iterator[Any]:
@@ -221,41 +169,95 @@ def _walk(annotation: Any) -> Iterator[Any]:
         yield from _walk(part)
 
 
-def _scalar(annotation: Any) -> str | None:
-    """Return the datatype of a field; None if the field is neither a text nor a number."""
-    if get_origin(annotation) is Literal:
-        return "BYTES"
-    return _DATATYPES.get(annotation)
-
-
-def _vectors(value: Any, inputs: int) -> list[Tensor]:
+def _vectors(value: Any, inputs: int) -> dict[str, Data]:
     """Return the tensors of vectors, [m, D] of all inputs or a list with [S, D] of each input."""
     several = isinstance(value, list)
     counts = [len(rows) for rows in value] if several else [len(value) // inputs] * inputs
     vectors = np.concatenate(value) if several else value
-    return [
-        Tensor(EMBEDDING, "FP32", vectors.astype("<f4", copy=False)),
-        Tensor(COUNT, "INT64", np.array(counts, np.int64)),
-    ]
+    return {"embedding": vectors.astype("<f4", copy=False), "count": np.array(counts, np.int64)}
 
 
-def _entries(result: Any) -> Iterator[Any]:
-    """Yield the objects, or numbers, of one input's result."""
+def _entries(result: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the objects of one input's result; a number is an object with a score."""
     if isinstance(result, list):
         for part in result:
             yield from _entries(part)
     else:
-        yield result
+        yield result if isinstance(result, dict) else {"score": result}
 
 
-def _has(entry: Any, name: str) -> bool:
-    return not isinstance(entry, dict) or name in entry
-
-
-def _column(name: str, datatype: str, entries: Sequence[Any]) -> Tensor:
+def _column(values: Sequence[Any], datatype: str) -> Data:
     """Return a field of all entries; an entry that lacks the field has "" or 0 there."""
-    values = [entry.get(name) if isinstance(entry, dict) else entry for entry in entries]
     if datatype == "BYTES":
-        return Tensor(name, datatype, ["" if value is None else str(value) for value in values])
+        return ["" if value is None else str(value) for value in values]
     number = np.float32 if datatype == "FP32" else np.int64
-    return Tensor(name, datatype, np.array([value or 0 for value in values], number))
+    return np.array([value or 0 for value in values], number)
+
+
+# ---- tensors as bytes ----------------------------------------------------------------------------
+
+
+JSON_LENGTH: Final = "inference-header-content-length"
+"""The header with the length of the JSON."""
+
+_LENGTH: Final = struct.Struct("<I")
+
+
+def split(data: bytes, length: str | None) -> tuple[bytes, memoryview]:
+    """Return the JSON and the bytes of the tensors.
+
+    Args:
+        data: the body.
+        length: the value of `JSON_LENGTH`; None: the body is JSON.
+
+    Raises:
+        MalformedRequest: the header is no length within the body.
+    """
+    if length is None:
+        return data, memoryview(b"")
+    size = int(length) if length.isascii() and length.isdigit() and len(length) < 16 else -1
+    if not 0 < size <= len(data):
+        raise MalformedRequest(
+            f"{JSON_LENGTH}: a whole number from 1 to the {len(data)} bytes of the body, "
+            f"got {ascii(length)[:40]}"
+        )
+    return data[:size], memoryview(data)[size:]
+
+
+def read_texts(data: memoryview, at: Location, most: int) -> list[str]:
+    """Return the texts of a binary tensor.
+
+    Args:
+        data: the bytes of the tensor.
+        at: place of the tensor.
+        most: most texts.
+
+    Raises:
+        InvalidRequest: the bytes are cut, a text is not UTF-8, or there are more texts.
+    """
+    texts: list[str] = []
+    start = 0
+    while start < len(data):
+        if len(texts) == most:
+            raise InvalidRequest(f"has over {most} texts, the limit", at)
+        begin = start + _LENGTH.size
+        end = begin + _LENGTH.unpack_from(data, start)[0] if begin <= len(data) else begin
+        if end > len(data):
+            raise InvalidRequest(f"ends within text {len(texts)}", at)
+        try:
+            texts.append(str(data[begin:end], "utf-8"))
+        except UnicodeDecodeError:
+            raise InvalidRequest(f"has a text, {len(texts)}, that is not UTF-8", at) from None
+        start = end
+    return texts
+
+
+def write_tensor(data: Data) -> bytes:
+    """Return the bytes of a tensor."""
+    if not isinstance(data, list):
+        return data.astype(data.dtype.newbyteorder("<"), copy=False).tobytes()
+    parts = []
+    for text in data:
+        encoded = text.encode()
+        parts += [_LENGTH.pack(len(encoded)), encoded]
+    return b"".join(parts)

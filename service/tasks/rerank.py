@@ -6,6 +6,8 @@ A classifier of pairs with one label gives the scores; without one, the similari
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from pydantic import Field
+
 from cloze.model_store import Manifest
 from cloze.model_store.heads import sequence_classification
 from cloze.model_store.heads.sequence_classification import SequenceLabels
@@ -31,15 +33,15 @@ _CHARACTERS_PER_RESULT = 10_000
 class RerankInputs(WireModel):
     """A query, and the texts to rank."""
 
-    query: Text
-    texts: Texts
+    query: Text = Field(examples=["What is deep learning?"])
+    texts: Texts = Field(examples=[["A ship left the harbour.", "Networks with many layers."]])
 
 
 class RerankParameters(TruncationParameters):
     """The parameters of text-embeddings-inference."""
 
-    raw_scores: bool = False
-    return_text: bool = False
+    raw_scores: bool = Field(False, description="whether a classifier's scores are its logits")
+    return_text: bool = Field(False, description="whether the ranks repeat the texts")
 
 
 @dataclass(frozen=True, slots=True)

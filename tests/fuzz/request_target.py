@@ -24,9 +24,8 @@ from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
 from cloze.model_store.heads.token_classification import TokenLabels
 from cloze.model_store.locations import SHIPPED_NAMES
 from cloze.service.core import ServiceError
-from cloze.service.http.bodies import parse
-from cloze.service.http.json_bodies import BodyLimits
-from cloze.service.protocols.native import task_route
+from cloze.service.http.json_bodies import BodyLimits, parse
+from cloze.service.protocols.native import body_type
 from cloze.service.tasks import TASKS, TaskContext, TaskLimits
 from cloze.service.tokenizer import Tokenizer
 from tests.fuzz.damage import damaged_bytes, json_values
@@ -42,7 +41,7 @@ LIMITS = TaskLimits(
     max_request_texts=5,
 )
 BODY_LIMITS = BodyLimits.of_requests(1_000_000, 5, 5000)
-ROUTES = {task.route: (task, task_route(task)) for task in TASKS.values()}
+ROUTES = {task.route: (task, body_type(task)) for task in TASKS.values()}
 LABELS = ("O", "B-PER", "I-PER")
 WIDTH = 8
 """Size of hidden states and embeddings."""
@@ -121,7 +120,7 @@ PARAMETERS: dict[str, st.SearchStrategy[Any]] = {
 def requests(draw: st.DrawFn) -> bytes:
     """Draw a request to any task."""
     route = draw(st.sampled_from(sorted(ROUTES)))
-    task, wire = ROUTES[route]
+    task, model = ROUTES[route]
     chosen = draw(
         st.sets(st.sampled_from(sorted(task.parameters.model_fields) or [""]), max_size=3)
     )
@@ -129,7 +128,7 @@ def requests(draw: st.DrawFn) -> bytes:
     if draw(st.integers(0, 9)) == 0:
         parameters |= {name: draw(json_values) for name in chosen}
     body = {"inputs": draw(INPUTS.get(task.name, one_or_many(texts)))}
-    at_root = "parameters" not in wire.body.model_fields
+    at_root = "parameters" not in model.model_fields
     body |= parameters if at_root else {"parameters": parameters}
     ascii_only = draw(st.booleans())
     return f"{route}\n{json.dumps(body, ensure_ascii=ascii_only)}".encode(errors="replace")
@@ -168,11 +167,13 @@ def check(data: bytes, _: Path) -> bool:
     route, _, body = data.decode("utf-8", "surrogateescape").partition("\n")
     if route not in ROUTES:
         return False
-    task, wire = ROUTES[route]
+    task, model = ROUTES[route]
     random = np.random.default_rng(zlib.crc32(data))
     try:
-        call = wire.to_call(parse(wire.body, body.encode("utf-8", "surrogateescape"), BODY_LIMITS))
-        prepared = task.prepare(*call, context())
+        asked: Any = parse(model, body.encode("utf-8", "surrogateescape"), BODY_LIMITS)
+        at_root = isinstance(asked, task.parameters)
+        parameters = asked if at_root else getattr(asked, "parameters", None) or task.parameters()
+        prepared = task.prepare(asked.inputs, parameters, context())
         while True:
             check_encodings(prepared.encodings)
             outputs = [fake_outputs(encoding, random) for encoding in prepared.encodings]

@@ -18,11 +18,17 @@ from cloze.service.core import Overloaded
 from cloze.service.http import acceptor as acceptor_module
 from cloze.service.http import gate as starts_module
 from cloze.service.http.acceptor import Acceptor, Probes
-from cloze.service.http.access import Access, Callers, accepted_hosts, is_accepted, is_loopback
 from cloze.service.http.gate import Starts
 from cloze.service.http.keys import Keys, Permission
+from cloze.service.http.record import (
+    Access,
+    Callers,
+    accepted_hosts,
+    is_accepted,
+    is_loopback,
+)
 from cloze.service.http.routes import HTML, JSON, NPY, RAW, TEXT, BytesResponse, DirectRoutes
-from tests.records import recorded, scope_of
+from tests.records import connected, recorded, scope_of
 
 # ---- hosts -------------------------------------------------------------------------------------
 
@@ -80,13 +86,14 @@ PERMISSIONS = (("/metrics", Permission.METRICS), ("/admin/", Permission.ADMIN))
 
 def controlled(
     hosts: frozenset[bytes] = frozenset(), *, needs_keys: bool = False, respond: Any = named,
-    permissions: Any = PERMISSIONS,
+    permissions: Any = PERMISSIONS, by_address: frozenset[str] = frozenset(),
 ) -> DirectRoutes:  # fmt: skip
     access = Access(
         needs_keys=needs_keys,
         open_routes=frozenset({"/health"}),
         permissions=permissions,
         hosts=hosts,
+        by_address=by_address,
     )
     return DirectRoutes(application, {}, access, respond)
 
@@ -179,16 +186,17 @@ def test_four_requests_start_per_turn_and_clients_take_turns() -> None:
 
     async def run() -> list[int]:
         starts = Starts()
-        results = [starts.start("a", lambda n=n: started.append(f"a{n}")) for n in range(9)]
-        assert results == [True] * 4 + [False] * 5
-        assert not starts.start("b", lambda: started.append("b0"))
+        for n in range(9):
+            starts.start(connected("a"), lambda n=n: started.append(f"a{n}"))
+        starts.start(connected("b"), lambda: started.append("b0"))
         counts = [len(started)]
         while len(started) < 10:
             await asyncio.sleep(0)
             counts.append(len(started))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert starts.start("c", lambda: started.append("c0")), "nothing waits any more"
+        starts.start(connected("c"), lambda: started.append("c0"))
+        assert started[-1] == "c0", "nothing waits any more"
         return counts
 
     counts = asyncio.run(run())
@@ -207,7 +215,7 @@ def test_the_wait_of_a_client_is_its_own_line_and_one_turn_of_each_other(
         assert starts.expected_wait_s("a") == 0
         for client, count in (("a", 40), ("b", 1)):
             for _ in range(count):
-                starts.start(client, lambda: None)
+                starts.start(connected(client), lambda: None)
         assert starts.expected_wait_s("a") == 0, "no rate is measured yet"
         monkeypatch.setattr(starts_module.time, "monotonic", lambda: now[0])
         for _ in range(3):
@@ -215,7 +223,7 @@ def test_the_wait_of_a_client_is_its_own_line_and_one_turn_of_each_other(
             starts._turn()
         rate = starts._rate.per_s
         assert rate == pytest.approx(8)
-        waiting = starts._waiting
+        waiting = starts.waiting
         assert starts._lines.keys() == {"a"}
         assert starts.expected_wait_s("new") == pytest.approx(min(waiting, 1 * 2) / rate)
         assert starts.expected_wait_s("a") == pytest.approx(waiting / rate)
@@ -294,7 +302,7 @@ def test_a_closed_acceptor_accepts_nothing() -> None:
             acceptor = Acceptor(listener, Greeter, None, Probes({}, frozenset()))
             acceptor.begin()
             acceptor.close()
-            acceptor._resume()
+            acceptor.begin()
             with socket.create_connection(listener.getsockname()) as client:
                 client.setblocking(False)
                 await asyncio.sleep(0.05)
@@ -414,6 +422,16 @@ def test_a_wrong_host_is_named_in_part() -> None:
     assert message == (
         f"the Host header '{'x' * 79} is not of this server; name it in allowed_hosts"
     )
+
+
+def test_probes_are_answered_under_any_address_and_nothing_else_is() -> None:
+    control = controlled(frozenset({b"cloze"}), by_address=frozenset({"/health"}))
+    addresses = ["10.0.0.7", "10.0.0.7:8000", "[fd00::7]:8000", "[fd00::7]", " 10.0.0.7 "]
+    for host in addresses:
+        assert asyncio.run(reach(control, "GET", "/health", host=host)) == "passed", host
+        assert asyncio.run(reach(control, "POST", "/embed", host=host)) == "Forbidden", host
+    for host in ("evil.example", "10.0.0.7.evil.example", "10.0.0", "", "[", "fd00::7"):
+        assert asyncio.run(reach(control, "GET", "/health", host=host)) == "Forbidden", host
 
 
 def test_the_first_permission_of_a_path_counts(keys: Keys) -> None:

@@ -15,14 +15,13 @@ from cloze.service.core import (
     ServiceError,
 )
 from cloze.service.http import gate as gate_module
-from cloze.service.http.access import Callers
 from cloze.service.http.gate import Gate, GateModel, Paths, Starts
 from cloze.service.http.memory_limit import UnreadAnswers
-from cloze.service.http.record import RequestRecord
-from cloze.service.http.recorder import Recorder
+from cloze.service.http.record import Callers, RequestRecord
+from cloze.service.http.routes import Recorder
 from cloze.service.logs import AccessLog
 from cloze.service.metrics import Metrics
-from tests.records import pairs
+from tests.records import connected, pairs
 
 
 class Waiting:
@@ -225,8 +224,8 @@ def test_requests_that_no_model_answers_pass(clock: Clock) -> None:
 
 @pytest.mark.parametrize(
     ("size", "tokens"),
-    [(0, 1), (4, 1), (5, 2), (100, 21), ("x", 1), ("-5", 1), ("1" * 16, 1),
-     ("1" * 15, 1 + int("1" * 15) // 5)],
+    [(0, 1), (4, 1), (5, 2), (100, 21), ("x", 1), ("-5", 1), ("1" * 21, 1),
+     ("1" * 20, 1 + int("1" * 20) // 5)],
 )  # fmt: skip
 def test_the_tokens_of_a_body_are_a_fifth_of_its_bytes(
     clock: Clock, size: int | str, tokens: int
@@ -255,21 +254,27 @@ def test_the_time_limit_of_a_request(clock: Clock) -> None:
 def test_what_has_passed_counts_until_its_handler_begins(clock: Clock) -> None:
     queue = Waiting()
     gated = Gated(queue)
-    passed = []
-    for _ in range(3):
-        gated.ask()
-        passed.append(gated.record)
-    gated.ask(client="b")
-    gated.ask(5)
-    assert [asked[3] for asked in queue.asked] == [0, 21, 42, 0, 63]
-    gated.starts.begun(passed[0])
-    gated.starts.begun(passed[0])
-    gated.ask()
-    assert queue.asked[-1][3] == 63 + 2 - 21
-    for each in (*passed[1:], gated.record):
-        gated.starts.begun(each)
-    gated.ask()
-    assert queue.asked[-1][3] == 2
+
+    def started(size: int = 100, client: str = "a") -> RequestRecord:
+        assert gated.ask(size, client=client) is None
+        gated.starts.start(gated.record, lambda: None)
+        return gated.record
+
+    async def run() -> None:
+        passed = [started() for _ in range(3)]
+        started(client="b")
+        started(5)
+        assert [asked[3] for asked in queue.asked] == [0, 21, 42, 0, 63]
+        gated.starts.begun(passed[0])
+        gated.starts.begun(passed[0])
+        passed.append(started())
+        assert queue.asked[-1][3] == 63 + 2 - 21
+        for each in passed[1:]:
+            gated.starts.begun(each)
+        started()
+        assert queue.asked[-1][3] == 2
+
+    asyncio.run(run())
 
 
 def test_requests_that_wait_to_start_count(clock: Clock) -> None:
@@ -279,7 +284,7 @@ def test_requests_that_wait_to_start_count(clock: Clock) -> None:
 
     async def run() -> None:
         for _ in range(40):
-            gated.starts.start("b", lambda: None)
+            gated.starts.start(connected("b"), lambda: None)
         for _ in range(3):
             clock.now += 0.5
             gated.starts._turn()

@@ -5,7 +5,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import httptools
 import pytest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -13,16 +12,16 @@ from starlette.requests import Request
 from cloze.service import core
 from cloze.service.core import Forbidden, InvalidRequest, Overloaded, StartupError, Unauthorized
 from cloze.service.http import keys as keys_module
-from cloze.service.http.access import Callers, is_first_try, request_id, timeout_s
 from cloze.service.http.errors import (
     STATUS,
     describe_error,
     describe_service_error,
     rejection,
-    retry_headers,
 )
-from cloze.service.http.gate import Paths, sent_path
-from cloze.service.http.keys import Key, KeyEntry, Keys, Permission, check_key
+from cloze.service.http.gate import Paths
+from cloze.service.http.keys import Key, KeyEntry, Keys, Permission
+from cloze.service.http.record import Access, Callers, is_first_try, timeout_s
+from tests.records import recorded
 
 
 def digest(key: str) -> str:
@@ -228,15 +227,22 @@ def test_an_entry_of_a_key_that_changes_is_another_key(tmp_path: Path) -> None:
     assert again.entry.requests_per_minute == 2
 
 
-def test_a_key_needs_the_scope(monkeypatch: pytest.MonkeyPatch) -> None:
-    key = Key("team", entry(1, Permission.METRICS))
+def test_a_key_needs_the_scope() -> None:
+    access = Access(
+        needs_keys=True,
+        open_routes=frozenset(),
+        permissions=[("/metrics", Permission.METRICS)],
+        hosts=frozenset(),
+    )
+    embed, metrics = recorded("/embed"), recorded("/metrics")
     with pytest.raises(Unauthorized, match="Authorization: Bearer KEY"):
-        check_key(None, Permission.INFERENCE)
+        access.check(embed)
+    embed.key = metrics.key = Key("team", entry(1, Permission.METRICS))
     with pytest.raises(Forbidden, match="the key team lacks the scope inference"):
-        check_key(key, Permission.INFERENCE)
-    check_key(key, Permission.METRICS)  # what was forbidden was not counted
+        access.check(embed)
+    access.check(metrics)  # what was forbidden was not counted
     with pytest.raises(Overloaded):
-        check_key(key, Permission.METRICS)
+        access.check(metrics)
 
 
 # ---- clients -----------------------------------------------------------------------------------
@@ -305,7 +311,7 @@ def test_a_client_with_a_key_is_its_key(tmp_path: Path) -> None:
     ("value", "seconds"), [("1", 0.001), ("1500", 1.5), ("30000", 30.0), ("0001", 0.001)]
 )
 def test_a_request_states_its_time(value: str, seconds: float) -> None:
-    assert timeout_s(headers(x_request_timeout_ms=value), 30.0) == seconds
+    assert timeout_s(dict(headers(x_request_timeout_ms=value)), 30.0) == seconds
 
 
 @pytest.mark.parametrize("value", ["0", "30001", "-1", "1.5", "", "1e3", "\u00b2", "1" * 16])
@@ -313,16 +319,16 @@ def test_other_times_are_refused(value: str) -> None:
     with pytest.raises(
         InvalidRequest, match="x-request-timeout-ms: a whole number from 1 to 30000"
     ):
-        timeout_s(headers(x_request_timeout_ms=value), 30.0)
+        timeout_s(dict(headers(x_request_timeout_ms=value)), 30.0)
 
 
 def test_a_request_without_a_time_has_none() -> None:
-    assert timeout_s(headers(), 30.0) is None
+    assert timeout_s(dict(headers()), 30.0) is None
 
 
 def test_a_wrong_time_is_shown_in_part() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        timeout_s(headers(x_request_timeout_ms="x" * 99), 30.0)
+        timeout_s(dict(headers(x_request_timeout_ms="x" * 99)), 30.0)
     assert str(refused.value).endswith(f"from 1 to 30000, got '{'x' * 39}")
 
 
@@ -333,14 +339,14 @@ def test_a_wrong_time_is_shown_in_part() -> None:
      ("1." + "0" * 10, None), ("1.", None), (".5", None), ("5\n", None)],
 )  # fmt: skip
 def test_the_time_that_the_openai_client_waits(value: str, seconds: float | None) -> None:
-    assert timeout_s(headers(x_stainless_read_timeout=value), 30.0) == seconds
+    assert timeout_s(dict(headers(x_stainless_read_timeout=value)), 30.0) == seconds
 
 
 def test_the_own_header_goes_before_that_of_the_openai_client() -> None:
     for names in (("x_request_timeout_ms", "x_stainless_read_timeout"),
                   ("x_stainless_read_timeout", "x_request_timeout_ms")):  # fmt: skip
         values = {"x_request_timeout_ms": "1500", "x_stainless_read_timeout": "9"}
-        assert timeout_s(headers(**{name: values[name] for name in names}), 30.0) == 1.5
+        assert timeout_s(dict(headers(**{name: values[name] for name in names})), 30.0) == 1.5
 
 
 def test_a_client_that_counts_its_tries() -> None:
@@ -365,21 +371,18 @@ def test_what_the_headers_of_a_request_say(tmp_path: Path) -> None:
     )
 
 
-def test_paths_of_targets() -> None:
-    assert sent_path(b"/embed?x=/y") == "/embed"
-    assert sent_path(b"http://host/embed%41#z") == "/embed%41"
-    with pytest.raises(httptools.HttpParserError):
-        sent_path(b":")
+def identity(**sent: str) -> bytes:
+    return Callers().record(scope(**sent), None).identity
 
 
 def test_ids_of_requests() -> None:
     good = "aZ09._:/+=-" + "x" * 117
-    assert request_id(headers(x_request_id=good)) == good.encode()
+    assert identity(x_request_id=good) == good.encode()
     for wrong in ("", good + "x", "a b", "a\n", "\u00e9"):
-        made = request_id(headers(x_request_id=wrong))
+        made = identity(x_request_id=wrong)
         assert made != wrong.encode("latin-1")
         assert len(made) == 16
-    assert request_id(headers()) != request_id(headers())
+    assert identity() != identity()
 
 
 # ---- errors ------------------------------------------------------------------------------------
@@ -439,7 +442,6 @@ def test_headers_of_errors(error: core.ServiceError, headers: dict[str, str]) ->
 def test_a_refusal_says_when_to_come_back(seconds: float, whole: str, milliseconds: str) -> None:
     headers = {"retry-after": whole, "retry-after-ms": milliseconds}
     assert describe_service_error(Overloaded("x", seconds)).headers == headers
-    assert retry_headers(seconds) == headers
 
 
 def test_why_the_server_s_state_lets_a_request_fail() -> None:

@@ -13,12 +13,11 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from cloze.service.batching.lines import LineKey
+from cloze.service.batching.fair_queue import LineKey
 from cloze.service.http.acceptor import ConnectionLimits, ConnectionTable
-from cloze.service.http.access import Callers
 from cloze.service.http.gate import Starts
 from cloze.service.http.memory_limit import UnreadAnswers
-from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.record import RECORD, Callers, RequestRecord
 from cloze.service.http.server_protocol import MAX_HEADER_BYTES, ServerProtocol
 from tests.leaping_loop import run_leaping
 
@@ -103,15 +102,15 @@ class World:
         self.config.load()
         self.state = ServerState()
 
-    def _record(self, scope: Scope) -> RequestRecord:
+    def _admit(self, scope: Scope) -> bytes | None:
         self.made += 1
-        return Callers().record(scope, scope["path"])
-
-    def _refusal(self, request: RequestRecord) -> bytes | None:
+        request = scope[RECORD] = Callers().record(scope, scope["path"])
+        if request.method != "POST":
+            return None
         self.asked.append(request.path)
         if self.refuses(request):
             return REFUSAL
-        self.starts.admit(request, LineKey(0, 0), 1)
+        request.unstarted = LineKey(0, 0), 1
         return None
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -131,7 +130,7 @@ class World:
     def connect(self, address: str = "192.0.2.1") -> Transport:
         transport = Transport(address)
         transport.protocol = ServerProtocol(
-            make_record=self._record, refusal=self._refusal, table=self.table, answers=self.answers, starts=self.starts,
+            admit=self._admit, table=self.table, answers=self.answers, starts=self.starts,
             config=self.config, server_state=self.state, app_state={},
         )  # fmt: skip
         transport.protocol.connection_made(transport)
@@ -193,6 +192,23 @@ def test_a_request_is_answered_in_one_write() -> None:
         assert transport.writes[-1].endswith(b"\r\n\r\n")
         assert statuses(transport) == [200, 200, 200]
         assert world.made == 3, "one record per request"
+
+    play(run)
+
+
+@pytest.mark.parametrize(
+    ("target", "path"), [("/embed?x=/y", "/embed"), ("http://host/embed%41#z", "/embed%41")]
+)
+def test_paths_of_targets(target: str, path: str) -> None:
+    async def run() -> None:
+        world = World()
+        transport = world.connect()
+        transport.protocol.data_received(post(target))
+        await settle()
+        assert world.asked == [scope["path"] for scope in world.seen] == [path]
+        transport.protocol.data_received(post("http://:x"))
+        assert statuses(transport)[1:] == [400]
+        assert transport.is_closing()
 
     play(run)
 
@@ -289,7 +305,10 @@ def test_four_requests_start_per_turn_and_all_say_when_they_arrived() -> None:
     play(run)
 
 
-def test_a_request_whose_client_has_gone_is_not_started() -> None:
+@pytest.mark.parametrize("behind", [b"", post(), GET[:9]], ids=["alone", "whole", "part"])
+def test_a_request_whose_client_has_gone_is_not_started(behind: bytes) -> None:
+    """Whatever else its client has sent in the meantime."""
+
     async def run() -> None:
         world = World()
         transports = [world.connect() for _ in range(5)]
@@ -297,10 +316,12 @@ def test_a_request_whose_client_has_gone_is_not_started() -> None:
             transport.protocol.data_received(post())
         scope: Any = transports[4].protocol.scope
         assert scope[RECORD].unstarted is not None
+        transports[4].protocol.data_received(behind)
         transports[4].protocol.connection_lost(ConnectionError())
         await settle()
         assert len(world.seen) == 4
         assert scope[RECORD].unstarted is None, "the gate counts it no more"
+        assert scope[RECORD].connection is None
 
     play(run)
 

@@ -26,16 +26,14 @@ from cloze.service.core import (
     Submission,
     UnsupportedEncoding,
 )
-from cloze.service.http.bodies import (
-    MAX_MEMBERS,
-    Gunzip,
+from cloze.service.http.gunzip import MAX_MEMBERS, Gunzip
+from cloze.service.http.json_bodies import (
+    PIECE_BYTES,
+    BodyLimits,
     parse,
-    read_body,
-    receive,
     run_anywhere,
     validate,
 )
-from cloze.service.http.json_bodies import PIECE_BYTES, BodyLimits
 from cloze.service.http.memory_limit import SMALL_BYTES, Hold, MemoryLimit, UnreadAnswers
 from cloze.service.http.record import RECORD
 from cloze.service.http.watch import RequestWatch, WatchedRequest
@@ -81,14 +79,15 @@ def request(*parts: bytes | float | str, **headers: str) -> Request:
 def watch_of(
     timeout_s: float = 30.0, bodies: MemoryLimit | None = None, answers: UnreadAnswers | None = None
 ) -> RequestWatch:
-    return RequestWatch(timeout_s, bodies, answers)
+    bodies = bodies or MemoryLimit("bodies", 10**9)
+    return RequestWatch(timeout_s, bodies, answers or UnreadAnswers(10**9))
 
 
 async def read(
     watch: RequestWatch, asked: Request, limit: int = 10**6, answer_s: float = 0.0
 ) -> bytes:
     with watch.request(asked) as watched:
-        data = await read_body(asked, limit, watched)
+        data = await watched.read_body(limit)
         await asyncio.sleep(answer_s)
         return data
 
@@ -152,9 +151,9 @@ def test_a_request_gets_a_timer_of_its_own_when_it_is_older_than_a_tick(play: An
             await asyncio.sleep(0.03)
             with watch.request(request()) as second:
                 await asyncio.sleep(0.021)
-                assert (first._is_old, second._is_old) == (True, False)
+                assert (first.timer is None, second.timer is None) == (False, True)
                 await asyncio.sleep(0.05)
-                assert second._is_old
+                assert second.timer is not None
 
     play(run())
 
@@ -168,7 +167,7 @@ def test_the_limit_that_a_request_states(play: Any) -> None:
         asked = request(b"1", x_request_timeout_ms="50000")
         await read(watch, asked, answer_s=40)
         with pytest.raises(InvalidRequest, match="from 1 to 300000"):
-            watch.request(request(x_request_timeout_ms="300001"))
+            await read(watch, request(x_request_timeout_ms="300001"))
 
     play(run())
 
@@ -206,12 +205,12 @@ def test_a_client_that_leaves(play: Any) -> None:
         # Bytes that follow the body say nothing.
         asked = request(b"1", 2.0)
         with watch_of().request(asked) as watched:
-            await read_body(asked, 99, watched)
+            await watched.read_body(99)
             asked._receive.__self__.parts += [b"", b"", "leaves"]  # type: ignore[attr-defined]
             with pytest.raises(asyncio.CancelledError):
                 await asyncio.sleep(20)
-            watched._task.uncancel()
-            assert isinstance(watched._error, ClientGone)
+            watched.task.uncancel()
+            assert isinstance(watched.error, ClientGone)
 
     play(run())
 
@@ -225,12 +224,12 @@ def test_the_first_reason_counts_and_a_cancel_from_outside_stays_one(play: Any) 
             await task
         asked = request(b"1", 0.3, "leaves")
         with pytest.raises(ValueError, match="mine"), watch_of(1.0).request(asked) as watched:
-            await read_body(asked, 99, watched)
+            await watched.read_body(99)
             await asyncio.sleep(0.1)
             raise ValueError("mine")
         await asyncio.sleep(5)
-        with pytest.raises(DeadlineExceeded), watch_of(1.0).request(request()) as watched:
-            watched.body_complete()
+        with pytest.raises(DeadlineExceeded), watch_of(1.0).request(request(b"")) as watched:
+            await watched.read_body(9)
             watched._end(DeadlineExceeded("first"))
             watched._end(ClientGone("second"))
             watched.grow_old()
@@ -262,25 +261,30 @@ def test_terms_of_a_request(play: Any) -> None:
 # ---- memory ------------------------------------------------------------------------------------
 
 
+async def arrive(watched: WatchedRequest, count: int, announced: int) -> None:
+    watched.received_bytes += count
+    await watched.hold_arrived(announced)
+
+
 def test_what_a_body_holds(play: Any) -> None:
     async def run() -> None:
         bodies = MemoryLimit("bodies", 4 * LARGE)
         watch = watch_of(bodies=bodies)
         with watch.request(request()) as watched:
-            await watched.received(SMALL_BYTES, 0)
+            await arrive(watched, SMALL_BYTES, 0)
             assert watched.holder is None
             assert bodies._held == 0, "a small body holds nothing"
-            await watched.received(1, 0)
+            await arrive(watched, 1, 0)
             assert bodies._held == SMALL_BYTES + 1
             assert watched.holder == "a"
-            await watched.received(100, LARGE)
+            await arrive(watched, 100, LARGE)
             assert bodies._held == LARGE, "what is announced"
-            await watched.received(LARGE, LARGE)
+            await arrive(watched, LARGE, LARGE)
             assert bodies._held == LARGE + SMALL_BYTES + 101, "or what has arrived, if that is more"
             assert watched.moved_bytes() == LARGE + SMALL_BYTES + 101
             assert watched.moved_bytes() == 0
             watched.slowed()
-            await watched.received(9, 4 * LARGE)
+            await arrive(watched, 9, 4 * LARGE)
             assert bodies._held == LARGE + SMALL_BYTES + 110, "a slow one holds what has arrived"
             assert watched.moved_bytes() == 9
             watched.release_body(SMALL_BYTES + 1)
@@ -393,12 +397,12 @@ def test_large_answers(play: Any) -> None:
         with watch.request(unasked) as watched:
             await watched.hold_answer(LARGE)
             assert unasked.scope[RECORD].hold.size == LARGE, "what has no turn does not wait"
-        with watch.request(request(x_request_timeout_ms="500")) as watched:
-            watched.body_complete()
+        with watch.request(request(b"", x_request_timeout_ms="500")) as watched:
+            await watched.read_body(9)
             await watched.begin_answer()
             with pytest.raises(asyncio.CancelledError):
                 await watched.hold_answer(LARGE)
-            watched._task.uncancel()
+            watched.task.uncancel()
 
     play(run())
 
@@ -456,7 +460,7 @@ def test_a_body_that_is_too_large_holds_nothing(play: Any) -> None:
 def test_other_encodings(play: Any, encoding: str) -> None:
     async def run() -> None:
         asked = request(b"1")
-        asked.scope["headers"] = [(b"content-encoding", encoding.encode("latin-1"))]
+        asked.scope[RECORD].headers = [(b"content-encoding", encoding.encode("latin-1"))]
         with pytest.raises(UnsupportedEncoding) as refused:
             await read(watch_of(), asked)
         shown = ascii(encoding)[:60]
@@ -487,18 +491,18 @@ def test_compressed_bodies() -> None:
 
 def test_the_content_counts_for_the_memory() -> None:
     async def run() -> None:
-        bodies = MemoryLimit("bodies", 10 * LARGE)
         data = gzip.compress(bytes(3 * LARGE))
         asked = request(data, content_encoding="gzip")
         peaks = []
 
-        class Watching(WatchedRequest):
-            async def hold_body(self, size: int) -> None:
-                await super().hold_body(size)
-                peaks.append(bodies._held)
+        class Watching(MemoryLimit):
+            async def grow(self, hold: Hold, size: int) -> None:
+                await super().grow(hold, size)
+                peaks.append(self._held)
 
-        with Watching(watch_of(bodies=bodies), asked) as watched:
-            await read_body(asked, 10**6, watched)
+        bodies = Watching("bodies", 10 * LARGE)
+        with watch_of(bodies=bodies).request(asked) as watched:
+            await watched.read_body(10**6)
             assert max(peaks) == 3 * LARGE + len(data)
             assert bodies._held == 3 * LARGE, "at the end, of the content alone"
         assert bodies._held == 0
@@ -572,14 +576,9 @@ LIMITS = BodyLimits(1000, 100, 100)
 
 def test_a_body_is_received_parsed_and_validated(play: Any) -> None:
     async def run() -> None:
-        data = b'{"part": {"name": "a"}, "number": 3}'
-        asked = request(data)
-        with watch_of().request(asked) as watched:
-            body, size = await receive(asked, Whole, LIMITS, watched)
-        assert (body.part.name, body.number, size) == ("a", 3, len(data))
-        asked = request(b" " * 1001)
-        with pytest.raises(RequestTooLarge), watch_of().request(asked) as watched:
-            await receive(asked, Whole, LIMITS, watched)
+        data = await read(watch_of(), request(b'{"part": {"name": "a"}, "number": 3}'))
+        body = await run_anywhere(len(data), parse, Whole, data, LIMITS)
+        assert (body.part.name, body.number) == ("a", 3)
 
     play(run())
     with pytest.raises(MalformedRequest):

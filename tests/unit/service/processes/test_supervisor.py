@@ -103,7 +103,7 @@ class Server:
     def restarts(self, kind: str) -> float:
         (file,) = self.folder.glob("counter_supervisor.db")
         values: Any = MmapedDict.read_all_values_from_file(str(file))
-        return sum(value for key, value, *_ in values if json.loads(key)[2]["kind"] == kind)
+        return sum(value for key, value, *_ in values if json.loads(key)[2].get("kind") == kind)
 
     @property
     def report(self) -> ReloadReport:

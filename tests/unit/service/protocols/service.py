@@ -21,26 +21,21 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from cloze.model_store import Bundle
 from cloze.model_store.batch import Encoding, HeadOutputs
-from cloze.model_store.heads.embedding import EmbeddingResult
+from cloze.model_store.heads import ArrayResult
 from cloze.model_store.heads.masked_lm import MaskedLMResult
-from cloze.model_store.heads.next_sentence import NextSentenceResult
-from cloze.model_store.heads.sequence_classification import SequenceClassificationResult
-from cloze.model_store.heads.span import SpanResult
 from cloze.model_store.heads.sparse_embedding import SparseEmbeddingResult
-from cloze.model_store.heads.token_classification import TokenClassificationResult
-from cloze.model_store.heads.token_embedding import TokenEmbeddingResult
 from cloze.model_store.manifest import Precision
-from cloze.service.batching.scheduler import Scheduler, SchedulerLimits
+from cloze.service.batching.admission import SchedulerLimits
+from cloze.service.batching.scheduler import Scheduler
 from cloze.service.core import Changes, Device, EngineDead, ServiceError, ShuttingDown
-from cloze.service.http.access import Callers
 from cloze.service.http.json_bodies import BodyLimits
 from cloze.service.http.memory_limit import MemoryLimit, UnreadAnswers
-from cloze.service.http.record import RECORD, RequestRecord
+from cloze.service.http.record import RECORD, Callers, RequestRecord
 from cloze.service.http.routes import Route
 from cloze.service.http.watch import RequestWatch
 from cloze.service.metrics import Metrics
 from cloze.service.pipeline import Models, Pipeline
-from cloze.service.protocols import PROTOCOLS, ApiLimits, ErrorResponder, ProtocolContext
+from cloze.service.protocols import PROTOCOLS, ErrorResponder, ProtocolContext
 from cloze.service.served_models import ServedModel
 from cloze.service.tasks import TASKS, Task, TaskLimits
 from tests.unit.service.tasks.model import ID, manifest
@@ -54,7 +49,7 @@ LIMITS = TaskLimits(
     max_text_characters=200,
     max_request_texts=300,
 )
-API_LIMITS = ApiLimits(BodyLimits(200_000, 40_000, 50_000), 3)
+BODY_LIMITS, MAX_TEXTS = BodyLimits(200_000, 40_000, 50_000), 3
 
 VECTOR, OTHER_VECTOR = [3.0, 0.0, 4.0, 0.0], [0.0, 0.0, 2.0, 0.0]
 """The embeddings of a text of one word, and of any other one. Their cosine is 0.8."""
@@ -83,15 +78,15 @@ def _outputs(encoding: Encoding) -> HeadOutputs:
     n = len(encoding)
     rows = np.repeat(encoding.input_ids[:, None], 4, 1).astype(np.float32)
     made: dict[str, Any] = {
-        "embedding": EmbeddingResult(np.array(VECTOR if n == 3 else OTHER_VECTOR, np.float32)),
+        "embedding": ArrayResult(np.array(VECTOR if n == 3 else OTHER_VECTOR, np.float32)),
         "sparse_embedding": SparseEmbeddingResult(
             np.array([2, 1], np.float32), np.array([ID["the"], ID["of"]])
         ),
-        "token_embedding": TokenEmbeddingResult(rows),
-        "next_sentence": NextSentenceResult(np.array([1, -1], np.float32)),
-        "sequence_classification": SequenceClassificationResult(np.array([n, 3, 0, 2], np.float32)),
-        "token_classification": TokenClassificationResult(np.eye(4, dtype=np.float32)[[1] * n] * 9),
-        "span": SpanResult(np.eye(n, 2, dtype=np.float32) * 9),
+        "token_embedding": ArrayResult(rows),
+        "next_sentence": ArrayResult(np.array([1, -1], np.float32)),
+        "sequence_classification": ArrayResult(np.array([n, 3, 0, 2], np.float32)),
+        "token_classification": ArrayResult(np.eye(4, dtype=np.float32)[[1] * n] * 9),
+        "span": ArrayResult(np.eye(n, 2, dtype=np.float32) * 9),
     }
     if (request := encoding.requests.get("masked_lm")) is not None:
         m, k = len(request.positions), request.top_k  # type: ignore[attr-defined]
@@ -140,7 +135,6 @@ class Service:
         described: changes of the manifest, per model; the first one is the default.
         tasks: the tasks that the server offers.
         callers: names the clients.
-        api_limits: the limits of the HTTP interface.
 
     Attributes:
         engine: the engine of all models.
@@ -156,7 +150,6 @@ class Service:
         *,
         tasks: dict[str, Task] = TASKS,
         callers: Callers | None = None,
-        api_limits: ApiLimits = API_LIMITS,
     ) -> None:
         save_tokenizer(folder)
         limits = SchedulerLimits(1, 512, 100_000, 30.0)
@@ -179,7 +172,8 @@ class Service:
             Models(pipelines, tasks.values()),
             self.metrics,
             self.state,
-            api_limits,
+            BODY_LIMITS,
+            MAX_TEXTS,
             RequestWatch(30.0, self.bodies, self.answers),
             has_keys=self._callers.keys is not None,
         )
@@ -232,4 +226,4 @@ class OneLabel(HandEngine):
 
     def run(self, batch: Sequence[Encoding], *, alone: bool = False) -> list[HeadOutputs]:
         rows = [np.array([len(encoding)], np.float32) for encoding in batch]
-        return [{"sequence_classification": SequenceClassificationResult(row)} for row in rows]
+        return [{"sequence_classification": ArrayResult(row)} for row in rows]

@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from cloze.model_store.locations import SHIPPED_NAMES
-from cloze.service.http.openapi import document
+from cloze.service.http.pages import document
 from cloze.service.protocols import PROTOCOLS
 from cloze.service.tasks import TASKS
 from tests.unit.service.protocols.service import Service
@@ -137,9 +137,9 @@ def test_fields_of_bodies(described: dict[str, Any]) -> None:
         "return_tokens=None inputs model=None ...",
         "DispatchBody": "inputs parameters=None ...",
         "PredictBody": f"{cut} inputs raw_scores=False model=None ...",
-        "RerankBody": f"{cut} query texts raw_scores=False return_text=False model=None ...",
-        "TokenizeBody": "inputs add_special_tokens=True prompt_name=None model=None ...",
-        "DecodeBody": "ids skip_special_tokens=True model=None ...",
+        "RerankBody": f"query texts {cut} raw_scores=False return_text=False model=None ...",
+        "TokenizeBody": "add_special_tokens=True prompt_name=None inputs model=None ...",
+        "DecodeBody": "skip_special_tokens=True ids model=None ...",
         "OpenAiEmbeddingsBody": "input model encoding_format=None dimensions=None user=None",
         "InferBody": "inputs id=None outputs=None parameters=None",
         "InferInput": "name shape datatype parameters=None data=None",

@@ -1,6 +1,7 @@
 """Errors in the shapes of the protocols."""
 
 import json
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from cloze.service.core import InvalidRequest, UnknownModel
 from cloze.service.http.errors import ErrorInfo
 from cloze.service.protocols import PROTOCOLS, ErrorResponder, openai, protocol
+from cloze.service.protocols.protocol import ErrorBody
 
 
 @pytest.mark.parametrize(
@@ -27,17 +29,18 @@ from cloze.service.protocols import PROTOCOLS, ErrorResponder, openai, protocol
 def test_an_error_of_openai_s_protocol(status: int, sent: int, kind: str) -> None:
     info = ErrorInfo(status, "Validation", "why", InvalidRequest("why"))
     error = {"message": "why", "type": kind, "param": None, "code": None}
-    assert openai.write_error(info) == (sent, {"error": error})
+    written, body = openai.write_error(info)
+    assert (written, asdict(body)) == (sent, {"error": error})
 
 
 def test_an_unknown_model_has_a_code() -> None:
     info = ErrorInfo(404, "Validation", "why", UnknownModel("why"))
-    assert openai.write_error(info)[1]["error"]["code"] == "model_not_found"
+    assert openai.write_error(info)[1].error.code == "model_not_found"
 
 
 def test_an_error_of_the_native_protocol() -> None:
     info = ErrorInfo(504, "Overloaded", "why", InvalidRequest("why"))
-    assert protocol.write_error(info) == (504, {"error": "why", "error_type": "Overloaded"})
+    assert protocol.write_error(info) == (504, ErrorBody("why", "Overloaded"))
 
 
 def test_the_protocol_of_a_path_writes_its_errors() -> None:

@@ -1,9 +1,10 @@
 """Bytes and tensors on the wire: what is read, what is refused, and what is written."""
 
 import io
-import json
 import struct
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,15 @@ import pytest
 from starlette.requests import Request
 
 from cloze.service.core import EmptyRequest, InvalidRequest, MalformedRequest
-from cloze.service.http.routes import NPY
-from cloze.service.protocols import binary
-from cloze.service.protocols.native import task_route
+from cloze.service.http.routes import JSON, NPY
+from cloze.service.protocols import native, tensors
 from cloze.service.protocols.protocol import LenientModel, ignored_fields
-from cloze.service.protocols.tensors import TaskTensors, Tensor
+from cloze.service.protocols.tensors import TaskTensors, TensorMetadata
 from cloze.service.tasks import TASKS
 from cloze.service.tasks.nsp import NspLabel, RankedCandidate
-from cloze.service.tasks.task import NoParameters
+from cloze.service.tasks.task import NoParameters, PreparedRequest, TaskContext
 from cloze.service.tasks.text_classification import LabelScore
+from tests.unit.service.protocols.service import Service
 
 # ---- binary tensors ----------------------------------------------------------------------------
 
@@ -29,28 +30,28 @@ def packed(*texts: bytes) -> bytes:
 
 
 def test_the_json_ends_where_the_header_says() -> None:
-    head, rest = binary.split(b'{"a":1}xyz', "7")
+    head, rest = tensors.split(b'{"a":1}xyz', "7")
     assert (head, bytes(rest)) == (b'{"a":1}', b"xyz")
-    head, rest = binary.split(b"{}", "2")
+    head, rest = tensors.split(b"{}", "2")
     assert (head, bytes(rest)) == (b"{}", b"")
-    head, rest = binary.split(b"{}", None)
+    head, rest = tensors.split(b"{}", None)
     assert (head, bytes(rest)) == (b"{}", b"")
 
 
 @pytest.mark.parametrize("length", ["0", "3", "-1", "x", "", "1" * 16, "\u00b2", "1.0"])
 def test_lengths_outside_the_body(length: str) -> None:
     with pytest.raises(MalformedRequest, match="a whole number from 1 to the 2 bytes of the body"):
-        binary.split(b"{}", length)
+        tensors.split(b"{}", length)
 
 
 def test_texts_are_their_bytes() -> None:
     texts = ["red", "", "é\N{SNOWMAN}"]
     data = packed(*(text.encode() for text in texts))
-    assert binary.read_texts(memoryview(data), "text", 3) == texts
-    assert binary.write_tensor(Tensor("text", "BYTES", texts)) == data
-    assert binary.read_texts(memoryview(b""), "text", 0) == []
+    assert tensors.read_texts(memoryview(data), "text", 3) == texts
+    assert tensors.write_tensor(texts) == data
+    assert tensors.read_texts(memoryview(b""), "text", 0) == []
     with pytest.raises(InvalidRequest, match="text has over 2 texts, the limit"):
-        binary.read_texts(memoryview(data), "text", 2)
+        tensors.read_texts(memoryview(data), "text", 2)
 
 
 @pytest.mark.parametrize(
@@ -64,23 +65,21 @@ def test_texts_are_their_bytes() -> None:
 )
 def test_cut_and_malformed_texts(data: bytes, problem: str) -> None:
     with pytest.raises(InvalidRequest, match=problem):
-        binary.read_texts(memoryview(data), "text", 9)
+        tensors.read_texts(memoryview(data), "text", 9)
 
 
 def test_numbers_are_little_endian() -> None:
     big = np.array([[1, 2]], ">f4")
-    assert binary.write_tensor(Tensor("x", "FP32", big)) == struct.pack("<2f", 1, 2)
-    assert Tensor("x", "FP32", big).shape == (1, 2)
-    assert Tensor("x", "BYTES", ["a", "b"]).shape == (2,)
+    assert tensors.write_tensor(big) == struct.pack("<2f", 1, 2)
 
 
 # ---- tensors of tasks --------------------------------------------------------------------------
 
 
 def names(task: str) -> tuple[list[str], list[str]]:
-    tensors = TaskTensors(TASKS[task])
-    shown = [f"{t.name} {t.datatype} {list(t.shape)}" for t in tensors.outputs]
-    return [t.name for t in tensors.inputs], shown
+    described = TaskTensors(TASKS[task])
+    shown = [f"{t.name} {t.datatype} {t.shape}" for t in described.outputs]
+    return [t.name for t in described.inputs], shown
 
 
 def test_tensors_follow_from_the_types_of_a_task() -> None:
@@ -114,7 +113,7 @@ def test_rows_of_tensors_are_the_objects_of_a_task() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "tensors", "error", "problem"),
+    ("task", "given", "error", "problem"),
     [
         ("qa", {"question": ["a"]}, InvalidRequest, "lacks the tensor context; qa needs it"),
         (
@@ -140,16 +139,16 @@ def test_rows_of_tensors_are_the_objects_of_a_task() -> None:
     ],
 )
 def test_tensors_that_do_not_fit(
-    task: str, tensors: dict, error: type[Exception], problem: str
+    task: str, given: dict, error: type[Exception], problem: str
 ) -> None:
     with pytest.raises(error, match=problem):
-        TaskTensors(TASKS[task]).to_inputs(tensors)
+        TaskTensors(TASKS[task]).to_inputs(given)
 
 
-def written(task: str, value: Any, asked: list[str] | None = None) -> dict[str, Any]:
+def written(task: str, value: Any, asked: Sequence[str] = ()) -> dict[str, Any]:
+    outputs = TaskTensors(TASKS[task]).to_outputs(value, asked, len(value))
     return {
-        t.name: t.data if isinstance(t.data, list) else t.data.tolist()
-        for t in TaskTensors(TASKS[task]).to_outputs(value, asked, len(value))
+        name: data if isinstance(data, list) else data.tolist() for name, data in outputs.items()
     }
 
 
@@ -182,9 +181,9 @@ def test_a_column_that_some_entries_have() -> None:
 
 
 def test_a_task_without_columns_has_results_alone() -> None:
-    tensors = TaskTensors(replace(TASKS["similarity"], result=list[str]))
-    assert tensors.outputs == [("result", "BYTES", (-1,))]
-    assert [tensor.name for tensor in tensors.to_outputs(["a"], None, 1)] == ["result"]
+    without = TaskTensors(replace(TASKS["similarity"], result=list[str]))
+    assert without.outputs == [TensorMetadata("result", "BYTES", [-1])]
+    assert without.to_outputs(["a"], (), 1) == {"result": ['"a"']}
 
 
 def test_vectors_and_their_counts() -> None:
@@ -208,8 +207,8 @@ RAW = "application/octet-stream"
 ROWS = np.array([[0.5, -1.0, 0.0], [2.0, 0.25, -0.5]], np.float32)
 
 
-def response_of(accept: str | None) -> tuple[bytes, dict[str, str]]:
-    response = binary.respond(asking(accept), ROWS)
+def response_of(accept: str) -> tuple[bytes, dict[str, str]]:
+    response = native.vector_bytes(ROWS, *native.accepted(asking(accept)))
     return bytes(response.body), {n.decode(): v.decode() for n, v in response.raw_headers}
 
 
@@ -219,9 +218,7 @@ def response_of(accept: str | None) -> tuple[bytes, dict[str, str]]:
      f"application/json, {RAW}", f"{RAW}, application/json", "application/*", f"{RAW};q=0.2, */*;q=0.3"],
 )  # fmt: skip
 def test_vectors_are_json_unless_another_type_is_preferred(accept: str | None) -> None:
-    body, headers = response_of(accept)
-    assert json.loads(body) == ROWS.tolist()
-    assert headers["content-type"] == "application/json"
+    assert native.accepted(asking(accept)) == (JSON, "float32")
 
 
 @pytest.mark.parametrize(
@@ -251,14 +248,14 @@ def test_vectors_of_fewer_bits() -> None:
     body, headers = response_of(f"{RAW}; dtype=ubinary")
     assert np.frombuffer(body, np.uint8).tolist() == [0b10000000, 0b11000000]
     assert headers["x-shape"] == "2,1"
-    zeros, scale = binary.DTYPES["int8"](np.zeros((1, 2), np.float32))
+    zeros, scale = native.DTYPES["int8"](np.zeros((1, 2), np.float32))
     assert (zeros.tolist(), scale) == ([[0, 0]], 1.0)
     for accept in (f"{RAW}; dtype=float64", f"{NPY}; dtype="):
         with pytest.raises(InvalidRequest, match="Accept asks for dtype"):
-            binary.accepted(asking(accept))
-    binary.accepted(asking(f"{RAW}; dtype=int8"))
+            native.accepted(asking(accept))
+    native.accepted(asking(f"{RAW}; dtype=int8"))
     with pytest.raises(InvalidRequest) as refused:
-        binary.accepted(asking(f"{RAW}; dtype={'x' * 99}"))
+        native.accepted(asking(f"{RAW}; dtype={'x' * 99}"))
     assert str(refused.value) == (
         f"Accept asks for dtype '{'x' * 40}'; there are float32, float16, int8, ubinary"
     )
@@ -272,12 +269,10 @@ def test_vectors_in_the_format_of_numpy() -> None:
 
 def test_lists_of_arrays_have_their_lengths() -> None:
     several = [ROWS, ROWS[:1]]
-    response = binary.respond(asking(RAW), several)
+    response = native.vector_bytes(several, RAW, "float32")
     headers = dict(response.raw_headers)
     assert (headers[b"x-lengths"], headers[b"x-shape"]) == (b"2,1", b"3,3")
     assert bytes(response.body) == np.concatenate(several).tobytes()
-    response = binary.respond(asking(), several)
-    assert json.loads(bytes(response.body)) == [rows.tolist() for rows in several]
 
 
 # ---- unknown fields ----------------------------------------------------------------------------
@@ -307,8 +302,17 @@ def test_unknown_fields_are_named_in_a_warning() -> None:
 # ---- bodies of tasks ---------------------------------------------------------------------------
 
 
-def test_a_task_without_parameters_takes_none() -> None:
-    task = replace(TASKS["score"], parameters=NoParameters)
-    assert task_route(task).body.model_fields.keys() == {"inputs", "model"}
-    body = task_route(task).body.model_validate({"inputs": "a"})
-    assert task_route(task).to_call(body).parameters == NoParameters()
+def test_a_task_without_parameters_takes_none(tmp_path: Path) -> None:
+    asked = []
+
+    def prepare(_: str, parameters: NoParameters, __: TaskContext) -> PreparedRequest[None]:
+        asked.append(parameters)
+        return PreparedRequest([], None)
+
+    task = replace(
+        TASKS["score"], parameters=NoParameters, prepare=prepare, decode=lambda *_: ["done"]
+    )
+    assert native.body_type(task).model_fields.keys() == {"inputs", "model"}
+    with Service(tmp_path, tasks={task.name: task}) as service:
+        assert service.post(task.route, {"inputs": "a"}).json() == "done"
+    assert asked == [NoParameters()]

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 from cloze.service.core import Forbidden
-from cloze.service.http.access import OF_ADMIN_SOCKET, Callers
 from cloze.service.http.keys import Keys
+from cloze.service.http.record import OF_ADMIN_SOCKET, Callers
 from cloze.service.protocols import operations
-from cloze.service.protocols.protocol import ApiLimits
-from cloze.service.settings import Settings
 from cloze.service.tasks import TASKS
 from tests.unit.service.protocols.service import Service, State
 
@@ -145,11 +143,3 @@ def test_who_may_reload(tmp_path: Path, service: Service) -> None:
         response = guarded.ask("POST", "/admin/reload")
         assert response.json() == changes, "the access control has checked the key"
         assert response.headers["content-type"] == "application/json"
-
-
-def test_the_limits_that_settings_give(no_variables: None) -> None:
-    settings = Settings(max_request_texts=5000, max_request_bytes=2048, max_request_tokens=7000)
-    limits = ApiLimits.of(settings)
-    assert limits.max_request_texts == 5000
-    assert (limits.body.max_bytes, limits.body.max_parts) == (2048, 80_000)
-    assert limits.body.max_values == 87_000

@@ -3,9 +3,9 @@
 import pytest
 
 from cloze.service.core import InvalidRequest, Location
-from cloze.service.http.bodies import validate
-from cloze.service.protocols.task_route import _in_body
-from cloze.service.protocols.tei import _RERANK
+from cloze.service.http.json_bodies import validate
+from cloze.service.protocols.protocol import in_body
+from cloze.service.protocols.tei import _Rerank
 from cloze.service.tasks.task import INPUTS, Text, Texts, WireModel
 
 
@@ -51,7 +51,7 @@ def test_a_part_of_a_body_has_its_place() -> None:
     ],
 )
 def test_a_protocol_has_its_own_names(at: Location | None, shown: str) -> None:
-    assert str(_in_body(at, _RERANK.names)) == shown
+    assert str(in_body(at, _Rerank.names)) == shown
 
 
 def test_the_message_begins_with_the_place() -> None:
@@ -63,6 +63,6 @@ def test_the_message_begins_with_the_place() -> None:
 def test_an_error_keeps_its_words_in_another_place() -> None:
     error = InvalidRequest("the windows hold 410 tokens", INPUTS.below("sentences", 3), "up to ")
     assert str(error) == "up to inputs.sentences[3] the windows hold 410 tokens"
-    moved = error.moved(_in_body(error.at, _RERANK.names))
+    moved = error.moved(in_body(error.at, _Rerank.names))
     assert str(moved) == "up to texts[3] the windows hold 410 tokens"
     assert type(moved) is InvalidRequest

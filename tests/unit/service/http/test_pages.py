@@ -10,9 +10,15 @@ from pydantic import BaseModel, computed_field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloze.service.http.openapi import document
-from cloze.service.http.page import ASSETS, PAGE_HEADERS, docs_handler, docs_paths, page_handler
-from cloze.service.http.page import part_handlers as parts
+from cloze.service.http.pages import (
+    ASSETS,
+    PAGE_HEADERS,
+    docs_handler,
+    docs_paths,
+    document,
+    page_handler,
+)
+from cloze.service.http.pages import part_handlers as parts
 from cloze.service.http.routes import JSON, NPY, RAW, TEXT, Route, RouteDoc
 
 

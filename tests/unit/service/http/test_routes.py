@@ -9,13 +9,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from cloze.service.core import Overloaded, Rejection, Timings
-from cloze.service.http import recorder as recorder_module
-from cloze.service.http.access import Access
+from cloze.service.http import routes as routes_module
 from cloze.service.http.memory_limit import Hold, UnreadAnswers
-from cloze.service.http.record import RECORD
-from cloze.service.http.recorder import OTHER_ROUTE, Recorder
-from cloze.service.http.routes import DirectRoutes
-from cloze.service.http.uvicorn_internals import OneWrite
+from cloze.service.http.record import RECORD, Access
+from cloze.service.http.routes import OTHER_ROUTE, DirectRoutes, Recorder
+from cloze.service.http.server_protocol import OneWrite
 from cloze.service.logs import AccessLog, RequestCost
 from cloze.service.metrics import Metrics
 from tests.records import recorded, scope_of
@@ -166,7 +164,7 @@ def test_a_request_without_an_answer_counts_as_an_error() -> None:
 
 
 def test_the_time_of_a_request_begins_when_it_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder_module.time, "monotonic", lambda: 10.0)
+    monkeypatch.setattr(routes_module.time, "monotonic", lambda: 10.0)
     world = World(answers)
     asyncio.run(world.ask(arrived=8.0))
     assert '"total":2000' in world.written.lines[0]

@@ -1,0 +1,201 @@
+"""What people open in a browser: the page at ``/``, and the documentation of the API.
+
+The page is plain files that use the routes as any client. It loads nothing from another address,
+and its content security policy forbids that, too. The OpenAPI document is written from the types
+that validate the bodies.
+"""
+
+import base64
+import hashlib
+import re
+from collections.abc import Iterable, Sequence
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final
+
+from fastapi.openapi.docs import get_swagger_ui_html
+from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cloze.service.http.routes import HTML, JSON, NPY, RAW, Handler, Route
+
+_FOLDER: Final = Path(__file__).parents[1] / "page"
+
+_FILES: Final = {
+    "/page/style.css": ("style.css", "text/css"),
+    "/page/page.js": ("page.js", "text/javascript"),
+    "/page/panels.js": ("panels.js", "text/javascript"),
+    "/page/elements.js": ("elements.js", "text/javascript"),
+    "/page/live.js": ("live.js", "text/javascript"),
+}
+"""File and media type of each path of a part of the page."""
+
+_HEADERS: Final = {
+    "cache-control": "no-cache",
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+}
+
+PAGE_HEADERS: Final = dict.fromkeys(_HEADERS, ("string", "what browsers may do with the page"))
+"""The documentation of the headers."""
+
+ASSETS: Final = "/docs/assets"
+"""Path under which the files of Swagger UI lie."""
+
+_SWAGGER: Final = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
+
+_REF = "#/components/schemas/{model}"
+
+MODEL = ("string", "the model that answered, NAME@VERSION; absent if none was chosen")
+REQUEST_ID = ("string", "the id of the request: the client's own `X-Request-Id`, or a random one")
+_ERROR_HEADERS = {
+    415: {"accept-encoding": ("string", "the content encodings that the server reads")},
+    429: {"retry-after": ("integer", "whole seconds after which the request is admitted")},
+}
+
+
+# ---- the page and Swagger UI ---------------------------------------------------------------------
+
+
+def docs_paths() -> tuple[str, ...]:
+    """Return the paths of the documentation of the API."""
+    return ("/docs", *(f"{ASSETS}/{name}" for name in _SWAGGER))
+
+
+def docs_handler(title: str) -> Handler:
+    """Return the handler of the documentation of the API, by Swagger UI.
+
+    The policy allows the page's own script by its hash. Swagger UI writes style attributes.
+    """
+    script, style, icon = (f"{ASSETS}/{name}" for name in _SWAGGER)
+    page = get_swagger_ui_html(
+        openapi_url="/openapi.json",
+        title=title,
+        swagger_js_url=script,
+        swagger_css_url=style,
+        swagger_favicon_url=icon,
+    )
+    inline = re.findall(rb"<script>(.*?)</script>", bytes(page.body), re.DOTALL)
+    hashes = [base64.b64encode(hashlib.sha256(text).digest()).decode() for text in inline]
+    allowed = " ".join(f"'sha256-{value}'" for value in hashes)
+    policy = (
+        f"default-src 'none'; script-src 'self' {allowed}; style-src 'self' 'unsafe-inline'; "
+        "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
+    headers = _HEADERS | {"content-security-policy": policy}
+
+    async def answer(_: Request) -> Response:
+        return Response(bytes(page.body), headers=headers, media_type=HTML)
+
+    return answer
+
+
+def page_handler() -> Handler:
+    """Return the handler of the page itself."""
+    return _handler("index.html", HTML)
+
+
+def part_handlers() -> dict[str, Handler]:
+    """Return a handler for GET requests per path of a part of the page."""
+    return {path: _handler(*file) for path, file in _FILES.items()}
+
+
+def _handler(name: str, media_type: str) -> Handler:
+    content = (_FOLDER / name).read_bytes()
+
+    async def answer(_: Request) -> Response:
+        return Response(content, headers=_HEADERS, media_type=media_type)
+
+    return answer
+
+
+# ---- the OpenAPI document ------------------------------------------------------------------------
+
+
+def document(title: str, version: str, description: str, routes: Sequence[Route]) -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of routes."""
+    schemas, definitions = _schemas(routes)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        operation = _operation(route, schemas)
+        paths.setdefault(route.path, {})[route.method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": title, "version": version, "description": description},
+        "paths": paths,
+        "components": {"schemas": definitions},
+    }
+
+
+def _schemas(routes: Iterable[Route]) -> tuple[dict[Any, Any], dict[str, Any]]:
+    """Return the schemas by (path, part), and the definitions that the schemas refer to."""
+    inputs: list[Any] = []
+    for route in routes:
+        parts = {"body": route.doc.body, "result": route.doc.result, "error": route.doc.error_body}
+        for part, annotation in parts.items():
+            if annotation is not None:
+                mode = "validation" if part == "body" else "serialization"
+                inputs.append(((route.path, part), mode, TypeAdapter(annotation)))
+    schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=_REF)
+    by_part = {key: schema for (key, _), schema in schemas.items()}
+    return by_part, definitions.get("$defs", {})
+
+
+def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
+    doc = route.doc
+    headers = {**_common(route), **doc.headers}
+    success: dict[str, Any] = {"description": "Success", "headers": _headers(headers)}
+    content: dict[str, Any] = {}
+    if doc.result is not None:
+        content[JSON] = {"schema": schemas[route.path, "result"]}
+    for media_type in doc.media_types:
+        binary = {"format": "binary"} if media_type in (RAW, NPY) else {}
+        content[media_type] = {"schema": {"type": "string"} | binary}
+    if content:
+        success["content"] = content
+    operation: dict[str, Any] = {
+        "operationId": f"{route.method.lower()}{re.sub(r'[^a-z0-9]+', '_', route.path)}",
+        "summary": doc.summary,
+        "tags": [doc.tag],
+        "responses": {"200": success} | {str(s): _error(s, route, schemas) for s in doc.errors},
+    }
+    if names := re.findall(r"\{(\w+)\}", route.path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in names
+        ]
+    if doc.body is not None:
+        examples = {title: {"value": body} for title, body in doc.examples.items()}
+        body = {"schema": schemas[route.path, "body"]}
+        if examples:
+            body["examples"] = examples
+        operation["requestBody"] = {"required": True, "content": {JSON: body}}
+    return operation
+
+
+def _common(route: Route) -> dict[str, tuple[str, str]]:
+    """Return the headers of every response of a route."""
+    return {"x-request-id": REQUEST_ID} | ({"x-model": MODEL} if route.doc.body else {})
+
+
+def _error(status: int, route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
+    return {
+        "description": "Client closed its connection"
+        if status == 499
+        else HTTPStatus(status).phrase,
+        "headers": _headers(_common(route) | _ERROR_HEADERS.get(status, {})),
+        "content": {JSON: {"schema": schemas[route.path, "error"]}},
+    }
+
+
+def _headers(headers: dict[str, tuple[str, str]]) -> dict[str, Any]:
+    return {
+        name: {"description": description, "schema": {"type": kind}}
+        for name, (kind, description) in headers.items()
+    }
